@@ -1,0 +1,1 @@
+"""The engine process: requests, scheduling and the executors that run them."""

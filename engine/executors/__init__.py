@@ -1,0 +1,1 @@
+"""Executors: what the engine runs on the tensors of a request."""

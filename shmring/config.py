@@ -1,0 +1,189 @@
+"""Configuration of both ends: one frozen object each, every limit with its reason.
+
+Nothing here reads the environment or the machine; what depends on them (the socket directory, the uid) is resolved where
+it is used. Sizes are given in bytes or as text (``"4GiB"``, ``"64 MiB"``, ``"10MB"``) and stored in bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, TypeVar
+
+__all__ = ["ClientConfig", "RingConfig", "parse_nbytes"]
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
+    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
+    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def parse_nbytes(size: int | str) -> int:
+    """Returns a size in bytes, given as a number of bytes or as text with a unit.
+
+    Args:
+        size: ``4096``, ``"4096"``, ``"64MiB"``, ``"1.5 GiB"``, ``"10MB"`` (decimal), ``"64M"`` (binary, as in ``docker run``).
+
+    Raises:
+        ValueError: the text is not a size, or the size is negative.
+        TypeError: it is neither an int nor a str.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"a size is an int of bytes or text such as '4GiB', not {type(size).__name__}")
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"a size can't be negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{size!r} is not a size; write bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def validate_name(name: str) -> str:
+    """Returns an engine's name if it can be part of a path and of a shared memory name, else raises ``ValueError``."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} can't name an engine: use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
+        )
+    return name
+
+
+_Config = TypeVar("_Config", "RingConfig", "ClientConfig")
+
+
+def configured(kind: type[_Config], config: _Config | None, overrides: dict[str, Any]) -> _Config:
+    """Returns ``config`` (or the defaults) with ``overrides`` applied; an unknown option is a ``TypeError`` naming it."""
+    unknown = overrides.keys() - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise TypeError(f"{kind.__name__} has no option {', '.join(sorted(unknown))}")
+    return dataclasses.replace(config or kind(), **overrides)
+
+
+def _normalise(config: Any, *size_fields: str) -> None:
+    for field in size_fields:
+        value = getattr(config, field)
+        if value is not None:
+            object.__setattr__(config, field, parse_nbytes(value))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingConfig:
+    """The engine's end.
+
+    Attributes:
+        slab_nbytes: size of the whole slab, replies included. It is reserved in ``/dev/shm`` at the start.
+        reply_nbytes: the part of it that replies use; ``None``: a sixteenth of the slab. Kept apart so that replies
+            never wait for the memory of requests that wait for replies.
+        max_lease_nbytes: the largest *base* lease a frontend gets; ``None``: an eighth of what can be leased, so that
+            eight frontends can connect before any of them has to give something back.
+        client_quota_nbytes: what one frontend may hold in leases while others are connected; ``None``: three quarters
+            of what can be leased, so that a stopped frontend can't starve the rest. Alone, a frontend may hold it all,
+            and one lease is always granted however large.
+        max_clients: connections at a time. Each costs two descriptors; 256 stays below the usual limit of 1,024.
+        max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
+        max_calls: control calls (health, statistics) a client may have in flight.
+        max_leases: leases one client may hold. Bounds the engine's books; a frontend that needs more asks for larger ones.
+        max_frame_nbytes: the largest message, either way. Tensors don't count, they travel in slots; text and ``bytes`` do.
+        max_tensors: tensors in one payload, and dimensions in all count toward ``max_frame_nbytes`` anyway.
+        write_buffer_nbytes: unread replies kept for a slow client before ``reply`` waits.
+        max_write_buffer_nbytes: unread messages after which a client that does not read is disconnected. Only
+            releases and terminal replies go past ``write_buffer_nbytes``, and ``max_inflight`` bounds those.
+        handshake_timeout_s: how long a new connection may take to say hello.
+        allowed_uids: user ids that may connect; ``None``: the engine's own.
+        socket_dir: where the socket lives; ``None``: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
+        prefault: touch the whole slab at the start, so that no request pays for a page's first use (49 ms per 64 MB).
+        inline_nbytes: replies whose tensors take no more than this travel in the message. Below it, a slot's
+            bookkeeping costs more than copying the bytes twice.
+        copy_offload_nbytes: copies at least this large run on a thread (they release the interpreter lock); below it,
+            waking a thread costs more than the copy.
+        debug: log where views came from that outlive their claim.
+    """
+
+    slab_nbytes: int | str = "1GiB"
+    reply_nbytes: int | str | None = None
+    max_lease_nbytes: int | str | None = None
+    client_quota_nbytes: int | str | None = None
+    max_clients: int = 256
+    max_inflight: int = 1024
+    max_calls: int = 64
+    max_leases: int = 1024
+    max_frame_nbytes: int | str = "16MiB"
+    max_tensors: int = 4096
+    write_buffer_nbytes: int | str = "1MiB"
+    max_write_buffer_nbytes: int | str = "64MiB"
+    handshake_timeout_s: float = 5.0
+    allowed_uids: frozenset[int] | None = None
+    socket_dir: str | None = None
+    prefault: bool = True
+    inline_nbytes: int | str = 1024
+    copy_offload_nbytes: int | str = "1MiB"
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _normalise(
+            self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "max_frame_nbytes",
+            "write_buffer_nbytes", "max_write_buffer_nbytes", "inline_nbytes", "copy_offload_nbytes",
+        )  # fmt: skip
+        for field in ("max_clients", "max_inflight", "max_calls", "max_leases", "max_tensors"):
+            _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
+        _require(self.handshake_timeout_s > 0, "handshake_timeout_s must be positive")
+        _require(int(self.max_frame_nbytes) >= 4096, "max_frame_nbytes must be at least 4096")
+        _require(
+            int(self.inline_nbytes) <= int(self.max_frame_nbytes) // 2,
+            "inline_nbytes must be at most half of max_frame_nbytes, or an inline payload could not be sent",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """A frontend's end.
+
+    Attributes:
+        lease_nbytes: the base lease asked for at connect, and the least asked for later; the engine may cap it.
+        inline_nbytes: payloads whose tensors take no more than this travel in the message.
+        copy_offload_nbytes: copies at least this large run on a thread; below it, waking a thread costs more.
+        copy_threads: threads for them. Two saturate the memory bandwidth of most servers.
+        lease_idle_s: a further lease that has been empty for this long goes back to the engine.
+        connect_timeout_s: how long ``connect`` waits for an engine of that name; it may be starting, and filling a
+            slab takes about a second per 4 GiB.
+        reconnect_initial_s: first pause between attempts to attach to the next engine; doubled up to ``reconnect_max_s``.
+        reconnect_max_s: the longest such pause.
+        write_buffer_nbytes: messages the engine has not read yet before ``request`` waits.
+        socket_dir: as in :class:`RingConfig`.
+        map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere
+            else is a fault here instead of somebody's wrong tensor.
+        debug: log where views came from that outlive their slot.
+    """
+
+    lease_nbytes: int | str = "16MiB"
+    inline_nbytes: int | str = 1024
+    copy_offload_nbytes: int | str = "1MiB"
+    copy_threads: int = 2
+    lease_idle_s: float = 5.0
+    connect_timeout_s: float = 5.0
+    reconnect_initial_s: float = 0.02
+    reconnect_max_s: float = 1.0
+    write_buffer_nbytes: int | str = "1MiB"
+    socket_dir: str | None = None
+    map_leased_only: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _normalise(self, "lease_nbytes", "inline_nbytes", "copy_offload_nbytes", "write_buffer_nbytes")
+        _require(int(self.lease_nbytes) >= 4096, "lease_nbytes must be at least 4096")
+        _require(self.copy_threads >= 1, "copy_threads must be at least 1")
+        for field in ("lease_idle_s", "connect_timeout_s", "reconnect_initial_s", "reconnect_max_s"):
+            _require(getattr(self, field) >= 0, f"{field} can't be negative")

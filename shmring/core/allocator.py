@@ -1,0 +1,133 @@
+"""Contiguous runs of units in a range, and who may have which.
+
+Theory of operation: the free runs are kept twice, ordered by address (so that a freed run finds its neighbours and merges
+with them at once) and ordered by length (so that the best fit is one bisection). Both orders are plain sorted lists: at
+the ten thousand runs a slab may fall into, moving the tail of a list is a memmove of tens of kilobytes, cheaper than any
+tree in Python. Best fit, lowest address first: a run that was just freed at its exact size is the first candidate for the
+next request of that size, and its memory is still in the cache.
+
+Used by both books: the engine's ledger (blocks of the slab into leases, and to check that a published slot overlaps no
+other), and a frontend's lease book (blocks of a lease into slots).
+
+Invariants: free runs are disjoint, never empty and never adjacent; both orders hold the same runs; ``free_units`` is
+their sum.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+
+__all__ = ["RunAllocator"]
+
+
+class RunAllocator:
+    """Allocates contiguous runs out of ``[start, start + length)``; units are whatever the caller counts in.
+
+    Args:
+        start: first unit of the range.
+        length: number of units, at least 1.
+    """
+
+    __slots__ = ("_by_length", "_length_at", "_starts", "free_units", "length", "start")
+
+    def __init__(self, start: int, length: int) -> None:
+        if start < 0 or length < 1:
+            raise ValueError(f"a range needs a start of at least 0 and a length of at least 1, not {start} and {length}")
+        self.start = start
+        self.length = length
+        self.free_units = length
+        self._starts = [start]
+        self._length_at = {start: length}
+        self._by_length = [(length, start)]
+
+    @property
+    def end(self) -> int:
+        """The first unit behind the range."""
+        return self.start + self.length
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is allocated."""
+        return self.free_units == self.length
+
+    @property
+    def largest_run(self) -> int:
+        """Length of the largest free run; 0 when full."""
+        return self._by_length[-1][0] if self._by_length else 0
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yields the free runs as ``(start, length)``, by address."""
+        for start in self._starts:
+            yield start, self._length_at[start]
+
+    def allocate(self, length: int) -> int | None:
+        """Takes the shortest free run that fits, and returns its start; ``None`` if none fits."""
+        if length < 1:
+            raise ValueError(f"a run has a length of at least 1, not {length}")
+        position = bisect_left(self._by_length, (length, -1))
+        if position == len(self._by_length):
+            return None
+        run_length, start = self._by_length[position]
+        self._take(start, run_length, start, length)
+        return start
+
+    def carve(self, start: int, length: int) -> bool:
+        """Takes exactly ``[start, start + length)``; returns False, and takes nothing, unless all of it is free."""
+        run = self._free_run_around(start)
+        if length < 1 or run is None or start + length > run[0] + run[1]:
+            return False
+        self._take(run[0], run[1], start, length)
+        return True
+
+    def free(self, start: int, length: int) -> None:
+        """Gives ``[start, start + length)`` back and merges it with its free neighbours.
+
+        Raises:
+            ValueError: part of it is outside the range or free already. Nothing was changed.
+        """
+        position = bisect_left(self._starts, start)
+        before = self._starts[position - 1] if position else None
+        after = self._starts[position] if position < len(self._starts) else None
+        if (
+            length < 1
+            or start < self.start
+            or start + length > self.end
+            or (before is not None and before + self._length_at[before] > start)
+            or (after is not None and start + length > after)
+        ):
+            raise ValueError(f"[{start}, {start + length}) is not allocated in [{self.start}, {self.end})")
+        self.free_units += length
+        if after is not None and start + length == after:
+            length += self._remove(after)
+        if before is not None and before + self._length_at[before] == start:
+            length += self._remove(before)
+            start = before
+        self._insert(start, length)
+
+    def _free_run_around(self, unit: int) -> tuple[int, int] | None:
+        position = bisect_right(self._starts, unit)
+        if not position:
+            return None
+        start = self._starts[position - 1]
+        length = self._length_at[start]
+        return (start, length) if unit < start + length else None
+
+    def _take(self, run_start: int, run_length: int, start: int, length: int) -> None:
+        self._remove(run_start)
+        if start > run_start:
+            self._insert(run_start, start - run_start)
+        if run_start + run_length > start + length:
+            self._insert(start + length, run_start + run_length - start - length)
+        self.free_units -= length
+
+    def _insert(self, start: int, length: int) -> None:
+        insort(self._starts, start)
+        self._length_at[start] = length
+        insort(self._by_length, (length, start))
+
+    def _remove(self, start: int) -> int:
+        length = self._length_at.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length

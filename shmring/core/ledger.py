@@ -1,0 +1,689 @@
+"""The engine's book: who holds which part of the slab, and what may be reused.
+
+Theory of operation: sans-I/O. The ring calls a method for each event (a message came, a connection ended, the kernel
+reported a death, the last view died); the method checks everything first, then changes the book, then returns the
+effects, which the ring must carry out in order: messages to send, waiters to wake. An event that the book refuses raises
+and changes nothing. Nothing here believes a peer: each number of a message is compared with what was lent to that peer.
+
+The slab is counted in blocks::
+
+    | 0: header | leasable ...                                             | reply reserve ... |
+
+Leases: a client has at most one lease request waiting. Requests are served in order of arrival, which is round robin
+over clients. The first that can't be served gets a *window*: the address range that is cheapest to empty (its leases are
+recalled), closed to every other client until the request is granted or withdrawn. So small requests go on beside a large
+one, but can't overtake it for ever.
+
+Generations: a client numbers its submissions ``client_id << 40 | n`` with n growing. One comparison so refuses replays,
+and no generation means two things in one engine's life. Reply slots are numbered the same way by the ledger (client 0).
+
+Invariants (:meth:`Ledger.check` asserts them; a model test walks them): free, leased and quarantined blocks add up; every
+live slot lies inside a lease of its client; no two live slots overlap; a client that is gone and whose slots are all
+released holds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+from shmring.core.allocator import RunAllocator
+from shmring.core.effects import (
+    ClientGone,
+    Effect,
+    Granted,
+    Recalled,
+    Reclaimed,
+    Released,
+    ReplyGranted,
+    ReplySlot,
+    RequestAborted,
+)
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.states import (
+    ENGINE_SLOT,
+    LEASE,
+    REQUEST,
+    EngineSlot,
+    EngineSlotEvent,
+    Lease,
+    LeaseEvent,
+    Request,
+    RequestEvent,
+    advance,
+)
+from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
+
+__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "Geometry", "Ledger", "LedgerLimits", "blocks_for", "slot_blocks"]
+
+#: The allocation granule: a page, so that a lease can be mapped and advised by itself.
+BLOCK_NBYTES = 4096
+#: Low bits of a generation that count a client's submissions; 2**40 last a year at 30,000 a second.
+GENERATION_BITS = 40
+
+
+def blocks_for(nbytes: int) -> int:
+    """Returns the number of blocks that ``nbytes`` need, at least 1."""
+    return max(1, -(-nbytes // BLOCK_NBYTES))
+
+
+def slot_blocks(nbytes: int) -> int:
+    """Returns the number of blocks of a slot with ``nbytes`` of content behind its header."""
+    return blocks_for(nbytes + SLOT_HEADER_NBYTES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """How the slab is divided: one header block, the leasable part, the reply reserve; all in blocks."""
+
+    leasable_blocks: int
+    reply_blocks: int
+
+    LEASABLE_START = 1
+
+    @classmethod
+    def of(cls, slab_nbytes: int, reply_nbytes: int | None) -> Geometry:
+        """Divides a slab; ``reply_nbytes`` None takes a sixteenth for replies.
+
+        Raises:
+            ValueError: the slab is too small for a header, a lease and a reply.
+        """
+        blocks = slab_nbytes // BLOCK_NBYTES
+        reply_blocks = max(1, blocks // 16) if reply_nbytes is None else blocks_for(reply_nbytes)
+        if blocks - 1 - reply_blocks < 1:
+            raise ValueError(
+                f"a slab of {slab_nbytes} bytes has no room for leases beside {reply_blocks * BLOCK_NBYTES} bytes of "
+                f"replies; make slab_nbytes at least {(reply_blocks + 2) * BLOCK_NBYTES}"
+            )
+        return cls(leasable_blocks=blocks - 1 - reply_blocks, reply_blocks=reply_blocks)
+
+    @property
+    def slab_nbytes(self) -> int:
+        return (1 + self.leasable_blocks + self.reply_blocks) * BLOCK_NBYTES
+
+    @property
+    def reply_start(self) -> int:
+        return self.LEASABLE_START + self.leasable_blocks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LedgerLimits:
+    """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so."""
+
+    max_lease_blocks: int
+    quota_blocks: int
+    max_leases: int
+    max_inflight: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LeaseRecord:
+    lease_id: int
+    start: int
+    blocks: int
+    state: Lease
+    live: RunAllocator  # which blocks of it are in live slots
+    recalled: bool = False
+    given_up: bool = False  # by its holder's goodbye
+
+    @property
+    def end(self) -> int:
+        return self.start + self.blocks
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SlotRecord:
+    generation: int
+    lease: LeaseRecord
+    start: int
+    blocks: int
+    state: EngineSlot
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestRecord:
+    state: Request
+    generations: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LeaseWant:
+    token: int
+    blocks: int
+    preferred_blocks: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ReplyWant:
+    client_id: int
+    blocks: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ClientRecord:
+    client_id: int
+    last_generation: int
+    last_request_id: int = -1
+    connected: bool = True
+    dead: bool = False
+    leased_blocks: int = 0
+    reply_blocks: int = 0
+    leases: dict[int, LeaseRecord] = dataclasses.field(default_factory=dict)
+    slots: dict[int, SlotRecord] = dataclasses.field(default_factory=dict)
+    requests: dict[int, RequestRecord] = dataclasses.field(default_factory=dict)
+    replies: dict[int, ReplySlot] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """The range kept for the first lease request that could not be served."""
+
+    client_id: int
+    start: int
+    blocks: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.blocks
+
+    def overlaps(self, start: int, end: int) -> bool:
+        return start < self.end and self.start < end
+
+
+class Ledger:
+    """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order."""
+
+    def __init__(self, geometry: Geometry, limits: LedgerLimits) -> None:
+        self.geometry = geometry
+        self.limits = limits
+        self.clients: dict[int, ClientRecord] = {}
+        self._free = RunAllocator(geometry.LEASABLE_START, geometry.leasable_blocks)
+        self._replies = RunAllocator(geometry.reply_start, geometry.reply_blocks)
+        self._wants: dict[int, LeaseWant] = {}  # by client, in order of arrival
+        self._reply_wants: dict[int, ReplyWant] = {}  # by ticket, in order of arrival
+        self._window: Window | None = None
+        self._next_lease_id = 1
+        self._next_reply_generation = 1
+
+    # -- clients ---------------------------------------------------------------------------------------------------
+
+    def connect(self, client_id: int, lease_nbytes: int) -> LeaseGrant | None:
+        """A frontend said hello. Returns its base lease, or None if none can be had now (it may ask later)."""
+        assert client_id not in self.clients, "client ids are never reused"
+        client = self.clients[client_id] = ClientRecord(client_id, last_generation=client_id << GENERATION_BITS)
+        wanted = min(blocks_for(lease_nbytes), self.limits.max_lease_blocks)
+        start = None if self._wants else self._free.allocate(wanted)
+        return None if start is None else self._lend(client, 0, start, wanted)
+
+    def goodbye(self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int]) -> list[Effect]:
+        """A frontend ends, and says that it uses nothing of the slab any more but what it names.
+
+        That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
+        """
+        client = self._connected(client_id)
+        for lease in client.leases.values():
+            lease.given_up = lease.lease_id not in kept_lease_ids
+        given_up = [generation for generation in client.replies if generation not in kept_replies]
+        effects = self.release_replies(client_id, given_up)
+        return effects + self.disconnect(client_id)
+
+    def disconnect(self, client_id: int) -> list[Effect]:
+        """A connection ended. Its requests are aborted and its leases quarantined: its process may still be writing."""
+        client = self._connected(client_id)
+        effects: list[Effect] = []
+        for request_id in list(client.requests):
+            effects += self.abort(client_id, request_id)
+        client.connected = False
+        self._wants.pop(client_id, None)
+        for ticket in [ticket for ticket, want in self._reply_wants.items() if want.client_id == client_id]:
+            del self._reply_wants[ticket]
+        for lease in client.leases.values():
+            lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
+        self._window = None  # it may rest on a lease that nobody will return now: choose again
+        # Slots that the aborts have just released went to nobody: their client has gone.
+        effects = [effect for effect in effects if not isinstance(effect, Released)]
+        return effects + self._reclaim(client) + self._serve_wants()
+
+    def died(self, client_id: int) -> list[Effect]:
+        """The kernel says that the client's process is dead: what no reader of ours holds is free again."""
+        client = self.clients.get(client_id)
+        if client is None:
+            return []
+        effects = self.disconnect(client_id) if client.connected else []
+        client.dead = True
+        return effects + self._reclaim(client)
+
+    def _reclaim(self, client: ClientRecord) -> list[Effect]:
+        """Frees what is proven unused of a disconnected client, and forgets the client with its last piece."""
+        if client.connected or client.client_id not in self.clients:
+            return []
+        effects: list[Effect] = []
+        if client.dead and client.replies:
+            effects += self.release_replies(client.client_id, list(client.replies))
+        nbytes = 0
+        for lease in list(client.leases.values()):
+            if lease.live.is_empty and (client.dead or lease.given_up):
+                lease.state = advance(LEASE, lease.state, LeaseEvent.PROOF)
+                nbytes += lease.blocks * BLOCK_NBYTES
+                self._take_back(client, lease)
+        if nbytes:
+            effects.append(Reclaimed(client.client_id, nbytes))
+        if not client.leases and not client.replies:
+            del self.clients[client.client_id]
+            effects.append(ClientGone(client.client_id))
+        return effects + (self._serve_wants() if nbytes else [])
+
+    def _connected(self, client_id: int) -> ClientRecord:
+        client = self.clients[client_id]
+        assert client.connected, f"client {client_id} is disconnected already"
+        return client
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def request_lease(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int) -> list[Effect]:
+        """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
+
+        Raises:
+            RemoteProtocolError: it asks for more than can ever be granted, or holds as many leases as it may.
+        """
+        client = self._connected(client_id)
+        if nbytes == 0:
+            self._withdraw(client_id)
+            return self._serve_wants()
+        blocks = blocks_for(nbytes)
+        if blocks > self.geometry.leasable_blocks:
+            raise RemoteProtocolError(
+                f"a lease of {nbytes} bytes was requested of {self.geometry.leasable_blocks * BLOCK_NBYTES}"
+            )
+        if len(client.leases) >= self.limits.max_leases:
+            raise RemoteProtocolError(f"a further lease was requested beside max_leases ({self.limits.max_leases})")
+        if self._window is not None and self._window.client_id == client_id and self._window.blocks != blocks:
+            self._window = None
+        preferred = min(max(blocks, blocks_for(preferred_nbytes)), self.geometry.leasable_blocks)
+        self._wants[client_id] = LeaseWant(token, blocks, preferred)
+        return self._serve_wants()
+
+    def return_leases(self, client_id: int, lease_ids: Collection[int]) -> list[Effect]:
+        """A client gives leases back.
+
+        Raises:
+            RemoteProtocolError: it does not hold one of them, or a slot of one is in use.
+        """
+        client = self._connected(client_id)
+        leases = []
+        for lease_id in dict.fromkeys(lease_ids):
+            lease = client.leases.get(lease_id)
+            if lease is None:
+                raise RemoteProtocolError(f"lease {lease_id} was returned by client {client_id}, which does not hold it")
+            if not lease.live.is_empty:
+                raise RemoteProtocolError(f"lease {lease_id} was returned with a slot in use")
+            leases.append(lease)
+        for lease in leases:
+            lease.state = advance(LEASE, lease.state, LeaseEvent.RETURN)
+            self._take_back(client, lease)
+        return self._serve_wants()
+
+    def _take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
+        del client.leases[lease.lease_id]
+        client.leased_blocks -= lease.blocks
+        self._free.free(lease.start, lease.blocks)
+
+    def _lend(self, client: ClientRecord, token: int, start: int, blocks: int) -> LeaseGrant:
+        lease = LeaseRecord(
+            lease_id=self._next_lease_id,
+            start=start,
+            blocks=blocks,
+            state=advance(LEASE, Lease.FREE, LeaseEvent.GRANT),
+            live=RunAllocator(start, blocks),
+        )
+        self._next_lease_id += 1
+        client.leases[lease.lease_id] = lease
+        client.leased_blocks += blocks
+        return LeaseGrant(token, lease.lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
+
+    def _serve_wants(self) -> list[Effect]:
+        """Grants what can be granted, in order of arrival; opens a window for the first that can't."""
+        effects: list[Effect] = []
+        for client_id, want in list(self._wants.items()):
+            client = self.clients[client_id]
+            if self._is_over_quota(client, want):
+                continue
+            taken = self._take_run(client_id, want)
+            if taken is not None:
+                self._withdraw(client_id)
+                effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
+            elif self._window is None:
+                effects += self._open_window(client_id, want.blocks)
+        return effects
+
+    def _withdraw(self, client_id: int) -> None:
+        self._wants.pop(client_id, None)
+        if self._window is not None and self._window.client_id == client_id:
+            self._window = None
+
+    def _is_over_quota(self, client: ClientRecord, want: LeaseWant) -> bool:
+        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""
+        alone = sum(other.connected or bool(other.leases) for other in self.clients.values()) == 1
+        return not alone and client.leased_blocks > 0 and client.leased_blocks + want.blocks > self.limits.quota_blocks
+
+    def _take_run(self, client_id: int, want: LeaseWant) -> tuple[int, int] | None:
+        """Takes a run for a want from the free list, outside the window of anybody else."""
+        for blocks in dict.fromkeys((want.preferred_blocks, want.blocks)):
+            if self._window is None or self._window.client_id == client_id:
+                start = self._free.allocate(blocks)
+            else:
+                start = self._allocate_outside(self._window, blocks)
+            if start is not None:
+                return start, blocks
+        return None
+
+    def _allocate_outside(self, window: Window, blocks: int) -> int | None:
+        pieces: list[tuple[int, int]] = []
+        for start, length in self._free.runs():
+            if not window.overlaps(start, start + length):
+                pieces.append((length, start))
+                continue
+            pieces += [(window.start - start, start), (start + length - window.end, window.end)]
+        fitting = [(length, start) for length, start in pieces if length >= blocks]
+        if not fitting:
+            return None
+        start = min(fitting)[1]
+        assert self._free.carve(start, blocks), "the free runs changed under us"
+        return start
+
+    def _open_window(self, client_id: int, blocks: int) -> list[Effect]:
+        """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
+        leases = [(client, lease) for client in self.clients.values() for lease in client.leases.values()]
+        end = self.geometry.reply_start
+        edges = {Geometry.LEASABLE_START, end - blocks}
+        for _, lease in leases:
+            edges |= {lease.start, lease.end, lease.start - blocks, lease.end - blocks}
+
+        def cost(start: int) -> tuple[int, int]:
+            touched = [lease for _, lease in leases if lease.start < start + blocks and start < lease.end]
+            # A quarantined lease comes back when a process dies, which may be never: last choice.
+            quarantined = sum(lease.blocks for lease in touched if lease.state is Lease.QUARANTINED)
+            return quarantined, sum(lease.blocks for lease in touched)
+
+        candidates = [start for start in edges if Geometry.LEASABLE_START <= start <= end - blocks]
+        start = min(sorted(candidates), key=cost)
+        self._window = Window(client_id, start, blocks)
+        effects: list[Effect] = []
+        for client in self.clients.values():
+            recalled = [
+                lease
+                for lease in client.leases.values()
+                if client.connected and not lease.recalled and self._window.overlaps(lease.start, lease.end)
+            ]
+            for lease in recalled:
+                lease.recalled = True
+            if recalled:
+                effects.append(Recalled(client.client_id, tuple(lease.lease_id for lease in recalled)))
+        return effects
+
+    # -- requests and their slots ------------------------------------------------------------------------------------
+
+    def submit(self, client_id: int, request_id: int, slots: Sequence[SlotRef]) -> None:
+        """A client hands a request with its slots over.
+
+        Raises:
+            RemoteProtocolError: a number of it is not what was lent to this client, or overlaps a live slot. Nothing
+                was changed.
+        """
+        client = self._connected(client_id)
+        if request_id <= client.last_request_id:
+            raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
+        if len(client.requests) >= self.limits.max_inflight:
+            raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
+        last_generation = client.last_generation
+        records: list[SlotRecord] = []
+        try:
+            for slot in slots:
+                records.append(self._publish(client, slot, last_generation))
+                last_generation = slot.generation
+        except RemoteProtocolError:
+            for record in records:
+                record.lease.live.free(record.start, record.blocks)
+            raise
+        client.last_generation = last_generation
+        client.last_request_id = request_id
+        client.slots.update((record.generation, record) for record in records)
+        client.requests[request_id] = RequestRecord(Request.WAITING, tuple(record.generation for record in records))
+
+    def _publish(self, client: ClientRecord, slot: SlotRef, last_generation: int) -> SlotRecord:
+        if slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation:
+            raise RemoteProtocolError(f"generation {slot.generation} is not a new one of client {client.client_id}")
+        lease = client.leases.get(slot.lease_id)
+        if lease is None:
+            raise RemoteProtocolError(f"a slot is in lease {slot.lease_id}, which client {client.client_id} does not hold")
+        start, misaligned = divmod(slot.offset, BLOCK_NBYTES)
+        blocks = slot_blocks(slot.nbytes)
+        if misaligned or start < lease.start or start + blocks > lease.end:
+            raise RemoteProtocolError(
+                f"a slot at {slot.offset} of {slot.nbytes} bytes is not inside lease {lease.lease_id} "
+                f"[{lease.start * BLOCK_NBYTES}, {lease.end * BLOCK_NBYTES})"
+            )
+        if not lease.live.carve(start, blocks):
+            raise RemoteProtocolError(f"a slot at {slot.offset} of {slot.nbytes} bytes overlaps a live slot")
+        return SlotRecord(slot.generation, lease, start, blocks, EngineSlot.PUBLISHED)
+
+    def claim(self, client_id: int, request_id: int) -> None:
+        """The engine takes a waiting request up."""
+        client = self.clients[client_id]
+        request = client.requests[request_id]
+        request.state = advance(REQUEST, request.state, RequestEvent.SCHEDULE)
+        for generation in request.generations:
+            slot = client.slots[generation]
+            slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.CLAIM)
+
+    def end(self, client_id: int, request_id: int, event: RequestEvent) -> bool:
+        """The engine has ended a request: FINISH, ERROR or DEADLINE.
+
+        Returns:
+            Whether its terminal reply is owed; False if the request had ended before (it was aborted meanwhile).
+        """
+        client = self.clients.get(client_id)
+        request = client.requests.get(request_id) if client is not None else None
+        if client is None or request is None:
+            return False
+        request.state = advance(REQUEST, request.state, event)
+        del client.requests[request_id]
+        return True
+
+    def abort(self, client_id: int, request_id: int) -> list[Effect]:
+        """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
+        client = self._connected(client_id)
+        request = client.requests.pop(request_id, None)
+        if request is None:
+            return []
+        was_running = request.state is Request.RUNNING
+        request.state = advance(REQUEST, request.state, RequestEvent.ABORT)
+        released = []
+        for generation in request.generations:
+            slot = client.slots.get(generation)
+            if slot is None:
+                continue  # released by its claim already
+            slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.ABORT)
+            if slot.state is EngineSlot.RELEASED:
+                self._forget_slot(client, slot)
+                released.append(generation)
+        effects: list[Effect] = [RequestAborted(client_id, request_id, was_running)]
+        if released:
+            effects.append(Released(client_id, tuple(released)))
+        return effects
+
+    def release_slots(self, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[Effect]:
+        """The engine is done with claimed slots; those in ``viewed`` still have live views and drain first."""
+        client = self.clients[client_id]
+        released = []
+        for generation in generations:
+            slot = client.slots[generation]
+            event = EngineSlotEvent.RELEASE_VIEWED if generation in viewed else EngineSlotEvent.RELEASE
+            slot.state = advance(ENGINE_SLOT, slot.state, event)
+            if slot.state is EngineSlot.RELEASED:
+                self._forget_slot(client, slot)
+                released.append(generation)
+        return self._after_release(client, released)
+
+    def last_view_gone(self, client_id: int, generation: int) -> list[Effect]:
+        """The last view of a draining slot has died."""
+        client = self.clients[client_id]
+        slot = client.slots[generation]
+        slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.LAST_VIEW_GONE)
+        self._forget_slot(client, slot)
+        return self._after_release(client, [generation])
+
+    def _after_release(self, client: ClientRecord, released: Sequence[int]) -> list[Effect]:
+        if client.connected:
+            return [Released(client.client_id, tuple(released))] if released else []
+        return self._reclaim(client)
+
+    def _forget_slot(self, client: ClientRecord, slot: SlotRecord) -> None:
+        del client.slots[slot.generation]
+        slot.lease.live.free(slot.start, slot.blocks)
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def acquire_reply(self, client_id: int, nbytes: int) -> ReplySlot | None:
+        """Takes a reply slot for a client now; None if that would overtake somebody or does not fit now.
+
+        Raises:
+            CapacityError: it is larger than the whole reserve.
+        """
+        blocks = self._reply_blocks(nbytes)
+        if self._reply_wants:
+            return None
+        return self._take_reply(ReplyWant(client_id, blocks))
+
+    def queue_reply(self, client_id: int, ticket: int, nbytes: int) -> None:
+        """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
+        self._reply_wants[ticket] = ReplyWant(self._connected(client_id).client_id, self._reply_blocks(nbytes))
+
+    def cancel_reply(self, ticket: int) -> list[Effect]:
+        """Leaves that queue, and passes the turn on."""
+        self._reply_wants.pop(ticket, None)
+        return self._serve_reply_wants()
+
+    def release_replies(self, client_id: int, generations: Sequence[int]) -> list[Effect]:
+        """A client gives reply slots back.
+
+        Raises:
+            RemoteProtocolError: it does not hold one of them. Nothing was changed.
+        """
+        client = self.clients[client_id]
+        for generation in generations:
+            if generation not in client.replies:
+                raise RemoteProtocolError(f"reply slot {generation} was released by client {client_id}, which does not hold it")
+        for generation in dict.fromkeys(generations):
+            slot = client.replies.pop(generation)
+            client.reply_blocks -= slot.blocks
+            self._replies.free(slot.start, slot.blocks)
+        return self._serve_reply_wants()
+
+    def _reply_blocks(self, nbytes: int) -> int:
+        blocks = slot_blocks(nbytes)
+        if blocks > self.geometry.reply_blocks:
+            capacity = self.geometry.reply_blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+            raise CapacityError(
+                f"a reply of {nbytes} bytes can never fit the reply reserve of {capacity}; raise reply_nbytes",
+                needed=nbytes,
+                capacity=capacity,
+            )
+        return blocks
+
+    def _is_over_reply_quota(self, want: ReplyWant) -> bool:
+        """Whether a client holds half of the reserve; so one that never drops its views can't silence the rest."""
+        held = self.clients[want.client_id].reply_blocks
+        return len(self.clients) > 1 and held > 0 and held + want.blocks > self.geometry.reply_blocks // 2
+
+    def _take_reply(self, want: ReplyWant) -> ReplySlot | None:
+        start = None if self._is_over_reply_quota(want) else self._replies.allocate(want.blocks)
+        if start is None:
+            return None
+        slot = ReplySlot(self._next_reply_generation, start, want.blocks)
+        self._next_reply_generation += 1
+        client = self.clients[want.client_id]
+        client.replies[slot.generation] = slot
+        client.reply_blocks += want.blocks
+        return slot
+
+    def _serve_reply_wants(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for ticket, want in list(self._reply_wants.items()):
+            if self._is_over_reply_quota(want):
+                continue
+            slot = self._take_reply(want)
+            if slot is None:
+                break  # nobody overtakes the first that needs space
+            del self._reply_wants[ticket]
+            effects.append(ReplyGranted(ticket, slot))
+        return effects
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    @property
+    def free_nbytes(self) -> int:
+        """Leasable bytes that nobody holds."""
+        return self._free.free_units * BLOCK_NBYTES
+
+    @property
+    def reply_free_nbytes(self) -> int:
+        """Bytes of the reply reserve that nobody holds."""
+        return self._replies.free_units * BLOCK_NBYTES
+
+    @property
+    def waiting_lease_requests(self) -> int:
+        """Clients that wait for a lease."""
+        return len(self._wants)
+
+    def leased_nbytes(self, state: Lease) -> int:
+        """Bytes in leases of this state."""
+        return sum(lease.blocks for lease in self._leases() if lease.state is state) * BLOCK_NBYTES
+
+    def count_slots(self, state: EngineSlot) -> int:
+        """Slots in this state, of all clients."""
+        return sum(slot.state is state for client in self.clients.values() for slot in client.slots.values())
+
+    def verify(self, generation_in_slab: int, nbytes_in_slab: int, slot: SlotRef) -> None:
+        """Compares a slot's header, as it stands in shared memory, with the descriptor that was accepted for it.
+
+        Raises:
+            StaleDescriptorError: they differ.
+        """
+        if generation_in_slab != slot.generation or nbytes_in_slab != slot.nbytes:
+            raise StaleDescriptorError(
+                f"the slot at {slot.offset} holds generation {generation_in_slab} with {nbytes_in_slab} bytes, "
+                f"not generation {slot.generation} with {slot.nbytes}"
+            )
+
+    def _leases(self) -> Iterator[LeaseRecord]:
+        for client in self.clients.values():
+            yield from client.leases.values()
+
+    def check(self) -> None:
+        """Asserts the invariants of the book; for tests, and for closing."""
+        held = sum(lease.blocks for lease in self._leases())
+        assert self._free.free_units + held == self.geometry.leasable_blocks, "a block is lost or counted twice"
+        replies = sum(slot.blocks for client in self.clients.values() for slot in client.replies.values())
+        assert self._replies.free_units + replies == self.geometry.reply_blocks, "a reply block is lost"
+        ends = Geometry.LEASABLE_START
+        for lease in sorted(self._leases(), key=lambda lease: lease.start):
+            assert lease.start >= ends, f"lease {lease.lease_id} overlaps another"
+            ends = lease.end
+        assert ends <= self.geometry.reply_start
+        for client in self.clients.values():
+            assert client.leased_blocks == sum(lease.blocks for lease in client.leases.values())
+            assert client.reply_blocks == sum(slot.blocks for slot in client.replies.values())
+            assert client.connected or not client.requests, "a request outlives its connection"
+            for lease in client.leases.values():
+                expected = Lease.LEASED if client.connected else Lease.QUARANTINED
+                assert lease.state is expected, f"lease {lease.lease_id} is {lease.state.name}"
+                slots = [slot for slot in client.slots.values() if slot.lease is lease]
+                assert lease.live.length - lease.live.free_units == sum(slot.blocks for slot in slots)
+            end = 0
+            for slot in sorted(client.slots.values(), key=lambda slot: slot.start):
+                assert slot.start >= end, f"slot {slot.generation} overlaps another"
+                assert slot.lease.start <= slot.start
+                assert slot.start + slot.blocks <= slot.lease.end
+                assert client.leases.get(slot.lease.lease_id) is slot.lease, "a live slot is in no lease of its client"
+                end = slot.start + slot.blocks

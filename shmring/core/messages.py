@@ -1,0 +1,345 @@
+"""What the two ends say to each other: msgspec tagged Structs, one protocol version.
+
+Every message is a msgpack array whose first element is its tag; unknown tags, missing and extra fields are refused by the
+decoder. Numbers a peer sends are bounded by their types here (never negative, never beyond 62 bits), so that sums of
+them can't overflow; whether they *mean* something is for the ledger to say.
+
+A payload travels as msgpack in which each tensor is an extension holding its index in the ``tensors`` table of the same
+message. The table says where the bytes are: in region 0, the bytes of the message itself (``inline``), or in region
+``n``, the slot ``slots[n - 1]``. A descriptor can so be checked completely before a byte of the payload is decoded, and
+a third party could carry it over another channel.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from shmring.errors import RemoteProtocolError
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "SLOT_HEADER_NBYTES",
+    "TENSOR_ALIGNMENT",
+    "TENSOR_EXTENSION",
+    "TORCH_ITEM_NBYTES",
+    "Abort",
+    "Call",
+    "CallResult",
+    "Content",
+    "Done",
+    "EngineMessage",
+    "Failed",
+    "FrontendMessage",
+    "Goodbye",
+    "Hello",
+    "LeaseGrant",
+    "LeaseRecall",
+    "LeaseRequest",
+    "LeaseReturn",
+    "Refused",
+    "Release",
+    "Reply",
+    "ReplyRelease",
+    "SlotRef",
+    "Submit",
+    "TensorRef",
+    "Welcome",
+    "align",
+    "decode_engine_message",
+    "decode_frontend_message",
+    "encode_message",
+    "item_nbytes",
+]
+
+PROTOCOL_VERSION = 1
+
+#: Each slot starts with {magic, generation, nbytes}, padded to one cache line.
+SLOT_HEADER_NBYTES = 64
+#: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
+TENSOR_ALIGNMENT = 64
+#: The msgpack extension code that stands for a tensor in a payload.
+TENSOR_EXTENSION = 1
+#: numpy and torch both stop at 64 dimensions.
+MAX_DIMENSIONS = 64
+
+TORCH_ITEM_NBYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+
+# A numpy dtype as its array interface spells it: byte order, kind, item size, and a unit for times.
+_NUMPY_DTYPE = re.compile(
+    r"\|b(1)|\|[iu](1)|[<>][iu]([248])|[<>]f(2|4|8|16)|[<>]c(8|16|32)|[<>][mM](8)\[\d{0,6}[a-zA-Z]{1,2}\]|\|S(\d{1,7})"
+)
+_NUMPY_TEXT = re.compile(r"[<>]U(\d{1,7})")
+
+Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Generation = Annotated[int, msgspec.Meta(ge=0)]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+def align(nbytes: int) -> int:
+    """Rounds up to where the next tensor may start."""
+    return (nbytes + TENSOR_ALIGNMENT - 1) & -TENSOR_ALIGNMENT
+
+
+def item_nbytes(dtype: str) -> int | None:
+    """Returns the item size of a dtype as the wire spells it (torch's name, or numpy's ``<f4``); ``None`` if unknown."""
+    if (known := TORCH_ITEM_NBYTES.get(dtype)) is not None:
+        return known
+    if (match := _NUMPY_DTYPE.fullmatch(dtype)) is not None:
+        return int(match[match.lastindex or 0])
+    if (match := _NUMPY_TEXT.fullmatch(dtype)) is not None:
+        return int(match[1]) * 4
+    return None
+
+
+class _Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """A part of a message."""
+
+
+class SlotRef(_Part, frozen=True):
+    """A slot, as its holder describes it: ``nbytes`` of content follow the header at ``offset`` in the slab."""
+
+    lease_id: Unsigned
+    offset: Unsigned
+    nbytes: Unsigned
+    generation: Generation
+
+
+class TensorRef(_Part, frozen=True):
+    """A tensor in a region: contiguous, in C order, at ``offset`` behind the region's start (a slot's header excluded)."""
+
+    region: Unsigned
+    offset: Unsigned
+    nbytes: Unsigned
+    dtype: ShortText
+    shape: tuple[Unsigned, ...]
+
+    def check(self, region_nbytes: int) -> None:
+        """Raises :class:`RemoteProtocolError` unless dtype, shape and size agree and lie inside the region."""
+        size = item_nbytes(self.dtype)
+        if size is None:
+            raise RemoteProtocolError(f"a tensor has the unknown dtype {self.dtype!r}")
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise RemoteProtocolError(f"a tensor has {len(self.shape)} dimensions, more than {MAX_DIMENSIONS}")
+        if math.prod(extent or 1 for extent in self.shape) * size >= 2**62:
+            raise RemoteProtocolError(f"a tensor of shape {self.shape} is larger than any memory")
+        if math.prod(self.shape) * size != self.nbytes:
+            raise RemoteProtocolError(f"a {self.dtype} tensor of shape {self.shape} does not have {self.nbytes} bytes")
+        if self.offset % TENSOR_ALIGNMENT:
+            raise RemoteProtocolError(f"a tensor at offset {self.offset} is not aligned to {TENSOR_ALIGNMENT}")
+        if self.nbytes and self.offset + self.nbytes > region_nbytes:
+            raise RemoteProtocolError(
+                f"a tensor at [{self.offset}, {self.offset + self.nbytes}) exceeds its region of {region_nbytes} bytes"
+            )
+
+
+class Content(_Part, frozen=True):
+    """A payload and where its tensors are."""
+
+    payload: bytes
+    tensors: tuple[TensorRef, ...] = ()
+    inline: bytes = b""
+    slots: tuple[SlotRef, ...] = ()
+
+    def check(self, max_tensors: int) -> None:
+        """Raises :class:`RemoteProtocolError` unless every tensor descriptor is sound."""
+        if len(self.tensors) > max_tensors or len(self.slots) > max_tensors:
+            raise RemoteProtocolError(
+                f"{len(self.tensors)} tensors in {len(self.slots)} slots exceed max_tensors ({max_tensors})"
+            )
+        for tensor in self.tensors:
+            if tensor.region > len(self.slots):
+                raise RemoteProtocolError(f"a tensor is in region {tensor.region} of {len(self.slots)}")
+            tensor.check(self.slots[tensor.region - 1].nbytes if tensor.region else len(self.inline))
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False, tag_field="t"):
+    """A message."""
+
+
+# frontend to engine
+
+
+class Hello(_Message, frozen=True, tag=1):
+    """The first frame of a connection."""
+
+    version: int
+    lease_nbytes: Unsigned
+    name: ShortText = ""
+
+
+class Submit(_Message, frozen=True, tag=2):
+    """Hands a payload and its slots to the engine."""
+
+    epoch: Generation
+    request_id: Unsigned
+    content: Content
+    name: ShortText = ""
+
+
+class Abort(_Message, frozen=True, tag=3):
+    """Gives up a request. Its slots stay the engine's until it releases them."""
+
+    request_id: Unsigned
+
+
+class LeaseRequest(_Message, frozen=True, tag=4):
+    """Asks for a lease of at least ``nbytes``, ``preferred_nbytes`` if that is free now.
+
+    A client has one request outstanding: a further one replaces it (and keeps its turn), and ``nbytes`` 0 withdraws it.
+    """
+
+    token: Unsigned
+    nbytes: Unsigned
+    preferred_nbytes: Unsigned = 0
+
+
+class LeaseReturn(_Message, frozen=True, tag=5):
+    """Gives leases back in which no slot is in use."""
+
+    lease_ids: tuple[Unsigned, ...]
+
+
+class ReplyRelease(_Message, frozen=True, tag=6):
+    """Gives reply slots back whose last view has died."""
+
+    generations: tuple[Generation, ...]
+
+
+class Call(_Message, frozen=True, tag=7):
+    """A control call: a named method, msgpack arguments."""
+
+    call_id: Unsigned
+    method: ShortText
+    arguments: bytes
+
+
+class Goodbye(_Message, frozen=True, tag=8):
+    """The last frame of an orderly end: this frontend writes nowhere any more, but in ``kept_lease_ids``."""
+
+    kept_lease_ids: tuple[Unsigned, ...] = ()
+    kept_reply_generations: tuple[Generation, ...] = ()
+
+
+# engine to frontend
+
+
+class LeaseGrant(_Message, frozen=True, tag=101):
+    """Lends ``[offset, offset + nbytes)`` of the slab. ``token`` names the request it answers, 0 for the base lease."""
+
+    token: Unsigned
+    lease_id: Unsigned
+    offset: Unsigned
+    nbytes: Unsigned
+
+
+class Welcome(_Message, frozen=True, tag=102):
+    """The answer to :class:`Hello`; the slab's descriptor travels beside it."""
+
+    version: int
+    epoch: Generation
+    client_id: Unsigned
+    slab_nbytes: Unsigned
+    block_nbytes: Unsigned
+    leasable_nbytes: Unsigned
+    max_inflight: Unsigned
+    max_calls: Unsigned
+    max_leases: Unsigned
+    max_frame_nbytes: Unsigned
+    max_tensors: Unsigned
+    base_lease: LeaseGrant | None
+
+
+class Reply(_Message, frozen=True, tag=103):
+    """One answer to a request."""
+
+    request_id: Unsigned
+    content: Content
+
+
+class Done(_Message, frozen=True, tag=104):
+    """The request is finished."""
+
+    request_id: Unsigned
+
+
+FailureKind = Literal["error", "aborted", "timed_out", "invalid"]
+
+
+class Failed(_Message, frozen=True, tag=105):
+    """The request ended without being finished."""
+
+    request_id: Unsigned
+    kind: FailureKind
+    type_name: ShortText
+    message: str
+
+
+class Release(_Message, frozen=True, tag=106):
+    """Hands slots back, by generation."""
+
+    generations: tuple[Generation, ...]
+
+
+class LeaseRecall(_Message, frozen=True, tag=107):
+    """Asks for leases back: allocate nothing more in them, return each as soon as it is empty."""
+
+    lease_ids: tuple[Unsigned, ...]
+
+
+class CallResult(_Message, frozen=True, tag=108):
+    """The answer to a :class:`Call`; on failure ``error`` is (type, message)."""
+
+    call_id: Unsigned
+    result: bytes
+    error: tuple[str, str] | None = None
+
+
+class Refused(_Message, frozen=True, tag=109):
+    """The engine will not go on with this connection, and closes it."""
+
+    reason: str
+
+
+FrontendMessage = Hello | Submit | Abort | LeaseRequest | LeaseReturn | ReplyRelease | Call | Goodbye
+EngineMessage = Welcome | Reply | Done | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_frontend_decoder: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
+_engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+
+
+def encode_message(message: FrontendMessage | EngineMessage) -> bytes:
+    """Returns the body of a frame."""
+    return _encoder.encode(message)
+
+
+def decode_frontend_message(body: bytes) -> FrontendMessage:
+    """Decodes what a frontend sent.
+
+    Raises:
+        RemoteProtocolError: it is not a message of this protocol.
+    """
+    try:
+        return _frontend_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
+
+
+def decode_engine_message(body: bytes) -> EngineMessage:
+    """Decodes what an engine sent.
+
+    Raises:
+        RemoteProtocolError: it is not a message of this protocol.
+    """
+    try:
+        return _engine_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error

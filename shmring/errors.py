@@ -1,0 +1,132 @@
+"""The errors of shmring, by cause.
+
+Theory of operation: an error is named by *who* ended or broke something, because that decides what the caller does next.
+Every error carries the values it is about (asked, available, slot, path, errno) as attributes as well as in its text.
+Timeouts are the built-in ``TimeoutError``; cancellation is ``asyncio.CancelledError``; neither is wrapped.
+
+::
+
+    ShmringError
+      ClosedError               this end closed it
+      PeerLostError             the other end vanished
+        EngineDeadError         ... seen from a frontend
+      WouldBlock                a _nowait call would have had to wait
+      CapacityError             can never fit; retrying is useless
+      StaleDescriptorError      generation or epoch does not match
+      AbortedError              the request was aborted
+      RemoteError               the engine's executor failed
+      ProtocolError
+        LocalProtocolError      we broke the rules
+        RemoteProtocolError     they broke the rules
+      SlabError                 create, map or pin failed
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ShmringError",
+    "ClosedError",
+    "PeerLostError",
+    "EngineDeadError",
+    "WouldBlock",
+    "CapacityError",
+    "StaleDescriptorError",
+    "AbortedError",
+    "RemoteError",
+    "ProtocolError",
+    "LocalProtocolError",
+    "RemoteProtocolError",
+    "SlabError",
+]
+
+
+class ShmringError(Exception):
+    """Base of every error that shmring raises on purpose."""
+
+
+class ClosedError(ShmringError):
+    """This end was closed (or never opened, or belongs to the process that forked this one)."""
+
+
+class PeerLostError(ShmringError):
+    """The other end vanished: its process died, or its connection ended."""
+
+
+class EngineDeadError(PeerLostError):
+    """The engine vanished, or there is none of that name. Attach to the next one with ``reconnect=True``."""
+
+
+class WouldBlock(ShmringError):
+    """A ``_nowait`` call would have had to wait; call its waiting twin, or try again later."""
+
+
+class CapacityError(ShmringError):
+    """What was asked for can never fit; retrying is useless.
+
+    Attributes:
+        needed: what was asked for, in bytes (or items, where the text says so).
+        capacity: the limit it exceeds, in the same unit.
+    """
+
+    def __init__(self, message: str, *, needed: int, capacity: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.capacity = capacity
+
+
+class StaleDescriptorError(ShmringError):
+    """A slot's generation or epoch is not the one that was promised: its memory has been lent out again since."""
+
+
+class AbortedError(ShmringError):
+    """The request was aborted: by its caller, by its deadline, or because its frontend has gone.
+
+    Attributes:
+        request_id: the request, where known.
+    """
+
+    def __init__(self, message: str, *, request_id: int | str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class RemoteError(ShmringError):
+    """The engine's handler or executor failed with this request; the engine itself goes on.
+
+    Attributes:
+        type_name: the name of the exception's type on the engine.
+        message: its text.
+    """
+
+    def __init__(self, type_name: str, message: str) -> None:
+        super().__init__(f"{type_name}: {message}")
+        self.type_name = type_name
+        self.message = message
+
+
+class ProtocolError(ShmringError):
+    """Somebody broke the rules of the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We broke the rules: this call is not allowed in this state. Nothing was changed."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the rules. Its connection is closed with this reason; nothing else was changed."""
+
+
+class SlabError(ShmringError):
+    """Creating, mapping or pinning the slab failed.
+
+    Attributes:
+        path: the file system path concerned, if any.
+        errno: the operating system's error number, if any.
+        nbytes: how many bytes were asked for, if any.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, errno: int | None = None, nbytes: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.errno = errno
+        self.nbytes = nbytes
