@@ -1,1 +1,1 @@
-"""The engine process: requests, scheduling and the executors that run them."""
+"""The engine: claims requests from the ring, executes them in steps off the event loop, answers."""

@@ -163,6 +163,7 @@ class ClientConfig:
         reconnect_max_s: the longest such pause.
         write_buffer_nbytes: messages the engine has not read yet before ``request`` waits.
         socket_dir: as in :class:`RingConfig`.
+        engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
         map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere
             else is a fault here instead of somebody's wrong tensor.
         debug: log where views came from that outlive their slot.
@@ -178,6 +179,7 @@ class ClientConfig:
     reconnect_max_s: float = 1.0
     write_buffer_nbytes: int | str = "1MiB"
     socket_dir: str | None = None
+    engine_uids: frozenset[int] | None = None
     map_leased_only: bool = False
     debug: bool = False
 

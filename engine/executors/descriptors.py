@@ -5,10 +5,10 @@ A descriptor has three parts, each blind to what some everyday alteration change
 - layout: low-frequency DCT coefficients of the luminance. Recompression and scaling only touch higher frequencies, and
   brightening scales all of these alike.
 - edges: gradient orientations gathered over overlapping cells. They tell textures apart and move little under a crop.
-- colour: a histogram of chromaticity and relative luminance, which no crop, scaling or brightening moves far.
+- colour: a histogram of chromaticity and relative luminance, which a crop, scaling or brightening hardly moves.
 
-All three are made from one thumbnail of `_THUMBNAIL_SIDE` squared. Torch's antialiasing kernel makes it straight from the
-bytes, in integers, so a picture of twelve megapixels costs little more than reading it once and is never copied to
+All three are made from one thumbnail of `_THUMBNAIL_SIDE` squared. Torch's antialiasing kernel makes it straight from
+the bytes, in integers, so a picture of twelve megapixels costs little more than reading it once and is never copied to
 floats. Squeezing to a square forgets the aspect ratio on purpose: a crop changes it.
 
 Bins and cells overlap like triangles (a value counts partly for each of its two neighbours), so that a small change of
@@ -28,16 +28,16 @@ import math
 import torch
 from torch.nn import functional
 
-# Small enough that fine grain, which recompression and scaling change, is gone. Between 64 and 192 the ranking of the
-# sample pictures hardly depends on it.
+# Small enough that fine grain, which recompression and scaling change, is gone. Anything from 64 to 192 ranks the
+# sample pictures about equally well.
 _THUMBNAIL_SIDE = 96
 
-# A longer side than this is sampled, every other line or fewer. Over 80 lines to one of the thumbnail remain, and torch's
-# tables and intermediate picture, which grow with the sides rather than the area, stay below 6 MB: without it a picture
-# of 1 x 12 000 000 took 14 s and gigabytes.
+# Of a longer side only every n-th line is read. That leaves over 80 lines for each of the thumbnail's, and bounds what
+# grows with the sides instead of the area: torch's tables of weights, and its picture halfway (16 384 lines * 96 * 3
+# bytes = 4.7 MB). Without this limit a picture 1 pixel wide and 12 000 000 high took 14 s and gigabytes.
 _SIDE_LIMIT = 16_384
 
-# More coefficients tell pictures apart better and survive a crop worse: from about 50 on a 10 % crop suffers.
+# More coefficients tell pictures apart better and survive a crop worse: from about 48 on a 10 % crop suffers.
 _LAYOUT_SIZE = 32
 _LAYOUT_FREQUENCIES = 8
 

@@ -172,6 +172,7 @@ class ClientRecord:
     slots: dict[int, SlotRecord] = dataclasses.field(default_factory=dict)
     requests: dict[int, RequestRecord] = dataclasses.field(default_factory=dict)
     replies: dict[int, ReplySlot] = dataclasses.field(default_factory=dict)
+    unsent_replies: set[int] = dataclasses.field(default_factory=set)  # the engine itself is still writing them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,10 +222,11 @@ class Ledger:
         That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
         """
         client = self._connected(client_id)
+        self._drop_reply_wants(client_id)
+        kept_leases, kept_replies = frozenset(kept_lease_ids), frozenset(kept_replies)
         for lease in client.leases.values():
-            lease.given_up = lease.lease_id not in kept_lease_ids
-        given_up = [generation for generation in client.replies if generation not in kept_replies]
-        effects = self.release_replies(client_id, given_up)
+            lease.given_up = lease.lease_id not in kept_leases
+        effects = self.release_replies(client_id, [g for g in self._sent_replies(client) if g not in kept_replies])
         return effects + self.disconnect(client_id)
 
     def disconnect(self, client_id: int) -> list[Effect]:
@@ -235,14 +237,13 @@ class Ledger:
             effects += self.abort(client_id, request_id)
         client.connected = False
         self._wants.pop(client_id, None)
-        for ticket in [ticket for ticket, want in self._reply_wants.items() if want.client_id == client_id]:
-            del self._reply_wants[ticket]
+        self._drop_reply_wants(client_id)
         for lease in client.leases.values():
             lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
         self._window = None  # it may rest on a lease that nobody will return now: choose again
         # Slots that the aborts have just released went to nobody: their client has gone.
         effects = [effect for effect in effects if not isinstance(effect, Released)]
-        return effects + self._reclaim(client) + self._serve_wants()
+        return effects + self._reclaim(client) + self._serve_wants() + self._serve_reply_wants()
 
     def died(self, client_id: int) -> list[Effect]:
         """The kernel says that the client's process is dead: what no reader of ours holds is free again."""
@@ -258,8 +259,8 @@ class Ledger:
         if client.connected or client.client_id not in self.clients:
             return []
         effects: list[Effect] = []
-        if client.dead and client.replies:
-            effects += self.release_replies(client.client_id, list(client.replies))
+        if client.dead:
+            effects += self.release_replies(client.client_id, self._sent_replies(client))
         nbytes = 0
         for lease in list(client.leases.values()):
             if lease.live.is_empty and (client.dead or lease.given_up):
@@ -271,6 +272,7 @@ class Ledger:
         if not client.leases and not client.replies:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
+            effects += self._serve_reply_wants()  # whoever is alone now has no quota
         return effects + (self._serve_wants() if nbytes else [])
 
     def _connected(self, client_id: int) -> ClientRecord:
@@ -283,10 +285,12 @@ class Ledger:
     def request_lease(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int) -> list[Effect]:
         """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
 
+        Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
+
         Raises:
-            RemoteProtocolError: it asks for more than can ever be granted, or holds as many leases as it may.
+            RemoteProtocolError: it asks for more than can ever be granted.
         """
-        client = self._connected(client_id)
+        self._connected(client_id)
         if nbytes == 0:
             self._withdraw(client_id)
             return self._serve_wants()
@@ -295,8 +299,6 @@ class Ledger:
             raise RemoteProtocolError(
                 f"a lease of {nbytes} bytes was requested of {self.geometry.leasable_blocks * BLOCK_NBYTES}"
             )
-        if len(client.leases) >= self.limits.max_leases:
-            raise RemoteProtocolError(f"a further lease was requested beside max_leases ({self.limits.max_leases})")
         if self._window is not None and self._window.client_id == client_id and self._window.blocks != blocks:
             self._window = None
         preferred = min(max(blocks, blocks_for(preferred_nbytes)), self.geometry.leasable_blocks)
@@ -346,9 +348,10 @@ class Ledger:
         effects: list[Effect] = []
         for client_id, want in list(self._wants.items()):
             client = self.clients[client_id]
-            if self._is_over_quota(client, want):
+            if self._is_over_quota(client, want.blocks):
+                self._close_window(client_id)  # it waits for what its own client returns: nobody else waits for it
                 continue
-            taken = self._take_run(client_id, want)
+            taken = self._take_run(client, want)
             if taken is not None:
                 self._withdraw(client_id)
                 effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
@@ -358,18 +361,25 @@ class Ledger:
 
     def _withdraw(self, client_id: int) -> None:
         self._wants.pop(client_id, None)
+        self._close_window(client_id)
+
+    def _close_window(self, client_id: int) -> None:
         if self._window is not None and self._window.client_id == client_id:
             self._window = None
 
-    def _is_over_quota(self, client: ClientRecord, want: LeaseWant) -> bool:
+    def _is_over_quota(self, client: ClientRecord, blocks: int) -> bool:
         """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""
+        if len(client.leases) >= self.limits.max_leases:
+            return True
         alone = sum(other.connected or bool(other.leases) for other in self.clients.values()) == 1
-        return not alone and client.leased_blocks > 0 and client.leased_blocks + want.blocks > self.limits.quota_blocks
+        return not alone and client.leased_blocks > 0 and client.leased_blocks + blocks > self.limits.quota_blocks
 
-    def _take_run(self, client_id: int, want: LeaseWant) -> tuple[int, int] | None:
+    def _take_run(self, client: ClientRecord, want: LeaseWant) -> tuple[int, int] | None:
         """Takes a run for a want from the free list, outside the window of anybody else."""
         for blocks in dict.fromkeys((want.preferred_blocks, want.blocks)):
-            if self._window is None or self._window.client_id == client_id:
+            if self._is_over_quota(client, blocks):
+                continue  # what it needs is within its quota, what it would prefer is not
+            if self._window is None or self._window.client_id == client.client_id:
                 start = self._free.allocate(blocks)
             else:
                 start = self._allocate_outside(self._window, blocks)
@@ -388,7 +398,8 @@ class Ledger:
         if not fitting:
             return None
         start = min(fitting)[1]
-        assert self._free.carve(start, blocks), "the free runs changed under us"
+        carved = self._free.carve(start, blocks)
+        assert carved, "the free runs changed under us"
         return start
 
     def _open_window(self, client_id: int, blocks: int) -> list[Effect]:
@@ -472,12 +483,17 @@ class Ledger:
         client = self.clients[client_id]
         request = client.requests[request_id]
         request.state = advance(REQUEST, request.state, RequestEvent.SCHEDULE)
+        self._claim_slots(client, request)
+
+    def _claim_slots(self, client: ClientRecord, request: RequestRecord) -> None:
         for generation in request.generations:
             slot = client.slots[generation]
             slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.CLAIM)
 
     def end(self, client_id: int, request_id: int, event: RequestEvent) -> bool:
         """The engine has ended a request: FINISH, ERROR or DEADLINE.
+
+        Its slots are claimed until :meth:`release_slots`, also those of a request that ended before it was taken up.
 
         Returns:
             Whether its terminal reply is owed; False if the request had ended before (it was aborted meanwhile).
@@ -486,7 +502,10 @@ class Ledger:
         request = client.requests.get(request_id) if client is not None else None
         if client is None or request is None:
             return False
+        was_waiting = request.state is Request.WAITING
         request.state = advance(REQUEST, request.state, event)
+        if was_waiting:
+            self._claim_slots(client, request)
         del client.requests[request_id]
         return True
 
@@ -515,14 +534,21 @@ class Ledger:
     def release_slots(self, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[Effect]:
         """The engine is done with claimed slots; those in ``viewed`` still have live views and drain first."""
         client = self.clients[client_id]
+        slots = [client.slots[generation] for generation in dict.fromkeys(generations)]
+        states = [
+            advance(
+                ENGINE_SLOT,
+                slot.state,
+                EngineSlotEvent.RELEASE_VIEWED if slot.generation in viewed else EngineSlotEvent.RELEASE,
+            )
+            for slot in slots
+        ]
         released = []
-        for generation in generations:
-            slot = client.slots[generation]
-            event = EngineSlotEvent.RELEASE_VIEWED if generation in viewed else EngineSlotEvent.RELEASE
-            slot.state = advance(ENGINE_SLOT, slot.state, event)
-            if slot.state is EngineSlot.RELEASED:
+        for slot, state in zip(slots, states, strict=True):
+            slot.state = state
+            if state is EngineSlot.RELEASED:
                 self._forget_slot(client, slot)
-                released.append(generation)
+                released.append(slot.generation)
         return self._after_release(client, released)
 
     def last_view_gone(self, client_id: int, generation: int) -> list[Effect]:
@@ -551,7 +577,7 @@ class Ledger:
             CapacityError: it is larger than the whole reserve.
         """
         blocks = self._reply_blocks(nbytes)
-        if self._reply_wants:
+        if any(not self._is_over_reply_quota(want) for want in self._reply_wants.values()):
             return None
         return self._take_reply(ReplyWant(client_id, blocks))
 
@@ -572,13 +598,34 @@ class Ledger:
         """
         client = self.clients[client_id]
         for generation in generations:
-            if generation not in client.replies:
+            if generation not in client.replies or generation in client.unsent_replies:
                 raise RemoteProtocolError(f"reply slot {generation} was released by client {client_id}, which does not hold it")
         for generation in dict.fromkeys(generations):
-            slot = client.replies.pop(generation)
-            client.reply_blocks -= slot.blocks
-            self._replies.free(slot.start, slot.blocks)
+            self._free_reply(client, generation)
         return self._serve_reply_wants()
+
+    def reply_sent(self, client_id: int, generation: int) -> None:
+        """A reply slot has been written, and is its client's from now on."""
+        self.clients[client_id].unsent_replies.remove(generation)
+
+    def discard_reply(self, client_id: int, generation: int) -> list[Effect]:
+        """The engine has stopped writing a reply slot that it will not send."""
+        client = self.clients[client_id]
+        client.unsent_replies.remove(generation)
+        self._free_reply(client, generation)
+        return self._serve_reply_wants() + self._reclaim(client)
+
+    def _free_reply(self, client: ClientRecord, generation: int) -> None:
+        slot = client.replies.pop(generation)
+        client.reply_blocks -= slot.blocks
+        self._replies.free(slot.start, slot.blocks)
+
+    def _sent_replies(self, client: ClientRecord) -> list[int]:
+        return [generation for generation in client.replies if generation not in client.unsent_replies]
+
+    def _drop_reply_wants(self, client_id: int) -> None:
+        for ticket in [ticket for ticket, want in self._reply_wants.items() if want.client_id == client_id]:
+            del self._reply_wants[ticket]
 
     def _reply_blocks(self, nbytes: int) -> int:
         blocks = slot_blocks(nbytes)
@@ -604,6 +651,7 @@ class Ledger:
         self._next_reply_generation += 1
         client = self.clients[want.client_id]
         client.replies[slot.generation] = slot
+        client.unsent_replies.add(slot.generation)
         client.reply_blocks += want.blocks
         return slot
 

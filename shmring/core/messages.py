@@ -62,7 +62,7 @@ SLOT_HEADER_NBYTES = 64
 #: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
 TENSOR_ALIGNMENT = 64
 #: The msgpack extension code that stands for a tensor in a payload.
-TENSOR_EXTENSION = 1
+TENSOR_EXTENSION = 83
 #: numpy and torch both stop at 64 dimensions.
 MAX_DIMENSIONS = 64
 
@@ -72,11 +72,13 @@ TORCH_ITEM_NBYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
-# A numpy dtype as its array interface spells it: byte order, kind, item size, and a unit for times.
+# A numpy dtype as its array interface spells it: byte order, kind, item size (never 0: numpy views no empty items), and a
+# unit for times. Whatever matches, numpy takes.
 _NUMPY_DTYPE = re.compile(
-    r"\|b(1)|\|[iu](1)|[<>][iu]([248])|[<>]f(2|4|8|16)|[<>]c(8|16|32)|[<>][mM](8)\[\d{0,6}[a-zA-Z]{1,2}\]|\|S(\d{1,7})"
+    r"\|b(1)|\|[iu](1)|[<>][iu]([248])|[<>]f(2|4|8|16)|[<>]c(8|16|32)|\|S([1-9][0-9]{0,6})"
+    r"|[<>][mM](8)\[(?:[1-9][0-9]{0,5})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]"
 )
-_NUMPY_TEXT = re.compile(r"[<>]U(\d{1,7})")
+_NUMPY_TEXT = re.compile(r"[<>]U([1-9][0-9]{0,6})")
 
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
@@ -132,8 +134,8 @@ class TensorRef(_Part, frozen=True):
             raise RemoteProtocolError(f"a tensor of shape {self.shape} is larger than any memory")
         if math.prod(self.shape) * size != self.nbytes:
             raise RemoteProtocolError(f"a {self.dtype} tensor of shape {self.shape} does not have {self.nbytes} bytes")
-        if self.offset % TENSOR_ALIGNMENT:
-            raise RemoteProtocolError(f"a tensor at offset {self.offset} is not aligned to {TENSOR_ALIGNMENT}")
+        if self.dtype in TORCH_ITEM_NBYTES and self.offset % size:
+            raise RemoteProtocolError(f"a {self.dtype} tensor at offset {self.offset} is not aligned to its items")
         if self.nbytes and self.offset + self.nbytes > region_nbytes:
             raise RemoteProtocolError(
                 f"a tensor at [{self.offset}, {self.offset + self.nbytes}) exceeds its region of {region_nbytes} bytes"
@@ -329,7 +331,7 @@ def decode_frontend_message(body: bytes) -> FrontendMessage:
     """
     try:
         return _frontend_decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
 
 
@@ -341,5 +343,5 @@ def decode_engine_message(body: bytes) -> EngineMessage:
     """
     try:
         return _engine_decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error

@@ -1,0 +1,165 @@
+"""A claim: one request in the engine's hands, from its claim to its last view.
+
+A claim ends in exactly one way: finished (``with claim:`` left normally), failed (left by an exception), or aborted by
+its frontend. Whichever comes first is told to the frontend; the others are no-ops, because the messages of the two ends
+cross. Releasing its slots is another matter: that happens when the claim is left, and for slots of which views are still
+alive, when the last of them dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from shmring.core.messages import Submit
+from shmring.core.states import RequestEvent
+from shmring.errors import AbortedError, LocalProtocolError
+
+if TYPE_CHECKING:
+    from shmring.ring import Ring
+
+__all__ = ["Claim"]
+
+_RELEASED = object()
+
+
+class Claim:
+    """A request that this engine is working on. Use it as ``with claim:``.
+
+    Leaving the block releases the slots and tells the frontend: done, or failed with the exception, which goes on
+    propagating. Only this claim's own :class:`AbortedError` ends with the block: that the caller gave up is no failure of
+    whoever was answering.
+
+    Attributes:
+        client_id: the frontend, as this engine numbers its connections.
+        request_id: the request, as that frontend numbers its submissions.
+        name: the caller's own name for the request; may be empty.
+        nbytes: bytes of tensors in its slots.
+    """
+
+    __slots__ = (
+        "_aborted",
+        "_callbacks",
+        "_ended",
+        "_payload",
+        "_ring",
+        "_submit",
+        "client_id",
+        "name",
+        "nbytes",
+        "request_id",
+    )
+
+    def __init__(self, ring: Ring, client_id: int, submit: Submit, payload: Any) -> None:
+        self._ring = ring
+        self._submit = submit
+        self._payload = payload
+        self._ended = False
+        self._aborted = False
+        self._callbacks: list[Callable[[], object]] = []
+        self.client_id = client_id
+        self.request_id = submit.request_id
+        self.name = submit.name
+        self.nbytes = sum(slot.nbytes for slot in submit.content.slots)
+
+    def __repr__(self) -> str:
+        state = "aborted" if self._aborted else "ended" if self._ended else "running"
+        return f"<Claim {self.client_id}:{self.request_id} {self.name or ''} {self.nbytes} bytes, {state}>"
+
+    @property
+    def payload(self) -> Any:
+        """The payload, its tensors viewed in place. Views taken from it keep their slot after the claim is left.
+
+        Raises:
+            LocalProtocolError: the claim has released it.
+        """
+        if self._payload is _RELEASED:
+            raise LocalProtocolError(f"request {self.request_id} was released; keep what you need of its payload before")
+        return self._payload
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the frontend gave the request up, or has gone."""
+        return self._aborted
+
+    @property
+    def released(self) -> bool:
+        """Whether its slots were released."""
+        return self._payload is _RELEASED
+
+    def on_abort(self, callback: Callable[[], object]) -> None:
+        """Calls back in the loop when the request is aborted; at once if it was."""
+        if self._aborted:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    async def reply(self, payload: object) -> None:
+        """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
+
+        Args:
+            payload: like a request's: any msgspec-encodable object with tensors and arrays at any depth.
+
+        Raises:
+            AbortedError: the request was aborted.
+            TypeError: something in the payload can't be sent; the message names its path.
+            CapacityError: it can never fit the reply reserve, or a message.
+        """
+        self._check_running()
+        await self._ring.send_reply(self, payload)
+
+    def reply_nowait(self, payload: object) -> None:
+        """Sends an answer if that needs no waiting; the copy is made in the loop.
+
+        Raises:
+            WouldBlock: there is no reply space now, or the frontend reads slowly.
+            AbortedError, TypeError, CapacityError: as :meth:`reply`.
+        """
+        self._check_running()
+        self._ring.send_reply_nowait(self, payload)
+
+    def done(self) -> None:
+        """Releases the slots and tells the frontend that the request is finished."""
+        self.release()
+        self._end(RequestEvent.FINISH)
+
+    def fail(self, error: BaseException) -> None:
+        """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
+        self.release()
+        self._end(RequestEvent.ERROR, error)
+
+    def release(self) -> None:
+        """Releases the slots before the request ends; twice is once."""
+        if self._payload is not _RELEASED:
+            self._payload = _RELEASED
+            self._ring.release_claim(self.client_id, self._submit)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if error is None:
+            self.done()
+            return False
+        self.fail(error)
+        return isinstance(error, AbortedError) and self._aborted and error.request_id == self.request_id
+
+    def _end(self, event: RequestEvent, error: BaseException | None = None) -> None:
+        if not self._ended:
+            self._ended = True
+            self._callbacks.clear()
+            self._ring.end_claim(self, event, error)
+
+    def _check_running(self) -> None:
+        if self._aborted:
+            raise AbortedError(f"request {self.request_id} was aborted by its frontend", request_id=self.request_id)
+        if self._ended:
+            raise LocalProtocolError(f"request {self.request_id} has ended; answer before leaving its claim")
+
+    def mark_aborted(self) -> None:
+        """For the ring: the frontend gave the request up. Callbacks run from the loop, outside of the ring's event."""
+        self._aborted = self._ended = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._ring.loop.call_soon(callback)

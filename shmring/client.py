@@ -1,0 +1,468 @@
+"""A frontend's end of the transport.
+
+Theory of operation: :class:`RingClient` is what callers hold; the work is done by its current
+:class:`~shmring.session.Session`, one for each life of the engine. Without ``reconnect``, the client ends with its
+session; with it, pending calls fail with :class:`EngineDeadError` and later ones wait for the next engine of that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shmring.config import ClientConfig, configured
+from shmring.core.states import ClientSlot
+from shmring.errors import (
+    AbortedError,
+    ClosedError,
+    EngineDeadError,
+    LocalProtocolError,
+    RemoteError,
+    ShmringError,
+    WouldBlock,
+)
+from shmring.memory.copier import Copier
+from shmring.memory.payload import PayloadDecoder
+from shmring.session import ClientCounters, Pending, Session
+from shmring.slot import AcquiringSlot, Slot
+from shmring.statistics import ClientStatistics
+from shmring.transport.endpoint import socket_path
+
+__all__ = ["Connecting", "RingClient", "Submission", "connect"]
+
+logger = logging.getLogger("shmring.client")
+
+_MAX_NAME_CHARACTERS = 256
+_FIRST_ATTEMPT_PAUSE_S = 0.02
+
+
+class Submission:
+    """A request that was sent: its replies, and its end. From :meth:`RingClient.submit`.
+
+    Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
+
+    Attributes:
+        name: the caller's own name for it; may be empty.
+    """
+
+    def __init__(self, client: RingClient, pending: Pending) -> None:
+        self._client = client
+        self._pending = pending
+        self.name = pending.name
+
+    @property
+    def request_id(self) -> int:
+        """Its number on this connection."""
+        return self._pending.request_id
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._pending.ended
+
+    async def next(self, reply_type: Any = Any) -> Any:
+        """Waits for the next reply.
+
+        Raises:
+            StopAsyncIteration: the request is finished.
+            RemoteError, AbortedError, EngineDeadError: how it ended otherwise.
+        """
+        return await self._pending.next(self._client.decoder(reply_type))
+
+    async def result(self, reply_type: Any = Any) -> Any:
+        """Waits for the one reply and the end.
+
+        Raises:
+            RemoteError: the engine failed, or finished without a reply.
+            LocalProtocolError: there was more than one reply; use :meth:`next` or ``stream``.
+            AbortedError, EngineDeadError: how it ended otherwise.
+        """
+        try:
+            reply = await self.next(reply_type)
+        except StopAsyncIteration:
+            # An engine that finishes without a word is its bug, not an answer of None.
+            raise RemoteError(
+                "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
+            ) from None
+        try:
+            await self.next(reply_type)
+        except StopAsyncIteration:
+            return reply
+        self.abort()
+        raise LocalProtocolError(f"request {self.request_id} has more than one reply; use stream() for such requests")
+
+    def abort(self) -> None:
+        """Gives the request up; whoever waits for it gets :class:`AbortedError`. Twice is once."""
+        error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
+        self._pending.session.abort(self._pending, error)
+        self._pending.drop_replies()
+
+
+class RingClient:
+    """A frontend's end. Made by :func:`connect`.
+
+    Attributes:
+        name: the engine's name.
+        config: as configured.
+    """
+
+    def __init__(self, name: str, path: Path, config: ClientConfig, reconnect: bool, description: str) -> None:
+        self.name = name
+        self.config = config
+        self._path = path
+        self._reconnect = reconnect
+        self._description = description
+        self._counters = ClientCounters()
+        self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
+        self._decoders: dict[Any, PayloadDecoder] = {}
+        self._session: Session | None = None
+        self._attached = asyncio.Event()
+        self._reattaching: asyncio.Task[None] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    @classmethod
+    async def create(cls, name: str, config: ClientConfig, *, reconnect: bool = False, description: str = "") -> RingClient:
+        """Attaches to an engine, waiting for it up to ``connect_timeout_s``. See :func:`connect`."""
+        if len(description) > _MAX_NAME_CHARACTERS:
+            raise ValueError(f"a description has at most {_MAX_NAME_CHARACTERS} characters, not {len(description)}")
+        client = cls(name, socket_path(name, config.socket_dir), config, reconnect, description)
+        try:
+            await client._attach_in_time()
+        except BaseException:
+            client._copier.close()
+            raise
+        return client
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def request(
+        self, payload: object, *, timeout: float | None = None, reply_type: Any = Any, request_id: str = ""
+    ) -> Any:
+        """Sends a payload and waits for its one reply. Cancelling aborts the request.
+
+        Tensors of a reply are views into the engine's slab; they go back when the last view of them dies.
+
+        Args:
+            payload: any msgspec-encodable object with torch tensors and numpy arrays at any depth. Tensors that lie in a
+                slot of this client are sent from there; others are copied, once, into one slot.
+            timeout: seconds for all of it, waiting for space included.
+            reply_type: a msgspec type to decode the reply into.
+            request_id: the caller's own name for it, for :meth:`abort` and the engine's log.
+
+        Raises:
+            TimeoutError: it took longer; the request was aborted.
+            TypeError: something in the payload can't be sent; the message names its path. Nothing was sent.
+            CapacityError: it can never fit the slab, or a message.
+            RemoteError: the engine failed with this request.
+            AbortedError: it was aborted by :meth:`abort`.
+            EngineDeadError: the engine went away.
+            ClosedError: this client is closed.
+        """
+        async with asyncio.timeout(timeout):
+            submission = await self.submit(payload, request_id=request_id)
+            try:
+                return await submission.result(reply_type)
+            except BaseException:
+                submission.abort()
+                raise
+
+    async def stream(
+        self, payload: object, *, timeout: float | None = None, reply_type: Any = Any, request_id: str = ""
+    ) -> AsyncGenerator[Any, None]:
+        """Sends a payload and yields its replies as they come. Leaving the loop early aborts the request.
+
+        Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting, not what the caller does
+        between two replies.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
+        async with asyncio.timeout_at(deadline):
+            submission = await self.submit(payload, request_id=request_id)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        reply = await submission.next(reply_type)
+                except StopAsyncIteration:
+                    return
+                yield reply
+                del reply  # or this frame would keep its slot until the next one comes
+        finally:
+            submission.abort()
+
+    async def submit(self, payload: object, *, request_id: str = "") -> Submission:
+        """Sends a payload, and returns when it is the engine's: the first half of :meth:`request`."""
+        self._check_name(request_id)
+        session = await self._ready()
+        return Submission(self, await session.submit(payload, request_id))
+
+    def submit_nowait(self, payload: object, *, request_id: str = "") -> Submission:
+        """The same if nothing has to be waited for; the copy is made in the loop.
+
+        Raises:
+            WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
+        """
+        self._check_name(request_id)
+        return Submission(self, self._ready_nowait().submit_nowait(payload, request_id))
+
+    def abort(self, request_id: str | Iterable[str]) -> int:
+        """Aborts the requests of these names; whoever waits for them gets :class:`AbortedError`.
+
+        Returns:
+            How many were in flight; an unknown one is none, it may just have ended.
+        """
+        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        if self._session is None:
+            return 0
+        found = [pending for pending in self._session.pending.values() if pending.name in names and not pending.ended]
+        for pending in found:
+            Submission(self, pending).abort()
+        return len(found)
+
+    async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
+        """Calls a control method of the engine (see ``calls`` of :func:`shmring.serve`) and returns its result.
+
+        Raises:
+            RemoteError: it failed, or there is none of that name.
+            TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
+        """
+        async with asyncio.timeout(timeout):
+            session = await self._ready()
+            return await session.call(method, arguments)
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
+        """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
+
+        Args:
+            nbytes: bytes of tensors; :func:`shmring.nbytes_for` adds several up with their alignment.
+            timeout: seconds to wait.
+
+        Raises:
+            CapacityError: more than the engine can lease out; waiting would be useless.
+            TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
+            ValueError: ``nbytes`` is negative.
+        """
+        _check_nbytes(nbytes)
+
+        async def acquire() -> Slot:
+            async with asyncio.timeout(timeout):
+                session = await self._ready()
+                return session.hold(await session.acquire(nbytes, held=True))
+
+        return AcquiringSlot(acquire)
+
+    def slot_nowait(self, nbytes: int) -> Slot:
+        """Returns a slot if one is free in this client's leases.
+
+        Raises:
+            WouldBlock: none is, or others wait for one.
+            CapacityError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
+        """
+        _check_nbytes(nbytes)
+        session = self._ready_nowait()
+        session.check_alive()
+        return session.hold(session.acquire_nowait(nbytes, held=True))
+
+    # -- the connection --------------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether an engine is attached now."""
+        return self._session is not None
+
+    async def wait_connected(self, timeout: float | None = None) -> None:
+        """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
+        async with asyncio.timeout(timeout):
+            await self._ready()
+
+    async def _ready(self) -> Session:
+        while True:
+            try:
+                return self._ready_nowait()
+            except WouldBlock:
+                await self._attached.wait()
+
+    def _ready_nowait(self) -> Session:
+        if os.getpid() != self._pid:
+            raise ClosedError(f"this client belongs to process {self._pid}, which forked this one; connect again here")
+        if self._closed:
+            raise ClosedError(f"this client of {self.name!r} is closed")
+        if self._session is not None:
+            return self._session
+        if not self._reconnect:
+            raise EngineDeadError(f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)")
+        raise WouldBlock(f"no engine {self.name!r} is attached now")
+
+    async def _attach(self) -> None:
+        session = await Session.open(
+            self._path, self.config, self._description, self._counters, self._copier, self._session_lost
+        )
+        session.check_alive()  # it may have been lost while it opened
+        self._session = session
+        self._attached.set()
+
+    async def _attach_in_time(self) -> None:
+        """Attaches within ``connect_timeout_s``: the engine may be starting."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.connect_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline + self.config.connect_timeout_s):
+                    return await self._attach()
+            except EngineDeadError:
+                if loop.time() >= deadline:
+                    raise
+            except TimeoutError:
+                raise EngineDeadError(f"the engine at {self._path} listens, and does not answer") from None
+            await asyncio.sleep(_FIRST_ATTEMPT_PAUSE_S)
+
+    def _session_lost(self, session: Session) -> None:
+        if session is not self._session:
+            return
+        self._session = None
+        self._attached.clear()
+        if self._reconnect and not self._closed:
+            logger.warning("%s: waiting for the next engine %r", session.error, self.name)
+            self._reattaching = asyncio.get_running_loop().create_task(self._reattach())
+
+    async def _reattach(self) -> None:
+        """Attaches to the next engine of this name, whenever it comes; pauses grow so that waiting costs nothing."""
+        pause = self.config.reconnect_initial_s
+        while not self._closed:
+            try:
+                await self._attach()
+            except (ShmringError, OSError) as error:
+                if not isinstance(error, EngineDeadError):
+                    logger.warning("can't attach to the engine %r yet: %s", self.name, error)
+                await asyncio.sleep(pause)
+                pause = min(max(pause, 0.001) * 2, self.config.reconnect_max_s)
+            else:
+                self._counters.reconnections += 1
+                logger.info("attached to the next engine %r", self.name)
+                return
+
+    async def close(self) -> None:
+        """Aborts what is pending, says goodbye, and detaches. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        self._attached.set()  # whoever waits for an engine learns that there will be none
+        if self._reattaching is not None:
+            self._reattaching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reattaching
+        if self._session is not None:
+            await self._session.close()
+        self._copier.close()
+
+    async def __aenter__(self) -> RingClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def decoder(self, reply_type: Any) -> PayloadDecoder:
+        """Returns the decoder of a type; made once."""
+        decoder = self._decoders.get(reply_type)
+        if decoder is None:
+            decoder = self._decoders[reply_type] = PayloadDecoder(reply_type)
+        return decoder
+
+    def statistics(self) -> ClientStatistics:
+        """Returns counts of what there is and what has been."""
+        session, counters = self._session, self._counters
+        book = session.book if session is not None else None
+        return ClientStatistics(
+            connected=session is not None,
+            epoch=session.welcome.epoch if session is not None else 0,
+            client_id=session.welcome.client_id if session is not None else 0,
+            leases=len(book.leases) if book is not None else 0,
+            leased_nbytes=book.leased_nbytes if book is not None else 0,
+            free_nbytes=book.free_nbytes if book is not None else 0,
+            slots_writing=book.count(ClientSlot.WRITING) if book is not None else 0,
+            slots_submitted=book.count(ClientSlot.SUBMITTED) if book is not None else 0,
+            slots_cached=book.count(ClientSlot.CACHED) if book is not None else 0,
+            slots_draining=book.count(ClientSlot.DRAINING) if book is not None else 0,
+            waiting=book.waiting if book is not None else 0,
+            in_flight=len(session.pending) if session is not None else 0,
+            reply_slots_held=session.reply_slots_held if session is not None else 0,
+            submitted=counters.submitted,
+            finished=counters.finished,
+            failed=counters.failed,
+            aborted=counters.aborted,
+            copies=self._copier.copies,
+            copied_nbytes=self._copier.copied_nbytes,
+            in_place=counters.in_place,
+            in_place_nbytes=counters.in_place_nbytes,
+            inline_payloads=counters.inline_payloads,
+            slot_nbytes_submitted=counters.slot_nbytes_submitted,
+            replies=counters.replies,
+            stale_releases=counters.stale_releases,
+            reconnections=counters.reconnections,
+        )
+
+    def _check_name(self, request_id: str) -> None:
+        if len(request_id) > _MAX_NAME_CHARACTERS:
+            raise ValueError(f"a request_id has at most {_MAX_NAME_CHARACTERS} characters, not {len(request_id)}")
+
+
+def _check_nbytes(nbytes: int) -> None:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        raise TypeError(f"nbytes is an int, not {type(nbytes).__name__}")
+    if nbytes < 0:
+        raise ValueError(f"nbytes can't be negative: {nbytes}")
+
+
+class Connecting:
+    """What :func:`connect` returns: await it, or use it with ``async with``."""
+
+    def __init__(self, create: Callable[[], Awaitable[RingClient]]) -> None:
+        self._create = create
+        self._client: RingClient | None = None
+
+    def __await__(self) -> Generator[Any, None, RingClient]:
+        return self._create().__await__()
+
+    async def __aenter__(self) -> RingClient:
+        self._client = await self._create()
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._client is not None
+        await self._client.close()
+
+
+def connect(
+    name: str, config: ClientConfig | None = None, *, reconnect: bool = False, description: str = "", **overrides: Any
+) -> Connecting:
+    """Opens a frontend's end of a ring: ``async with shmring.connect("vision") as client``.
+
+    Args:
+        name: the engine's name.
+        config: limits and sizes; ``overrides`` are fields of it.
+        reconnect: whether to attach to the next engine of that name when this one ends. Pending calls then fail with
+            :class:`EngineDeadError`, and later ones wait for the next engine.
+        description: what the engine's log calls this client.
+
+    Raises:
+        EngineDeadError: no engine of that name answers within ``connect_timeout_s``.
+        RemoteProtocolError: the engine refuses this client.
+        PermissionError: whoever listens there is not to be trusted.
+        SlabError: its slab can't be mapped.
+        ValueError, TypeError: a name, size or option is not valid.
+    """
+    settled = configured(ClientConfig, config, overrides)
+    return Connecting(lambda: RingClient.create(name, settled, reconnect=reconnect, description=description))

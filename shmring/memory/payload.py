@@ -1,0 +1,355 @@
+"""Payloads: any msgspec-encodable object with torch tensors and numpy arrays at any depth, their bytes out of band.
+
+Theory of operation: encoding replaces each tensor by a msgpack extension that holds its index, and lists the tensors;
+nothing is copied yet. :class:`Packed` then knows how many bytes it needs in a slot, and once it is given a place it
+copies each tensor there (only the bytes a view shows, never its storage) and describes it. Tensors that already lie in a
+slot of the caller are described where they are. Decoding is the reverse, and builds views; nothing is executed and no
+class is looked up by name, so a hostile payload can at worst be refused.
+
+Several tensors share one slot, each on a cache line of its own. The idea of msgpack with tensors out of band, and of
+hooks that collect them, is vLLM's (``v1/serial_utils.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.msgpack import Ext
+from numpy.typing import NDArray
+
+from shmring.core.messages import TENSOR_EXTENSION, Content, SlotRef, TensorRef, align, item_nbytes
+from shmring.errors import CapacityError, RemoteProtocolError
+from shmring.memory.views import TORCH_DTYPES, tensor_view
+
+__all__ = ["Packed", "Packer", "PayloadDecoder", "nbytes_for", "torch_dtype_name"]
+
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_DESCRIPTOR_NBYTES = 64 + 48  # at most, of a tensor without its shape and of the slot it may lie in
+_MESSAGE_NBYTES = 512  # at most, of the rest of a message: its name, numbers, and the msgpack around them
+
+#: Finds the region (1-based) and the offset in it of bytes that lie in a slot of the caller.
+Locate = Callable[[int, int], "tuple[int, int] | None"]
+
+
+def torch_dtype_name(dtype: torch.dtype) -> str:
+    """Returns the wire's name of a torch dtype; ``TypeError`` if it can't travel."""
+    name = _DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise TypeError(f"{dtype} tensors can't be sent")
+    return name
+
+
+def nbytes_for(*tensors: tuple[tuple[int, ...], torch.dtype]) -> int:
+    """Returns the size of a slot for tensors of these shapes and dtypes, each starting on a cache line.
+
+    Args:
+        tensors: ``(shape, dtype)`` of each tensor, in the order in which ``slot.tensor`` will be called.
+    """
+    nbytes = 0
+    for shape, dtype in tensors:
+        nbytes = align(nbytes) + int(np.prod(shape, dtype=object)) * dtype.itemsize
+    return nbytes
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Part:
+    """A tensor of a payload that is being sent."""
+
+    source: torch.Tensor | NDArray[Any]
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    region: int = 0
+    offset: int = 0
+    in_place: bool = False
+
+    def ref(self) -> TensorRef:
+        return TensorRef(self.region, self.offset, self.nbytes, self.dtype, self.shape)
+
+    def address(self) -> int | None:
+        """Where its bytes are, if they are contiguous host memory that can be taken as they are."""
+        if isinstance(self.source, np.ndarray):
+            return int(self.source.ctypes.data) if self.source.flags.c_contiguous else None
+        source = self.source
+        plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
+        return source.data_ptr() if plain else None
+
+    def copy_to(self, anchor: NDArray[np.uint8], anchor_address: int) -> None:
+        """Copies its bytes to ``offset`` in a region. Releases the interpreter lock for all but the smallest."""
+        if not self.nbytes:
+            return
+        address = self.address()
+        if address is not None:
+            ctypes.memmove(anchor_address + self.offset, address, self.nbytes)
+            return
+        target = tensor_view(self.ref(), anchor, writable=True)
+        if isinstance(self.source, np.ndarray):
+            assert isinstance(target, np.ndarray)
+            np.copyto(target, self.source)
+        else:
+            assert isinstance(target, torch.Tensor)
+            target.copy_(self.source.detach())
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Packed:
+    """An encoded payload whose tensors are not yet where they will be sent from.
+
+    Attributes:
+        payload: msgpack, with extensions for the tensors.
+        copy_nbytes: what the tensors that must be copied need in one region.
+        copied, in_place: how many tensors are copied, and how many are described where they are.
+        in_place_nbytes: bytes of the latter.
+    """
+
+    payload: bytes
+    parts: list[_Part]
+    copy_nbytes: int
+    copied: int
+    in_place: int
+    in_place_nbytes: int
+
+    def check_frame(self, max_frame_nbytes: int, inline_nbytes: int) -> None:
+        """Raises :class:`CapacityError` if the message that carries this could exceed the largest frame."""
+        described = sum(_DESCRIPTOR_NBYTES + 9 * len(part.shape) for part in self.parts)
+        nbytes = len(self.payload) + described + (self.copy_nbytes if self.copy_nbytes <= inline_nbytes else 0)
+        if nbytes + _MESSAGE_NBYTES > max_frame_nbytes:
+            raise CapacityError(
+                f"a message of about {nbytes} bytes, tensors apart, exceeds max_frame_nbytes ({max_frame_nbytes}); send "
+                "bulk data as tensors (numpy.frombuffer makes one of bytes), which travel in slots",
+                needed=nbytes,
+                capacity=max_frame_nbytes,
+            )
+
+    def content_inline(self, slots: tuple[SlotRef, ...] = ()) -> Content:
+        """Copies the tensors into the message itself. ``slots`` are those in which tensors lie in place."""
+        inline = np.empty(self.copy_nbytes, np.uint8)
+        self.copy_into(inline)
+        return self._content(inline.tobytes(), slots)
+
+    def content_in(self, slots: tuple[SlotRef, ...]) -> Content:
+        """Describes the tensors after :meth:`copy_into` has filled the last of ``slots``."""
+        for part in self.parts:
+            if not part.in_place and part.nbytes:
+                part.region = len(slots)
+        return self._content(b"", slots)
+
+    def copy_into(self, anchor: NDArray[np.uint8]) -> None:
+        """Copies all tensors that are not in place to their offsets in a region; may run on any thread."""
+        address = int(anchor.ctypes.data) if anchor.size else 0
+        for part in self.parts:
+            if not part.in_place:
+                part.copy_to(anchor, address)
+
+    def _content(self, inline: bytes, slots: tuple[SlotRef, ...]) -> Content:
+        return Content(self.payload, tuple(part.ref() for part in self.parts), inline, slots)
+
+
+class Packer:
+    """Encodes payloads.
+
+    Args:
+        max_tensors: the most tensors a payload may hold.
+    """
+
+    def __init__(self, max_tensors: int) -> None:
+        self._max_tensors = max_tensors
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_foreign)
+        self._parts: list[_Part] = []
+
+    def pack(self, payload: object, locate: Locate | None = None) -> Packed:
+        """Encodes a payload. Synchronous, copies no tensor, and changes nothing.
+
+        Args:
+            payload: any msgspec-encodable object holding tensors and arrays at any depth.
+            locate: finds tensors that lie in slots of the caller.
+
+        Raises:
+            TypeError: something in it can't be sent; the message names its path.
+            CapacityError: it holds more tensors than the peer accepts.
+        """
+        self._parts = []
+        try:
+            encoded = self._encoder.encode(payload)
+        except RecursionError:
+            raise TypeError("payload is nested too deeply, or contains itself") from None
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            path, reason = self._find_culprit(payload, error)
+            raise TypeError(f"{path} can't be sent: {reason}") from None
+        parts, self._parts = self._parts, []
+        if len(parts) > self._max_tensors:
+            raise CapacityError(
+                f"the payload holds {len(parts)} tensors, the engine takes {self._max_tensors} (max_tensors)",
+                needed=len(parts),
+                capacity=self._max_tensors,
+            )
+        return _lay_out(encoded, parts, locate)
+
+    def _encode_foreign(self, value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            part = _tensor_part(value)
+        elif isinstance(value, np.ndarray):
+            part = _array_part(value)
+        elif isinstance(value, np.generic):
+            return value.item()
+        else:
+            raise TypeError(f"{_type_name(value)} is neither a tensor nor anything that msgspec encodes")
+        self._parts.append(part)
+        return Ext(TENSOR_EXTENSION, (len(self._parts) - 1).to_bytes(4, "little"))
+
+    def _find_culprit(self, value: object, error: Exception, path: str = "payload") -> tuple[str, str]:
+        """Descends to the innermost value that can't be encoded; only ever runs after a failure."""
+        for step, child in _children(value):
+            try:
+                self._encoder.encode(child)
+            except RecursionError:
+                return path + step, "it is nested too deeply, or contains itself"
+            except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as child_error:
+                return self._find_culprit(child, child_error, path + step)
+        return path, str(error)
+
+
+def _children(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            plain = isinstance(key, str) and key.isidentifier()
+            yield (f".{key}" if plain else f"[{key!r}]"), child
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, child in enumerate(value):
+            yield f"[{index}]", child
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield f".{name}", getattr(value, name)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield f".{field.name}", getattr(value, field.name, None)
+
+
+def _type_name(value: object) -> str:
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"the {type(value).__name__} {value.__qualname__}"
+    return f"an object of type {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _tensor_part(tensor: torch.Tensor) -> _Part:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} can't be sent; make it dense first")
+    if tensor.device.type == "meta":
+        raise TypeError("a tensor on the meta device has no content to send")
+    return _Part(tensor, torch_dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
+
+
+def _array_part(array: NDArray[Any]) -> _Part:
+    dtype = array.dtype.str
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask; send data and mask as two arrays")
+    if array.dtype.hasobject or array.dtype.fields is not None or item_nbytes(dtype) is None:
+        raise TypeError(f"a numpy array of dtype {array.dtype} can't be sent; use numbers, bool, text or times")
+    return _Part(array, dtype, tuple(array.shape), array.nbytes)
+
+
+def _lay_out(encoded: bytes, parts: list[_Part], locate: Locate | None) -> Packed:
+    cursor = copied = in_place = in_place_nbytes = 0
+    for part in parts:
+        place = None
+        if locate is not None and part.nbytes and (address := part.address()) is not None:
+            place = locate(address, part.nbytes)
+        if place is not None:
+            part.region, part.offset = place
+            part.in_place = True
+            in_place += 1
+            in_place_nbytes += part.nbytes
+        elif part.nbytes:
+            part.offset = align(cursor)
+            cursor = part.offset + part.nbytes
+            copied += 1
+    return Packed(encoded, parts, cursor, copied, in_place, in_place_nbytes)
+
+
+class PayloadDecoder:
+    """Decodes payloads into plain objects, or into a msgspec type.
+
+    Args:
+        payload_type: what to decode into; ``Any`` gives dicts, lists, numbers, text and tensors.
+        writable: whether numpy may write to the views.
+    """
+
+    def __init__(self, payload_type: Any = Any, *, writable: bool = False) -> None:
+        self._writable = writable
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+            payload_type, ext_hook=self._decode_extension, dec_hook=_convert
+        )
+        self._content = Content(b"")
+        self._region: Callable[[int], NDArray[np.uint8]] = _no_region
+
+    def decode(self, content: Content, region: Callable[[int], NDArray[np.uint8]]) -> Any:
+        """Decodes a content that :meth:`Content.check` has accepted.
+
+        Args:
+            content: from a message.
+            region: returns a slot's bytes, header excluded, by region number (1 is ``content.slots[0]``).
+
+        Returns:
+            The payload; its tensors are views of the regions (small ones of a private copy of ``inline``).
+
+        Raises:
+            RemoteProtocolError: it is not msgpack, or its tensors are not as described.
+            msgspec.ValidationError: it is not of ``payload_type``.
+        """
+        inline: NDArray[np.uint8] | None = None
+
+        def region_or_inline(number: int) -> NDArray[np.uint8]:
+            nonlocal inline
+            if number:
+                return region(number)
+            if inline is None:
+                inline = np.frombuffer(bytearray(content.inline), np.uint8)
+            return inline
+
+        self._content, self._region = content, region_or_inline
+        try:
+            return self._decoder.decode(content.payload)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError(f"a payload is not msgpack: {error}") from error
+        finally:
+            self._content, self._region = Content(b""), _no_region
+
+    def _decode_extension(self, code: int, data: memoryview) -> object:
+        if code != TENSOR_EXTENSION:
+            return Ext(code, bytes(data))
+        index = int.from_bytes(data, "little")
+        if len(data) != 4 or index >= len(self._content.tensors):
+            raise RemoteProtocolError(f"a payload names tensor {index} of {len(self._content.tensors)}")
+        ref = self._content.tensors[index]
+        return tensor_view(ref, self._region(ref.region) if ref.nbytes else _EMPTY, writable=self._writable)
+
+
+_EMPTY = np.empty(0, np.uint8)
+
+
+def _no_region(number: int) -> NDArray[np.uint8]:
+    raise AssertionError(f"region {number} was asked for outside of a decode")
+
+
+def _convert(wanted: Any, value: Any) -> Any:
+    """msgspec asks this for types that it does not know: tensors, and whatever a caller's Struct names."""
+    kind = typing.get_origin(wanted) or wanted
+    if kind is object or kind is Any:
+        return value
+    if kind is torch.Tensor and isinstance(value, np.ndarray):
+        return torch.from_numpy(value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("=")))
+    if kind is np.ndarray and isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(kind, type) and isinstance(value, kind):
+        return value
+    raise TypeError(f"Expected `{getattr(kind, '__name__', kind)}`, got `{type(value).__name__}`")

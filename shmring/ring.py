@@ -1,0 +1,847 @@
+"""The engine's end of the transport.
+
+Theory of operation: :class:`Ring` is the thin asyncio shell around the :class:`~shmring.core.ledger.Ledger`: bytes come
+in, become events, and the effects that the ledger returns are carried out, all within one callback of the loop. There is
+no ``await`` between reading the book and acting on it.
+
+What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
+aborted at once; its memory comes back when the kernel says that its process is dead (or when it said goodbye), and no
+claim or view of ours still reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import functools
+import itertools
+import logging
+import os
+import secrets
+import socket
+import traceback
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shmring.claim import Claim
+from shmring.config import RingConfig, configured
+from shmring.core.effects import (
+    ClientGone,
+    Effect,
+    Granted,
+    Recalled,
+    Reclaimed,
+    Released,
+    ReplyGranted,
+    ReplySlot,
+    RequestAborted,
+)
+from shmring.core.ledger import BLOCK_NBYTES, Geometry, Ledger, LedgerLimits, blocks_for
+from shmring.core.messages import (
+    PROTOCOL_VERSION,
+    SLOT_HEADER_NBYTES,
+    Abort,
+    Call,
+    CallResult,
+    Content,
+    Done,
+    EngineMessage,
+    Failed,
+    FailureKind,
+    FrontendMessage,
+    Goodbye,
+    Hello,
+    LeaseRecall,
+    LeaseRequest,
+    LeaseReturn,
+    Refused,
+    Release,
+    Reply,
+    ReplyRelease,
+    SlotRef,
+    Submit,
+    Welcome,
+    decode_frontend_message,
+)
+from shmring.core.states import EngineSlot, Lease, RequestEvent
+from shmring.errors import (
+    AbortedError,
+    ClosedError,
+    PeerLostError,
+    RemoteProtocolError,
+    StaleDescriptorError,
+    WouldBlock,
+)
+from shmring.memory.copier import Copier
+from shmring.memory.payload import Packed, Packer, PayloadDecoder
+from shmring.memory.slab import Slab, sweep
+from shmring.memory.views import Obituaries
+from shmring.statistics import RingStatistics
+from shmring.transport.connection import Connection
+from shmring.transport.endpoint import Listener, Peer, greet, refuse, send_welcome, socket_path
+from shmring.transport.liveness import ProcessWatch
+
+__all__ = ["CallHandler", "Ring", "Serving", "serve"]
+
+logger = logging.getLogger("shmring.ring")
+
+#: A control call: positional arguments in, any msgspec-encodable result out.
+CallHandler = Callable[..., Awaitable[Any]]
+
+_MAX_ERROR_TEXT = 4096  # characters of an exception's text that travel; the rest is in the engine's log
+_DESCRIPTORS_EXHAUSTED_PAUSE_S = 0.1  # before accepting again when this process is out of descriptors
+_COPY_THREADS = 2  # for replies, which are small beside requests
+
+
+@dataclasses.dataclass(slots=True)
+class _Counters:
+    submitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    replies: int = 0
+    received_nbytes: int = 0
+    protocol_errors: int = 0
+    refused: int = 0
+    reclaimed_nbytes: int = 0
+
+
+class _Frontend:
+    """A connected frontend: what its connection reports goes to the ring with its id."""
+
+    def __init__(self, ring: Ring, client_id: int, peer: Peer) -> None:
+        self.ring = ring
+        self.client_id = client_id
+        self.pid = peer.pid
+        self.name = peer.hello.name
+        self.connected = True
+        self.calls: set[asyncio.Task[None]] = set()
+        self.watch: ProcessWatch | None = None
+        config = ring.config
+        self.connection: Connection[FrontendMessage] = Connection(
+            self,
+            decode_frontend_message,
+            max_frame_nbytes=int(config.max_frame_nbytes),
+            write_buffer_nbytes=int(config.write_buffer_nbytes),
+            max_write_buffer_nbytes=int(config.max_write_buffer_nbytes),
+        )
+
+    def __str__(self) -> str:
+        return f"client {self.client_id} ({self.name or 'unnamed'}, pid {self.pid})"
+
+    def send(self, message: EngineMessage) -> None:
+        self.connection.send(message)
+
+    def message_received(self, message: FrontendMessage) -> None:
+        self.ring.message_received(self, message)
+
+    def protocol_violated(self, error: RemoteProtocolError) -> None:
+        self.ring.refuse_frontend(self, error)
+
+    def connection_lost(self) -> None:
+        self.ring.connection_lost(self)
+
+
+class Ring:
+    """The engine's end. Made by :func:`serve`; iterate over it for claims, in order of arrival.
+
+    Attributes:
+        name: the engine's name.
+        config: as configured.
+        epoch: identity of this life of the engine.
+        loop: the event loop it lives in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: RingConfig,
+        *,
+        epoch: int,
+        geometry: Geometry,
+        slab: Slab,
+        listener: Listener,
+        payload_type: Any,
+        calls: Mapping[str, CallHandler],
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.epoch = epoch
+        self.loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
+        self._slab = slab
+        self._listener = listener
+        self._geometry = geometry
+        leasable = geometry.leasable_blocks
+        self._ledger = Ledger(
+            geometry,
+            LedgerLimits(
+                max_lease_blocks=_blocks(config.max_lease_nbytes, max(1, leasable // 8)),
+                quota_blocks=_blocks(config.client_quota_nbytes, max(1, leasable * 3 // 4)),
+                max_leases=config.max_leases,
+                max_inflight=config.max_inflight,
+            ),
+        )
+        self._decoder = PayloadDecoder(payload_type)
+        self._packer = Packer(config.max_tensors)
+        self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
+        self._calls = dict(calls)
+        self._frontends: dict[int, _Frontend] = {}
+        self._client_ids = itertools.count(1)
+        self._waiting: OrderedDict[tuple[int, int], Submit] = OrderedDict()
+        self._claims: dict[tuple[int, int], Claim] = {}
+        self._claimers: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+        self._reply_waiters: dict[int, asyncio.Future[ReplySlot]] = {}
+        self._tickets = itertools.count(1)
+        self._views: Obituaries[tuple[int, int]] = Obituaries(self._wake_for_deaths)
+        self._draining: dict[tuple[int, int], str] = {}
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._counters = _Counters()
+        self._closed = False
+        self._accepting = self.loop.create_task(self._accept(), name=f"shmring-accept-{name}")
+
+    @classmethod
+    async def create(
+        cls, name: str, config: RingConfig, *, payload_type: Any = Any, calls: Mapping[str, CallHandler] | None = None
+    ) -> Ring:
+        """Takes the name, sweeps what a crash left, reserves the slab and listens. See :func:`serve`."""
+        path = socket_path(name, config.socket_dir)
+        geometry = Geometry.of(int(config.slab_nbytes), None if config.reply_nbytes is None else int(config.reply_nbytes))
+        epoch = secrets.randbits(63)
+        listener = Listener.create(path, others_may_connect=config.allowed_uids is not None)
+        try:
+            slab = await _create_slab(name, geometry.slab_nbytes, epoch, config.prefault)
+        except BaseException:
+            listener.close()
+            raise
+        return cls(
+            name,
+            config,
+            epoch=epoch,
+            geometry=geometry,
+            slab=slab,
+            listener=listener,
+            payload_type=payload_type,
+            calls=calls or {},
+        )
+
+    # -- claims ----------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Ring:
+        return self
+
+    async def __anext__(self) -> Claim:
+        try:
+            return await self.claim()
+        except ClosedError:
+            raise StopAsyncIteration from None
+
+    async def claim(self) -> Claim:
+        """Waits for the next request and claims it; callers are served in the order in which they wait.
+
+        Raises:
+            ClosedError: the ring is closed.
+        """
+        while True:
+            self._check_open()
+            if not self._claimers and (claim := self._claim_next()) is not None:
+                return claim
+            await self._request_arrived()
+            self._check_open()
+            if (claim := self._claim_next()) is not None:
+                self._wake_claimers()
+                return claim
+
+    def claim_nowait(self) -> Claim:
+        """Claims the next request if there is one.
+
+        Raises:
+            WouldBlock: none is waiting (or others wait for it).
+            ClosedError: the ring is closed.
+        """
+        self._check_open()
+        claim = None if self._claimers else self._claim_next()
+        if claim is None:
+            raise WouldBlock("no request is waiting")
+        return claim
+
+    async def run(self, handler: Callable[[Claim], Awaitable[object]], max_concurrency: int = 64) -> None:
+        """Handles claims until the ring is closed, one task a claim.
+
+        A handler that raises fails its own request and is logged; the loop goes on. A handler whose request is aborted
+        is cancelled. Cancelling ``run`` cancels the handlers, and their requests fail.
+
+        Args:
+            handler: called inside ``with claim:``.
+            max_concurrency: handlers at a time; further requests wait unclaimed, where aborting them costs nothing.
+        """
+        if max_concurrency < 1:
+            raise ValueError(f"max_concurrency must be at least 1, not {max_concurrency}")
+        free = asyncio.Semaphore(max_concurrency)
+        tasks: set[asyncio.Task[None]] = set()
+
+        def finished(task: asyncio.Task[None], claim: Claim) -> None:
+            tasks.discard(task)
+            free.release()
+            if not claim.released:  # cancelled before its first step, so it never entered its claim
+                claim.fail(asyncio.CancelledError("the engine stopped"))
+
+        try:
+            while True:
+                await free.acquire()
+                try:
+                    claim = await self.claim()
+                except ClosedError:
+                    break
+                task = asyncio.create_task(self._handle(claim, handler))
+                tasks.add(task)
+                task.add_done_callback(functools.partial(finished, claim=claim))
+            # The ring is closed, so every claim is aborted and its handler cancelled: see them out.
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _handle(self, claim: Claim, handler: Callable[[Claim], Awaitable[object]]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with claim:
+                claim.on_abort(task.cancel)
+                await handler(claim)
+        except asyncio.CancelledError:
+            if not claim.aborted:
+                raise
+        except Exception:
+            # The request has failed and its frontend knows; what is left is to tell whoever reads the log.
+            logger.exception("the handler of request %d of client %d failed", claim.request_id, claim.client_id)
+
+    async def _request_arrived(self) -> None:
+        future = self.loop.create_future()
+        self._claimers[future] = None
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._wake_claimers()  # our turn came as we were cancelled: pass it on
+            raise
+        finally:
+            self._claimers.pop(future, None)
+
+    def _wake_claimers(self) -> None:
+        """Wakes the first claimer if there is something to claim; it wakes the next."""
+        if not self._waiting:
+            return
+        for future in self._claimers:
+            if not future.done():
+                future.set_result(None)
+                return
+
+    def _claim_next(self) -> Claim | None:
+        while self._waiting:
+            (client_id, _), submit = self._waiting.popitem(last=False)
+            claim = self._take_up(self._frontends[client_id], submit)
+            if claim is not None:
+                return claim
+        return None
+
+    def _take_up(self, frontend: _Frontend, submit: Submit) -> Claim | None:
+        """Claims a request: checks its slots' headers and decodes its payload. None if it is not worth a claim."""
+        client_id = frontend.client_id
+        self._ledger.claim(client_id, submit.request_id)
+        try:
+            for slot in submit.content.slots:
+                self._ledger.verify(*self._slab.read_slot_header(slot.offset), slot)
+            payload = self._decoder.decode(submit.content, lambda number: self._region(client_id, submit, number))
+        except (RemoteProtocolError, StaleDescriptorError) as error:
+            self.release_claim(client_id, submit)
+            self.refuse_frontend(frontend, RemoteProtocolError(f"request {submit.request_id}: {error}"))
+            return None
+        except msgspec.ValidationError as error:
+            self.release_claim(client_id, submit)
+            self._end(client_id, submit.request_id, RequestEvent.ERROR, "invalid", error)
+            return None
+        claim = self._claims[client_id, submit.request_id] = Claim(self, client_id, submit, payload)
+        return claim
+
+    def _region(self, client_id: int, submit: Submit, number: int) -> NDArray[np.uint8]:
+        slot = submit.content.slots[number - 1]
+        key = (client_id, slot.generation)
+        anchor = self._views.anchor(key)
+        if anchor is None:
+            anchor = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES, slot.nbytes)
+            self._views.watch(key, anchor)
+        return anchor
+
+    # -- ending claims (for Claim) ------------------------------------------------------------------------------------
+
+    def release_claim(self, client_id: int, submit: Submit) -> None:
+        """Releases a claim's slots; those with living views drain first."""
+        generations = tuple(slot.generation for slot in submit.content.slots)
+        if not generations:
+            return
+        viewed = set()
+        for generation in generations:
+            key = (client_id, generation)
+            if self._views.anchor(key) is None:
+                self._views.forget(key)
+                continue
+            viewed.add(generation)
+            self._draining[key] = f"request {submit.request_id} of client {client_id}"
+            if self.config.debug:
+                _log_drain(submit)
+        self._carry_out(self._ledger.release_slots(client_id, generations, viewed))
+
+    def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException | None) -> None:
+        """Ends a claim's request, and tells its frontend unless it was aborted."""
+        self._claims.pop((claim.client_id, claim.request_id), None)
+        self._end(claim.client_id, claim.request_id, event, "error", error)
+
+    def _end(
+        self, client_id: int, request_id: int, event: RequestEvent, kind: FailureKind, error: BaseException | None
+    ) -> None:
+        if not self._ledger.end(client_id, request_id, event):
+            return
+        frontend = self._frontends[client_id]
+        if error is None:
+            self._counters.finished += 1
+            frontend.send(Done(request_id))
+        else:
+            self._counters.failed += 1
+            frontend.send(Failed(request_id, kind, type(error).__name__[:256], str(error)[:_MAX_ERROR_TEXT]))
+
+    # -- replies (for Claim) ------------------------------------------------------------------------------------------
+
+    async def send_reply(self, claim: Claim, payload: object) -> None:
+        """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
+        packed = self._pack_reply(payload)
+        connection = self._frontends[claim.client_id].connection
+        if packed.copy_nbytes <= int(self.config.inline_nbytes):
+            self._send_inline(claim, packed)
+        else:
+            slot = await self._acquire_reply(claim, packed.copy_nbytes)
+            sent = False
+            try:
+                await self._copier.copy(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
+                if claim.aborted:
+                    raise _aborted(claim)
+                self._send_slot(claim, packed, slot)
+                sent = True
+            finally:
+                if not sent:
+                    self._carry_out(self._ledger.discard_reply(claim.client_id, slot.generation))
+        if not connection.can_write:
+            with contextlib.suppress(PeerLostError):  # then the claim is aborted, and its next reply says so
+                await connection.drain()
+
+    def send_reply_nowait(self, claim: Claim, payload: object) -> None:
+        """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
+        packed = self._pack_reply(payload)
+        if not self._frontends[claim.client_id].connection.can_write:
+            raise WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
+        if packed.copy_nbytes <= int(self.config.inline_nbytes):
+            self._send_inline(claim, packed)
+            return
+        slot = self._ledger.acquire_reply(claim.client_id, packed.copy_nbytes)
+        if slot is None:
+            raise WouldBlock(f"no {packed.copy_nbytes} bytes of reply space are free")
+        self._copier.copy_nowait(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
+        self._send_slot(claim, packed, slot)
+
+    def _pack_reply(self, payload: object) -> Packed:
+        packed = self._packer.pack(payload)
+        packed.check_frame(int(self.config.max_frame_nbytes), int(self.config.inline_nbytes))
+        return packed
+
+    def _send_inline(self, claim: Claim, packed: Packed) -> None:
+        content = packed.content_inline()
+        if packed.copied:
+            self._copier.count(packed)
+        self._send_reply(claim, content)
+
+    def _send_slot(self, claim: Claim, packed: Packed, slot: ReplySlot) -> None:
+        ref = SlotRef(0, slot.start * BLOCK_NBYTES, packed.copy_nbytes, slot.generation)
+        self._slab.write_slot_header(ref.offset, ref.generation, ref.nbytes)
+        self._ledger.reply_sent(claim.client_id, slot.generation)
+        self._send_reply(claim, packed.content_in((ref,)))
+
+    def _send_reply(self, claim: Claim, content: Content) -> None:
+        self._counters.replies += 1
+        self._frontends[claim.client_id].send(Reply(claim.request_id, content))
+
+    async def _acquire_reply(self, claim: Claim, nbytes: int) -> ReplySlot:
+        slot = self._ledger.acquire_reply(claim.client_id, nbytes)
+        if slot is not None:
+            return slot
+        ticket = next(self._tickets)
+        future: asyncio.Future[ReplySlot] = self.loop.create_future()
+        self._ledger.queue_reply(claim.client_id, ticket, nbytes)
+        self._reply_waiters[ticket] = future
+
+        def give_up() -> None:
+            if not future.done():
+                future.set_exception(_aborted(claim))
+
+        claim.on_abort(give_up)
+        try:
+            return await future
+        except BaseException:
+            self._reply_waiters.pop(ticket, None)
+            self._carry_out(self._ledger.cancel_reply(ticket))
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._carry_out(self._ledger.discard_reply(claim.client_id, future.result().generation))
+            raise
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Released(client_id, generations):
+                    self._frontends[client_id].send(Release(generations))
+                case Granted(client_id, grant):
+                    self._frontends[client_id].send(grant)
+                case Recalled(client_id, lease_ids):
+                    self._frontends[client_id].send(LeaseRecall(lease_ids))
+                case RequestAborted():
+                    self._request_aborted(effect)
+                case ReplyGranted(ticket, slot):
+                    self._reply_granted(ticket, slot)
+                case Reclaimed(client_id, nbytes):
+                    self._counters.reclaimed_nbytes += nbytes
+                    logger.info("%s has gone: %d bytes reclaimed", self._frontends[client_id], nbytes)
+                case ClientGone(client_id):
+                    frontend = self._frontends.pop(client_id)
+                    if frontend.watch is not None:
+                        frontend.watch.close()
+
+    def _request_aborted(self, effect: RequestAborted) -> None:
+        key = (effect.client_id, effect.request_id)
+        self._counters.aborted += 1
+        self._frontends[effect.client_id].send(Failed(effect.request_id, "aborted", "AbortedError", "aborted"))
+        if effect.was_running:
+            claim = self._claims.pop(key, None)
+            if claim is not None:
+                claim.mark_aborted()
+        else:
+            del self._waiting[key]
+
+    def _reply_granted(self, ticket: int, slot: ReplySlot) -> None:
+        future = self._reply_waiters.pop(ticket)
+        if not future.done():
+            future.set_result(slot)
+        else:  # its waiter was cancelled in this very iteration, and has not run yet
+            client_id = next(c.client_id for c in self._ledger.clients.values() if slot.generation in c.replies)
+            self._carry_out(self._ledger.discard_reply(client_id, slot.generation))
+
+    def _wake_for_deaths(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
+            self.loop.call_soon_threadsafe(self._collect_deaths)
+
+    def _collect_deaths(self) -> None:
+        for key in self._views.collect():
+            if self._draining.pop(key, None) is not None:
+                self._carry_out(self._ledger.last_view_gone(*key))
+
+    # -- frontends -------------------------------------------------------------------------------------------------------
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = await self.loop.sock_accept(self._listener.socket)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                self._counters.refused += 1
+                logger.warning("can't accept a frontend: %s; raise the limit of open files", error)
+                await asyncio.sleep(_DESCRIPTORS_EXHAUSTED_PAUSE_S)
+                continue
+            task = self.loop.create_task(self._shake_hands(connected))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, connected: socket.socket) -> None:
+        """Admits a new connection, or refuses it; never lets its troubles out."""
+        try:
+            connected.setblocking(False)
+            if len(self._frontends) + len(self._handshakes) > self.config.max_clients:
+                refuse(connected, f"the engine has its max_clients ({self.config.max_clients}) frontends")
+                raise RemoteProtocolError("too many frontends")
+            allowed = self.config.allowed_uids if self.config.allowed_uids is not None else frozenset({os.getuid()})
+            async with asyncio.timeout(self.config.handshake_timeout_s):
+                peer = await greet(connected, allowed)
+            await self._admit(peer)
+        except (RemoteProtocolError, PeerLostError, TimeoutError, OSError) as error:
+            self._counters.refused += 1
+            logger.warning("a connection was refused: %s", error or "no hello in time")
+            connected.close()
+        except BaseException:
+            connected.close()
+            raise
+
+    async def _admit(self, peer: Peer) -> None:
+        frontend = _Frontend(self, next(self._client_ids), peer)
+        try:
+            # Before the welcome, so that there is no moment at which it could die unnoticed.
+            base_lease = self._ledger.connect(frontend.client_id, peer.hello.lease_nbytes)
+            self._frontends[frontend.client_id] = frontend
+            frontend.watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
+            send_welcome(peer, self._welcome(frontend.client_id, base_lease), self._slab.fd)
+            await self.loop.connect_accepted_socket(lambda: frontend.connection, peer.socket)
+        except BaseException:
+            self.connection_lost(frontend)
+            raise
+        if not frontend.connected:  # its process died while we were attaching
+            frontend.connection.abort()
+        else:
+            logger.info("%s is connected", frontend)
+
+    def _welcome(self, client_id: int, base_lease: Any) -> Welcome:
+        config = self.config
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            epoch=self.epoch,
+            client_id=client_id,
+            slab_nbytes=self._geometry.slab_nbytes,
+            block_nbytes=BLOCK_NBYTES,
+            leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
+            max_inflight=config.max_inflight,
+            max_calls=config.max_calls,
+            max_leases=config.max_leases,
+            max_frame_nbytes=int(config.max_frame_nbytes),
+            max_tensors=config.max_tensors,
+            base_lease=base_lease,
+        )
+
+    def message_received(self, frontend: _Frontend, message: FrontendMessage) -> None:
+        """One message of a frontend is one event."""
+        client_id = frontend.client_id
+        match message:
+            case Submit():
+                self._submitted(frontend, message)
+            case Abort(request_id):
+                self._carry_out(self._ledger.abort(client_id, request_id))
+            case LeaseRequest(token, nbytes, preferred_nbytes):
+                self._carry_out(self._ledger.request_lease(client_id, token, nbytes, preferred_nbytes))
+            case LeaseReturn(lease_ids):
+                self._carry_out(self._ledger.return_leases(client_id, lease_ids))
+            case ReplyRelease(generations):
+                self._carry_out(self._ledger.release_replies(client_id, generations))
+            case Call():
+                self._called(frontend, message)
+            case Goodbye(kept_lease_ids, kept_reply_generations):
+                frontend.connected = False
+                self._carry_out(self._ledger.goodbye(client_id, kept_lease_ids, kept_reply_generations))
+                frontend.connection.close()
+            case Hello():
+                raise RemoteProtocolError("a connection says hello once")
+
+    def _submitted(self, frontend: _Frontend, submit: Submit) -> None:
+        if submit.epoch != self.epoch:
+            raise RemoteProtocolError(f"request {submit.request_id} is of epoch {submit.epoch:016x}, this is {self.epoch:016x}")
+        submit.content.check(self.config.max_tensors)
+        self._ledger.submit(frontend.client_id, submit.request_id, submit.content.slots)
+        self._counters.submitted += 1
+        self._counters.received_nbytes += sum(slot.nbytes for slot in submit.content.slots)
+        self._waiting[frontend.client_id, submit.request_id] = submit
+        self._wake_claimers()
+
+    def _called(self, frontend: _Frontend, call: Call) -> None:
+        if len(frontend.calls) >= self.config.max_calls:
+            raise RemoteProtocolError(f"more than max_calls ({self.config.max_calls}) calls were made at a time")
+        task = self.loop.create_task(self._answer_call(frontend, call))
+        frontend.calls.add(task)
+        task.add_done_callback(frontend.calls.discard)
+
+    async def _answer_call(self, frontend: _Frontend, call: Call) -> None:
+        try:
+            handler = self._calls.get(call.method)
+            if handler is None:
+                raise LookupError(f"this engine has no method {call.method!r}; it has {sorted(self._calls)}")
+            arguments = msgspec.msgpack.decode(call.arguments, type=list[Any])
+            result = CallResult(call.call_id, msgspec.msgpack.encode(await handler(*arguments)))
+        except Exception as error:
+            # Whatever a method raises is its caller's to handle: it travels there, with its type.
+            if not isinstance(error, LookupError | msgspec.MsgspecError):
+                logger.exception("the call %s of %s failed", call.method, frontend)
+            result = CallResult(call.call_id, b"", (type(error).__name__, str(error)[:_MAX_ERROR_TEXT]))
+        frontend.send(result)
+
+    def refuse_frontend(self, frontend: _Frontend, error: RemoteProtocolError) -> None:
+        """Disconnects a frontend that broke the rules, and tells it why."""
+        if not frontend.connected:
+            return
+        self._counters.protocol_errors += 1
+        logger.warning("%s broke the protocol and is disconnected: %s", frontend, error)
+        frontend.send(Refused(str(error)[:_MAX_ERROR_TEXT]))
+        frontend.connection.close()
+        self.connection_lost(frontend)
+
+    def connection_lost(self, frontend: _Frontend) -> None:
+        """A frontend's connection has ended: its memory is quarantined until its process is dead."""
+        for task in frontend.calls:
+            task.cancel()
+        if frontend.connected and frontend.client_id in self._frontends:
+            frontend.connected = False
+            self._carry_out(self._ledger.disconnect(frontend.client_id))
+
+    def _frontend_died(self, frontend: _Frontend) -> None:
+        frontend.connected = False
+        frontend.connection.abort()
+        self._carry_out(self._ledger.died(frontend.client_id))
+
+    # -- the ring itself ---------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Ends all connections, aborts what is running, and gives the slab and the name up. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        tasks = [self._accepting, *self._handshakes]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+        for frontend in list(self._frontends.values()):
+            if frontend.connected:
+                frontend.send(Refused("the engine is closing"))
+                frontend.connection.close()
+                self.connection_lost(frontend)
+            if frontend.watch is not None:
+                frontend.watch.close()
+        for future in self._claimers:
+            if not future.done():
+                future.set_result(None)
+        self._copier.close()
+        self._slab.close()
+        await asyncio.sleep(0)  # lets the transports close their sockets
+
+    async def __aenter__(self) -> Ring:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"ring {self.name!r} is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(f"ring {self.name!r} belongs to process {self._pid}, which forked this one; serve your own")
+
+    def statistics(self) -> RingStatistics:
+        """Returns counts of what there is and what has been."""
+        ledger, counters = self._ledger, self._counters
+        connected = sum(client.connected for client in ledger.clients.values())
+        return RingStatistics(
+            epoch=self.epoch,
+            slab_nbytes=self._geometry.slab_nbytes,
+            leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
+            free_nbytes=ledger.free_nbytes,
+            leased_nbytes=ledger.leased_nbytes(Lease.LEASED),
+            quarantined_nbytes=ledger.leased_nbytes(Lease.QUARANTINED),
+            clients=connected,
+            departed_clients=len(ledger.clients) - connected,
+            lease_requests_waiting=ledger.waiting_lease_requests,
+            waiting=len(self._waiting),
+            running=len(self._claims),
+            slots_published=ledger.count_slots(EngineSlot.PUBLISHED),
+            slots_claimed=ledger.count_slots(EngineSlot.CLAIMED),
+            slots_draining=ledger.count_slots(EngineSlot.DRAINING),
+            reply_nbytes=self._geometry.reply_blocks * BLOCK_NBYTES,
+            reply_free_nbytes=ledger.reply_free_nbytes,
+            replies_waiting=len(self._reply_waiters),
+            reply_copies=self._copier.copies,
+            reply_copied_nbytes=self._copier.copied_nbytes,
+            **dataclasses.asdict(counters),
+        )
+
+
+def _blocks(nbytes: int | str | None, default: int) -> int:
+    return default if nbytes is None else blocks_for(int(nbytes))
+
+
+def _content_start(slot: ReplySlot) -> int:
+    return slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES
+
+
+def _aborted(claim: Claim) -> AbortedError:
+    return AbortedError(f"request {claim.request_id} was aborted by its frontend", request_id=claim.request_id)
+
+
+def _log_drain(submit: Submit) -> None:
+    tensors = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in submit.content.tensors)
+    where = "".join(traceback.format_stack(limit=8)[:-3])
+    logger.warning("request %d is left with living views of %s; left at\n%s", submit.request_id, tensors, where)
+
+
+async def _create_slab(name: str, nbytes: int, epoch: int, prefault: bool) -> Slab:
+    """Reserves the slab on a thread: it takes a second per 4 GiB, and the caller's loop may have other work."""
+    swept = sweep()
+    if swept:
+        logger.warning("removed what a crashed engine left in /dev/shm: %s", ", ".join(swept))
+    creating = asyncio.get_running_loop().run_in_executor(None, lambda: Slab.create(name, nbytes, epoch, prefault=prefault))
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        creating.add_done_callback(lambda done: None if done.exception() else done.result().close())
+        raise
+
+
+class Serving:
+    """What :func:`serve` returns: await it, or use it with ``async with``."""
+
+    def __init__(self, create: Callable[[], Awaitable[Ring]]) -> None:
+        self._create = create
+        self._ring: Ring | None = None
+
+    def __await__(self) -> Generator[Any, None, Ring]:
+        return self._create().__await__()
+
+    async def __aenter__(self) -> Ring:
+        self._ring = await self._create()
+        return self._ring
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._ring is not None
+        await self._ring.close()
+
+
+def serve(
+    name: str,
+    config: RingConfig | None = None,
+    *,
+    payload_type: Any = Any,
+    calls: Mapping[str, CallHandler] | None = None,
+    **overrides: Any,
+) -> Serving:
+    """Opens the engine's end of a ring: ``async with shmring.serve("vision", slab_nbytes="1GiB") as ring``.
+
+    Args:
+        name: what frontends connect to; one living engine of a user may have it.
+        config: limits and sizes; ``overrides`` are fields of it.
+        payload_type: a msgspec type that payloads are decoded into; plain objects if not given.
+        calls: control calls that frontends may make, by name: coroutine functions of msgpack values.
+
+    Raises:
+        SlabError: ``/dev/shm`` can't hold the slab.
+        LocalProtocolError: a living engine has this name.
+        PermissionError: the socket's directory is not safe.
+        ValueError, TypeError: a name, size or option is not valid.
+
+    Source: objects that can be awaited or used with ``async with`` are how ``websockets`` does it.
+    """
+    settled = configured(RingConfig, config, overrides)
+    return Serving(lambda: Ring.create(name, settled, payload_type=payload_type, calls=calls))

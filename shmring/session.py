@@ -1,0 +1,741 @@
+"""A frontend's connection to one life of an engine: its socket, its mapping of the slab, its lease book.
+
+Theory of operation: :class:`Session` is the thin asyncio shell around the :class:`~shmring.core.leasebook.LeaseBook`, as
+the ring is around the ledger. It ends for good when the engine's connection or process ends; a client that reconnects
+makes a new one. Everything that waits in it then fails with the reason, and slots of it are dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shmring.config import ClientConfig
+from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, SlotRecord
+from shmring.core.messages import (
+    PROTOCOL_VERSION,
+    SLOT_HEADER_NBYTES,
+    Abort,
+    Call,
+    CallResult,
+    Content,
+    Done,
+    EngineMessage,
+    Failed,
+    Goodbye,
+    Hello,
+    LeaseGrant,
+    LeaseRecall,
+    LeaseReturn,
+    Refused,
+    Release,
+    Reply,
+    ReplyRelease,
+    SlotRef,
+    Submit,
+    Welcome,
+    decode_engine_message,
+)
+from shmring.core.states import ClientSlot
+from shmring.errors import (
+    AbortedError,
+    CapacityError,
+    ClosedError,
+    EngineDeadError,
+    LocalProtocolError,
+    RemoteError,
+    RemoteProtocolError,
+    ShmringError,
+    StaleDescriptorError,
+    WouldBlock,
+)
+from shmring.memory.copier import Copier
+from shmring.memory.payload import Packed, Packer, PayloadDecoder
+from shmring.memory.slab import Slab
+from shmring.memory.views import Obituaries
+from shmring.slot import Slot, content_start
+from shmring.transport.connection import Connection
+from shmring.transport.endpoint import attach_engine
+from shmring.transport.liveness import ProcessWatch
+
+__all__ = ["ClientCounters", "Pending", "Session"]
+
+logger = logging.getLogger("shmring.client")
+
+_MAX_WRITE_BUFFER_NBYTES = 64 << 20  # unread by the engine before it counts as not reading
+_MAX_UNREAD_REPLIES = 65536  # of one stream, before it fails: its consumer has stopped
+_DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
+_GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """Counters that outlive a session; see :class:`~shmring.statistics.ClientStatistics`."""
+
+    submitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    in_place: int = 0
+    in_place_nbytes: int = 0
+    inline_payloads: int = 0
+    slot_nbytes_submitted: int = 0
+    replies: int = 0
+    stale_releases: int = 0
+    reconnections: int = 0
+
+
+class Pending:
+    """A request in flight: replies that came and were not taken yet, and how it ended.
+
+    Attributes:
+        request_id: as the wire numbers it.
+        name: the caller's own name for it.
+    """
+
+    def __init__(self, session: Session, request_id: int, name: str) -> None:
+        self.session = session
+        self.request_id = request_id
+        self.name = name
+        self.slots: list[SlotRecord] = []
+        self._replies: deque[Content] = deque()
+        self._ended = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come (what came may still be taken)."""
+        return self._ended
+
+    async def next(self, decoder: PayloadDecoder) -> Any:
+        """Waits for the next reply and decodes it.
+
+        Raises:
+            StopAsyncIteration: the request is finished.
+            ShmringError: how it ended otherwise.
+        """
+        while not self._replies:
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            if self._waiter is not None:
+                raise LocalProtocolError(f"request {self.request_id} is waited for by two tasks; let one of them do it")
+            self._waiter = self.session.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.session.decode_reply(self._replies.popleft(), decoder)
+
+    def deliver(self, content: Content) -> bool:
+        """Keeps a reply for its caller; False if the caller will not take it."""
+        if self._ended:
+            return False
+        if len(self._replies) >= _MAX_UNREAD_REPLIES:
+            self.session.abort(
+                self,
+                CapacityError(
+                    f"request {self.request_id} has {_MAX_UNREAD_REPLIES} unread replies; read them, or abort it",
+                    needed=_MAX_UNREAD_REPLIES + 1,
+                    capacity=_MAX_UNREAD_REPLIES,
+                ),
+            )
+            return False
+        self._replies.append(content)
+        self._wake()
+        return True
+
+    def end(self, error: Exception | None) -> None:
+        """Nothing more will come. An error drops what was not taken."""
+        if self._ended:
+            return
+        self._ended = True
+        self._error = error
+        if error is not None:
+            self.drop_replies()
+        self._wake()
+
+    def drop_replies(self) -> None:
+        """Gives back what came and will not be taken."""
+        while self._replies:
+            self.session.release_reply_slots(self._replies.popleft().slots)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Session:
+    """See the head of this file. Made by :meth:`open`."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        counters: ClientCounters,
+        copier: Copier,
+        welcome: Welcome,
+        slab: Slab,
+        pidfd: int,
+        on_lost: Callable[[Session], object],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.config = config
+        self.counters = counters
+        self.welcome = welcome
+        self.error: ShmringError | None = None
+        self._copier = copier
+        self._slab = slab
+        self._on_lost = on_lost
+        self._pid = os.getpid()
+        self.book = LeaseBook(
+            LeaseBookLimits(
+                client_id=welcome.client_id,
+                slab_nbytes=welcome.slab_nbytes,
+                leasable_nbytes=welcome.leasable_nbytes,
+                max_leases=welcome.max_leases,
+                lease_nbytes=int(config.lease_nbytes),
+                lease_idle_s=config.lease_idle_s,
+            )
+        )
+        self._packer = Packer(welcome.max_tensors)
+        self._in_flight = asyncio.Semaphore(welcome.max_inflight)
+        self._calls_in_flight = asyncio.Semaphore(welcome.max_calls)
+        self.pending: dict[int, Pending] = {}
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._ids = itertools.count(1)
+        self._slot_waiters: dict[int, asyncio.Future[SlotRecord]] = {}
+        self._held: dict[int, SlotRecord] = {}  # by first block
+        self._held_starts: list[int] = []
+        self._lease_ranges: dict[int, tuple[int, int]] = {}
+        self._arriving: dict[int, bool] = {}  # leases whose pages are being touched, and whether they are recalled already
+        self._slot_views: Obituaries[int] = Obituaries(self._wake_for_deaths)
+        self._viewed: dict[int, SlotRecord] = {}  # by id: left by their caller, still viewed
+        self._reply_views: Obituaries[int] = Obituaries(self._wake_for_deaths)
+        self._expiry: asyncio.TimerHandle | None = None
+        self._prefaulting: set[asyncio.Task[None]] = set()
+        self._ended = self.loop.create_future()
+        self.connection: Connection[EngineMessage] = Connection(
+            self,
+            decode_engine_message,
+            max_frame_nbytes=welcome.max_frame_nbytes,
+            write_buffer_nbytes=int(config.write_buffer_nbytes),
+            max_write_buffer_nbytes=_MAX_WRITE_BUFFER_NBYTES,
+        )
+        self._watch = ProcessWatch(self.loop, pidfd, self._engine_died)
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path,
+        config: ClientConfig,
+        name: str,
+        counters: ClientCounters,
+        copier: Copier,
+        on_lost: Callable[[Session], object],
+    ) -> Session:
+        """Attaches to the engine at a path.
+
+        Raises:
+            EngineDeadError: nobody listens there.
+            RemoteProtocolError: the engine refuses this client.
+            SlabError: its slab can't be mapped.
+        """
+        engine_uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
+        engine = await attach_engine(path, Hello(PROTOCOL_VERSION, int(config.lease_nbytes), name), engine_uids)
+        welcome = engine.welcome
+        try:
+            slab = Slab.attach(engine.slab_fd, welcome.slab_nbytes, welcome.epoch)
+        except BaseException:
+            os.close(engine.pidfd)
+            engine.socket.close()
+            raise
+        session = cls(config, counters, copier, welcome, slab, engine.pidfd, on_lost)
+        try:
+            if config.map_leased_only:
+                slab.protect(0, welcome.slab_nbytes, readable=True, writable=False)
+            if welcome.base_lease is not None:
+                await session._add_lease(welcome.base_lease)
+            await session.loop.create_unix_connection(lambda: session.connection, sock=engine.socket)
+        except BaseException:
+            session._watch.close()
+            engine.socket.close()
+            raise
+        return session
+
+    # -- what the connection reports -----------------------------------------------------------------------------------
+
+    def message_received(self, message: EngineMessage) -> None:
+        """One message of the engine is one event."""
+        match message:
+            case Reply(request_id, content):
+                self._replied(request_id, content)
+            case Done(request_id):
+                self._request_ended(request_id, None)
+            case Failed(request_id):
+                self._request_ended(request_id, message)
+            case Release(generations):
+                effects, unknown = self.book.released(generations, self.loop.time())
+                self.counters.stale_releases += unknown
+                self._carry_out(effects)
+            case LeaseGrant():
+                task = self.loop.create_task(self._add_lease(message))
+                self._prefaulting.add(task)
+                task.add_done_callback(self._prefaulting.discard)
+            case LeaseRecall(lease_ids):
+                self._arriving.update((lease_id, True) for lease_id in lease_ids if lease_id in self._arriving)
+                self._carry_out(self.book.recalled(lease_ids))
+            case CallResult():
+                self._call_ended(message)
+            case Refused(reason):
+                self._lose(EngineDeadError(f"the engine ended the connection: {reason}"))
+            case Welcome():
+                raise RemoteProtocolError("an engine says welcome once")
+
+    def protocol_violated(self, error: RemoteProtocolError) -> None:
+        """The engine broke the rules: it is as good as dead to us."""
+        logger.error("the engine broke the protocol: %s", error)
+        self._lose(EngineDeadError(f"the engine broke the protocol: {error}"))
+
+    def connection_lost(self) -> None:
+        """The connection has ended."""
+        self._lose(EngineDeadError("the engine closed the connection, or died"))
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _engine_died(self) -> None:
+        self._lose(EngineDeadError("the engine's process has died"))
+
+    def _lose(self, error: ShmringError) -> None:
+        """Ends the session: whatever waits in it fails with this error."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._watch.close()
+        self.connection.abort()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for task in self._prefaulting:
+            task.cancel()
+        for pending in list(self.pending.values()):
+            self._forget(pending)
+            if not pending.ended:
+                self.counters.failed += 1
+            pending.end(self._fresh_error())
+        futures: list[asyncio.Future[Any]] = [*self._slot_waiters.values(), *self._calls.values()]
+        self._slot_waiters.clear()
+        self._calls.clear()
+        for future in futures:
+            if not future.done():
+                future.set_exception(self._fresh_error())
+        self._slab.close()
+        self._on_lost(self)
+
+    def check_alive(self) -> None:
+        """Raises unless this process may use this session now.
+
+        Raises:
+            ClosedError: it was closed, or belongs to the process that forked this one.
+            EngineDeadError: its engine has gone.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError(f"this client belongs to process {self._pid}, which forked this one; connect again here")
+        if self.error is not None:
+            raise self._fresh_error()
+
+    def _fresh_error(self) -> ShmringError:
+        """A new instance each: a raised exception holds its traceback, which holds frames, which hold views."""
+        assert self.error is not None
+        return type(self.error)(*self.error.args)
+
+    # -- leases and slots ------------------------------------------------------------------------------------------------
+
+    async def _add_lease(self, grant: LeaseGrant) -> None:
+        """Touches a lease's pages off the loop, then takes it into the book."""
+        self._arriving[grant.lease_id] = False
+        if grant.offset + grant.nbytes <= self._slab.nbytes:
+            if self.config.map_leased_only:
+                self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
+                self._lease_ranges[grant.lease_id] = (grant.offset, grant.nbytes)
+            await self._copier.run(lambda: self._slab.prefault(grant.offset, grant.nbytes))
+        if self.error is not None:
+            return
+        try:
+            effects = self.book.granted(grant, self.loop.time())
+        except RemoteProtocolError as error:
+            self.protocol_violated(error)
+            return
+        self._carry_out(effects)
+        if self._arriving.pop(grant.lease_id):
+            self._carry_out(self.book.recalled([grant.lease_id]))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Acquired):
+                future = self._slot_waiters.pop(effect.ticket)
+                if not future.done():
+                    future.set_result(effect.slot)
+                else:  # its waiter was cancelled in this very iteration, and has not run yet
+                    self._carry_out(self.book.give_up(effect.slot, self.loop.time()))
+                continue
+            if self.config.map_leased_only and isinstance(effect.message, LeaseReturn):
+                for lease_id in effect.message.lease_ids:
+                    self._slab.protect(*self._lease_ranges.pop(lease_id), readable=True, writable=False)
+            self.connection.send(effect.message)
+        self._plan_expiry()
+
+    def _plan_expiry(self) -> None:
+        if self._expiry is None and (when := self.book.next_expiry()) is not None:
+            self._expiry = self.loop.call_at(when, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self._carry_out(self.book.expire(self.loop.time()))
+
+    async def acquire(self, nbytes: int, *, held: bool) -> SlotRecord:
+        """Waits in line for a slot."""
+        slot = self.book.acquire(nbytes, held=held)
+        if slot is not None:
+            return slot
+        ticket = next(self._ids)
+        future: asyncio.Future[SlotRecord] = self.loop.create_future()
+        self._slot_waiters[ticket] = future
+        warning = self.loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, nbytes)
+        self._carry_out(self.book.queue(ticket, nbytes, held=held))
+        try:
+            return await future
+        except BaseException:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._carry_out(self.book.give_up(future.result(), self.loop.time()))
+            elif self._slot_waiters.pop(ticket, None) is not None:
+                self._carry_out(self.book.cancel(ticket))
+            raise
+        finally:
+            warning.cancel()
+
+    def _warn_of_draining(self, nbytes: int) -> None:
+        if self.book.draining_nbytes():
+            logger.warning(
+                "waiting for %d bytes while %d bytes of slots that were left are kept by living views; del them, or leave "
+                "the function that holds them",
+                nbytes,
+                self.book.draining_nbytes(),
+            )
+
+    def acquire_nowait(self, nbytes: int, *, held: bool) -> SlotRecord:
+        """Takes a slot if none has to be waited for; else asks for a lease in passing, and raises WouldBlock."""
+        slot = self.book.acquire(nbytes, held=held)
+        if slot is None:
+            raise WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
+        return slot
+
+    def hold(self, record: SlotRecord) -> Slot:
+        """Hands an acquired slot to the caller."""
+        self._held[record.start] = record
+        insort(self._held_starts, record.start)
+        return Slot(self, record)
+
+    def anchor(self, record: SlotRecord) -> NDArray[np.uint8]:
+        """Returns the bytes of a slot's content, and watches for the death of the last view of them."""
+        anchor = self._slab.anchor(content_start(record), record.nbytes)
+        self._slot_views.watch(id(record), anchor)
+        return anchor
+
+    def leave_slot(self, record: SlotRecord) -> None:
+        """The caller leaves a slot."""
+        del self._held[record.start]
+        self._held_starts.remove(record.start)
+        if self.error is not None:
+            return
+        if self._slot_views.anchor(id(record)) is None:
+            self._slot_views.forget(id(record))
+        else:
+            record.viewed = True
+            self._viewed[id(record)] = record
+            if self.config.debug:
+                logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+        self._carry_out(self.book.give_up(record, self.loop.time()))
+
+    def _wake_for_deaths(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
+            self.loop.call_soon_threadsafe(self._collect_deaths)
+
+    def _collect_deaths(self) -> None:
+        if self.error is not None:
+            return
+        for key in self._slot_views.collect():
+            record = self._viewed.pop(key, None)
+            if record is not None:
+                self._carry_out(self.book.last_view_gone(record, self.loop.time()))
+        dead = self._reply_views.collect()
+        if dead:
+            self.connection.send(ReplyRelease(tuple(dead)))
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    async def submit(self, payload: object, name: str) -> Pending:
+        """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
+        self.check_alive()
+        await self._in_flight.acquire()
+        try:
+            self.check_alive()
+            while True:
+                pending = await self._try_submit(payload, name)
+                if pending is not None:
+                    break
+        except BaseException:
+            self._in_flight.release()
+            raise
+        if not self.connection.can_write:
+            await self._drain(pending)
+        return pending
+
+    async def _try_submit(self, payload: object, name: str) -> Pending | None:
+        """One attempt; None if a slot that the payload lies in has changed hands while we waited for space."""
+        packed, in_place = self._pack(payload)
+        slot: SlotRecord | None = None
+        if packed.copy_nbytes > int(self.config.inline_nbytes):
+            slot = await self.acquire(packed.copy_nbytes, held=False)
+        sent = False
+        try:
+            if slot is not None:
+                await self._copier.copy(packed, self._slab.anchor(content_start(slot), slot.nbytes))
+                self.check_alive()
+            if not all(_is_submittable(record) for record in in_place):
+                return None
+            pending = self._send(packed, in_place, slot, name)
+            sent = True
+            return pending
+        finally:
+            if slot is not None and not sent and self.error is None:
+                self._carry_out(self.book.give_up(slot, self.loop.time()))
+
+    def submit_nowait(self, payload: object, name: str) -> Pending:
+        """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
+        self.check_alive()
+        if self._in_flight.locked():
+            raise WouldBlock(f"{self.welcome.max_inflight} requests are in flight, the engine takes no more (max_inflight)")
+        if not self.connection.can_write:
+            raise WouldBlock("the engine reads more slowly than it is written to")
+        packed, in_place = self._pack(payload)
+        slot: SlotRecord | None = None
+        if packed.copy_nbytes > int(self.config.inline_nbytes):
+            slot = self.acquire_nowait(packed.copy_nbytes, held=False)
+            self._copier.copy_nowait(packed, self._slab.anchor(content_start(slot), slot.nbytes))
+        with contextlib.suppress(StopIteration):
+            self._in_flight.acquire().send(None)  # an unlocked semaphore is acquired without suspending
+        return self._send(packed, in_place, slot, name)
+
+    def _pack(self, payload: object) -> tuple[Packed, list[SlotRecord]]:
+        in_place: list[SlotRecord] = []
+
+        def locate(address: int, nbytes: int) -> tuple[int, int] | None:
+            found = self._find_held(address, nbytes)
+            if found is None:
+                return None
+            record, offset = found
+            if record not in in_place:
+                in_place.append(record)
+            return in_place.index(record) + 1, offset
+
+        packed = self._packer.pack(payload, locate)
+        packed.check_frame(self.welcome.max_frame_nbytes, int(self.config.inline_nbytes))
+        return packed, in_place
+
+    def _find_held(self, address: int, nbytes: int) -> tuple[SlotRecord, int] | None:
+        """Finds the held slot in which bytes lie, if they may be submitted from there.
+
+        Those of a slot that the engine still has are copied instead: reading it is safe, submitting it twice is not.
+        """
+        offset = self._slab.find(address)
+        if offset is None or not self._held_starts:
+            return None
+        position = bisect_right(self._held_starts, offset // self.welcome.block_nbytes)
+        if not position:
+            return None
+        record = self._held[self._held_starts[position - 1]]
+        inside = offset - content_start(record)
+        if inside < 0 or inside + nbytes > record.nbytes or not _is_submittable(record):
+            return None
+        return record, inside
+
+    def _send(self, packed: Packed, in_place: list[SlotRecord], slot: SlotRecord | None, name: str) -> Pending:
+        records = [*in_place, slot] if slot is not None else in_place
+        refs = []
+        for record in records:
+            generation = self.book.submit(record)
+            self._slab.write_slot_header(record.offset, generation, record.nbytes)
+            refs.append(record.ref())
+        slots = tuple(refs)
+        if slot is not None:
+            content = packed.content_in(slots)
+        else:
+            content = packed.content_inline(slots)
+            self._copier.count(packed)
+            self.counters.inline_payloads += 1 if packed.copied else 0
+        pending = Pending(self, next(self._ids), name)
+        pending.slots = records
+        self.pending[pending.request_id] = pending
+        self.counters.submitted += 1
+        self.counters.in_place += packed.in_place
+        self.counters.in_place_nbytes += packed.in_place_nbytes
+        self.counters.slot_nbytes_submitted += sum(ref.nbytes for ref in slots)
+        self.connection.send(Submit(self.welcome.epoch, pending.request_id, content, name))
+        return pending
+
+    async def _drain(self, pending: Pending) -> None:
+        try:
+            await self.connection.drain()
+        except BaseException:
+            self.abort(pending, AbortedError("the request was cancelled", request_id=pending.request_id))
+            self.check_alive()
+            raise
+
+    def abort(self, pending: Pending, error: Exception) -> None:
+        """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""
+        if pending.ended:
+            return
+        pending.end(error)
+        self.counters.aborted += 1
+        if pending.request_id in self.pending:
+            self.connection.send(Abort(pending.request_id))
+
+    def _request_ended(self, request_id: int, failure: Failed | None) -> None:
+        pending = self.pending.get(request_id)
+        if pending is None:
+            raise RemoteProtocolError(f"request {request_id} ended, which is not in flight")
+        self._forget(pending)
+        if pending.ended:
+            return  # aborted here before its end came
+        if failure is None:
+            self.counters.finished += 1
+            pending.end(None)
+        elif failure.kind == "aborted":
+            self.counters.aborted += 1
+            pending.end(AbortedError(f"request {request_id} was aborted", request_id=pending.name or request_id))
+        elif failure.kind == "timed_out":
+            self.counters.failed += 1
+            pending.end(AbortedError(f"request {request_id} exceeded its deadline at the engine", request_id=request_id))
+        else:
+            self.counters.failed += 1
+            pending.end(RemoteError(failure.type_name, failure.message))
+
+    def _forget(self, pending: Pending) -> None:
+        del self.pending[pending.request_id]
+        self._in_flight.release()
+
+    # -- replies -------------------------------------------------------------------------------------------------------------
+
+    def _replied(self, request_id: int, content: Content) -> None:
+        pending = self.pending.get(request_id)
+        if pending is None:
+            raise RemoteProtocolError(f"a reply came to request {request_id}, which is not in flight")
+        content.check(self.welcome.max_tensors)
+        for slot in content.slots:
+            if slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > self.welcome.slab_nbytes:
+                raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes exceeds the slab")
+        self.counters.replies += 1
+        if not pending.deliver(content):
+            self.release_reply_slots(content.slots)
+
+    def decode_reply(self, content: Content, decoder: PayloadDecoder) -> Any:
+        """Decodes a reply; its slots go back when the last view of each dies."""
+        self.check_alive()
+
+        def region(number: int) -> NDArray[np.uint8]:
+            slot = content.slots[number - 1]
+            anchor = self._reply_views.anchor(slot.generation)
+            if anchor is None:
+                if self._slab.read_slot_header(slot.offset) != (slot.generation, slot.nbytes):
+                    raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
+                anchor = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES, slot.nbytes)
+                self._reply_views.watch(slot.generation, anchor)
+            return anchor
+
+        viewed: set[int] = set()
+        try:
+            reply = decoder.decode(content, region)
+            viewed = {slot.generation for slot in content.slots if self._reply_views.anchor(slot.generation) is not None}
+        except msgspec.ValidationError as error:
+            raise RemoteError(type(error).__name__, f"the reply is not of reply_type: {error}") from error
+        finally:
+            for slot in content.slots:
+                if slot.generation not in viewed:
+                    self._reply_views.forget(slot.generation)
+            self.release_reply_slots(tuple(slot for slot in content.slots if slot.generation not in viewed))
+        return reply
+
+    def release_reply_slots(self, slots: tuple[SlotRef, ...]) -> None:
+        """Gives reply slots back of which no view was made."""
+        if slots and self.error is None:
+            self.connection.send(ReplyRelease(tuple(slot.generation for slot in slots)))
+
+    @property
+    def reply_slots_held(self) -> int:
+        """Reply slots that living views keep."""
+        return len(self._reply_views)
+
+    # -- calls -----------------------------------------------------------------------------------------------------------------
+
+    async def call(self, method: str, arguments: tuple[object, ...]) -> Any:
+        """Calls a method of the engine and waits for its result."""
+        encoded = msgspec.msgpack.encode(arguments)
+        if len(encoded) + 1024 > self.welcome.max_frame_nbytes:
+            raise CapacityError(
+                f"the arguments of {method} take {len(encoded)} bytes",
+                needed=len(encoded),
+                capacity=self.welcome.max_frame_nbytes,
+            )
+        async with self._calls_in_flight:
+            self.check_alive()
+            call_id = next(self._ids)
+            future = self._calls[call_id] = self.loop.create_future()
+            self.connection.send(Call(call_id, method, encoded))
+            return msgspec.msgpack.decode(await future)
+
+    def _call_ended(self, result: CallResult) -> None:
+        future = self._calls.pop(result.call_id, None)
+        if future is None:
+            raise RemoteProtocolError(f"call {result.call_id} ended, which is not in flight")
+        if future.done():
+            return  # its caller stopped waiting
+        if result.error is not None:
+            future.set_exception(RemoteError(*result.error))
+        else:
+            future.set_result(result.result)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Says goodbye: what nobody in this process uses any more goes back at once."""
+        if self.error is not None:
+            return
+        for record in list(self._held.values()):
+            record.viewed = True  # its caller has not left it, and may still write
+        for pending in list(self.pending.values()):
+            self.abort(pending, ClosedError("this client was closed"))
+        kept_replies = tuple(self._reply_views.living())
+        self.connection.send(Goodbye(self.book.leases_in_use(), kept_replies))
+        self.connection.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                await asyncio.shield(self._ended)
+        self._lose(ClosedError("this client was closed"))
+
+
+def _is_submittable(record: SlotRecord) -> bool:
+    return record.state in (ClientSlot.WRITING, ClientSlot.CACHED) and record.held

@@ -1,0 +1,136 @@
+"""A slot in the hands of a frontend's caller: memory of the engine's slab to write a tensor into, in place.
+
+A slot is the caller's from ``client.slot(nbytes)`` until the block is left; in between it may be submitted, and submitted
+again once the engine has released it. Memory that is still viewed when its slot is left (a decoder's thread that was
+cancelled but goes on writing, say) is not reused before the last view has died.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from shmring.core.leasebook import SlotRecord
+from shmring.core.messages import SLOT_HEADER_NBYTES, TensorRef, align, item_nbytes
+from shmring.errors import CapacityError, ClosedError
+from shmring.memory.payload import torch_dtype_name
+from shmring.memory.views import tensor_view
+
+if TYPE_CHECKING:
+    from shmring.session import Session
+
+__all__ = ["AcquiringSlot", "Slot"]
+
+
+class Slot:
+    """Memory to write tensors into. Use it as ``async with client.slot(nbytes) as slot:`` (or ``with``, or :meth:`close`).
+
+    Attributes:
+        nbytes: how many bytes of tensors it holds, alignment between them included.
+    """
+
+    def __init__(self, session: Session, record: SlotRecord) -> None:
+        self._session: Session | None = session
+        self._record = record
+        self._cursor = 0
+        self._anchor: NDArray[np.uint8] | None = session.anchor(record)
+        self.nbytes = record.nbytes
+
+    def __repr__(self) -> str:
+        state = "closed" if self._session is None else self._record.state.name
+        return f"<Slot of {self.nbytes} bytes, {self._cursor} used, {state}>"
+
+    def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns an uninitialised, writable tensor in the slot, behind those it has handed out before.
+
+        Args:
+            shape: its shape.
+            dtype: a torch dtype that can travel.
+
+        Raises:
+            CapacityError: the slot has no room left for it; :func:`shmring.nbytes_for` says how large a slot must be.
+            ClosedError: the slot was left.
+            TypeError: the dtype can't travel.
+        """
+        view = self._view(tuple(shape), torch_dtype_name(dtype), dtype.itemsize)
+        assert isinstance(view, torch.Tensor)
+        return view
+
+    def array(self, shape: tuple[int, ...] | list[int], dtype: DTypeLike) -> NDArray[Any]:
+        """Returns an uninitialised, writable numpy array in the slot; otherwise like :meth:`tensor`."""
+        spelled = np.dtype(dtype)
+        size = item_nbytes(spelled.str)
+        if size is None:
+            raise TypeError(f"a numpy array of dtype {spelled} can't be sent; use numbers, bool, text or times")
+        view = self._view(tuple(shape), spelled.str, size)
+        assert isinstance(view, np.ndarray)
+        return view
+
+    def _view(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> torch.Tensor | NDArray[Any]:
+        if self._session is None or self._anchor is None:
+            raise ClosedError("this slot was left; views of it are made inside its block")
+        self._session.check_alive()
+        if any(extent < 0 for extent in shape):
+            raise ValueError(f"a shape has no negative extents: {shape}")
+        offset = align(self._cursor)
+        nbytes = math.prod(shape) * itemsize
+        if offset + nbytes > self.nbytes:
+            raise CapacityError(
+                f"a {dtype} tensor of shape {shape} needs {nbytes} bytes at {offset}, the slot has {self.nbytes}",
+                needed=offset + nbytes,
+                capacity=self.nbytes,
+            )
+        self._cursor = offset + nbytes
+        return tensor_view(TensorRef(1, offset, nbytes, dtype, shape), self._anchor, writable=True)
+
+    def close(self) -> None:
+        """Leaves the slot: it is free again when the engine has released it and no view of it lives. Twice is once."""
+        if self._session is not None:
+            session, self._session, self._anchor = self._session, None, None
+            session.leave_slot(self._record)
+
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Slot:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AcquiringSlot:
+    """What ``client.slot(nbytes)`` returns: await it, or use it with ``async with``. Waits for space in line."""
+
+    def __init__(self, acquire: Callable[[], Awaitable[Slot]]) -> None:
+        self._acquire = acquire
+        self._slot: Slot | None = None
+
+    def __await__(self) -> Generator[Any, None, Slot]:
+        return self._acquire().__await__()
+
+    async def __aenter__(self) -> Slot:
+        self._slot = await self._acquire()
+        return self._slot
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._slot is not None
+        self._slot.close()
+
+
+def content_start(record: SlotRecord) -> int:
+    """Where a slot's content starts in the slab, in bytes."""
+    return record.offset + SLOT_HEADER_NBYTES

@@ -1,0 +1,122 @@
+"""What each end can say about itself: frozen records of counts, for tests, metrics and people."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["ClientStatistics", "RingStatistics"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RingStatistics:
+    """The engine's end at one moment. Sizes in bytes; counters count from the ring's start.
+
+    Attributes:
+        epoch: identity of this engine's life.
+        slab_nbytes: the whole slab.
+        leasable_nbytes: the part that is leased out; ``free`` + ``leased`` + ``quarantined`` add up to it.
+        clients: frontends connected now.
+        departed_clients: frontends that are gone but of which something is still quarantined or being read.
+        lease_requests_waiting: frontends that wait for a lease.
+        waiting, running: requests not yet claimed, and claimed.
+        slots_published, slots_claimed, slots_draining: slots in each state.
+        reply_nbytes, reply_free_nbytes: the reply reserve, and what of it is free.
+        replies_waiting: replies that wait for space in it.
+        submitted, finished, failed, aborted: requests; the last three are terminal.
+        replies: replies sent.
+        reply_copies, reply_copied_nbytes: tensors copied into replies.
+        received_nbytes: bytes of slots taken over from frontends.
+        protocol_errors: connections closed because their frontend broke the rules.
+        refused: connections refused in the handshake.
+        reclaimed_nbytes: bytes taken back from frontends that had gone.
+    """
+
+    epoch: int
+    slab_nbytes: int
+    leasable_nbytes: int
+    free_nbytes: int
+    leased_nbytes: int
+    quarantined_nbytes: int
+    clients: int
+    departed_clients: int
+    lease_requests_waiting: int
+    waiting: int
+    running: int
+    slots_published: int
+    slots_claimed: int
+    slots_draining: int
+    reply_nbytes: int
+    reply_free_nbytes: int
+    replies_waiting: int
+    submitted: int
+    finished: int
+    failed: int
+    aborted: int
+    replies: int
+    reply_copies: int
+    reply_copied_nbytes: int
+    received_nbytes: int
+    protocol_errors: int
+    refused: int
+    reclaimed_nbytes: int
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that the engine holds in any state."""
+        return self.slots_published + self.slots_claimed + self.slots_draining
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClientStatistics:
+    """A frontend's end at one moment. Sizes in bytes; counters count from ``connect``, over all reconnections.
+
+    Attributes:
+        connected: whether an engine is attached now.
+        epoch: the identity of its life; 0 if none is.
+        client_id: how the engine calls this client; 0 if none is.
+        leases, leased_nbytes, free_nbytes: leases held, their bytes, and bytes of them in no slot.
+        slots_writing, slots_submitted, slots_cached, slots_draining: slots in each state.
+        waiting: callers in line for a slot.
+        in_flight: requests without a terminal reply.
+        submitted, finished, failed, aborted: requests; the last three are terminal.
+        copies, copied_nbytes: tensors copied for sending, into slots or messages.
+        in_place, in_place_nbytes: tensors sent from where they were: no copy.
+        inline_payloads: payloads whose tensors travelled in the message.
+        slot_nbytes_submitted: bytes of slots handed to the engine.
+        replies: replies received.
+        reply_slots_held: reply slots that living views keep.
+        stale_releases: releases of slots that were not with the engine (late or doubled).
+        reconnections: engines attached to after the first.
+    """
+
+    connected: bool
+    epoch: int
+    client_id: int
+    leases: int
+    leased_nbytes: int
+    free_nbytes: int
+    slots_writing: int
+    slots_submitted: int
+    slots_cached: int
+    slots_draining: int
+    waiting: int
+    in_flight: int
+    submitted: int
+    finished: int
+    failed: int
+    aborted: int
+    copies: int
+    copied_nbytes: int
+    in_place: int
+    in_place_nbytes: int
+    inline_payloads: int
+    slot_nbytes_submitted: int
+    replies: int
+    reply_slots_held: int
+    stale_releases: int
+    reconnections: int
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots in any state but free."""
+        return self.slots_writing + self.slots_submitted + self.slots_cached + self.slots_draining

@@ -1,0 +1,168 @@
+"""One connection: frames in, frames out, batched writes, flow control.
+
+The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. Messages sent
+within one loop iteration leave in one write. ``drain`` waits while the peer reads slower than we write; messages that
+can't wait (releases, terminal replies) may go past that, up to a limit that says that the peer does not read at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from shmring.core.framing import FrameDecoder, encode_frame
+from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
+from shmring.errors import PeerLostError, RemoteProtocolError
+
+__all__ = ["Connection", "ConnectionOwner"]
+
+_LINGER_S = 1.0  # for a peer to read its last messages; one that does not would keep the descriptor for ever
+
+_Incoming = TypeVar("_Incoming", contravariant=True)
+
+
+class ConnectionOwner(Protocol[_Incoming]):
+    """What a connection reports to its owner; always in the loop."""
+
+    def message_received(self, message: _Incoming) -> None:
+        """A message came. Raising :class:`RemoteProtocolError` is reported as :meth:`protocol_violated`."""
+
+    def protocol_violated(self, error: RemoteProtocolError) -> None:
+        """The peer broke the rules; nothing more is delivered. The owner closes."""
+
+    def connection_lost(self) -> None:
+        """The connection has ended, whoever ended it. Called once, last."""
+
+
+class Connection(asyncio.Protocol, Generic[_Incoming]):
+    """Frames over a connected stream socket.
+
+    Args:
+        owner: whom to tell.
+        decode: turns a frame into a message, or raises :class:`RemoteProtocolError`.
+        max_frame_nbytes: the largest frame, either way.
+        write_buffer_nbytes: unread bytes from which :meth:`drain` waits.
+        max_write_buffer_nbytes: unread bytes from which the peer counts as not reading.
+    """
+
+    def __init__(
+        self,
+        owner: ConnectionOwner[_Incoming],
+        decode: Callable[[bytes], _Incoming],
+        *,
+        max_frame_nbytes: int,
+        write_buffer_nbytes: int,
+        max_write_buffer_nbytes: int,
+    ) -> None:
+        self._owner = owner
+        self._decode = decode
+        self._max_frame_nbytes = max_frame_nbytes
+        self._write_buffer_nbytes = write_buffer_nbytes
+        self._max_write_buffer_nbytes = max_write_buffer_nbytes
+        self._frames = FrameDecoder(max_frame_nbytes)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._outgoing: list[bytes] = []
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._deaf = False  # nothing is delivered any more
+        self._closing = False
+        self.lost = False
+        self.frames_sent = 0
+        self.frames_received = 0
+
+    # -- asyncio's side --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=self._write_buffer_nbytes)
+        self._transport = transport
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        try:
+            for frame in self._frames.feed(data):
+                self.frames_received += 1
+                self._owner.message_received(self._decode(frame))
+                if self._deaf:
+                    return
+        except RemoteProtocolError as error:
+            self._deaf = True
+            self._owner.protocol_violated(error)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deaf = self.lost = True
+        self._writable.set()
+        self._owner.connection_lost()
+
+    # -- our owner's side ------------------------------------------------------------------------------------------
+
+    @property
+    def can_write(self) -> bool:
+        """Whether :meth:`drain` would return at once."""
+        return self._writable.is_set()
+
+    def send(self, message: FrontendMessage | EngineMessage) -> None:
+        """Queues a message for the end of this loop iteration. On a connection that has ended it goes nowhere.
+
+        Raises:
+            CapacityError: it is larger than a frame may be. Nothing was sent.
+        """
+        frame = encode_frame(encode_message(message), self._max_frame_nbytes)
+        if self.lost or self._closing:
+            return
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(frame)
+        self.frames_sent += 1
+
+    async def drain(self) -> None:
+        """Waits until the peer has read enough.
+
+        Raises:
+            PeerLostError: it never will.
+        """
+        if not self._writable.is_set():
+            await self._writable.wait()
+        if self.lost:
+            raise PeerLostError("the connection has ended")
+
+    def close(self) -> None:
+        """Delivers nothing more, sends what was queued, and ends the connection."""
+        if self._closing:
+            return
+        self._flush()
+        self._deaf = self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+            if not self.lost:
+                self._loop.call_later(_LINGER_S, self._transport.abort)
+
+    def abort(self) -> None:
+        """Ends the connection at once, and drops what was queued."""
+        self._outgoing.clear()
+        self._deaf = self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _flush(self) -> None:
+        if not self._outgoing or self._transport is None:
+            return
+        frames, self._outgoing = self._outgoing, []
+        if self.lost:
+            return
+        self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        if self._transport.get_write_buffer_size() > self._max_write_buffer_nbytes and not self._deaf:
+            self._deaf = True
+            self._owner.protocol_violated(
+                RemoteProtocolError(f"the peer left more than {self._max_write_buffer_nbytes} bytes unread")
+            )

@@ -1,0 +1,383 @@
+"""Where the socket is, who may use it, and the handshake that passes the slab's descriptor.
+
+The socket lies in a directory that only its owner can write to, mode 0600, and its peer's uid is checked against an
+allow-list (``SO_PEERCRED``): a name in a world-writable directory proves nothing. Whoever holds the lock beside the
+socket is the engine of that name; the lock is a ``flock``, so it ends with the process, and a forked child gives its copy
+up at once.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import os
+import socket
+import stat
+import struct
+import weakref
+from pathlib import Path
+
+from shmring.config import validate_name
+from shmring.core.framing import PREFIX, encode_frame
+from shmring.core.messages import (
+    PROTOCOL_VERSION,
+    EngineMessage,
+    Hello,
+    Refused,
+    Welcome,
+    decode_engine_message,
+    decode_frontend_message,
+    encode_message,
+)
+from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from shmring.transport.liveness import open_peer_pidfd
+
+__all__ = ["AttachedEngine", "Listener", "Peer", "attach_engine", "greet", "send_welcome", "socket_path"]
+
+_HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
+_BACKLOG = 512  # frontends that may connect at the same moment
+_MAX_PATH_NBYTES = 107  # of a Unix socket's address
+_PEER_CREDENTIALS = struct.Struct("3i")
+
+
+def socket_path(name: str, socket_dir: str | None) -> Path:
+    """Returns where the engine of a name listens.
+
+    Args:
+        name: the engine's name.
+        socket_dir: the configured directory; None: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
+
+    Raises:
+        ValueError: the name can't be a file's name, or the path is longer than a socket's address can be.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if socket_dir is not None:
+        directory = Path(socket_dir)
+    else:
+        directory = Path(runtime, "shmring") if runtime else Path(f"/tmp/shmring-{os.getuid()}")
+    path = directory / f"{validate_name(name)}.sock"
+    if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
+        raise ValueError(f"{path} is longer than the {_MAX_PATH_NBYTES} bytes of a socket's address; set a shorter socket_dir")
+    return path
+
+
+def _check_directory(directory: Path, owners: frozenset[int]) -> None:
+    """Refuses a directory in which somebody else could put a socket of our name."""
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{directory} is not a directory (a symbolic link is refused, too)")
+    if status.st_uid not in owners:
+        raise PermissionError(f"{directory} belongs to uid {status.st_uid}; expected one of {sorted(owners)}")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{directory} is writable for others (mode {stat.S_IMODE(status.st_mode):04o}); chmod go-w it")
+
+
+def _peer_credentials(peer: socket.socket) -> tuple[int, int]:
+    size = _PEER_CREDENTIALS.size
+    pid, uid, _ = _PEER_CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
+# -- the engine's side -------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """A listening socket and the lock that makes its name ours. Made by :meth:`create`."""
+
+    def __init__(self, path: Path, lock_fd: int, listening: socket.socket) -> None:
+        self.path = path
+        self.socket = listening
+        self._lock_fd = lock_fd
+        _close_in_children(self)
+
+    @classmethod
+    def create(cls, path: Path, *, others_may_connect: bool) -> Listener:
+        """Takes the name and listens.
+
+        Args:
+            path: see :func:`socket_path`.
+            others_may_connect: whether other users may reach the socket (the allow-list still decides).
+
+        Raises:
+            LocalProtocolError: a living engine has this name.
+            PermissionError: the directory is not safe, or something that is no socket is in the socket's place.
+        """
+        path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True, exist_ok=True)
+        _check_directory(path.parent, frozenset({os.getuid()}))
+        lock_fd = _take_lock(path.with_suffix(".lock"), path.stem)
+        try:
+            _remove_stale(path)
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                listening.setblocking(False)
+                listening.bind(os.fspath(path))
+                path.chmod(0o666 if others_may_connect else 0o600)
+                listening.listen(_BACKLOG)
+            except BaseException:
+                listening.close()
+                raise
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return cls(path, lock_fd, listening)
+
+    def close(self) -> None:
+        """Stops listening and gives the name up; the files go while the lock is still ours."""
+        if self._lock_fd < 0:
+            return
+        for path in (self.path, self.path.with_suffix(".lock")):
+            path.unlink(missing_ok=True)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self.socket.close()
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_registered_at_fork = False
+
+
+def _close_in_children(listener: Listener) -> None:
+    """Without this, a forked child would keep a dead engine's lock and socket alive."""
+    global _registered_at_fork
+    _listeners.add(listener)
+    if not _registered_at_fork:
+        os.register_at_fork(after_in_child=_close_inherited)
+        _registered_at_fork = True
+
+
+def _close_inherited() -> None:
+    for listener in list(_listeners):
+        listener._close_descriptors()
+    _listeners.clear()
+
+
+def _take_lock(path: Path, name: str) -> int:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same_file(fd, path):
+                os.ftruncate(fd, 0)
+                os.write(fd, str(os.getpid()).encode())
+                return fd
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode(errors="replace") or "unknown"
+            os.close(fd)
+            raise LocalProtocolError(
+                f"an engine named {name!r} is running already (pid {owner}, lock {path}); stop it or choose another name"
+            ) from None
+        os.close(fd)  # its owner removed it between our open and our lock
+
+
+def _is_same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise PermissionError(f"{path} is in the place of the socket and is none; remove it")
+    path.unlink()  # the lock is ours, so its engine is dead
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """A frontend that has said hello. ``pidfd`` belongs to whoever holds this."""
+
+    socket: socket.socket
+    pid: int
+    uid: int
+    pidfd: int
+    hello: Hello
+
+
+async def greet(connected: socket.socket, allowed_uids: frozenset[int]) -> Peer:
+    """Reads a new connection's hello and finds out who it is. The caller bounds the time, and closes on any error.
+
+    Raises:
+        RemoteProtocolError: it is not allowed, or not a frontend of this protocol version. It has been told.
+        PeerLostError: it is gone.
+    """
+    pid, uid = _peer_credentials(connected)
+    if uid not in allowed_uids:
+        raise _refusal(connected, f"uid {uid} is not allowed to connect to this engine")
+    body = await _receive_frame(connected)
+    hello = decode_frontend_message(body)
+    if not isinstance(hello, Hello):
+        raise _refusal(connected, f"a connection starts with Hello, not {type(hello).__name__}")
+    if hello.version != PROTOCOL_VERSION:
+        raise _refusal(connected, f"protocol version {hello.version} is not spoken here, only {PROTOCOL_VERSION}")
+    return Peer(connected, pid, uid, open_peer_pidfd(connected, pid), hello)
+
+
+def _refusal(connected: socket.socket, reason: str) -> RemoteProtocolError:
+    refuse(connected, reason)
+    return RemoteProtocolError(reason)
+
+
+def refuse(connected: socket.socket, reason: str) -> None:
+    """Tells a connection that has no transport yet why it ends."""
+    with contextlib.suppress(OSError):  # it may be gone, and then nobody is left to be told
+        connected.send(encode_frame(encode_message(Refused(reason)), _HANDSHAKE_NBYTES))
+
+
+def send_welcome(peer: Peer, welcome: Welcome, slab_fd: int) -> None:
+    """Answers a hello, with the slab's descriptor. The socket is new, so its buffer takes the frame at once.
+
+    Raises:
+        PeerLostError: it is gone.
+    """
+    frame = encode_frame(encode_message(welcome), _HANDSHAKE_NBYTES)
+    try:
+        sent = socket.send_fds(peer.socket, [frame], [slab_fd])
+    except OSError as error:
+        raise PeerLostError(f"process {peer.pid} is gone: {error}") from error
+    assert sent == len(frame), "a new socket's buffer holds more than a handshake"
+
+
+async def _receive_frame(connected: socket.socket) -> bytes:
+    (length,) = PREFIX.unpack(await _receive_exactly(connected, PREFIX.size))
+    if length > _HANDSHAKE_NBYTES:
+        raise RemoteProtocolError(f"a handshake of {length} bytes exceeds {_HANDSHAKE_NBYTES}")
+    return await _receive_exactly(connected, length)
+
+
+async def _receive_exactly(connected: socket.socket, nbytes: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < nbytes:
+        try:
+            more = await loop.sock_recv(connected, nbytes - len(data))
+        except OSError as error:
+            raise PeerLostError(f"the connection ended during the handshake: {error}") from error
+        if not more:
+            raise PeerLostError("the connection ended during the handshake")
+        data += more
+    return data
+
+
+# -- a frontend's side -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttachedEngine:
+    """An engine that has said welcome. The descriptors belong to whoever holds this."""
+
+    socket: socket.socket
+    pidfd: int
+    slab_fd: int
+    welcome: Welcome
+
+
+async def attach_engine(path: Path, hello: Hello, engine_uids: frozenset[int]) -> AttachedEngine:
+    """Connects to the engine at ``path`` and shakes hands. The caller bounds the time.
+
+    Raises:
+        EngineDeadError: nobody listens there, or not any more.
+        PermissionError: who listens there, or the directory, is not to be trusted.
+        RemoteProtocolError: the engine refuses this client (with its reason), or is none.
+    """
+    _check_socket(path, engine_uids)
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.setblocking(False)
+        return await _shake_hands(connected, path, hello, engine_uids)
+    except PeerLostError as error:
+        connected.close()
+        raise EngineDeadError(f"the engine at {path} went away: {error}") from error
+    except BaseException:
+        connected.close()
+        raise
+
+
+def _check_socket(path: Path, engine_uids: frozenset[int]) -> None:
+    try:
+        _check_directory(path.parent, engine_uids | {0})
+        mode = path.lstat().st_mode
+    except FileNotFoundError as error:
+        raise EngineDeadError(f"no engine listens at {path}: start one of that name, or set socket_dir to its own") from error
+    if not stat.S_ISSOCK(mode):
+        raise PermissionError(f"{path} is in the place of the socket and is none (a symbolic link is refused, too)")
+
+
+async def _shake_hands(connected: socket.socket, path: Path, hello: Hello, engine_uids: frozenset[int]) -> AttachedEngine:
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.sock_connect(connected, os.fspath(path))
+        pid, uid = _peer_credentials(connected)
+        if uid not in engine_uids:
+            raise PermissionError(f"the process at {path} runs as uid {uid}; expected one of {sorted(engine_uids)}")
+        await loop.sock_sendall(connected, encode_frame(encode_message(hello), _HANDSHAKE_NBYTES))
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise EngineDeadError(f"no engine listens at {path}: {error}") from error
+    prefix, slab_fd = await _receive_with_fd(connected)
+    try:
+        message = await _receive_body(connected, prefix)
+        if isinstance(message, Refused):
+            raise RemoteProtocolError(f"the engine refused this client: {message.reason}")
+        if not isinstance(message, Welcome) or slab_fd is None:
+            raise RemoteProtocolError("the engine did not answer Hello with Welcome and a slab")
+        return AttachedEngine(connected, open_peer_pidfd(connected, pid), slab_fd, message)
+    except BaseException:
+        if slab_fd is not None:
+            os.close(slab_fd)
+        raise
+
+
+async def _receive_body(connected: socket.socket, prefix: bytes) -> EngineMessage:
+    if len(prefix) < PREFIX.size:
+        prefix += await _receive_exactly(connected, PREFIX.size - len(prefix))
+    (length,) = PREFIX.unpack(prefix)
+    if length > _HANDSHAKE_NBYTES:
+        raise RemoteProtocolError(f"a handshake of {length} bytes exceeds {_HANDSHAKE_NBYTES}")
+    return decode_engine_message(await _receive_exactly(connected, length))
+
+
+async def _receive_with_fd(connected: socket.socket) -> tuple[bytes, int | None]:
+    """Receives the first bytes of a frame and the descriptor that came with them, if any."""
+    while True:
+        try:
+            data, ancillary, _, _ = connected.recvmsg(PREFIX.size, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            break
+        except (BlockingIOError, InterruptedError):
+            await _readable(connected)
+        except OSError as error:
+            raise PeerLostError(f"the connection ended during the handshake: {error}") from error
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    for fd in fds[1:]:
+        os.close(fd)
+    if not data:
+        raise PeerLostError("the engine closed the connection during the handshake")
+    return data, fds[0] if fds else None
+
+
+async def _readable(connected: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(connected.fileno(), wake)
+    try:
+        await future
+    finally:
+        loop.remove_reader(connected.fileno())

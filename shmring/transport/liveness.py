@@ -1,0 +1,81 @@
+"""Knowing that a process is dead, from the kernel and from nobody else.
+
+A pidfd becomes readable when its process has ended, all threads of it, and its memory is unmapped. Nothing else is proof:
+a socket may be closed by a living process or held open by a forked child, a pid may have been reused, and silence is
+silence (zenoh #2628 lost data by believing a timeout).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable
+
+from shmring.errors import PeerLostError
+
+__all__ = ["ProcessWatch", "open_peer_pidfd"]
+
+_SO_PEERPIDFD = 77  # Linux 6.5
+
+
+def open_peer_pidfd(peer: socket.socket, pid: int) -> int:
+    """Returns a descriptor for the process at the other end of a Unix socket; the caller closes it.
+
+    Where the kernel can't give the very process that connected (before 6.5), the pid is opened instead, and the socket is
+    checked afterwards: if it is still open, its process was alive meanwhile and the pid can't have been reused.
+
+    Args:
+        peer: a connected Unix stream socket.
+        pid: what ``SO_PEERCRED`` says of it.
+
+    Raises:
+        PeerLostError: it is gone already, or lives in a process namespace that can't be seen from here.
+    """
+    with contextlib.suppress(OSError):
+        return peer.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    if pid <= 0:
+        raise PeerLostError("the peer's process can't be seen from this process namespace; share it (--pid) or use Linux 6.5")
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as error:
+        raise PeerLostError(f"process {pid} connected and is gone: {error}") from error
+    if _has_hung_up(peer):
+        os.close(pidfd)
+        raise PeerLostError(f"process {pid} connected and is gone")
+    return pidfd
+
+
+def _has_hung_up(peer: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(peer, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+class ProcessWatch:
+    """Calls back, once, when a process has died. Owns its descriptor.
+
+    Args:
+        loop: whose loop calls back.
+        pidfd: taken over.
+        on_death: called in the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pidfd: int, on_death: Callable[[], object]) -> None:
+        self._loop = loop
+        self._pidfd = pidfd
+        self._on_death = on_death
+        loop.add_reader(pidfd, self._dead)
+
+    def close(self) -> None:
+        """Stops watching."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _dead(self) -> None:
+        self.close()
+        self._on_death()

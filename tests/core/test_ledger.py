@@ -1,0 +1,1102 @@
+"""The engine's book: unit tests of each behaviour. The model test is in test_ledger_machine.py.
+
+Sizes are in blocks. A ledger of ``ledger(leasable=12)`` lends the blocks 1 to 12; its reply reserve follows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shmring.core.effects import (
+    ClientGone,
+    Effect,
+    Granted,
+    Recalled,
+    Reclaimed,
+    Released,
+    ReplyGranted,
+    ReplySlot,
+    RequestAborted,
+)
+from shmring.core.ledger import (
+    BLOCK_NBYTES,
+    GENERATION_BITS,
+    Geometry,
+    Ledger,
+    LedgerLimits,
+    blocks_for,
+    slot_blocks,
+)
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.states import EngineSlot, Lease, RequestEvent
+from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
+
+ONE_SLOT = BLOCK_NBYTES - SLOT_HEADER_NBYTES
+
+
+def make_ledger(
+    leasable: int = 12, reply: int = 4, *, max_lease: int = 4, quota: int = 8, max_leases: int = 8, max_inflight: int = 4
+) -> Ledger:
+    return Ledger(
+        Geometry(leasable_blocks=leasable, reply_blocks=reply),
+        LedgerLimits(max_lease_blocks=max_lease, quota_blocks=quota, max_leases=max_leases, max_inflight=max_inflight),
+    )
+
+
+def connect(ledger: Ledger, client: int, blocks: int = 1) -> LeaseGrant:
+    grant = ledger.connect(client, blocks * BLOCK_NBYTES)
+    assert grant is not None
+    return grant
+
+
+def connect_bare(ledger: Ledger, *clients: int) -> None:
+    """Connects clients that give their base lease back at once."""
+    for client in clients:
+        ledger.return_leases(client, [connect(ledger, client).lease_id])
+
+
+def ask(ledger: Ledger, client: int, token: int, blocks: int, preferred: int = 0) -> list[Effect]:
+    return ledger.request_lease(client, token, blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES)
+
+
+def grant_of(client: int, token: int, lease_id: int, start: int, blocks: int) -> Granted:
+    return Granted(client, LeaseGrant(token, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES))
+
+
+def lease_ids(effects: Sequence[Effect]) -> list[int]:
+    return [effect.grant.lease_id for effect in effects if isinstance(effect, Granted)]
+
+
+def generation(client: int, n: int) -> int:
+    return client << GENERATION_BITS | n
+
+
+def slot_in(grant: LeaseGrant, client: int, n: int, at: int = 0, blocks: int = 1) -> SlotRef:
+    """The ``n``-th slot of a client, ``at`` blocks into a lease."""
+    nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+    return SlotRef(grant.lease_id, grant.offset + at * BLOCK_NBYTES, nbytes, generation(client, n))
+
+
+def snapshot(value: Any) -> Any:
+    """A deep, comparable copy of a book, in which the order of its dicts counts."""
+    if value is None or isinstance(value, int | str | enum.Enum):
+        return value
+    if isinstance(value, dict):
+        return [(key, snapshot(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [snapshot(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    names = getattr(type(value), "__slots__", None) or vars(value)
+    return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
+
+
+def refuses(error: type[Exception], match: str, ledger: Ledger, event: Callable[[], object]) -> None:
+    """The event is refused with this reason, and the book is as it was."""
+    before = snapshot(ledger)
+    with pytest.raises(error, match=match):
+        event()
+    assert snapshot(ledger) == before
+
+
+# -- geometry ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slab_is_a_header_leases_and_a_sixteenth_for_replies() -> None:
+    geometry = Geometry.of(64 * BLOCK_NBYTES, None)
+    assert (geometry.leasable_blocks, geometry.reply_blocks, geometry.reply_start) == (59, 4, 60)
+    assert geometry.slab_nbytes == 64 * BLOCK_NBYTES
+
+
+def test_the_reply_reserve_is_at_least_a_block_and_rounded_up() -> None:
+    assert Geometry.of(4 * BLOCK_NBYTES, None).reply_blocks == 1
+    assert Geometry.of(64 * BLOCK_NBYTES, 0).reply_blocks == 1
+    assert Geometry.of(64 * BLOCK_NBYTES, BLOCK_NBYTES + 1).reply_blocks == 2
+
+
+def test_what_is_less_than_a_block_at_the_end_is_left_out() -> None:
+    assert Geometry.of(5 * BLOCK_NBYTES - 1, BLOCK_NBYTES).slab_nbytes == 4 * BLOCK_NBYTES
+
+
+@pytest.mark.parametrize(("blocks", "reply_nbytes"), [(0, None), (2, None), (5, 4 * BLOCK_NBYTES), (5, 1 << 40)])
+def test_a_slab_without_room_for_leases_is_refused(blocks: int, reply_nbytes: int | None) -> None:
+    with pytest.raises(ValueError, match="make slab_nbytes at least"):
+        Geometry.of(blocks * BLOCK_NBYTES, reply_nbytes)
+
+
+def test_the_smallest_slab_has_one_block_of_each() -> None:
+    assert Geometry.of(3 * BLOCK_NBYTES, None) == Geometry(leasable_blocks=1, reply_blocks=1)
+
+
+def test_a_slot_needs_room_for_its_header() -> None:
+    assert [blocks_for(nbytes) for nbytes in (0, 1, BLOCK_NBYTES, BLOCK_NBYTES + 1)] == [1, 1, 1, 2]
+    assert [slot_blocks(nbytes) for nbytes in (0, ONE_SLOT, ONE_SLOT + 1, ONE_SLOT + BLOCK_NBYTES)] == [1, 1, 2, 2]
+
+
+# -- base leases -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_lease_answers_no_request_and_is_as_large_as_asked() -> None:
+    ledger = make_ledger()
+    assert ledger.connect(1, 2 * BLOCK_NBYTES) == LeaseGrant(0, 1, BLOCK_NBYTES, 2 * BLOCK_NBYTES)
+    assert ledger.connect(2, 1) == LeaseGrant(0, 2, 3 * BLOCK_NBYTES, BLOCK_NBYTES)
+    ledger.check()
+
+
+def test_a_base_lease_is_capped() -> None:
+    assert connect(make_ledger(max_lease=3), 1, 10).nbytes == 3 * BLOCK_NBYTES
+
+
+def test_no_base_lease_when_none_fits() -> None:
+    ledger = make_ledger(leasable=5)
+    connect(ledger, 1, 3)
+    assert ledger.connect(2, 3 * BLOCK_NBYTES) is None
+    assert ledger.connect(3, 2 * BLOCK_NBYTES) is not None
+    ledger.check()
+
+
+def test_no_base_lease_ahead_of_those_who_wait() -> None:
+    ledger = make_ledger(leasable=5)
+    connect(ledger, 1, 3)
+    connect_bare(ledger, 2)
+    assert ask(ledger, 2, 1, 5)
+    assert ledger.connect(3, BLOCK_NBYTES) is None
+
+
+def test_a_client_id_is_never_used_twice() -> None:
+    ledger = make_ledger()
+    connect(ledger, 1)
+    with pytest.raises(AssertionError, match="never reused"):
+        ledger.connect(1, BLOCK_NBYTES)
+
+
+# -- further leases ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_is_free_is_granted_at_once() -> None:
+    ledger = make_ledger()
+    connect(ledger, 1)
+    assert ask(ledger, 1, 7, 3) == [grant_of(1, 7, 2, 2, 3)]
+    assert ledger.leased_nbytes(Lease.LEASED) == 4 * BLOCK_NBYTES
+    assert ledger.free_nbytes == 8 * BLOCK_NBYTES
+
+
+def test_what_is_preferred_is_granted_where_free() -> None:
+    ledger = make_ledger()
+    connect(ledger, 1)
+    assert ask(ledger, 1, 1, 2, preferred=5) == [grant_of(1, 1, 2, 2, 5)]
+
+
+def test_what_is_needed_is_granted_where_the_preferred_is_not_free() -> None:
+    ledger = make_ledger(leasable=6)
+    connect(ledger, 1)
+    assert ask(ledger, 1, 1, 2, preferred=6) == [grant_of(1, 1, 2, 2, 2)]
+
+
+def test_less_preferred_than_needed_means_what_is_needed() -> None:
+    ledger = make_ledger()
+    connect_bare(ledger, 1)
+    assert ask(ledger, 1, 1, 3, preferred=1) == [grant_of(1, 1, 2, 1, 3)]
+
+
+def test_more_preferred_than_there_is_means_all_of_it() -> None:
+    ledger = make_ledger(leasable=6)
+    connect_bare(ledger, 1)
+    assert ask(ledger, 1, 1, 1, preferred=1000) == [grant_of(1, 1, 2, 1, 6)]
+
+
+def test_more_than_the_whole_slab_is_refused() -> None:
+    ledger = make_ledger(leasable=6)
+    connect(ledger, 1)
+    ask(ledger, 1, 1, 6)
+    refuses(RemoteProtocolError, "was requested of", ledger, lambda: ask(ledger, 1, 2, 7))
+    refuses(RemoteProtocolError, "was requested of", ledger, lambda: ledger.request_lease(1, 2, 2**62, 0))
+
+
+def test_beside_max_leases_a_request_waits_for_a_return() -> None:
+    ledger = make_ledger(max_leases=2)
+    base = connect(ledger, 1)
+    assert lease_ids(ask(ledger, 1, 1, 1)) == [2]
+    assert ask(ledger, 1, 2, 1) == []  # it may have crossed the grant: no offence
+    assert ledger.waiting_lease_requests == 1
+    assert lease_ids(ledger.return_leases(1, [base.lease_id])) == [3]
+    ledger.check()
+
+
+def test_a_request_beside_max_leases_keeps_no_window_from_the_rest() -> None:
+    ledger = make_ledger(leasable=4, max_leases=1)
+    connect(ledger, 1, 3)
+    connect_bare(ledger, 2)
+    assert ask(ledger, 1, 1, 1) == []
+    assert lease_ids(ask(ledger, 2, 1, 1)) == [3]
+
+
+def test_a_returned_lease_can_be_lent_again() -> None:
+    ledger = make_ledger(leasable=4)
+    grant = connect(ledger, 1, 4)
+    assert ledger.return_leases(1, [grant.lease_id]) == []
+    assert ledger.free_nbytes == 4 * BLOCK_NBYTES
+    assert ask(ledger, 1, 1, 4) == [grant_of(1, 1, 2, 1, 4)]
+
+
+def test_a_lease_named_twice_is_returned_once() -> None:
+    ledger = make_ledger()
+    grant = connect(ledger, 1)
+    ledger.return_leases(1, [grant.lease_id, grant.lease_id])
+    ledger.check()
+    assert ledger.free_nbytes == 12 * BLOCK_NBYTES
+
+
+def test_a_lease_of_somebody_else_can_not_be_returned() -> None:
+    ledger = make_ledger()
+    mine, other = connect(ledger, 1), connect(ledger, 2)
+    for forged in ([other.lease_id], [mine.lease_id, 99], [mine.lease_id, other.lease_id], [0]):
+        refuses(RemoteProtocolError, "does not hold", ledger, lambda forged=forged: ledger.return_leases(1, forged))
+    ledger.return_leases(1, [mine.lease_id])
+    refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.return_leases(1, [mine.lease_id]))
+
+
+def test_a_lease_with_a_slot_in_use_can_not_be_returned() -> None:
+    ledger = make_ledger()
+    base = connect(ledger, 1)
+    [further] = lease_ids(ask(ledger, 1, 1, 1))
+    ledger.submit(1, 0, [slot_in(base, 1, 1)])
+    refuses(RemoteProtocolError, "slot in use", ledger, lambda: ledger.return_leases(1, [further, base.lease_id]))
+    ledger.abort(1, 0)
+    ledger.return_leases(1, [further, base.lease_id])
+    ledger.check()
+
+
+# -- quota -------------------------------------------------------------------------------------------------------------------
+
+
+def test_alone_a_client_may_hold_everything() -> None:
+    ledger = make_ledger(leasable=12, quota=4)
+    connect(ledger, 1, 4)
+    assert len(ask(ledger, 1, 1, 8)) == 1
+    assert ledger.free_nbytes == 0
+
+
+def test_beside_others_a_client_holds_its_quota_and_no_more() -> None:
+    ledger = make_ledger(leasable=12, quota=4)
+    connect_bare(ledger, 2)
+    base = connect(ledger, 1, 2)
+    assert len(lease_ids(ask(ledger, 1, 1, 2))) == 1
+    assert ask(ledger, 1, 2, 1) == []
+    assert ledger.waiting_lease_requests == 1
+    assert len(lease_ids(ledger.return_leases(1, [base.lease_id]))) == 1
+
+
+def test_one_lease_is_always_granted_however_large() -> None:
+    ledger = make_ledger(leasable=12, quota=4)
+    connect_bare(ledger, 1, 2)
+    assert len(lease_ids(ask(ledger, 1, 1, 11))) == 1
+
+
+def test_what_is_preferred_counts_toward_the_quota() -> None:
+    ledger = make_ledger(leasable=12, quota=4)
+    connect_bare(ledger, 2)
+    connect(ledger, 1, 2)
+    assert ask(ledger, 1, 1, 1, preferred=10) == [grant_of(1, 1, 3, 3, 1)]
+
+
+def test_a_request_over_quota_lets_others_pass() -> None:
+    ledger = make_ledger(leasable=12, quota=4)
+    connect(ledger, 1, 4)
+    connect_bare(ledger, 2)
+    assert ask(ledger, 1, 1, 3) == []
+    assert lease_ids(ask(ledger, 2, 1, 8)) == [3]
+
+
+def test_the_quota_ends_when_the_others_are_gone() -> None:
+    ledger = make_ledger(leasable=12, quota=4)
+    connect(ledger, 1, 4)
+    connect_bare(ledger, 2)
+    assert ask(ledger, 1, 1, 3) == []
+    assert ledger.disconnect(2) == [ClientGone(2), grant_of(1, 1, 3, 5, 3)]
+
+
+def test_the_quota_stays_while_a_disconnected_client_holds_leases() -> None:
+    ledger = make_ledger(leasable=12, quota=4)
+    connect(ledger, 1, 4)
+    connect(ledger, 2, 1)
+    assert ask(ledger, 1, 1, 3) == []
+    assert ledger.disconnect(2) == []
+    assert ledger.died(2) == [Reclaimed(2, BLOCK_NBYTES), ClientGone(2), grant_of(1, 1, 3, 5, 3)]
+
+
+def test_a_window_whose_owner_comes_over_quota_is_opened_to_the_rest() -> None:
+    ledger = make_ledger(leasable=10, max_lease=6, quota=7)
+    connect(ledger, 1, 6)
+    assert ask(ledger, 1, 1, 5) == [Recalled(1, (1,))]  # alone, it may have it; its window covers the four free blocks
+    assert ledger.connect(2, BLOCK_NBYTES) is None
+    assert lease_ids(ask(ledger, 2, 1, 4)) == [2]
+
+
+# -- order and the window ----------------------------------------------------------------------------------------------------
+
+
+def full_ledger(*sizes: int, quota: int = 100) -> tuple[Ledger, list[LeaseGrant]]:
+    """A slab wholly lent to the clients 1, 2, ... in this order by address; clients 8 and 9 hold nothing."""
+    ledger = make_ledger(leasable=sum(sizes), max_lease=100, quota=quota)
+    connect_bare(ledger, 8, 9)
+    return ledger, [connect(ledger, client, blocks) for client, blocks in enumerate(sizes, start=1)]
+
+
+def test_requests_are_served_in_order_of_arrival() -> None:
+    ledger, grants = full_ledger(2, 2)
+    assert ask(ledger, 9, 1, 1) != []
+    assert ask(ledger, 8, 1, 1) == []
+    effects = ledger.return_leases(2, [grants[1].lease_id])
+    assert [effect.client_id for effect in effects if isinstance(effect, Granted)] == [9, 8]
+
+
+def test_whoever_was_served_goes_to_the_end_of_the_line() -> None:
+    ledger, grants = full_ledger(1, 1, 1)
+    ask(ledger, 8, 1, 1)
+    ask(ledger, 9, 1, 1)
+    served = []
+    for client, grant in enumerate(grants, start=1):
+        for effect in ledger.return_leases(client, [grant.lease_id]):
+            if isinstance(effect, Granted):
+                served.append(effect.client_id)
+                ask(ledger, effect.client_id, len(served) + 1, 1)
+    assert served == [8, 9, 8]
+
+
+def test_a_window_recalls_the_cheapest_range() -> None:
+    ledger, _ = full_ledger(3, 1, 1, 3)
+    assert ask(ledger, 9, 1, 2) == [Recalled(2, (4,)), Recalled(3, (5,))]
+
+
+def test_a_window_uses_what_is_free_already() -> None:
+    ledger, grants = full_ledger(2, 2, 2)
+    ledger.return_leases(3, [grants[2].lease_id])
+    assert ask(ledger, 9, 1, 4) == [Recalled(2, (4,))]
+
+
+def test_a_lease_is_recalled_once() -> None:
+    ledger, _ = full_ledger(2, 2)
+    assert ask(ledger, 9, 1, 2) == [Recalled(1, (3,))]
+    assert ask(ledger, 9, 2, 4) == [Recalled(2, (4,))]
+    assert ask(ledger, 9, 3, 2) == []
+
+
+def test_the_window_is_granted_when_its_leases_have_come_back() -> None:
+    ledger, grants = full_ledger(2, 2, 2)
+    ask(ledger, 9, 5, 4)
+    assert ledger.return_leases(1, [grants[0].lease_id]) == []
+    assert ledger.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 5, 6, 1, 4)]
+    ledger.check()
+
+
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
+    ledger, grants = full_ledger(2, 2, 2)
+    ask(ledger, 9, 1, 4)  # its window: the blocks 1 to 4
+    assert ask(ledger, 8, 1, 2) == []
+    ledger.return_leases(1, [grants[0].lease_id])
+    assert ledger.waiting_lease_requests == 2  # blocks 1 and 2 are free and would fit client 8
+    assert lease_ids(ledger.return_leases(3, [grants[2].lease_id])) == [6]  # outside the window it may go on
+    for token in range(2, 20):  # and on
+        assert lease_ids(ledger.return_leases(8, [5 + token - 1])) == []
+        assert lease_ids(ask(ledger, 8, token, 2)) == [5 + token]
+    assert ledger.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 1, 25, 1, 4)]
+
+
+def test_small_requests_are_granted_up_to_the_edges_of_a_window() -> None:
+    ledger, grants = full_ledger(2, 1, 3, 1, 2)
+    ledger.disconnect(1)
+    ledger.disconnect(5)
+    assert ask(ledger, 9, 1, 5) == [Recalled(2, (4,)), Recalled(3, (5,)), Recalled(4, (6,))]  # its window: 3 to 7
+    ledger.return_leases(2, [grants[1].lease_id])
+    ledger.return_leases(4, [grants[3].lease_id])
+    ledger.died(1)
+    ledger.died(5)
+    assert ask(ledger, 8, 1, 3) == []  # 1 to 3 and 7 to 9 are free, but one block of each is in the window
+    assert ask(ledger, 8, 2, 2, preferred=3) == [grant_of(8, 2, 8, 1, 2)]
+    assert ask(ledger, 8, 3, 2) == [grant_of(8, 3, 9, 8, 2)]
+    assert ledger.return_leases(3, [grants[2].lease_id]) == [grant_of(9, 1, 10, 3, 5)]
+    ledger.check()
+
+
+def test_a_withdrawn_request_opens_its_window_to_the_rest() -> None:
+    ledger, grants = full_ledger(2, 2)
+    ask(ledger, 9, 1, 4)
+    ask(ledger, 8, 1, 2)
+    assert ledger.return_leases(1, [grants[0].lease_id]) == []
+    assert ledger.request_lease(9, 2, 0, 0) == [grant_of(8, 1, 5, 1, 2)]
+    assert ledger.waiting_lease_requests == 0
+
+
+def test_withdrawing_nothing_is_no_offence() -> None:
+    ledger = make_ledger()
+    connect(ledger, 1)
+    assert ledger.request_lease(1, 1, 0, 0) == []
+
+
+def test_a_replaced_request_keeps_its_turn() -> None:
+    ledger, grants = full_ledger(2, 2)
+    ask(ledger, 9, 1, 3)
+    ask(ledger, 8, 1, 1)
+    ask(ledger, 9, 2, 2)
+    assert ledger.waiting_lease_requests == 2
+    assert ledger.return_leases(1, [grants[0].lease_id])[0] == grant_of(9, 2, 5, 1, 2)
+
+
+def test_a_request_replaced_by_one_that_fits_is_granted() -> None:
+    ledger, grants = full_ledger(2, 2)
+    ledger.return_leases(1, [grants[0].lease_id])
+    assert ask(ledger, 9, 1, 3) != []
+    assert ask(ledger, 9, 2, 2) == [grant_of(9, 2, 5, 1, 2)]
+
+
+def test_a_request_replaced_by_a_larger_one_gets_a_larger_window() -> None:
+    ledger, grants = full_ledger(1, 1, 1, 1)
+    assert ask(ledger, 9, 1, 1) == [Recalled(1, (3,))]
+    assert ask(ledger, 9, 2, 2) == [Recalled(2, (4,))]
+    ask(ledger, 8, 1, 1)
+    assert ledger.return_leases(2, [grants[1].lease_id]) == []  # inside the window, though it is larger than asked first
+    assert ledger.return_leases(1, [grants[0].lease_id])[0] == grant_of(9, 2, 7, 1, 2)
+
+
+def test_the_window_avoids_what_may_never_come_back() -> None:
+    ledger, _ = full_ledger(1, 3)
+    ledger.disconnect(1)
+    assert ask(ledger, 9, 1, 1) == [Recalled(2, (4,))]
+
+
+def test_the_window_is_chosen_again_when_a_holder_in_it_disconnects() -> None:
+    ledger, grants = full_ledger(1, 3)
+    assert ask(ledger, 9, 1, 1) == [Recalled(1, (3,))]
+    assert ledger.disconnect(1) == [Recalled(2, (4,))]
+    assert ledger.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 1, 5, 2, 1)]
+
+
+def test_the_window_closes_with_its_owner() -> None:
+    ledger, grants = full_ledger(2, 2)
+    ask(ledger, 9, 1, 4)
+    ask(ledger, 8, 1, 2)
+    ledger.return_leases(1, [grants[0].lease_id])
+    assert ledger.disconnect(9) == [ClientGone(9), grant_of(8, 1, 5, 1, 2)]
+
+
+def test_reclaimed_memory_goes_to_those_who_wait() -> None:
+    ledger, _ = full_ledger(2)
+    ask(ledger, 9, 4, 2)
+    ledger.disconnect(1)
+    assert ledger.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1), grant_of(9, 4, 4, 1, 2)]
+
+
+# -- submitting ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_submission_publishes_its_slots() -> None:
+    ledger = make_ledger()
+    base = connect(ledger, 1, 4)
+    ledger.submit(1, 0, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=1, blocks=3)])
+    assert ledger.count_slots(EngineSlot.PUBLISHED) == 2
+    ledger.check()
+
+
+def test_a_request_may_have_no_slot_and_numbers_may_be_left_out() -> None:
+    ledger = make_ledger()
+    base = connect(ledger, 1, 4)
+    ledger.submit(1, 3, [])
+    ledger.submit(1, 9, [slot_in(base, 1, 5), slot_in(base, 1, 1000, at=1)])
+    ledger.check()
+
+
+def test_a_released_slot_can_be_published_again_under_a_new_generation() -> None:
+    ledger = make_ledger()
+    base = connect(ledger, 1)
+    for n in range(1, 5):
+        ledger.submit(1, n, [slot_in(base, 1, n)])
+        assert ledger.abort(1, n)[1] == Released(1, (generation(1, n),))
+
+
+def forge(**changes: Any) -> Callable[[SlotRef], SlotRef]:
+    return lambda slot: SlotRef(**{name: getattr(slot, name) for name in slot.__struct_fields__} | changes)
+
+
+FORGED_SLOTS = {
+    "an old generation": (forge(generation=generation(1, 1)), "not a new one"),
+    "the generation before the last": (forge(generation=generation(1, 2)), "not a new one"),
+    "another client's generation": (forge(generation=generation(2, 9)), "not a new one of client 1"),
+    "generation 0": (forge(generation=0), "not a new one"),
+    "a reply's generation": (forge(generation=3), "not a new one"),
+    "a huge generation": (forge(generation=2**64 - 1), "not a new one"),
+    "another client's lease": (forge(lease_id=2), "does not hold"),
+    "no lease": (forge(lease_id=0), "does not hold"),
+    "a lease that was never granted": (forge(lease_id=2**62), "does not hold"),
+    "an offset inside a block": (forge(offset=2 * BLOCK_NBYTES + 64), "not inside lease"),
+    "the slab's header": (forge(offset=0), "not inside lease"),
+    "another client's blocks": (forge(offset=5 * BLOCK_NBYTES), "not inside lease"),
+    "the reply reserve": (forge(offset=13 * BLOCK_NBYTES), "not inside lease"),
+    "far outside": (forge(offset=2**62), "not inside lease"),
+    "a block beyond the lease's end": (forge(offset=4 * BLOCK_NBYTES, nbytes=ONE_SLOT + 1), "not inside lease"),
+    "a huge slot": (forge(nbytes=2**62), "not inside lease"),
+    "a live slot's block": (forge(offset=1 * BLOCK_NBYTES), "overlaps a live slot"),
+    "a live slot's block at its end": (
+        forge(offset=2 * BLOCK_NBYTES, nbytes=ONE_SLOT + 2 * BLOCK_NBYTES),
+        "overlaps a live slot",
+    ),
+}
+
+
+def submitted_ledger() -> tuple[Ledger, LeaseGrant]:
+    """Client 1 holds the blocks 1 to 4, with slots 1 and 2 live in its blocks 1 and 4; client 2 holds 5 to 8."""
+    ledger = make_ledger()
+    base = connect(ledger, 1, 4)
+    connect(ledger, 2, 4)
+    ledger.submit(1, 5, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=3)])
+    return ledger, base
+
+
+@pytest.mark.parametrize("kind", FORGED_SLOTS)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "behind a good slot"])
+def test_a_forged_slot_is_refused_and_nothing_is_changed(kind: str, beside: bool) -> None:
+    ledger, base = submitted_ledger()
+    forgery, reason = FORGED_SLOTS[kind]
+    good = [slot_in(base, 1, 3, at=1)] if beside else []
+    bad = forgery(slot_in(base, 1, 4, at=2))
+    refuses(RemoteProtocolError, reason, ledger, lambda: ledger.submit(1, 6, [*good, bad]))
+    ledger.submit(1, 6, [slot_in(base, 1, 3, at=1), slot_in(base, 1, 4, at=2)])
+
+
+def test_slots_of_one_submission_may_not_overlap_or_share_a_generation() -> None:
+    ledger, base = submitted_ledger()
+    third, fourth = slot_in(base, 1, 3, at=1), slot_in(base, 1, 4, at=1)
+    refuses(RemoteProtocolError, "overlaps", ledger, lambda: ledger.submit(1, 6, [third, fourth]))
+    refuses(RemoteProtocolError, "not a new one", ledger, lambda: ledger.submit(1, 6, [third, slot_in(base, 1, 3, at=2)]))
+    refuses(RemoteProtocolError, "not a new one", ledger, lambda: ledger.submit(1, 6, [slot_in(base, 1, 4, at=2), third]))
+
+
+@pytest.mark.parametrize("request_id", [0, 4, 5])
+def test_a_request_id_is_never_used_twice(request_id: int) -> None:
+    ledger, _ = submitted_ledger()
+    refuses(RemoteProtocolError, "after request 5", ledger, lambda: ledger.submit(1, request_id, []))
+    ledger.abort(1, 5)
+    refuses(RemoteProtocolError, "after request 5", ledger, lambda: ledger.submit(1, request_id, []))
+
+
+def test_requests_in_flight_are_bounded() -> None:
+    ledger = make_ledger(max_inflight=2)
+    connect(ledger, 1)
+    ledger.submit(1, 0, [])
+    ledger.submit(1, 1, [])
+    refuses(RemoteProtocolError, r"max_inflight \(2\)", ledger, lambda: ledger.submit(1, 2, []))
+    ledger.claim(1, 0)
+    refuses(RemoteProtocolError, r"max_inflight \(2\)", ledger, lambda: ledger.submit(1, 2, []))
+    ledger.end(1, 0, RequestEvent.FINISH)
+    ledger.submit(1, 2, [])
+
+
+def test_a_returned_lease_takes_no_slot() -> None:
+    ledger, base = submitted_ledger()
+    ledger.abort(1, 5)
+    ledger.return_leases(1, [base.lease_id])
+    refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.submit(1, 6, [slot_in(base, 1, 3)]))
+
+
+# -- claiming, releasing, aborting ---------------------------------------------------------------------------------------------
+
+FIRST, SECOND = generation(1, 1), generation(1, 2)
+
+
+def claimed_ledger() -> Ledger:
+    ledger, _ = submitted_ledger()
+    ledger.claim(1, 5)
+    assert ledger.count_slots(EngineSlot.CLAIMED) == 2
+    return ledger
+
+
+def test_a_claimed_request_is_released_slot_by_slot() -> None:
+    ledger = claimed_ledger()
+    assert ledger.release_slots(1, [FIRST], ()) == [Released(1, (FIRST,))]
+    assert ledger.release_slots(1, [SECOND], ()) == [Released(1, (SECOND,))]
+    assert ledger.end(1, 5, RequestEvent.FINISH)
+    ledger.check()
+
+
+def test_a_request_may_end_before_its_slots_are_released() -> None:
+    ledger = claimed_ledger()
+    assert ledger.end(1, 5, RequestEvent.ERROR)
+    assert ledger.count_slots(EngineSlot.CLAIMED) == 2
+    assert ledger.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
+
+
+def test_a_slot_with_live_views_drains_before_it_is_released() -> None:
+    ledger = claimed_ledger()
+    assert ledger.release_slots(1, [FIRST, SECOND], {SECOND}) == [Released(1, (FIRST,))]
+    assert ledger.count_slots(EngineSlot.DRAINING) == 1
+    assert ledger.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
+    assert ledger.count_slots(EngineSlot.DRAINING) == 0
+
+
+def test_releasing_nothing_says_nothing() -> None:
+    ledger = claimed_ledger()
+    assert ledger.release_slots(1, [], ()) == []
+    assert ledger.release_slots(1, [FIRST], [FIRST]) == []
+
+
+def test_a_slot_named_twice_is_released_once() -> None:
+    ledger = claimed_ledger()
+    assert ledger.release_slots(1, [FIRST, FIRST], ()) == [Released(1, (FIRST,))]
+    ledger.check()
+
+
+def test_an_abort_of_a_waiting_request_releases_its_slots() -> None:
+    ledger, _ = submitted_ledger()
+    assert ledger.abort(1, 5) == [RequestAborted(1, 5, was_running=False), Released(1, (FIRST, SECOND))]
+    assert ledger.end(1, 5, RequestEvent.FINISH) is False
+    ledger.check()
+
+
+def test_an_abort_of_a_running_request_releases_nothing_until_its_claim_does() -> None:
+    ledger = claimed_ledger()
+    assert ledger.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
+    assert ledger.count_slots(EngineSlot.CLAIMED) == 2
+    assert ledger.end(1, 5, RequestEvent.FINISH) is False
+    assert ledger.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
+
+
+def test_an_abort_leaves_alone_what_is_released_or_drains_already() -> None:
+    ledger = claimed_ledger()
+    ledger.release_slots(1, [FIRST, SECOND], {SECOND})
+    assert ledger.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
+    assert ledger.count_slots(EngineSlot.DRAINING) == 1
+    assert ledger.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
+
+
+def test_an_abort_without_slots_says_only_that() -> None:
+    ledger = make_ledger()
+    connect(ledger, 1)
+    ledger.submit(1, 0, [])
+    assert ledger.abort(1, 0) == [RequestAborted(1, 0, was_running=False)]
+
+
+def test_an_abort_that_crossed_the_end_is_no_offence() -> None:
+    ledger = claimed_ledger()
+    ledger.end(1, 5, RequestEvent.FINISH)
+    before = snapshot(ledger)
+    assert ledger.abort(1, 5) == []
+    assert ledger.abort(1, 2**62) == []
+    assert snapshot(ledger) == before
+
+
+@pytest.mark.parametrize("event", [RequestEvent.ERROR, RequestEvent.DEADLINE])
+def test_a_request_that_ends_before_it_was_claimed_still_gives_its_slots_back(event: RequestEvent) -> None:
+    ledger, _ = submitted_ledger()
+    assert ledger.end(1, 5, event)
+    assert ledger.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
+    ledger.check()
+
+
+def test_what_no_table_allows_is_refused() -> None:
+    ledger, _ = submitted_ledger()
+    refuses(LocalProtocolError, "WAITING: FINISH", ledger, lambda: ledger.end(1, 5, RequestEvent.FINISH))
+    refuses(LocalProtocolError, "PUBLISHED: RELEASE ", ledger, lambda: ledger.release_slots(1, [FIRST], ()))
+    refuses(LocalProtocolError, "PUBLISHED: LAST_VIEW_GONE", ledger, lambda: ledger.last_view_gone(1, FIRST))
+    ledger.claim(1, 5)
+    refuses(LocalProtocolError, "RUNNING: SCHEDULE", ledger, lambda: ledger.claim(1, 5))
+    refuses(LocalProtocolError, "CLAIMED: LAST_VIEW_GONE", ledger, lambda: ledger.last_view_gone(1, FIRST))
+    ledger.release_slots(1, [SECOND], {SECOND})
+    refuses(LocalProtocolError, "DRAINING: RELEASE ", ledger, lambda: ledger.release_slots(1, [FIRST, SECOND], ()))
+    refuses(LocalProtocolError, "DRAINING: RELEASE_VIEWED", ledger, lambda: ledger.release_slots(1, [FIRST, SECOND], {SECOND}))
+
+
+def test_the_end_of_a_request_whose_client_has_gone_owes_no_reply() -> None:
+    ledger = make_ledger()
+    connect_bare(ledger, 1)
+    ledger.submit(1, 0, [])
+    assert ledger.disconnect(1) == [RequestAborted(1, 0, was_running=False), ClientGone(1)]
+    assert ledger.end(1, 0, RequestEvent.FINISH) is False
+
+
+# -- disconnect, death, goodbye ------------------------------------------------------------------------------------------------
+
+
+def test_a_disconnect_aborts_and_quarantines_and_frees_nothing() -> None:
+    ledger, _ = submitted_ledger()
+    assert ledger.disconnect(1) == [RequestAborted(1, 5, was_running=False)]  # nobody is there to be told of the release
+    assert ledger.count_slots(EngineSlot.PUBLISHED) == 0
+    assert ledger.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
+    assert ledger.free_nbytes == 4 * BLOCK_NBYTES
+    ledger.check()
+
+
+def test_a_death_frees_what_was_quarantined() -> None:
+    ledger, _ = submitted_ledger()
+    ledger.disconnect(1)
+    assert ledger.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+    assert ledger.leased_nbytes(Lease.QUARANTINED) == 0
+    assert list(ledger.clients) == [2]
+    ledger.check()
+
+
+def test_a_death_without_a_disconnect_is_both() -> None:
+    ledger, _ = submitted_ledger()
+    assert ledger.died(1) == [RequestAborted(1, 5, was_running=False), Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+
+
+def test_a_second_death_says_nothing() -> None:
+    ledger = make_ledger()
+    connect(ledger, 1)
+    ledger.died(1)
+    assert ledger.died(1) == []
+    assert ledger.died(77) == []
+
+
+def test_a_client_without_leases_is_gone_with_its_connection() -> None:
+    ledger = make_ledger()
+    connect_bare(ledger, 1)
+    assert ledger.disconnect(1) == [ClientGone(1)]
+    assert ledger.clients == {}
+
+
+def test_a_dead_clients_lease_waits_for_the_claim_that_reads_it() -> None:
+    ledger, base = submitted_ledger()
+    [further] = lease_ids(ask(ledger, 1, 1, 2))
+    ledger.claim(1, 5)
+    assert ledger.died(1) == [RequestAborted(1, 5, was_running=True), Reclaimed(1, 2 * BLOCK_NBYTES)]
+    assert (base.lease_id, further) == (1, 3)
+    assert ledger.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
+    ledger.check()
+    assert ledger.release_slots(1, [FIRST, SECOND], {SECOND}) == []
+    assert ledger.last_view_gone(1, SECOND) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+    ledger.check()
+
+
+def test_a_claim_released_between_disconnect_and_death_frees_nothing() -> None:
+    ledger = claimed_ledger()
+    ledger.disconnect(1)
+    assert ledger.release_slots(1, [FIRST, SECOND], ()) == []
+    assert ledger.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
+    assert ledger.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+
+
+def test_a_goodbye_gives_up_everything_at_once() -> None:
+    ledger, _ = submitted_ledger()
+    assert ledger.goodbye(1, (), ()) == [
+        RequestAborted(1, 5, was_running=False),
+        Reclaimed(1, 4 * BLOCK_NBYTES),
+        ClientGone(1),
+    ]
+
+
+def test_a_goodbye_keeps_the_leases_it_names_until_death() -> None:
+    ledger = make_ledger()
+    connect(ledger, 1)
+    [further] = lease_ids(ask(ledger, 1, 1, 2))
+    assert ledger.goodbye(1, [further, 99], [99]) == [Reclaimed(1, BLOCK_NBYTES)]
+    assert ledger.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
+    assert ledger.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
+
+
+def test_a_goodbye_frees_a_lease_only_when_no_claim_reads_it() -> None:
+    ledger = claimed_ledger()
+    assert ledger.goodbye(1, (), ()) == [RequestAborted(1, 5, was_running=True)]
+    assert ledger.release_slots(1, [FIRST], ()) == []
+    assert ledger.release_slots(1, [SECOND], ()) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+
+
+def test_a_disconnected_client_can_do_nothing_more() -> None:
+    ledger, _ = submitted_ledger()
+    ledger.disconnect(1)
+    for event in (
+        lambda: ledger.disconnect(1),
+        lambda: ledger.goodbye(1, (), ()),
+        lambda: ledger.submit(1, 9, []),
+        lambda: ledger.abort(1, 5),
+        lambda: ledger.request_lease(1, 1, 1, 1),
+        lambda: ledger.return_leases(1, [1]),
+        lambda: ledger.queue_reply(1, 1, 1),
+    ):
+        refuses(AssertionError, "disconnected already", ledger, event)
+
+
+# -- replies -------------------------------------------------------------------------------------------------------------------
+
+
+def take_reply(ledger: Ledger, client: int, blocks: int) -> ReplySlot:
+    """Takes and sends a reply slot."""
+    slot = ledger.acquire_reply(client, blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
+    assert slot is not None
+    ledger.reply_sent(client, slot.generation)
+    return slot
+
+
+def queue_reply(ledger: Ledger, client: int, ticket: int, blocks: int) -> None:
+    """As the ring does it: now if possible, else in the queue."""
+    nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+    assert ledger.acquire_reply(client, nbytes) is None
+    ledger.queue_reply(client, ticket, nbytes)
+
+
+def test_a_reply_slot_comes_from_the_reserve() -> None:
+    ledger = make_ledger(leasable=12, reply=4)
+    connect(ledger, 1)
+    assert take_reply(ledger, 1, 3) == ReplySlot(generation=1, start=13, blocks=3)
+    assert take_reply(ledger, 1, 1) == ReplySlot(generation=2, start=16, blocks=1)
+    assert ledger.reply_free_nbytes == 0
+    assert ledger.free_nbytes == 11 * BLOCK_NBYTES
+    ledger.check()
+
+
+def test_a_reply_larger_than_the_reserve_can_never_fit() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    capacity = 4 * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+    for event in (lambda: ledger.acquire_reply(1, capacity + 1), lambda: ledger.queue_reply(1, 1, capacity + 1)):
+        refuses(CapacityError, "raise reply_nbytes", ledger, event)
+    with pytest.raises(CapacityError) as caught:
+        ledger.acquire_reply(1, capacity + 1)
+    assert (caught.value.needed, caught.value.capacity) == (capacity + 1, capacity)
+    assert ledger.acquire_reply(1, capacity) is not None
+
+
+def test_a_reply_waits_for_space() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    slot = take_reply(ledger, 1, 3)
+    queue_reply(ledger, 1, 7, 2)
+    assert ledger.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(2, slot.start, 2))]
+    ledger.check()
+
+
+def test_nobody_overtakes_the_first_who_waits_for_space() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    slot = take_reply(ledger, 1, 3)
+    queue_reply(ledger, 1, 7, 2)
+    queue_reply(ledger, 1, 8, 1)  # the one free block would do
+    effects = ledger.release_replies(1, [slot.generation])
+    assert [effect.ticket for effect in effects if isinstance(effect, ReplyGranted)] == [7, 8]
+
+
+def test_cancelling_a_wait_passes_the_turn_on() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    take_reply(ledger, 1, 3)
+    queue_reply(ledger, 1, 7, 2)
+    queue_reply(ledger, 1, 8, 1)
+    assert ledger.cancel_reply(7) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
+    assert ledger.cancel_reply(7) == []
+
+
+def test_a_client_may_not_release_a_reply_that_is_not_its_own() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    connect(ledger, 2)
+    mine, other = take_reply(ledger, 1, 1), take_reply(ledger, 2, 1)
+    for forged in ([other.generation], [mine.generation, other.generation], [mine.generation, 99], [0], [2**64 - 1]):
+        refuses(RemoteProtocolError, "does not hold", ledger, lambda forged=forged: ledger.release_replies(1, forged))
+    ledger.release_replies(1, [mine.generation, mine.generation])  # named twice, released once
+    refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.release_replies(1, [mine.generation]))
+    ledger.check()
+
+
+def test_a_client_may_not_release_a_reply_that_is_still_being_written() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    slot = ledger.acquire_reply(1, 1)
+    assert slot is not None
+    refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.release_replies(1, [slot.generation]))
+    ledger.reply_sent(1, slot.generation)
+    ledger.release_replies(1, [slot.generation])
+    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+
+
+def test_a_reply_that_is_not_sent_after_all_is_free_again() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    slot = ledger.acquire_reply(1, 4 * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
+    assert slot is not None
+    queue_reply(ledger, 1, 7, 1)
+    assert ledger.discard_reply(1, slot.generation) == [ReplyGranted(7, ReplySlot(2, 13, 1))]
+    ledger.check()
+
+
+def test_a_client_holds_at_most_half_of_the_reserve_beside_others() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    connect(ledger, 2)
+    slot = take_reply(ledger, 1, 2)
+    queue_reply(ledger, 1, 7, 1)
+    take_reply(ledger, 2, 1)  # ... and does not silence the rest meanwhile
+    queue_reply(ledger, 2, 8, 2)
+    assert ledger.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(3, 16, 1))]
+
+
+def test_one_reply_is_always_granted_however_large() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    connect(ledger, 2)
+    take_reply(ledger, 1, 4)
+
+
+def test_a_request_over_the_reply_quota_lets_others_pass() -> None:
+    ledger = make_ledger(reply=8)
+    connect(ledger, 1)
+    connect(ledger, 2)
+    take_reply(ledger, 1, 4)
+    other = take_reply(ledger, 2, 3)
+    queue_reply(ledger, 1, 7, 1)
+    queue_reply(ledger, 2, 8, 4)
+    assert ledger.release_replies(2, [other.generation]) == [ReplyGranted(8, ReplySlot(3, 17, 4))]
+
+
+def test_the_reply_quota_ends_when_the_others_are_gone() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    connect(ledger, 2)
+    take_reply(ledger, 1, 2)
+    queue_reply(ledger, 1, 7, 2)
+    assert ledger.died(2) == [Reclaimed(2, BLOCK_NBYTES), ClientGone(2), ReplyGranted(7, ReplySlot(2, 15, 2))]
+
+
+def test_the_reply_quota_ends_with_the_death_of_the_last_other() -> None:
+    ledger = make_ledger(reply=4)
+    connect(ledger, 1)
+    connect(ledger, 2)
+    take_reply(ledger, 1, 2)
+    take_reply(ledger, 2, 1)
+    queue_reply(ledger, 1, 7, 2)
+    assert ledger.disconnect(2) == []
+    assert ReplyGranted(7, ReplySlot(3, 15, 2)) in ledger.died(2)
+
+
+def test_a_disconnect_takes_its_waits_with_it_and_passes_the_turn_on() -> None:
+    ledger = make_ledger(reply=4)
+    for client in (1, 2, 3):
+        connect(ledger, client)
+    take_reply(ledger, 3, 3)
+    queue_reply(ledger, 1, 7, 2)
+    queue_reply(ledger, 2, 8, 1)
+    assert ledger.disconnect(1) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
+    ledger.check()
+
+
+def test_a_disconnected_clients_replies_stay_until_its_death() -> None:
+    ledger = make_ledger(reply=4)
+    connect_bare(ledger, 1)
+    take_reply(ledger, 1, 3)
+    assert ledger.disconnect(1) == []
+    assert ledger.reply_free_nbytes == BLOCK_NBYTES
+    assert ledger.died(1) == [ClientGone(1)]
+    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+
+
+def test_a_reply_that_is_being_written_outlives_its_dead_client() -> None:
+    ledger = make_ledger(reply=4)
+    connect_bare(ledger, 1)
+    slot = ledger.acquire_reply(1, 1)
+    assert slot is not None
+    assert ledger.died(1) == []
+    assert ledger.reply_free_nbytes == 3 * BLOCK_NBYTES
+    assert ledger.discard_reply(1, slot.generation) == [ClientGone(1)]
+    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+
+
+def test_a_goodbye_gives_replies_back_but_those_it_names() -> None:
+    ledger = make_ledger(reply=4)
+    connect_bare(ledger, 1)
+    kept, given = take_reply(ledger, 1, 1), take_reply(ledger, 1, 2)
+    assert ledger.goodbye(1, (), [kept.generation, 99]) == []
+    assert ledger.reply_free_nbytes == 3 * BLOCK_NBYTES
+    assert given.generation not in ledger.clients[1].replies
+    assert ledger.died(1) == [ClientGone(1)]
+    ledger.check()
+
+
+def test_a_goodbye_grants_nothing_to_the_one_who_leaves() -> None:
+    ledger = make_ledger(reply=4)
+    connect_bare(ledger, 1)
+    take_reply(ledger, 1, 3)
+    queue_reply(ledger, 1, 7, 2)
+    assert ledger.goodbye(1, (), ()) == [ClientGone(1)]
+    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+
+
+# -- what there is -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slots_header_is_compared_with_its_descriptor() -> None:
+    ledger = make_ledger()
+    slot = SlotRef(1, BLOCK_NBYTES, 100, FIRST)
+    ledger.verify(FIRST, 100, slot)
+    for found, nbytes in ((FIRST + 1, 100), (FIRST, 99), (0, 0)):
+        with pytest.raises(StaleDescriptorError, match=f"holds generation {found} with {nbytes} bytes"):
+            ledger.verify(found, nbytes, slot)
+
+
+def lose_a_block(ledger: Ledger) -> None:
+    ledger._free.allocate(1)
+
+
+def lose_a_reply_block(ledger: Ledger) -> None:
+    ledger._replies.allocate(1)
+
+
+def overlap_leases(ledger: Ledger) -> None:
+    ledger.clients[2].leases[2].start = 2
+
+
+def leave_the_leasable_part(ledger: Ledger) -> None:
+    ledger.clients[2].leases[2].start = 12
+
+
+def miscount_leases(ledger: Ledger) -> None:
+    ledger.clients[1].leased_blocks += 1
+
+
+def miscount_replies(ledger: Ledger) -> None:
+    ledger.clients[1].reply_blocks += 1
+
+
+def keep_a_request(ledger: Ledger) -> None:
+    ledger.clients[1].connected = False
+
+
+def forget_a_quarantine(ledger: Ledger) -> None:
+    ledger.clients[2].leases[2].state = Lease.QUARANTINED
+
+
+def forget_a_slot(ledger: Ledger) -> None:
+    del ledger.clients[1].slots[FIRST]
+
+
+def move_a_slot(ledger: Ledger) -> None:
+    ledger.clients[1].slots[FIRST].start = 4
+
+
+def move_a_slot_out(ledger: Ledger) -> None:
+    ledger.clients[1].slots[SECOND].start = 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lose_a_block,
+        lose_a_reply_block,
+        overlap_leases,
+        leave_the_leasable_part,
+        miscount_leases,
+        miscount_replies,
+        keep_a_request,
+        forget_a_quarantine,
+        forget_a_slot,
+        move_a_slot,
+        move_a_slot_out,
+    ],
+)
+def test_check_finds_a_damaged_book(damage: Callable[[Ledger], None]) -> None:
+    ledger, _ = submitted_ledger()
+    ledger.check()
+    damage(ledger)
+    with pytest.raises(AssertionError):
+        ledger.check()

@@ -1,0 +1,493 @@
+"""The wire: what is sent arrives, and nothing forged gets past decoding and :meth:`Content.check`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmring.core import messages
+from shmring.core.messages import (
+    MAX_DIMENSIONS,
+    TENSOR_ALIGNMENT,
+    TORCH_ITEM_NBYTES,
+    Abort,
+    Call,
+    CallResult,
+    Content,
+    Done,
+    EngineMessage,
+    Failed,
+    FrontendMessage,
+    Goodbye,
+    Hello,
+    LeaseGrant,
+    LeaseRecall,
+    LeaseRequest,
+    LeaseReturn,
+    Refused,
+    Release,
+    Reply,
+    ReplyRelease,
+    SlotRef,
+    Submit,
+    TensorRef,
+    Welcome,
+    align,
+    decode_engine_message,
+    decode_frontend_message,
+    encode_message,
+    item_nbytes,
+)
+from shmring.errors import RemoteProtocolError
+
+BIGGEST = 2**62
+SLOT = SlotRef(1, 4096, 4096 - 64, (1 << 40) + 1)
+TENSOR = TensorRef(1, 128, 24, "float32", (2, 3))
+CONTENT = Content(b"\x81\xa1x\xd4\x53\x00", (TENSOR,), b"inline", (SLOT,))
+GRANT = LeaseGrant(1, 2, 4096, 8192)
+
+FRONTEND_MESSAGES: list[FrontendMessage] = [
+    Hello(1, 4096, "api-0"),
+    Submit(7, 3, CONTENT, "request"),
+    Abort(3),
+    LeaseRequest(1, 4096, 8192),
+    LeaseReturn((1, 2)),
+    ReplyRelease((5, 6)),
+    Call(1, "health", b"\xc0"),
+    Goodbye((1,), (5,)),
+]
+ENGINE_MESSAGES: list[EngineMessage] = [
+    GRANT,
+    Welcome(1, 7, 1, 1 << 30, 4096, 1 << 29, 8, 4, 16, 4096, 32, GRANT),
+    Reply(3, CONTENT),
+    Done(3),
+    Failed(3, "error", "ValueError", "no such model"),
+    Release((1, 2)),
+    LeaseRecall((1, 2)),
+    CallResult(1, b"\xc0", ("KeyError", "'x'")),
+    Refused("full"),
+]
+EVERY_MESSAGE = [*FRONTEND_MESSAGES, *ENGINE_MESSAGES]
+
+unsigned = st.integers(0, BIGGEST)
+generations = st.integers(0, 2**64 - 1)
+short_text = st.text(max_size=64)
+slot_refs = st.builds(SlotRef, unsigned, unsigned, unsigned, generations)
+tensor_refs = st.builds(TensorRef, unsigned, unsigned, unsigned, short_text, st.lists(unsigned, max_size=5).map(tuple))
+contents = st.builds(
+    Content,
+    st.binary(max_size=40),
+    st.lists(tensor_refs, max_size=3).map(tuple),
+    st.binary(max_size=40),
+    st.lists(slot_refs, max_size=3).map(tuple),
+)
+many_ids = st.lists(unsigned, max_size=5).map(tuple)
+many_generations = st.lists(generations, max_size=5).map(tuple)
+grants = st.builds(LeaseGrant, unsigned, unsigned, unsigned, unsigned)
+frontend_messages: st.SearchStrategy[Any] = st.one_of(
+    st.builds(Hello, st.integers(-(2**63), 2**63), unsigned, short_text),
+    st.builds(Submit, generations, unsigned, contents, short_text),
+    st.builds(Abort, unsigned),
+    st.builds(LeaseRequest, unsigned, unsigned, unsigned),
+    st.builds(LeaseReturn, many_ids),
+    st.builds(ReplyRelease, many_generations),
+    st.builds(Call, unsigned, short_text, st.binary(max_size=40)),
+    st.builds(Goodbye, many_ids, many_generations),
+)
+engine_messages: st.SearchStrategy[Any] = st.one_of(
+    grants,
+    st.builds(Welcome, st.integers(0, 9), generations, *[unsigned] * 9, base_lease=st.none() | grants),
+    st.builds(Reply, unsigned, contents),
+    st.builds(Done, unsigned),
+    st.builds(Failed, unsigned, st.sampled_from(["error", "aborted", "timed_out", "invalid"]), short_text, st.text()),
+    st.builds(Release, many_generations),
+    st.builds(LeaseRecall, many_ids),
+    st.builds(CallResult, unsigned, st.binary(max_size=40), st.none() | st.tuples(st.text(), st.text())),
+    st.builds(Refused, st.text()),
+)
+
+
+def plain(message: Any) -> list[Any]:
+    """A message as the lists and numbers that travel."""
+    fields = msgspec.msgpack.decode(encode_message(message))
+    assert isinstance(fields, list)
+    return fields
+
+
+def by_type(message: Any) -> str:
+    return type(message).__name__
+
+
+# -- round trips ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", FRONTEND_MESSAGES, ids=by_type)
+def test_what_a_frontend_sends_arrives(message: FrontendMessage) -> None:
+    assert decode_frontend_message(encode_message(message)) == message
+
+
+@pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=by_type)
+def test_what_an_engine_sends_arrives(message: EngineMessage) -> None:
+    assert decode_engine_message(encode_message(message)) == message
+
+
+def test_the_examples_above_are_every_message_there_is() -> None:
+    assert {type(message) for message in FRONTEND_MESSAGES} == set(FrontendMessage.__args__)
+    assert {type(message) for message in ENGINE_MESSAGES} == set(EngineMessage.__args__)
+
+
+@given(frontend_messages)
+@settings(deadline=None)
+def test_anything_a_frontend_can_send_arrives(message: FrontendMessage) -> None:
+    assert decode_frontend_message(encode_message(message)) == message
+
+
+@given(engine_messages)
+@settings(deadline=None)
+def test_anything_an_engine_can_send_arrives(message: EngineMessage) -> None:
+    assert decode_engine_message(encode_message(message)) == message
+
+
+def test_defaults_may_be_left_out() -> None:
+    assert decode_frontend_message(msgspec.msgpack.encode([1, 1, 4096])) == Hello(1, 4096, "")
+    assert decode_frontend_message(msgspec.msgpack.encode([8])) == Goodbye()
+    assert decode_frontend_message(msgspec.msgpack.encode([4, 1, 4096])) == LeaseRequest(1, 4096, 0)
+    assert decode_frontend_message(msgspec.msgpack.encode([2, 7, 3, [b"x"]])) == Submit(7, 3, Content(b"x"))
+
+
+def test_the_tags_are_fixed() -> None:
+    assert [plain(message)[0] for message in FRONTEND_MESSAGES] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(plain(message)[0] for message in ENGINE_MESSAGES) == list(range(101, 110))
+
+
+# -- forgeries of the message ----------------------------------------------------------------------------------------------
+
+
+def refused(fields: Any) -> None:
+    for decoder in (decode_frontend_message, decode_engine_message):
+        with pytest.raises(RemoteProtocolError, match="not a message of protocol version"):
+            decoder(fields if isinstance(fields, bytes) else msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize("message", FRONTEND_MESSAGES, ids=by_type)
+def test_an_engine_does_not_say_what_a_frontend_says(message: FrontendMessage) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_engine_message(encode_message(message))
+
+
+@pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=by_type)
+def test_a_frontend_does_not_say_what_an_engine_says(message: EngineMessage) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_frontend_message(encode_message(message))
+
+
+@pytest.mark.parametrize("tag", [0, -1, 9, 99, 100, 110, 2**63, "Abort", None, 3.0, [3]])
+def test_an_unknown_tag_is_refused(tag: Any) -> None:
+    refused([tag, 1])
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+def test_an_extra_field_is_refused(message: Any) -> None:
+    refused([*plain(message), 0])
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+def test_a_missing_field_is_refused(message: Any) -> None:
+    required = sum(field.required for field in msgspec.structs.fields(message))
+    for length in range(1, 1 + required):
+        refused(plain(message)[:length])
+
+
+@pytest.mark.parametrize("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
+def test_an_extra_or_missing_field_of_a_descriptor_is_refused(forge: Any) -> None:
+    payload, [tensor], inline, [slot] = plain(Reply(3, CONTENT))[2]
+    for content in ([payload, [forge(tensor)], inline, [slot]], [payload, [tensor], inline, [forge(slot)]]):
+        refused([2, 7, 3, content])
+        refused([103, 3, content])
+
+
+def test_an_extra_or_missing_field_of_a_content_is_refused() -> None:
+    refused([2, 7, 3, [*plain(Reply(3, CONTENT))[2], 0]])
+    refused([2, 7, 3, []])
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\xc0", b"\x03", b"\x90", msgspec.msgpack.encode({"t": 3, "request_id": 1})])
+def test_what_is_no_array_with_a_tag_is_refused(body: bytes) -> None:
+    refused(body)
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+def test_a_message_cut_short_or_with_bytes_behind_it_is_refused(message: Any) -> None:
+    body = encode_message(message)
+    for length in range(len(body)):
+        refused(body[:length])
+    refused(body + b"\0")
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=by_type)
+def test_no_field_takes_a_value_of_a_foreign_type(message: Any) -> None:
+    fields = plain(message)
+    for index in range(1, len(fields)):
+        for wrong in (1.5, True, {}, {"a": 1}, [[[1]]], msgspec.msgpack.Ext(5, b"x")):
+            refused([*fields[:index], wrong, *fields[index + 1 :]])
+
+
+@pytest.mark.parametrize(
+    "message", [Abort(3), Done(3), LeaseRequest(1, 2, 3), GRANT, Call(1, "x", b""), Failed(1, "error", "x", "y")], ids=by_type
+)
+@pytest.mark.parametrize("number", [-1, -(2**63), BIGGEST + 1, 2**64 - 1])
+def test_a_negative_or_huge_number_is_refused(message: Any, number: int) -> None:
+    fields = plain(message)
+    for index in range(1, len(fields)):
+        if isinstance(fields[index], int):
+            refused([*fields[:index], number, *fields[index + 1 :]])
+
+
+@pytest.mark.parametrize("number", [-1, BIGGEST + 1])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_negative_or_huge_number_in_a_descriptor_is_refused(index: int, number: int) -> None:
+    slot, tensor = [1, 4096, 64, 9], [0, 0, 4, "float32", [1]]
+    slot[index] = tensor[index] = number
+    refused([2, 7, 3, [b"", [], b"", [slot]]])
+    refused([2, 7, 3, [b"", [tensor], b"", []]])
+    refused([2, 7, 3, [b"", [[0, 0, 4, "float32", [1, number]]], b"", []]])
+
+
+def test_a_negative_generation_is_refused() -> None:
+    refused([6, [1, -1]])
+    refused([106, [-1]])
+    refused([2, -1, 3, [b""]])
+    refused([2, 7, 3, [b"", [], b"", [[1, 4096, 64, -9]]]])
+
+
+def test_a_name_that_is_too_long_is_refused() -> None:
+    assert decode_frontend_message(msgspec.msgpack.encode([1, 1, 4096, "x" * 256])) == Hello(1, 4096, "x" * 256)
+    refused([1, 1, 4096, "x" * 257])
+    refused([7, 1, "x" * 257, b""])
+    refused([105, 1, "error", "x" * 257, ""])
+    refused([2, 7, 3, [b"", [[0, 0, 4, "x" * 257, [1]]]]])
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    refused(b"\x94\x01\x01\x05\xa1\xff")  # Hello(1, 5, "\xff")
+    refused(b"\x92\x6d\xa1\xff")  # Refused("\xff")
+
+
+def test_an_unknown_kind_of_failure_is_refused() -> None:
+    refused([105, 1, "bored", "", ""])
+
+
+@pytest.mark.parametrize("depth", [10, 1_000, 100_000])
+@pytest.mark.parametrize("head", [b"", b"\x92\x05", b"\x92\x02", b"\x93\x67\x03", b"\x97\x01\x01\x05\xa0"])
+def test_deep_nesting_is_refused(head: bytes, depth: int) -> None:
+    refused(head + b"\x91" * depth + b"\xc0")
+    refused(head + b"\x81\xc0" * depth + b"\xc0")
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd\xff\xff\xff\xff", b"\x92\x05\xdd\xff\xff\xff\xff", b"\x94\x07\x01\xa1x\xc6\xff\xff\xff\xff"]
+)
+def test_a_length_that_the_body_does_not_have_is_refused(head: bytes) -> None:
+    refused(head + bytes(20))
+
+
+def decodes_or_is_refused(body: bytes) -> None:
+    for decoder in (decode_frontend_message, decode_engine_message):
+        try:
+            message = decoder(body)
+        except RemoteProtocolError:
+            continue
+        content = getattr(message, "content", None)
+        if content is not None:
+            try:
+                content.check(max_tensors=8)
+            except RemoteProtocolError:
+                continue
+        assert decoder(encode_message(message)) == message
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None, max_examples=300)
+def test_random_bytes_are_decoded_or_refused(body: bytes) -> None:
+    decodes_or_is_refused(body)
+
+
+@given(
+    st.one_of(frontend_messages, engine_messages),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4),
+    st.binary(max_size=4),
+)
+@settings(deadline=None, max_examples=300)
+def test_a_message_with_bytes_changed_is_decoded_or_refused(message: Any, changes: list[tuple[int, int]], tail: bytes) -> None:
+    body = bytearray(encode_message(message))
+    for position, byte in changes:
+        body[position % len(body)] = byte
+    decodes_or_is_refused(bytes(body) + tail)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from([*range(1, 9), *range(101, 110)]), st.lists(anything, max_size=5))
+@settings(deadline=None, max_examples=300)
+def test_random_fields_behind_a_good_tag_are_decoded_or_refused(tag: int, fields: list[Any]) -> None:
+    decodes_or_is_refused(msgspec.msgpack.encode([tag, *fields]))
+
+
+# -- forgeries of a content ------------------------------------------------------------------------------------------------
+
+
+def content_of(*tensors: TensorRef, inline: bytes = b"", slots: tuple[SlotRef, ...] = (SLOT,)) -> Content:
+    return Content(b"", tensors, inline, slots)
+
+
+def test_sound_tensors_are_accepted_in_each_region() -> None:
+    last = SLOT.nbytes - 24
+    content_of(TENSOR, TensorRef(1, last, 24, "float32", (6,)), TensorRef(0, 0, 4, "uint8", (4,)), inline=bytes(4)).check(3)
+    content_of(TensorRef(2, 0, 128, "|u1", (128,)), slots=(SLOT, SlotRef(1, 8192, 128, 9))).check(2)
+
+
+def test_an_empty_or_scalar_tensor_is_accepted() -> None:
+    content_of(
+        TensorRef(1, 0, 0, "float32", (0, 7)), TensorRef(1, 0, 4, "float32", ()), TensorRef(0, 0, 0, "int8", (0,))
+    ).check(3)
+    content_of(TensorRef(1, 1 << 40, 0, "float32", (0,))).check(1)  # it has no bytes that could be outside
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (TensorRef(1, 0, 4, "float33", (1,)), "unknown dtype 'float33'"),
+        (TensorRef(1, 0, 4, "O", (1,)), "unknown dtype"),
+        (TensorRef(1, 0, 4, "float32", (2,)), "does not have 4 bytes"),
+        (TensorRef(1, 0, 8, "float32", (1,)), "does not have 8 bytes"),
+        (TensorRef(1, 0, 4, "float64", (1,)), "does not have 4 bytes"),
+        (TensorRef(1, 0, 0, "float32", (1,)), "does not have 0 bytes"),
+        (TensorRef(1, 0, 4, "float32", (0, 1)), "does not have 4 bytes"),
+        (TensorRef(1, 0, 0, "float32", ()), "does not have 0 bytes"),
+        (TensorRef(1, SLOT.nbytes, 4, "float32", (1,)), "exceeds its region"),
+        (TensorRef(1, SLOT.nbytes - 20, 24, "float32", (6,)), "exceeds its region"),
+        (TensorRef(1, 1 << 61, 4, "float32", (1,)), "exceeds its region"),
+        (TensorRef(0, 0, 4, "float32", (1,)), "exceeds its region of 0 bytes"),
+        (TensorRef(2, 0, 4, "float32", (1,)), "region 2 of 1"),
+        (TensorRef(BIGGEST, 0, 4, "float32", (1,)), f"region {BIGGEST} of 1"),
+        (TensorRef(1, 0, 1, "uint8", (1,) * (MAX_DIMENSIONS + 1)), "65 dimensions, more than 64"),
+        (TensorRef(1, 0, 0, "uint8", (0, 2**31, 2**31)), "larger than any memory"),
+        (TensorRef(1, 0, 2**62, "uint8", (2**31, 2**31)), "larger than any memory"),
+        (TensorRef(1, 0, 0, "float32", (0, *(2**62,) * 63)), "larger than any memory"),
+        (TensorRef(1, 0, 0, "|S0", (2**62,) * 3), "unknown dtype"),
+    ],
+)
+def test_an_unsound_tensor_is_refused(tensor: TensorRef, reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        content_of(tensor).check(1)
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [("float32", 2), ("bfloat16", 1), ("int64", 4), ("complex128", 8)])
+def test_a_tensor_that_is_not_aligned_to_its_items_is_refused(dtype: str, offset: int) -> None:
+    size = TORCH_ITEM_NBYTES[dtype]
+    content_of(TensorRef(1, 2 * size, size, dtype, (1,))).check(1)
+    with pytest.raises(RemoteProtocolError, match="not aligned"):
+        content_of(TensorRef(1, offset, size, dtype, (1,))).check(1)
+
+
+def test_as_many_dimensions_as_numpy_takes_are_accepted() -> None:
+    content_of(TensorRef(1, 0, 1, "uint8", (1,) * MAX_DIMENSIONS)).check(1)
+    assert np.zeros((1,) * MAX_DIMENSIONS).ndim == MAX_DIMENSIONS
+
+
+def test_too_many_tensors_or_slots_are_refused() -> None:
+    content_of(TENSOR, TENSOR).check(2)
+    with pytest.raises(RemoteProtocolError, match=r"3 tensors in 1 slots exceed max_tensors \(2\)"):
+        content_of(TENSOR, TENSOR, TENSOR).check(2)
+    with pytest.raises(RemoteProtocolError, match=r"0 tensors in 3 slots exceed max_tensors \(2\)"):
+        content_of(slots=(SLOT, SLOT, SLOT)).check(2)
+
+
+def test_one_unsound_tensor_among_sound_ones_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="region 9"):
+        content_of(TENSOR, TensorRef(9, 0, 4, "float32", (1,)), TENSOR).check(8)
+
+
+some_dtypes = st.sampled_from([*TORCH_ITEM_NBYTES, "|b1", "<i2", ">u4", "<f8", "<c8", "<M8[ns]", "|S3", "<U2", "|O", "|S0"])
+
+
+@given(some_dtypes, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.integers(0, 300), st.integers(-1, 1))
+@settings(deadline=None, max_examples=300)
+def test_what_is_accepted_can_be_viewed(dtype: str, shape: tuple[int, ...], offset: int, error: int) -> None:
+    nbytes = max(0, int(np.prod(shape)) * (item_nbytes(dtype) or 1) + error)
+    tensor = TensorRef(0, offset, nbytes, dtype, shape)
+    inline = np.zeros(320, np.uint8)
+    try:
+        Content(b"", (tensor,), inline.tobytes()).check(1)
+    except RemoteProtocolError:
+        return
+    data = inline[offset : offset + nbytes] if nbytes else inline[:0]
+    assert data.nbytes == nbytes
+    if dtype in TORCH_ITEM_NBYTES:
+        assert torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape).shape == shape
+    else:
+        assert data.view(dtype).reshape(shape).shape == shape
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TORCH_ITEM_NBYTES)
+def test_a_torch_name_has_torchs_item_size(name: str) -> None:
+    assert item_nbytes(name) == getattr(torch, name).itemsize
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [np.dtype(code) for code in "?bBhHiIlLqQefdgFDG"]
+    + [np.dtype(code).newbyteorder(">") for code in "hHiIqQefdFD"]
+    + [
+        np.dtype(f"{kind}8[{unit}]")
+        for kind in "mM"
+        for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
+    ]
+    + [np.dtype(text) for text in ("S1", "S300", "U1", "U77", ">U5", "<M8[25us]", "m8[999s]")],
+    ids=lambda dtype: dtype.str,
+)
+def test_a_numpy_dtype_has_numpys_item_size(dtype: np.dtype[Any]) -> None:
+    assert item_nbytes(dtype.str) == dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *["", "O", "|O", "|V8", "float", "torch.float32", "float32 ", "f4", "=f4", "|f4", "<f3", "<i1", "<i16", "<b1", "<f4\n"],
+        *["<S4", "|S", "|S0", "|S01", "|S-1", "|S99999999", "|S\u0663", "<U0", "<U\u0663"],
+        *["<m8", "<M8", "<M8[]", "<M8[0s]", "<M8[zz]", "<M8[9999999s]"],
+    ],
+)
+def test_any_other_text_is_no_dtype(dtype: str) -> None:
+    assert item_nbytes(dtype) is None
+
+
+@given(st.from_regex(r"[<>|=]?[a-zA-Z?]\d{0,8}(\[\d{0,7}[a-zA-Z]{0,2}\])?", fullmatch=True))
+@settings(deadline=None, max_examples=500)
+def test_what_is_taken_for_a_numpy_dtype_is_one(text: str) -> None:
+    size = item_nbytes(text)
+    if size is not None:
+        assert np.dtype(text).itemsize == size > 0
+
+
+def test_align_rounds_up_to_the_next_cache_line() -> None:
+    assert [align(nbytes) for nbytes in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
+    assert TENSOR_ALIGNMENT == 64
+
+
+def test_everything_public_is_there() -> None:
+    assert all(hasattr(messages, name) for name in messages.__all__)

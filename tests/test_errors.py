@@ -1,0 +1,73 @@
+"""The error tree: who derives from whom, and which values an error carries."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shmring import errors
+
+# As in the design: each error and its base.
+TREE = {
+    "ShmringError": "Exception",
+    "ClosedError": "ShmringError",
+    "PeerLostError": "ShmringError",
+    "EngineDeadError": "PeerLostError",
+    "WouldBlock": "ShmringError",
+    "CapacityError": "ShmringError",
+    "StaleDescriptorError": "ShmringError",
+    "AbortedError": "ShmringError",
+    "RemoteError": "ShmringError",
+    "ProtocolError": "ShmringError",
+    "LocalProtocolError": "ProtocolError",
+    "RemoteProtocolError": "ProtocolError",
+    "SlabError": "ShmringError",
+}
+
+
+@pytest.mark.parametrize(("name", "base"), TREE.items())
+def test_an_error_derives_from_its_cause(name: str, base: str) -> None:
+    assert [parent.__name__ for parent in getattr(errors, name).__bases__] == [base]
+
+
+def test_every_error_is_public_and_in_the_tree() -> None:
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert defined == set(TREE) == set(errors.__all__)
+
+
+def test_the_tree_that_the_module_draws_is_the_tree_it_has() -> None:
+    assert errors.__doc__ is not None
+    drawn: dict[str, str] = {}
+    path: list[str] = ["Exception"]
+    for indent, name in re.findall(r"^    ( *)([A-Z]\w+)(?:  |$)", errors.__doc__.split("::")[1], re.MULTILINE):
+        path[len(indent) // 2 + 1 :] = [name]
+        drawn[name] = path[-2]
+    assert drawn == TREE
+
+
+def test_no_error_is_a_timeout_or_an_operating_system_error() -> None:
+    assert not any(issubclass(getattr(errors, name), OSError | TimeoutError) for name in TREE)
+
+
+def test_capacity_error_carries_what_was_asked_and_the_limit() -> None:
+    error = errors.CapacityError("too much", needed=7, capacity=5)
+    assert (str(error), error.needed, error.capacity) == ("too much", 7, 5)
+
+
+def test_aborted_error_carries_the_request_where_known() -> None:
+    assert errors.AbortedError("gone", request_id=3).request_id == 3
+    assert errors.AbortedError("gone").request_id is None
+    assert str(errors.AbortedError("gone", request_id=3)) == "gone"
+
+
+def test_remote_error_carries_the_type_and_the_message() -> None:
+    error = errors.RemoteError("ValueError", "no such model")
+    assert (str(error), error.type_name, error.message) == ("ValueError: no such model", "ValueError", "no such model")
+
+
+def test_slab_error_carries_path_errno_and_size() -> None:
+    error = errors.SlabError("full", path="/dev/shm/x", errno=28, nbytes=4096)
+    assert (str(error), error.path, error.errno, error.nbytes) == ("full", "/dev/shm/x", 28, 4096)
+    bare = errors.SlabError("full")
+    assert (bare.path, bare.errno, bare.nbytes) == (None, None, None)
