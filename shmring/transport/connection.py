@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from shmring.core.framing import FrameDecoder, encode_frame
 from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
@@ -75,9 +75,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
     # -- asyncio's side --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=self._write_buffer_nbytes)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the interface, not the class
+        self._transport.set_write_buffer_limits(high=self._write_buffer_nbytes)
         self._flush()
 
     def data_received(self, data: bytes) -> None:

@@ -871,10 +871,11 @@ def test_a_reply_waits_for_space() -> None:
 def test_nobody_overtakes_the_first_who_waits_for_space() -> None:
     ledger = make_ledger(reply=4)
     connect(ledger, 1)
-    slot = take_reply(ledger, 1, 3)
-    queue_reply(ledger, 1, 7, 2)
+    first, second = take_reply(ledger, 1, 2), take_reply(ledger, 1, 1)
+    queue_reply(ledger, 1, 7, 3)
     queue_reply(ledger, 1, 8, 1)  # the one free block would do
-    effects = ledger.release_replies(1, [slot.generation])
+    assert ledger.release_replies(1, [second.generation]) == []  # now two are free
+    effects = ledger.release_replies(1, [first.generation])
     assert [effect.ticket for effect in effects if isinstance(effect, ReplyGranted)] == [7, 8]
 
 

@@ -1,0 +1,33 @@
+"""What the engine says about itself, as numbers by name; frontends export them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import shmring
+
+__all__ = ["EngineMetrics"]
+
+
+@dataclasses.dataclass(slots=True)
+class EngineMetrics:
+    """Counters of the engine core; times in seconds.
+
+    Attributes:
+        steps: steps executed.
+        step_requests: requests in them.
+        step_seconds: time spent in them.
+        failed_requests: requests that the executor refused or failed.
+        running_requests: requests in the step that is running.
+    """
+
+    steps: int = 0
+    step_requests: int = 0
+    step_seconds: float = 0.0
+    failed_requests: int = 0
+    running_requests: int = 0
+
+    def collect(self, ring: shmring.RingStatistics) -> dict[str, float]:
+        """Returns these counters and the ring's, by name. The epoch is an identity, not a number, and is left out."""
+        numbers = {f"ring_{name}": value for name, value in dataclasses.asdict(ring).items() if name != "epoch"}
+        return {**dataclasses.asdict(self), **numbers, "ring_slots_in_use": ring.slots_in_use}

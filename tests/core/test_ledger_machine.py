@@ -1,0 +1,619 @@
+"""The engine's book against a plain model: who owns each block, in one dict.
+
+The model does not predict *where* the ledger puts a lease, nor whom it recalls for a window. It knows who waits in which
+order, what may be granted and what must have been granted, and it mirrors slots, requests and replies exactly. At the
+end of each example every client dies and every claim is released, and the slab must be wholly free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shmring.core.effects import (
+    ClientGone,
+    Effect,
+    Granted,
+    Recalled,
+    Reclaimed,
+    Released,
+    ReplyGranted,
+    ReplySlot,
+    RequestAborted,
+)
+from shmring.core.ledger import BLOCK_NBYTES, GENERATION_BITS, Geometry, Ledger, LedgerLimits
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.states import EngineSlot, Lease, RequestEvent
+from shmring.errors import CapacityError, RemoteProtocolError
+
+MAX_CLIENTS = 4
+QUOTA = 6
+MAX_LEASES = 3
+MAX_LEASE = 4
+MAX_INFLIGHT = 3
+
+
+def snapshot(value: Any) -> Any:
+    """A deep, comparable copy of a book, in which the order of its dicts counts."""
+    if value is None or isinstance(value, int | str | enum.Enum):
+        return value
+    if isinstance(value, dict):
+        return [(key, snapshot(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [snapshot(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    names = getattr(type(value), "__slots__", None) or vars(value)
+    return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
+
+
+def longest_run(blocks: Iterable[int]) -> int:
+    longest = length = 0
+    last = -2
+    for block in sorted(blocks):
+        length = length + 1 if block == last + 1 else 1
+        longest, last = max(longest, length), block
+    return longest
+
+
+@dataclasses.dataclass
+class ModelLease:
+    start: int
+    blocks: int
+    recalled: bool = False
+    given_up: bool = False
+
+    @property
+    def range(self) -> set[int]:
+        return set(range(self.start, self.start + self.blocks))
+
+
+@dataclasses.dataclass
+class ModelSlot:
+    lease_id: int
+    start: int
+    blocks: int
+    state: EngineSlot
+
+    @property
+    def range(self) -> set[int]:
+        return set(range(self.start, self.start + self.blocks))
+
+
+@dataclasses.dataclass
+class ModelClient:
+    connected: bool = True
+    dead: bool = False
+    leases: dict[int, ModelLease] = dataclasses.field(default_factory=dict)
+    slots: dict[int, ModelSlot] = dataclasses.field(default_factory=dict)
+    requests: dict[int, tuple[bool, list[int]]] = dataclasses.field(default_factory=dict)  # running?, generations
+    replies: dict[int, ReplySlot] = dataclasses.field(default_factory=dict)
+    unsent: set[int] = dataclasses.field(default_factory=set)
+    last_n: int = 0
+    last_request: int = -1
+    last_token: int = 0
+
+    @property
+    def held(self) -> int:
+        return sum(lease.blocks for lease in self.leases.values())
+
+    @property
+    def reply_held(self) -> int:
+        return sum(slot.blocks for slot in self.replies.values())
+
+    def live_in(self, lease_id: int) -> set[int]:
+        return {block for slot in self.slots.values() if slot.lease_id == lease_id for block in slot.range}
+
+    def provable(self) -> list[int]:
+        """The leases that nobody can be using: their holder has gone, and no claim of ours reads them."""
+        return [
+            lease_id
+            for lease_id, lease in self.leases.items()
+            if not self.connected and (self.dead or lease.given_up) and not self.live_in(lease_id)
+        ]
+
+
+T = TypeVar("T")
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Events in any order, by up to four clients; their effects are checked one by one."""
+
+    @initialize(leasable=st.integers(2, 12), reply=st.integers(1, 6))
+    def create(self, leasable: int, reply: int) -> None:
+        self.geometry = Geometry(leasable_blocks=leasable, reply_blocks=reply)
+        self.ledger = Ledger(self.geometry, LedgerLimits(MAX_LEASE, QUOTA, MAX_LEASES, MAX_INFLIGHT))
+        self.leasable = set(range(1, 1 + leasable))
+        self.reserve = set(range(1 + leasable, 1 + leasable + reply))
+        self.clients: dict[int, ModelClient] = {}
+        self.wants: dict[int, tuple[int, int, int]] = {}  # by client: token, blocks, preferred; in order of arrival
+        self.reply_wants: dict[int, tuple[int, int]] = {}  # by ticket: client, blocks; in order of arrival
+        self.next_client = 1
+        self.next_ticket = 1
+
+    # -- the model ---------------------------------------------------------------------------------------------------------
+
+    def free(self) -> set[int]:
+        held = (lease.range for client in self.clients.values() for lease in client.leases.values())
+        return self.leasable.difference(*held)
+
+    def free_replies(self) -> set[int]:
+        slots = (slot for client in self.clients.values() for slot in client.replies.values())
+        return self.reserve.difference(*(range(slot.start, slot.start + slot.blocks) for slot in slots))
+
+    def over_quota(self, client_id: int, blocks: int) -> bool:
+        client = self.clients[client_id]
+        others = [c for i, c in self.clients.items() if i != client_id and (c.connected or c.leases)]
+        return len(client.leases) >= MAX_LEASES or bool(others and client.leases and client.held + blocks > QUOTA)
+
+    def over_reply_quota(self, client_id: int, blocks: int) -> bool:
+        client = self.clients[client_id]
+        return (
+            len(self.clients) > 1 and bool(client.replies) and 2 * (client.reply_held + blocks) > 2 * (len(self.reserve) // 2)
+        )
+
+    def take(self, grant: LeaseGrant, client_id: int) -> None:
+        lease = ModelLease(grant.offset // BLOCK_NBYTES, grant.nbytes // BLOCK_NBYTES)
+        assert (grant.offset, grant.nbytes) == (lease.start * BLOCK_NBYTES, lease.blocks * BLOCK_NBYTES)
+        assert lease.range <= self.free()
+        self.clients[client_id].leases[grant.lease_id] = lease
+
+    def take_reply(self, client_id: int, blocks: int, slot: ReplySlot) -> None:
+        assert slot.blocks == blocks
+        assert set(range(slot.start, slot.start + blocks)) <= self.free_replies()
+        assert not self.over_reply_quota(client_id, blocks)
+        self.clients[client_id].replies[slot.generation] = slot
+        self.clients[client_id].unsent.add(slot.generation)
+
+    def carry_out(self, effects: Sequence[Effect], expected: Sequence[Effect] = ()) -> None:
+        """Applies effects to the model. Those on slots and requests must be the expected ones; the rest must be sound."""
+        own = [effect for effect in effects if isinstance(effect, Released | RequestAborted)]
+        assert own == list(expected)
+        for effect in effects:
+            match effect:
+                case Granted(client_id, grant):
+                    token, blocks, preferred = self.wants.pop(client_id)
+                    assert grant.token == token
+                    assert grant.nbytes in {blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES}
+                    assert not self.over_quota(client_id, grant.nbytes // BLOCK_NBYTES)
+                    self.take(grant, client_id)
+                case Recalled(client_id, lease_ids):
+                    assert self.clients[client_id].connected
+                    for lease_id in lease_ids:
+                        lease = self.clients[client_id].leases[lease_id]
+                        assert not lease.recalled
+                        lease.recalled = True
+                case ReplyGranted(ticket, slot):
+                    client_id, blocks = self.reply_wants.pop(ticket)
+                    self.take_reply(client_id, blocks, slot)
+                case Reclaimed(client_id, nbytes):
+                    client = self.clients[client_id]
+                    freed = [client.leases.pop(lease_id) for lease_id in client.provable()]
+                    assert nbytes == sum(lease.blocks for lease in freed) * BLOCK_NBYTES > 0
+                case ClientGone(client_id):
+                    client = self.clients.pop(client_id)
+                    assert not client.connected
+                    assert not client.leases
+                    assert not client.replies
+
+    # -- drawing -----------------------------------------------------------------------------------------------------------
+
+    def connected(self) -> list[int]:
+        return [client_id for client_id, client in self.clients.items() if client.connected]
+
+    def draw_client(self, data: Any) -> tuple[int, ModelClient]:
+        client_id = data.draw(st.sampled_from(self.connected()), label="client")
+        return client_id, self.clients[client_id]
+
+    def draw_from(self, data: Any, items: Iterable[T]) -> T:
+        return data.draw(st.sampled_from(list(items)))  # type: ignore[no-any-return]
+
+    def slots_in(self, *states: EngineSlot) -> list[tuple[int, int]]:
+        return [(c, g) for c, client in self.clients.items() for g, slot in client.slots.items() if slot.state in states]
+
+    def requests(self, running: bool) -> list[tuple[int, int]]:
+        return [
+            (c, r)
+            for c, client in self.clients.items()
+            for r, (is_running, _) in client.requests.items()
+            if is_running == running
+        ]
+
+    # -- clients -----------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.clients) < MAX_CLIENTS)
+    @rule(blocks=st.integers(0, 6))
+    def connect(self, blocks: int) -> None:
+        client_id, self.next_client = self.next_client, self.next_client + 1
+        wanted = min(max(1, blocks), MAX_LEASE)
+        fits = not self.wants and longest_run(self.free()) >= wanted
+        grant = self.ledger.connect(client_id, blocks * BLOCK_NBYTES)
+        self.clients[client_id] = ModelClient()
+        assert (grant is not None) == fits
+        if grant is not None:
+            assert (grant.token, grant.nbytes) == (0, wanted * BLOCK_NBYTES)
+            self.take(grant, client_id)
+
+    def leave(self, client_id: int) -> list[Effect]:
+        """The model's half of a disconnect; returns the effects it expects on requests."""
+        client = self.clients[client_id]
+        expected: list[Effect] = [RequestAborted(client_id, r, running) for r, (running, _) in client.requests.items()]
+        client.slots = {g: slot for g, slot in client.slots.items() if slot.state is not EngineSlot.PUBLISHED}
+        client.requests.clear()
+        client.connected = False
+        self.wants.pop(client_id, None)
+        self.reply_wants = {ticket: want for ticket, want in self.reply_wants.items() if want[0] != client_id}
+        return expected
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data())
+    def disconnect(self, data: Any) -> None:
+        client_id, _ = self.draw_client(data)
+        expected = self.leave(client_id)
+        self.carry_out(self.ledger.disconnect(client_id), expected)
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data())
+    def goodbye(self, data: Any) -> None:
+        client_id, client = self.draw_client(data)
+        kept = data.draw(st.sets(st.sampled_from([*client.leases, 999])), label="kept leases")
+        kept_replies = data.draw(st.sets(st.sampled_from([*client.replies, 999])), label="kept replies")
+        for lease_id, lease in client.leases.items():
+            lease.given_up = lease_id not in kept
+        client.replies = {g: slot for g, slot in client.replies.items() if g in kept_replies | client.unsent}
+        expected = self.leave(client_id)
+        self.carry_out(self.ledger.goodbye(client_id, kept, kept_replies), expected)
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def die(self, data: Any) -> None:
+        client_id = self.draw_from(data, [*self.clients, 999])
+        self.kill(client_id)
+
+    def kill(self, client_id: int) -> None:
+        client = self.clients.get(client_id)
+        if client is None:
+            assert self.ledger.died(client_id) == []
+            return
+        expected = self.leave(client_id) if client.connected else []
+        client.dead = True
+        client.replies = {g: slot for g, slot in client.replies.items() if g in client.unsent}
+        self.carry_out(self.ledger.died(client_id), expected)
+
+    # -- leases ------------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data(), blocks=st.integers(1, 14), preferred=st.integers(0, 14))
+    def request_lease(self, data: Any, blocks: int, preferred: int) -> None:
+        client_id, client = self.draw_client(data)
+        client.last_token += 1
+        if blocks > len(self.leasable):
+            self.refuses(lambda: self.ledger.request_lease(client_id, client.last_token, blocks * BLOCK_NBYTES, 0))
+            return
+        self.wants[client_id] = (client.last_token, blocks, min(max(blocks, preferred), len(self.leasable)))
+        nbytes, preferred_nbytes = blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES
+        self.carry_out(self.ledger.request_lease(client_id, client.last_token, nbytes, preferred_nbytes))
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data())
+    def withdraw_request(self, data: Any) -> None:
+        client_id, client = self.draw_client(data)
+        client.last_token += 1
+        self.wants.pop(client_id, None)
+        self.carry_out(self.ledger.request_lease(client_id, client.last_token, 0, 0))
+
+    @precondition(lambda self: any(self.clients[c].leases for c in self.connected()))
+    @rule(data=st.data())
+    def return_leases(self, data: Any) -> None:
+        client_id = self.draw_from(data, [c for c in self.connected() if self.clients[c].leases])
+        client = self.clients[client_id]
+        lease_ids = data.draw(st.lists(st.sampled_from(list(client.leases)), min_size=1, max_size=3), label="leases")
+        if any(client.live_in(lease_id) for lease_id in lease_ids):
+            self.refuses(lambda: self.ledger.return_leases(client_id, lease_ids))
+            return
+        for lease_id in set(lease_ids):
+            del client.leases[lease_id]
+        self.carry_out(self.ledger.return_leases(client_id, lease_ids))
+
+    # -- requests and slots --------------------------------------------------------------------------------------------------
+
+    def draw_slot(self, data: Any, client_id: int, taken: set[int]) -> tuple[SlotRef, ModelSlot] | None:
+        """A slot in a free part of a lease of this client."""
+        client = self.clients[client_id]
+        places = [
+            (lease_id, block)
+            for lease_id, lease in client.leases.items()
+            for block in lease.range - client.live_in(lease_id) - taken
+        ]
+        if not places:
+            return None
+        lease_id, start = self.draw_from(data, sorted(places))
+        free = client.leases[lease_id].range - client.live_in(lease_id) - taken
+        blocks = 1
+        while start + blocks in free and data.draw(st.booleans(), label="longer"):
+            blocks += 1
+        client.last_n += data.draw(st.integers(1, 3), label="generation step")
+        nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+        ref = SlotRef(lease_id, start * BLOCK_NBYTES, nbytes, client_id << GENERATION_BITS | client.last_n)
+        return ref, ModelSlot(lease_id, start, blocks, EngineSlot.PUBLISHED)
+
+    @precondition(lambda self: any(len(self.clients[c].requests) < MAX_INFLIGHT for c in self.connected()))
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def submit(self, data: Any, count: int) -> None:
+        client_id = self.draw_from(data, [c for c in self.connected() if len(self.clients[c].requests) < MAX_INFLIGHT])
+        client = self.clients[client_id]
+        slots: dict[int, ModelSlot] = {}
+        refs: list[SlotRef] = []
+        for _ in range(count):
+            drawn = self.draw_slot(data, client_id, {block for slot in slots.values() for block in slot.range})
+            if drawn is not None:
+                refs.append(drawn[0])
+                slots[drawn[0].generation] = drawn[1]
+        client.last_request += 1
+        self.ledger.submit(client_id, client.last_request, refs)
+        client.slots |= slots
+        client.requests[client.last_request] = (False, list(slots))
+
+    def refuses(self, event: Callable[[], object]) -> None:
+        before = snapshot(self.ledger)
+        with pytest.raises(RemoteProtocolError):
+            event()
+        assert snapshot(self.ledger) == before
+
+    @precondition(lambda self: any(self.clients[c].leases for c in self.connected()))
+    @rule(data=st.data(), beside=st.booleans())
+    def submit_a_forgery(self, data: Any, beside: bool) -> None:
+        client_id = self.draw_from(data, [c for c in self.connected() if self.clients[c].leases])
+        client = self.clients[client_id]
+        last_n = client.last_n
+        good = self.draw_slot(data, client_id, set()) if beside else None
+        taken = good[1].range if good else set()
+        bad = self.draw_slot(data, client_id, taken)
+        if bad is None:
+            client.last_n = last_n
+            return
+        ref = bad[0]
+        old = client_id << GENERATION_BITS | data.draw(st.integers(0, last_n), label="old")
+        not_free = sorted(set(range(-1, 40)) - (client.leases[ref.lease_id].range - client.live_in(ref.lease_id) - taken))
+        changes = self.draw_from(
+            data,
+            [
+                {"generation": old},
+                {"generation": ref.generation + (1 << GENERATION_BITS)},
+                {"generation": client.last_n},
+                {"lease_id": self.draw_from(data, sorted(set(range(60)) - set(client.leases)))},
+                {"offset": ref.offset + data.draw(st.integers(1, BLOCK_NBYTES - 1))},
+                {"offset": max(0, self.draw_from(data, not_free)) * BLOCK_NBYTES},
+                {"nbytes": ref.nbytes + len(self.leasable) * BLOCK_NBYTES},
+                {"nbytes": 2**62},
+            ],
+        )
+        forged = SlotRef(**{name: getattr(ref, name) for name in ref.__struct_fields__} | changes)
+        self.refuses(lambda: self.ledger.submit(client_id, client.last_request + 1, [*([good[0]] if good else []), forged]))
+        client.last_n = last_n
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data())
+    def submit_an_old_request(self, data: Any) -> None:
+        client_id, client = self.draw_client(data)
+        if client.last_request >= 0:
+            request_id = data.draw(st.integers(0, client.last_request))
+            self.refuses(lambda: self.ledger.submit(client_id, request_id, []))
+
+    @precondition(lambda self: any(len(self.clients[c].requests) == MAX_INFLIGHT for c in self.connected()))
+    @rule(data=st.data())
+    def submit_too_many(self, data: Any) -> None:
+        client_id = self.draw_from(data, [c for c in self.connected() if len(self.clients[c].requests) == MAX_INFLIGHT])
+        self.refuses(lambda: self.ledger.submit(client_id, self.clients[client_id].last_request + 1, []))
+
+    @precondition(lambda self: self.requests(running=False))
+    @rule(data=st.data())
+    def claim(self, data: Any) -> None:
+        client_id, request_id = self.draw_from(data, self.requests(running=False))
+        client = self.clients[client_id]
+        _, generations = client.requests[request_id]
+        client.requests[request_id] = (True, generations)
+        self.ledger.claim(client_id, request_id)
+        for generation in generations:
+            client.slots[generation].state = EngineSlot.CLAIMED
+
+    @precondition(lambda self: self.requests(running=False) + self.requests(running=True))
+    @rule(data=st.data(), event=st.sampled_from([RequestEvent.FINISH, RequestEvent.ERROR, RequestEvent.DEADLINE]))
+    def end(self, data: Any, event: RequestEvent) -> None:
+        waiting = self.requests(running=False) if event is not RequestEvent.FINISH else []
+        candidates = self.requests(running=True) + waiting
+        if not candidates:
+            return
+        client_id, request_id = self.draw_from(data, candidates)
+        running, generations = self.clients[client_id].requests.pop(request_id)
+        assert self.ledger.end(client_id, request_id, event)
+        assert not self.ledger.end(client_id, request_id, event)
+        if not running:
+            for generation in generations:
+                self.clients[client_id].slots[generation].state = EngineSlot.CLAIMED
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data())
+    def abort(self, data: Any) -> None:
+        client_id, client = self.draw_client(data)
+        request_id = self.draw_from(data, [*client.requests, 999])
+        if request_id not in client.requests:
+            assert self.ledger.abort(client_id, request_id) == []
+            return
+        running, generations = client.requests.pop(request_id)
+        released = [g for g in generations if g in client.slots and client.slots[g].state is EngineSlot.PUBLISHED]
+        expected: list[Effect] = [RequestAborted(client_id, request_id, running)]
+        if released:
+            expected.append(Released(client_id, tuple(released)))
+        for generation in released:
+            del client.slots[generation]
+        self.carry_out(self.ledger.abort(client_id, request_id), expected)
+
+    def told(self, client_id: int, released: Sequence[int]) -> list[Effect]:
+        return [Released(client_id, tuple(released))] if released and self.clients[client_id].connected else []
+
+    @precondition(lambda self: self.slots_in(EngineSlot.CLAIMED))
+    @rule(data=st.data())
+    def release_slots(self, data: Any) -> None:
+        client_id, _ = self.draw_from(data, self.slots_in(EngineSlot.CLAIMED))
+        client = self.clients[client_id]
+        claimed = [g for g, slot in client.slots.items() if slot.state is EngineSlot.CLAIMED]
+        generations = data.draw(st.lists(st.sampled_from(claimed), min_size=1, unique=True), label="released")
+        viewed = data.draw(st.sets(st.sampled_from(claimed)), label="viewed")
+        for generation in generations:
+            if generation in viewed:
+                client.slots[generation].state = EngineSlot.DRAINING
+            else:
+                del client.slots[generation]
+        expected = self.told(client_id, [g for g in generations if g not in viewed])
+        self.carry_out(self.ledger.release_slots(client_id, generations, viewed), expected)
+
+    @precondition(lambda self: self.slots_in(EngineSlot.DRAINING))
+    @rule(data=st.data())
+    def last_view_gone(self, data: Any) -> None:
+        self.drain(*self.draw_from(data, self.slots_in(EngineSlot.DRAINING)))
+
+    def drain(self, client_id: int, generation: int) -> None:
+        del self.clients[client_id].slots[generation]
+        self.carry_out(self.ledger.last_view_gone(client_id, generation), self.told(client_id, [generation]))
+
+    # -- replies -------------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.connected())
+    @rule(data=st.data(), blocks=st.integers(1, 7), wait=st.booleans())
+    def acquire_reply(self, data: Any, blocks: int, wait: bool) -> None:
+        client_id, _ = self.draw_client(data)
+        nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+        if blocks > len(self.reserve):
+            with pytest.raises(CapacityError):
+                self.ledger.acquire_reply(client_id, nbytes)
+            return
+        overtakes = any(not self.over_reply_quota(*want) for want in self.reply_wants.values())
+        fits = longest_run(self.free_replies()) >= blocks and not self.over_reply_quota(client_id, blocks)
+        slot = self.ledger.acquire_reply(client_id, nbytes)
+        assert (slot is not None) == (fits and not overtakes)
+        if slot is not None:
+            self.take_reply(client_id, blocks, slot)
+        elif wait:
+            self.ledger.queue_reply(client_id, self.next_ticket, nbytes)
+            self.reply_wants[self.next_ticket] = (client_id, blocks)
+            self.next_ticket += 1
+
+    @precondition(lambda self: self.reply_wants)
+    @rule(data=st.data())
+    def cancel_reply(self, data: Any) -> None:
+        ticket = self.draw_from(data, self.reply_wants)
+        del self.reply_wants[ticket]
+        self.carry_out(self.ledger.cancel_reply(ticket))
+
+    @precondition(lambda self: any(client.unsent for client in self.clients.values()))
+    @rule(data=st.data(), sent=st.booleans())
+    def finish_reply(self, data: Any, sent: bool) -> None:
+        self.settle_reply(
+            *self.draw_from(data, [(c, g) for c, client in self.clients.items() for g in client.unsent]), sent=sent
+        )
+
+    def settle_reply(self, client_id: int, generation: int, *, sent: bool) -> None:
+        """The engine has written a reply slot: it sends it, unless nobody is there to read it."""
+        client = self.clients[client_id]
+        client.unsent.remove(generation)
+        if sent and client.connected:
+            self.ledger.reply_sent(client_id, generation)
+            return
+        del client.replies[generation]
+        self.carry_out(self.ledger.discard_reply(client_id, generation))
+
+    @precondition(lambda self: any(self.clients[c].replies for c in self.connected()))
+    @rule(data=st.data(), forged=st.booleans())
+    def release_replies(self, data: Any, forged: bool) -> None:
+        client_id = self.draw_from(data, [c for c in self.connected() if self.clients[c].replies])
+        client = self.clients[client_id]
+        sent = sorted(set(client.replies) - client.unsent)
+        others = sorted(set(range(30)) - set(sent))
+        generations = data.draw(st.lists(st.sampled_from(sent), max_size=3) if sent else st.just([]), label="released")
+        if forged:
+            self.refuses(lambda: self.ledger.release_replies(client_id, [*generations, self.draw_from(data, others)]))
+            return
+        for generation in set(generations):
+            del client.replies[generation]
+        self.carry_out(self.ledger.release_replies(client_id, generations))
+
+    # -- what holds after each event -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_book_is_sound(self) -> None:
+        self.ledger.check()
+
+    @invariant()
+    def the_book_is_the_models(self) -> None:
+        assert self.ledger.clients.keys() == self.clients.keys()
+        for client_id, client in self.clients.items():
+            record = self.ledger.clients[client_id]
+            assert {i: (lease.start, lease.blocks) for i, lease in record.leases.items()} == {
+                i: (lease.start, lease.blocks) for i, lease in client.leases.items()
+            }
+            assert {g: (slot.start, slot.blocks, slot.state) for g, slot in record.slots.items()} == {
+                g: (slot.start, slot.blocks, slot.state) for g, slot in client.slots.items()
+            }
+            assert record.requests.keys() == client.requests.keys()
+            assert record.replies == client.replies
+            assert not client.provable(), "what is proven unused was not freed"
+            assert client.connected or client.leases or client.replies, "who has nothing left was not forgotten"
+        assert list(self.ledger._wants) == list(self.wants)
+        assert list(self.ledger._reply_wants) == list(self.reply_wants)
+        assert self.ledger.free_nbytes == len(self.free()) * BLOCK_NBYTES
+        assert self.ledger.reply_free_nbytes == len(self.free_replies()) * BLOCK_NBYTES
+
+    @invariant()
+    def nobody_waits_for_a_lease_that_could_be_granted(self) -> None:
+        window = self.ledger._window
+        reserved = set(range(window.start, window.end)) if window is not None else set()
+        eligible = [client_id for client_id, (_, blocks, _) in self.wants.items() if not self.over_quota(client_id, blocks)]
+        assert (window is not None) == bool(eligible), "the first who can't be served has a window, and nobody else"
+        assert window is None or window.client_id in eligible
+        assert window is None or window.blocks == self.wants[window.client_id][1]
+        for client_id in eligible:
+            usable = self.free() if window is not None and window.client_id == client_id else self.free() - reserved
+            assert longest_run(usable) < self.wants[client_id][1]
+        for client in self.clients.values():
+            for lease in client.leases.values():
+                assert lease.recalled or not client.connected or not lease.range & reserved, (
+                    "a lease in the window was not recalled"
+                )
+
+    @invariant()
+    def nobody_waits_for_a_reply_that_could_be_granted(self) -> None:
+        first = next((want for want in self.reply_wants.values() if not self.over_reply_quota(*want)), None)
+        assert first is None or longest_run(self.free_replies()) < first[1]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        for client_id in list(self.clients):
+            self.kill(client_id)
+        for client_id, generation in self.slots_in(EngineSlot.CLAIMED):
+            del self.clients[client_id].slots[generation]
+            self.carry_out(self.ledger.release_slots(client_id, [generation], ()))
+        for client_id, generation in self.slots_in(EngineSlot.DRAINING):
+            self.drain(client_id, generation)
+        for client_id, client in list(self.clients.items()):
+            for generation in list(client.unsent):
+                self.settle_reply(client_id, generation, sent=True)
+        self.ledger.check()
+        assert self.ledger.clients == {}
+        assert self.ledger.free_nbytes == len(self.leasable) * BLOCK_NBYTES
+        assert self.ledger.reply_free_nbytes == len(self.reserve) * BLOCK_NBYTES
+        assert self.ledger.waiting_lease_requests == 0
+        assert (self.ledger._reply_wants, self.ledger._window) == ({}, None)
+        assert [self.ledger.leased_nbytes(state) for state in Lease] == [0, 0, 0]
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
