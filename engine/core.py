@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -160,9 +161,9 @@ class EngineCore:
 def _execute(executor: Executor, batch: list[EngineRequest]) -> Sequence[EncodeReply | Exception]:
     try:
         outputs = executor.execute([request.payload for request in batch])
-    except Exception as error:
-        logger.exception("the executor failed a batch of %d", len(batch))
-        # Without its traceback, whose frames would keep the batch's slots.
+    except Exception as error:  # noqa: BLE001 - whatever an executor raises fails its batch, and nothing else
+        # As text, and without its traceback: its frames would keep the batch's slots for as long as anybody keeps it.
+        logger.error("the executor failed a batch of %d\n%s", len(batch), traceback.format_exc())
         return [error.with_traceback(None)] * len(batch)
     if len(outputs) != len(batch):
         return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)

@@ -104,6 +104,21 @@ class Submission:
         self._pending.drop_replies()
 
 
+class _Preparing:
+    """A named request that is not sent yet: its payload waits for space, or is being copied."""
+
+    def __init__(self, name: str, task: asyncio.Task[Any] | None) -> None:
+        self.name = name
+        self.task = task
+        self.aborted = False
+
+    def abort(self) -> None:
+        """Wakes its task, which then tells an abort from a cancellation by ``aborted``."""
+        self.aborted = True
+        if self.task is not None:
+            self.task.cancel()
+
+
 class RingClient:
     """A frontend's end. Made by :func:`connect`.
 
@@ -121,6 +136,7 @@ class RingClient:
         self._counters = ClientCounters()
         self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
         self._decoders: dict[Any, PayloadDecoder] = {}
+        self._preparing: set[_Preparing] = set()
         self._session: Session | None = None
         self._attached = asyncio.Event()
         self._reattaching: asyncio.Task[None] | None = None
@@ -200,8 +216,18 @@ class RingClient:
     async def submit(self, payload: object, *, request_id: str = "") -> Submission:
         """Sends a payload, and returns when it is the engine's: the first half of :meth:`request`."""
         self._check_name(request_id)
-        session = await self._ready()
-        return Submission(self, await session.submit(payload, request_id))
+        if not request_id:
+            return Submission(self, await (await self._ready()).submit(payload, request_id))
+        preparing = _Preparing(request_id, asyncio.current_task())
+        self._preparing.add(preparing)
+        try:
+            return Submission(self, await (await self._ready()).submit(payload, request_id))
+        except asyncio.CancelledError:
+            if not preparing.aborted or preparing.task is None or preparing.task.uncancel():
+                raise
+            raise AbortedError(f"request {request_id} was aborted before it was sent", request_id=request_id) from None
+        finally:
+            self._preparing.discard(preparing)
 
     def submit_nowait(self, payload: object, *, request_id: str = "") -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
@@ -219,12 +245,15 @@ class RingClient:
             How many were in flight; an unknown one is none, it may just have ended.
         """
         names = {request_id} if isinstance(request_id, str) else set(request_id)
+        preparing = [one for one in self._preparing if one.name in names and not one.aborted]
+        for one in preparing:
+            one.abort()
         if self._session is None:
-            return 0
+            return len(preparing)
         found = [pending for pending in self._session.pending.values() if pending.name in names and not pending.ended]
         for pending in found:
             Submission(self, pending).abort()
-        return len(found)
+        return len(preparing) + len(found)
 
     async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
         """Calls a control method of the engine (see ``calls`` of :func:`shmring.serve`) and returns its result.

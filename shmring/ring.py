@@ -322,8 +322,11 @@ class Ring:
             if not claim.aborted:
                 raise
         except Exception:
-            # The request has failed and its frontend knows; what is left is to tell whoever reads the log.
-            logger.exception("the handler of request %d of client %d failed", claim.request_id, claim.client_id)
+            # The request has failed and its frontend knows; what is left is to tell whoever reads the log. As text: a
+            # log handler that keeps the exception would keep its frames, and they the views of the request's slots.
+            logger.error(
+                "the handler of request %d of client %d failed\n%s", claim.request_id, claim.client_id, traceback.format_exc()
+            )
 
     async def _request_arrived(self) -> None:
         future = self.loop.create_future()

@@ -440,6 +440,7 @@ class Session:
         """Takes a slot if none has to be waited for; else asks for a lease in passing, and raises WouldBlock."""
         slot = self.book.acquire(nbytes, held=held)
         if slot is None:
+            self._carry_out(self.book.wish(nbytes))
             raise WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
         return slot
 
@@ -535,7 +536,11 @@ class Session:
         slot: SlotRecord | None = None
         if packed.copy_nbytes > int(self.config.inline_nbytes):
             slot = self.acquire_nowait(packed.copy_nbytes, held=False)
-            self._copier.copy_nowait(packed, self._slab.anchor(content_start(slot), slot.nbytes))
+            try:
+                self._copier.copy_nowait(packed, self._slab.anchor(content_start(slot), slot.nbytes))
+            except BaseException:
+                self._carry_out(self.book.give_up(slot, self.loop.time()))
+                raise
         with contextlib.suppress(StopIteration):
             self._in_flight.acquire().send(None)  # an unlocked semaphore is acquired without suspending
         return self._send(packed, in_place, slot, name)

@@ -110,6 +110,7 @@ class LeaseBook:
         self._others: set[SlotRecord] = set()  # WRITING, CACHED, DRAINING
         self._token = 0
         self._requested_nbytes = 0  # of the lease request that is outstanding
+        self._wished = 0  # bytes that a caller who does not wait would have liked to find
         self._next_generation = (limits.client_id << GENERATION_BITS) + 1
 
     # -- leases ----------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class LeaseBook:
             raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of the slab")
         self.leases[grant.lease_id] = HeldLease(grant.lease_id, grant.token == 0, RunAllocator(start, blocks), now)
         if grant.token == self._token:
-            self._requested_nbytes = 0
+            self._requested_nbytes = self._wished = 0
         return self._serve_waiters()
 
     def recalled(self, lease_ids: Collection[int]) -> list[Effect]:
@@ -171,6 +172,11 @@ class LeaseBook:
         self._waiters[ticket] = Waiter(nbytes, held)
         return self._serve_waiters()
 
+    def wish(self, nbytes: int) -> list[Effect]:
+        """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one."""
+        self._wished = nbytes
+        return self._serve_waiters()
+
     def cancel(self, ticket: int) -> list[Effect]:
         """Leaves the line, and passes the turn on."""
         self._waiters.pop(ticket, None)
@@ -209,16 +215,16 @@ class LeaseBook:
                 break
             del self._waiters[ticket]
             effects.append(Acquired(ticket, slot))
-        waiting = next(iter(self._waiters.values()), None)
+        first = next(iter(self._waiters.values()), None)
+        needed = self._wished if first is None else first.nbytes
         # What is empty can't hold what the first waiter needs, or it would have it.
         effects += self._return(
-            [lease for lease in self.leases.values() if lease.slots.is_empty and (lease.recalled or waiting is not None)]
+            [lease for lease in self.leases.values() if lease.slots.is_empty and (lease.recalled or first is not None)]
         )
-        return effects + self._request_lease(waiting)
+        return effects + self._request_lease(slot_blocks(needed) * BLOCK_NBYTES if first is not None or needed else 0)
 
-    def _request_lease(self, waiting: Waiter | None) -> list[Effect]:
-        """Makes the outstanding lease request what the first waiter needs (nothing, if nobody waits)."""
-        nbytes = slot_blocks(waiting.nbytes) * BLOCK_NBYTES if waiting is not None else 0
+    def _request_lease(self, nbytes: int) -> list[Effect]:
+        """Makes the outstanding lease request what is needed; 0 withdraws it."""
         if nbytes == self._requested_nbytes or (nbytes and len(self.leases) >= self.limits.max_leases):
             return []
         self._token += 1

@@ -1,0 +1,47 @@
+# Each target installs what it needs into .venv, once, and does its job.
+#   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
+#   make test     style, types, tests, coverage of the core, and a check that nothing is left behind
+#   make format   rewrites the sources in the project's style
+#   make clean    removes .venv and what the tools cached
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint types pytest leftovers format clean install
+
+demo: $(INSTALLED)
+	$(BIN)/shmring demo
+
+test: lint types pytest leftovers
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+pytest: $(INSTALLED)
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+leftovers: pytest
+	$(BIN)/python tests/leftovers.py
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)
+
+# torch first and pinned: whatever else depends on it then takes this one.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shmring needs Python 3.11 or later: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build *.egg-info

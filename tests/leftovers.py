@@ -1,0 +1,29 @@
+"""Fails if a test run has left anything behind: memory in /dev/shm, a socket, a process of ours. Run by ``make test``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def leftovers() -> list[str]:
+    """Returns a line for each thing that should not be there."""
+    found = [f"memory: {path}" for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-*")]
+    for process in psutil.process_iter(["pid", "exe", "cmdline", "cwd", "status"]):
+        command = " ".join(process.info["cmdline"] or [])
+        is_ours = str(ROOT / ".venv") in command or (process.info["cwd"] or "").startswith(str(ROOT / "tests"))
+        ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+        if is_ours and process.info["pid"] not in ancestors and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(f"process {process.info['pid']}: {command}")
+    return found
+
+
+if __name__ == "__main__":
+    lines = leftovers()
+    print("\n".join(["left behind:", *lines]) if lines else "nothing is left behind")
+    sys.exit(bool(lines))
