@@ -1,0 +1,91 @@
+"""``python -m engine`` as a process: starts, ends on a signal or with its parent, says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shmring
+from engine.client import EngineClient
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def start(socket_dir: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "engine", "--name", "main", "--slab-nbytes", "16MiB", "--socket-dir", str(socket_dir)]
+    return subprocess.Popen([*command, *options], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_it_serves_until_a_signal_ends_it_cleanly(socket_dir: Path, number: signal.Signals) -> None:
+    engine = start(socket_dir)
+    try:
+        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+            assert (await client.describe()).executor == "features"
+            engine.send_signal(number)
+            assert await asyncio.to_thread(engine.wait, 20) == 0
+    finally:
+        engine.kill()
+        engine.communicate()
+    assert list(socket_dir.iterdir()) == []
+
+
+def test_a_slab_that_does_not_fit_is_one_clear_line(socket_dir: Path) -> None:
+    engine = start(socket_dir, "--slab-nbytes", "4000GiB")
+    _, errors = engine.communicate(timeout=60)
+    assert engine.returncode == 1
+    assert errors.startswith("shmring engine: reserving 4294967296000 bytes in /dev/shm failed")
+    assert "Traceback" not in errors
+
+
+def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(socket_dir: Path) -> None:
+    async def check() -> None:
+        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+            second = start(socket_dir)
+            _, errors = await asyncio.to_thread(second.communicate, timeout=60)
+            assert second.returncode == 1
+            assert f"an engine named 'main' is running already (pid {first.pid}" in errors
+            await client.check_health()
+
+    first = start(socket_dir)
+    try:
+        asyncio.run(check())
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_it_ends_with_its_parent(socket_dir: Path) -> None:
+    """The parent starts an engine, tells its pid, and is killed."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        "options = sys.argv[1:] + ['--parent-pid', str(os.getpid())]\n"
+        "print(subprocess.Popen([sys.executable, '-m', 'engine', *options]).pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    options = ["--name", "orphan", "--slab-nbytes", "16MiB", "--socket-dir", str(socket_dir)]
+    parent = subprocess.Popen([sys.executable, "-c", code, *options], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pidfd = os.pidfd_open(int(parent.stdout.readline()))
+
+    async def wait_until_ready() -> None:
+        async with shmring.connect("orphan", socket_dir=str(socket_dir), connect_timeout_s=30):
+            pass
+
+    try:
+        asyncio.run(wait_until_ready())
+        parent.kill()
+        ended, _, _ = select.select([pidfd], [], [], 20)
+        assert ended, "the engine outlives its parent"
+    finally:
+        os.close(pidfd)
+        parent.kill()
+        parent.communicate()
