@@ -293,6 +293,7 @@ class Session:
                 self.counters.stale_releases += unknown
                 self._carry_out(effects)
             case LeaseGrant():
+                self._arriving[message.lease_id] = False  # now, not when the task starts: a recall may be right behind
                 task = self.loop.create_task(self._add_lease(message))
                 self._prefaulting.add(task)
                 task.add_done_callback(self._prefaulting.discard)
@@ -366,7 +367,6 @@ class Session:
 
     async def _add_lease(self, grant: LeaseGrant) -> None:
         """Touches a lease's pages off the loop, then takes it into the book."""
-        self._arriving[grant.lease_id] = False
         if grant.offset + grant.nbytes <= self._slab.nbytes:
             if self.config.map_leased_only:
                 self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
@@ -380,7 +380,7 @@ class Session:
             self.protocol_violated(error)
             return
         self._carry_out(effects)
-        if self._arriving.pop(grant.lease_id):
+        if self._arriving.pop(grant.lease_id, False):
             self._carry_out(self.book.recalled([grant.lease_id]))
 
     def _carry_out(self, effects: list[Effect]) -> None:
