@@ -1,0 +1,188 @@
+"""What the tests of the transport share: both event loops, short-lived socket directories, rings and clients that are
+closed again, waiting for a condition, and checks that nothing of ours outlives a test or the session.
+
+Nothing here sleeps to synchronise: ``eventually`` polls a condition and fails with it when its deadline has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+import shmring
+from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
+
+BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "both_loops: run each asynchronous test on plain asyncio and on uvloop")
+    torch.set_num_threads(1)  # the machine's cores are for the processes under test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("both_loops") is not None:
+        return BOTH_LOOPS
+    return {"asyncio": asyncio.new_event_loop}
+
+
+# -- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def _segments() -> list[str]:
+    return [path.name for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}-{os.getuid()}-*")]
+
+
+def _children() -> dict[int, str]:
+    """The living children of this process, by pid; multiprocessing's own tracker is none of ours."""
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        for pid in (thread / "children").read_text().split():
+            try:
+                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except FileNotFoundError:
+                continue
+            if "multiprocessing.resource_tracker" not in command:
+                found[int(pid)] = command
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """The session leaves no segment in /dev/shm and no child process."""
+    gc.collect()
+    gc.freeze()  # what was imported is not garbage: collections after each test stay cheap
+    yield
+    deadline = time.monotonic() + 5
+    while (_segments() or _children()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _segments() == [], "segments are left in /dev/shm"
+    assert _children() == {}, "child processes survive"
+
+
+class _Complaints(logging.Handler):
+    """What asyncio reports because nobody retrieved it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(self.format(record))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost() -> Iterator[None]:
+    """No task or future ends with an exception that nobody looks at, and no callback raises."""
+    complaints = _Complaints()
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(complaints)
+    try:
+        yield
+        gc.collect()
+    finally:
+        logger.removeHandler(complaints)
+    assert complaints.messages == []
+
+
+# -- waiting ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Awaitable[Any]]:
+    """``await eventually(condition, timeout=5)``: polls until it is true, and fails when the time is up."""
+
+    async def poll(condition: Callable[[], Any], timeout: float = 5.0) -> Any:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while not (result := condition()):
+            assert loop.time() < deadline, f"not true within {timeout} s: {inspect.getsource(condition).strip()}"
+            await asyncio.sleep(0.002)
+        return result
+
+    return poll
+
+
+# -- both ends ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A private directory whose path is short enough for a socket's address."""
+    path = Path(tempfile.mkdtemp(prefix="shmr-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.Ring]]]:
+    """``await serve(handler=None, name="test", **options)``: a small ring, with ``ring.run(handler)`` if there is one."""
+    rings: list[shmring.Ring] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start(handler: Any = None, name: str = "test", max_concurrency: int = 64, **options: Any) -> shmring.Ring:
+        settings: dict[str, Any] = {"slab_nbytes": "1MiB", "socket_dir": str(socket_dir)}
+        ring = await shmring.serve(name, **(settings | options))
+        rings.append(ring)
+        if handler is not None:
+            tasks.append(asyncio.create_task(ring.run(handler, max_concurrency)))
+        return ring
+
+    yield start
+    for ring in rings:
+        await ring.close()
+    await asyncio.gather(*tasks)
+    for ring in rings:
+        ring._ledger.check()
+
+
+@pytest.fixture
+async def connect(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.RingClient]]]:
+    """``await connect(name="test", **options)``: a client with small leases; closed before the rings are."""
+    clients: list[shmring.RingClient] = []
+
+    async def open_client(name: str = "test", **options: Any) -> shmring.RingClient:
+        settings: dict[str, Any] = {"lease_nbytes": "64KiB", "socket_dir": str(socket_dir)}
+        client = await shmring.connect(name, **(settings | options))
+        clients.append(client)
+        return client
+
+    yield open_client
+    for client in clients:
+        await client.close()
+
+
+@pytest.fixture
+def settled(eventually: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[None]]:
+    """``await settled(ring)``: waits until every client is gone and the slab is wholly free, and checks the book."""
+
+    async def wait(ring: shmring.Ring, timeout: float = 5.0) -> None:
+        def is_whole() -> bool:
+            now = ring.statistics()
+            books = (now.waiting, now.running, now.slots_in_use, now.clients, now.departed_clients, now.replies_waiting)
+            return books == (0,) * 6 and now.free_nbytes == now.leasable_nbytes and now.reply_free_nbytes == now.reply_nbytes
+
+        try:
+            await eventually(is_whole, timeout)
+        except AssertionError:
+            raise AssertionError(f"the slab did not become whole within {timeout} s: {ring.statistics()}") from None
+        ring._ledger.check()
+
+    return wait
