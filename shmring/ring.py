@@ -321,7 +321,7 @@ class Ring:
         except asyncio.CancelledError:
             if not claim.aborted:
                 raise
-        except Exception:
+        except Exception:  # noqa: BLE001 - a handler that raises ends its own request, and nothing else
             # The request has failed and its frontend knows; what is left is to tell whoever reads the log. As text: a
             # log handler that keeps the exception would keep its frames, and they the views of the request's slots.
             logger.error(

@@ -63,6 +63,7 @@ class MediaLoader:
         loop = asyncio.get_running_loop()
         problem = await loop.run_in_executor(self._pool, _decode, picture.data, picture.header, target)
         if problem is not None:
+            del target  # this frame is in the traceback
             raise MediaError(problem)
         picture.data = b""
 

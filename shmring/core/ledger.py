@@ -346,26 +346,33 @@ class Ledger:
     def _serve_wants(self) -> list[Effect]:
         """Grants what can be granted, in order of arrival; opens a window for the first that can't."""
         effects: list[Effect] = []
-        for client_id, want in list(self._wants.items()):
-            client = self.clients[client_id]
-            if self._is_over_quota(client, want.blocks):
-                self._close_window(client_id)  # it waits for what its own client returns: nobody else waits for it
-                continue
-            taken = self._take_run(client, want)
-            if taken is not None:
-                self._withdraw(client_id)
-                effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
-            elif self._window is None:
-                effects += self._open_window(client_id, want.blocks)
-        return effects
+        while True:
+            for client_id, want in list(self._wants.items()):
+                client = self.clients[client_id]
+                if self._is_over_quota(client, want.blocks):
+                    # It waits for what its own client returns, so nobody else waits for it.
+                    if self._close_window(client_id):
+                        break
+                elif (taken := self._take_run(client, want)) is not None:
+                    effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
+                    if self._withdraw(client_id):
+                        break
+                elif self._window is None:
+                    effects += self._open_window(client_id, want.blocks)
+            else:
+                return effects
+            # A window was closed: begin again with the first, whom it may have kept out.
 
-    def _withdraw(self, client_id: int) -> None:
+    def _withdraw(self, client_id: int) -> bool:
         self._wants.pop(client_id, None)
-        self._close_window(client_id)
+        return self._close_window(client_id)
 
-    def _close_window(self, client_id: int) -> None:
-        if self._window is not None and self._window.client_id == client_id:
-            self._window = None
+    def _close_window(self, client_id: int) -> bool:
+        """Closes the client's window; returns whether it had one."""
+        if self._window is None or self._window.client_id != client_id:
+            return False
+        self._window = None
+        return True
 
     def _is_over_quota(self, client: ClientRecord, blocks: int) -> bool:
         """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""

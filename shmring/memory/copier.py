@@ -67,6 +67,8 @@ class Copier:
                     continue  # the first cancellation is on its way already; this one adds nothing
             future.exception()  # retrieved, so that it is not reported as lost
             raise
+        finally:
+            del future  # it holds its error, whose traceback holds this frame
 
     def close(self) -> None:
         """Takes no further work; what is running ends by itself."""

@@ -33,7 +33,7 @@ __all__ = ["Packed", "Packer", "PayloadDecoder", "nbytes_for", "torch_dtype_name
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _DESCRIPTOR_NBYTES = 64 + 48  # at most, of a tensor without its shape and of the slot it may lie in
-_MESSAGE_NBYTES = 512  # at most, of the rest of a message: its name, numbers, and the msgpack around them
+_MESSAGE_NBYTES = 1536  # at most, of the rest of a message: its name (256 characters), numbers, the msgpack around them
 
 #: Finds the region (1-based) and the offset in it of bytes that lie in a slot of the caller.
 Locate = Callable[[int, int], "tuple[int, int] | None"]
@@ -176,7 +176,6 @@ class Packer:
             TypeError: something in it can't be sent; the message names its path.
             CapacityError: it holds more tensors than the peer accepts.
         """
-        self._parts = []
         try:
             encoded = self._encoder.encode(payload)
         except RecursionError:
@@ -184,7 +183,8 @@ class Packer:
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             path, reason = self._find_culprit(payload, error)
             raise TypeError(f"{path} can't be sent: {reason}") from None
-        parts, self._parts = self._parts, []
+        finally:
+            parts, self._parts = self._parts, []  # also of what failed: they keep its tensors alive
         if len(parts) > self._max_tensors:
             raise CapacityError(
                 f"the payload holds {len(parts)} tensors, the engine takes {self._max_tensors} (max_tensors)",
@@ -198,10 +198,14 @@ class Packer:
             part = _tensor_part(value)
         elif isinstance(value, np.ndarray):
             part = _array_part(value)
-        elif isinstance(value, np.generic):
+        elif isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
             return value.item()
         else:
             raise TypeError(f"{_type_name(value)} is neither a tensor nor anything that msgspec encodes")
+        try:
+            part.ref().check(part.nbytes)  # what the peer would refuse, and disconnect us for
+        except RemoteProtocolError as error:
+            raise TypeError(str(error)) from None
         self._parts.append(part)
         return Ext(TENSOR_EXTENSION, (len(self._parts) - 1).to_bytes(4, "little"))
 
@@ -227,10 +231,12 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
             yield f"[{index}]", child
     elif isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
-            yield f".{name}", getattr(value, name)
+            if (child := getattr(value, name)) is not msgspec.UNSET:  # which is not sent
+                yield f".{name}", child
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield f".{field.name}", getattr(value, field.name, None)
+            if (child := getattr(value, field.name, None)) is not msgspec.UNSET:
+                yield f".{field.name}", child
 
 
 def _type_name(value: object) -> str:
@@ -242,6 +248,8 @@ def _type_name(value: object) -> str:
 def _tensor_part(tensor: torch.Tensor) -> _Part:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} can't be sent; make it dense first")
+    if tensor.is_nested:
+        raise TypeError("a nested tensor can't be sent; send a list of tensors, or pad it")
     if tensor.device.type == "meta":
         raise TypeError("a tensor on the meta device has no content to send")
     return _Part(tensor, torch_dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
@@ -347,7 +355,9 @@ def _convert(wanted: Any, value: Any) -> Any:
     if kind is object or kind is Any:
         return value
     if kind is torch.Tensor and isinstance(value, np.ndarray):
-        return torch.from_numpy(value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("=")))
+        native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+        native.flags.writeable = True  # torch knows no read-only tensors, and would warn of this one
+        return torch.from_numpy(native)
     if kind is np.ndarray and isinstance(value, torch.Tensor):
         return value.numpy()
     if isinstance(kind, type) and isinstance(value, kind):

@@ -21,6 +21,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 from pathlib import Path
 
@@ -157,8 +158,10 @@ class Slab:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        memory, self._memory = self._memory, mmap.mmap(-1, mmap.PAGESIZE)
+        self._memory.close()  # a closed one in its place: a reference to the real one would keep it mapped
         with contextlib.suppress(BufferError):
-            self._memory.close()
+            memory.close()
 
     def _advise(self, advice: int, *, required: bool = False) -> None:
         if _libc.madvise(self.address, self.nbytes, advice) and required:
@@ -166,14 +169,20 @@ class Slab:
 
 
 def sweep() -> list[str]:
-    """Removes segment names of this user that a crash between create and unlink left; returns them."""
+    """Removes segment names of this user that a crash between create and unlink left; returns them.
+
+    What else lies there under such a name (anybody can put something) is not ours, and stops nobody.
+    """
     removed = []
     for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}-{os.getuid()}-*"):
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue  # its owner has just unlinked it
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # its owner has just unlinked it, or it is no segment of ours
         try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             removed.append(path.name)

@@ -1,13 +1,18 @@
 """One connection: frames in, frames out, batched writes, flow control.
 
 The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. Messages sent
-within one loop iteration leave in one write. ``drain`` waits while the peer reads slower than we write; messages that
-can't wait (releases, terminal replies) may go past that, up to a limit that says that the peer does not read at all.
+within one loop iteration leave in one write (large ones in several). ``drain`` waits while the peer reads slower than we
+write: whoever sends what may be large awaits it *before*, so that many at once can't add up. Messages that can't wait
+(releases, terminal replies) may go past that, up to a limit that says that the peer does not read at all.
+
+A forked child inherits the socket and the loop's epoll descriptor. It must touch neither: what it wrote would reach its
+parent's peer, and what it stopped watching its parent would miss.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -63,7 +68,9 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._frames = FrameDecoder(max_frame_nbytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._pid = os.getpid()
         self._outgoing: list[bytes] = []
+        self._outgoing_nbytes = 0
         self._writable = asyncio.Event()
         self._writable.set()
         self._deaf = False  # nothing is delivered any more
@@ -122,15 +129,18 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append(frame)
+        self._outgoing_nbytes += len(frame)
         self.frames_sent += 1
+        if self._outgoing_nbytes > self._write_buffer_nbytes:
+            self._write()  # now, so that `can_write` counts it before the next sender asks
 
     async def drain(self) -> None:
-        """Waits until the peer has read enough.
+        """Waits until the peer has read enough; what is sent before the next ``await`` is within the limits.
 
         Raises:
             PeerLostError: it never will.
         """
-        if not self._writable.is_set():
+        while not self._writable.is_set():
             await self._writable.wait()
         if self.lost:
             raise PeerLostError("the connection has ended")
@@ -142,25 +152,42 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._flush()
         self._deaf = self._closing = True
         if self._transport is not None:
-            self._transport.close()
-            if not self.lost:
-                self._loop.call_later(_LINGER_S, self._transport.abort)
+            self._end()
 
     def abort(self) -> None:
-        """Ends the connection at once, and drops what was queued."""
-        self._outgoing.clear()
+        """Ends the connection at once, and drops what was queued.
+
+        One that is still being made has to be aborted once more when it is made: uvloop can't end it before.
+        """
+        self._take_outgoing()
         self._deaf = self._closing = True
-        if self._transport is not None:
+        if self._transport is not None and os.getpid() == self._pid:
             self._transport.abort()
 
+    def _end(self) -> None:
+        assert self._transport is not None
+        if os.getpid() != self._pid:
+            return
+        self._transport.close()
+        if not self.lost:
+            self._loop.call_later(_LINGER_S, self._transport.abort)
+
+    def _take_outgoing(self) -> list[bytes]:
+        frames, self._outgoing, self._outgoing_nbytes = self._outgoing, [], 0
+        return frames
+
+    def _write(self) -> None:
+        if self._transport is None:
+            return  # it is written when the connection is made
+        frames = self._take_outgoing()
+        if frames and not self.lost and os.getpid() == self._pid:
+            self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
+
     def _flush(self) -> None:
-        if not self._outgoing or self._transport is None:
+        self._write()
+        if self._transport is None or self._deaf:
             return
-        frames, self._outgoing = self._outgoing, []
-        if self.lost:
-            return
-        self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
-        if self._transport.get_write_buffer_size() > self._max_write_buffer_nbytes and not self._deaf:
+        if self._transport.get_write_buffer_size() > self._max_write_buffer_nbytes:
             self._deaf = True
             self._owner.protocol_violated(
                 RemoteProtocolError(f"the peer left more than {self._max_write_buffer_nbytes} bytes unread")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shmring.core.allocator import RunAllocator
 from shmring.core.effects import (
     ClientGone,
     Effect,
@@ -91,6 +92,8 @@ def snapshot(value: Any) -> Any:
         return [snapshot(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(value)
+    if isinstance(value, RunAllocator):
+        return value.free_units, list(value.runs())
     names = getattr(type(value), "__slots__", None) or vars(value)
     return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
 
@@ -482,6 +485,17 @@ def test_the_window_closes_with_its_owner() -> None:
     ask(ledger, 8, 1, 2)
     ledger.return_leases(1, [grants[0].lease_id])
     assert ledger.disconnect(9) == [ClientGone(9), grant_of(8, 1, 5, 1, 2)]
+
+
+def test_with_the_grant_that_closes_a_window_the_first_who_waits_gets_one() -> None:
+    ledger = make_ledger(leasable=6, quota=6)
+    for client in (1, 2, 3, 4):
+        connect(ledger, client)
+    ledger.goodbye(1, (), ())
+    ledger.goodbye(2, (), ())
+    assert ask(ledger, 4, 1, 6) == []  # over its quota, until it returns its base lease
+    assert ask(ledger, 3, 1, 3) == [Recalled(3, (3,))]
+    assert ledger.return_leases(4, [4]) == [grant_of(3, 1, 5, 4, 3), Recalled(3, (5,))]
 
 
 def test_reclaimed_memory_goes_to_those_who_wait() -> None:

@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shmring.core.allocator import RunAllocator
 from shmring.core.effects import (
     ClientGone,
     Effect,
@@ -34,6 +35,7 @@ from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, RemoteProtocolError
 
 MAX_CLIENTS = 4
+MAX_DEPARTURES = 4  # in one example; else most steps would be about clients that come and go
 QUOTA = 6
 MAX_LEASES = 3
 MAX_LEASE = 4
@@ -50,6 +52,8 @@ def snapshot(value: Any) -> Any:
         return [snapshot(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(value)
+    if isinstance(value, RunAllocator):
+        return value.free_units, list(value.runs())
     names = getattr(type(value), "__slots__", None) or vars(value)
     return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
 
@@ -137,6 +141,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reply_wants: dict[int, tuple[int, int]] = {}  # by ticket: client, blocks; in order of arrival
         self.next_client = 1
         self.next_ticket = 1
+        self.departures = 0
+        self.connect(2)
+        self.connect(2)
 
     # -- the model ---------------------------------------------------------------------------------------------------------
 
@@ -243,6 +250,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def leave(self, client_id: int) -> list[Effect]:
         """The model's half of a disconnect; returns the effects it expects on requests."""
+        self.departures += 1
         client = self.clients[client_id]
         expected: list[Effect] = [RequestAborted(client_id, r, running) for r, (running, _) in client.requests.items()]
         client.slots = {g: slot for g, slot in client.slots.items() if slot.state is not EngineSlot.PUBLISHED}
@@ -252,14 +260,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reply_wants = {ticket: want for ticket, want in self.reply_wants.items() if want[0] != client_id}
         return expected
 
-    @precondition(lambda self: self.connected())
+    @precondition(lambda self: self.connected() and self.departures < MAX_DEPARTURES)
     @rule(data=st.data())
     def disconnect(self, data: Any) -> None:
         client_id, _ = self.draw_client(data)
         expected = self.leave(client_id)
         self.carry_out(self.ledger.disconnect(client_id), expected)
 
-    @precondition(lambda self: self.connected())
+    @precondition(lambda self: self.connected() and self.departures < MAX_DEPARTURES)
     @rule(data=st.data())
     def goodbye(self, data: Any) -> None:
         client_id, client = self.draw_client(data)
@@ -271,28 +279,32 @@ class LedgerMachine(RuleBasedStateMachine):
         expected = self.leave(client_id)
         self.carry_out(self.ledger.goodbye(client_id, kept, kept_replies), expected)
 
-    @precondition(lambda self: self.clients)
+    @precondition(lambda self: self.clients and self.departures < MAX_DEPARTURES)
     @rule(data=st.data())
     def die(self, data: Any) -> None:
-        client_id = self.draw_from(data, [*self.clients, 999])
+        client_id = self.draw_from(data, self.clients)
         self.kill(client_id)
 
+    @precondition(lambda self: len(self.connected()) < len(self.clients))
+    @rule(data=st.data())
+    def die_after_the_connection(self, data: Any) -> None:
+        self.kill(self.draw_from(data, self.clients.keys() - set(self.connected())))
+
     def kill(self, client_id: int) -> None:
-        client = self.clients.get(client_id)
-        if client is None:
-            assert self.ledger.died(client_id) == []
-            return
+        client = self.clients[client_id]
         expected = self.leave(client_id) if client.connected else []
         client.dead = True
         client.replies = {g: slot for g, slot in client.replies.items() if g in client.unsent}
         self.carry_out(self.ledger.died(client_id), expected)
+        assert client_id in self.clients or self.ledger.died(client_id) == []
 
     # -- leases ------------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.connected())
-    @rule(data=st.data(), blocks=st.integers(1, 14), preferred=st.integers(0, 14))
-    def request_lease(self, data: Any, blocks: int, preferred: int) -> None:
+    @rule(data=st.data(), preferred=st.integers(0, 14))
+    def request_lease(self, data: Any, preferred: int) -> None:
         client_id, client = self.draw_client(data)
+        blocks = data.draw(st.integers(1, len(self.leasable) + 1), label="blocks")
         client.last_token += 1
         if blocks > len(self.leasable):
             self.refuses(lambda: self.ledger.request_lease(client_id, client.last_token, blocks * BLOCK_NBYTES, 0))
@@ -301,10 +313,11 @@ class LedgerMachine(RuleBasedStateMachine):
         nbytes, preferred_nbytes = blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES
         self.carry_out(self.ledger.request_lease(client_id, client.last_token, nbytes, preferred_nbytes))
 
-    @precondition(lambda self: self.connected())
+    @precondition(lambda self: self.wants)
     @rule(data=st.data())
     def withdraw_request(self, data: Any) -> None:
-        client_id, client = self.draw_client(data)
+        client_id = self.draw_from(data, [*self.wants, *self.connected()])
+        client = self.clients[client_id]
         client.last_token += 1
         self.wants.pop(client_id, None)
         self.carry_out(self.ledger.request_lease(client_id, client.last_token, 0, 0))
@@ -345,8 +358,8 @@ class LedgerMachine(RuleBasedStateMachine):
         return ref, ModelSlot(lease_id, start, blocks, EngineSlot.PUBLISHED)
 
     @precondition(lambda self: any(len(self.clients[c].requests) < MAX_INFLIGHT for c in self.connected()))
-    @rule(data=st.data(), count=st.integers(0, 3))
-    def submit(self, data: Any, count: int) -> None:
+    @rule(data=st.data(), count=st.integers(0, 3), claim=st.booleans())
+    def submit(self, data: Any, count: int, claim: bool) -> None:
         client_id = self.draw_from(data, [c for c in self.connected() if len(self.clients[c].requests) < MAX_INFLIGHT])
         client = self.clients[client_id]
         slots: dict[int, ModelSlot] = {}
@@ -360,6 +373,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.submit(client_id, client.last_request, refs)
         client.slots |= slots
         client.requests[client.last_request] = (False, list(slots))
+        if claim:
+            self.take_up(client_id, client.last_request)
 
     def refuses(self, event: Callable[[], object]) -> None:
         before = snapshot(self.ledger)
@@ -399,13 +414,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.refuses(lambda: self.ledger.submit(client_id, client.last_request + 1, [*([good[0]] if good else []), forged]))
         client.last_n = last_n
 
-    @precondition(lambda self: self.connected())
+    @precondition(lambda self: any(self.clients[c].last_request >= 0 for c in self.connected()))
     @rule(data=st.data())
     def submit_an_old_request(self, data: Any) -> None:
-        client_id, client = self.draw_client(data)
-        if client.last_request >= 0:
-            request_id = data.draw(st.integers(0, client.last_request))
-            self.refuses(lambda: self.ledger.submit(client_id, request_id, []))
+        client_id = self.draw_from(data, [c for c in self.connected() if self.clients[c].last_request >= 0])
+        request_id = data.draw(st.integers(0, self.clients[client_id].last_request))
+        self.refuses(lambda: self.ledger.submit(client_id, request_id, []))
 
     @precondition(lambda self: any(len(self.clients[c].requests) == MAX_INFLIGHT for c in self.connected()))
     @rule(data=st.data())
@@ -416,7 +430,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests(running=False))
     @rule(data=st.data())
     def claim(self, data: Any) -> None:
-        client_id, request_id = self.draw_from(data, self.requests(running=False))
+        self.take_up(*self.draw_from(data, self.requests(running=False)))
+
+    def take_up(self, client_id: int, request_id: int) -> None:
         client = self.clients[client_id]
         _, generations = client.requests[request_id]
         client.requests[request_id] = (True, generations)
@@ -439,10 +455,11 @@ class LedgerMachine(RuleBasedStateMachine):
             for generation in generations:
                 self.clients[client_id].slots[generation].state = EngineSlot.CLAIMED
 
-    @precondition(lambda self: self.connected())
+    @precondition(lambda self: any(self.clients[c].requests for c in self.connected()))
     @rule(data=st.data())
     def abort(self, data: Any) -> None:
-        client_id, client = self.draw_client(data)
+        client_id = self.draw_from(data, [c for c in self.connected() if self.clients[c].requests])
+        client = self.clients[client_id]
         request_id = self.draw_from(data, [*client.requests, 999])
         if request_id not in client.requests:
             assert self.ledger.abort(client_id, request_id) == []
@@ -487,9 +504,10 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- replies -------------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.connected())
-    @rule(data=st.data(), blocks=st.integers(1, 7), wait=st.booleans())
-    def acquire_reply(self, data: Any, blocks: int, wait: bool) -> None:
+    @rule(data=st.data())
+    def acquire_reply(self, data: Any) -> None:
         client_id, _ = self.draw_client(data)
+        blocks = data.draw(st.integers(1, len(self.reserve) + 1), label="blocks")
         nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
         if blocks > len(self.reserve):
             with pytest.raises(CapacityError):
@@ -501,7 +519,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (slot is not None) == (fits and not overtakes)
         if slot is not None:
             self.take_reply(client_id, blocks, slot)
-        elif wait:
+        else:
             self.ledger.queue_reply(client_id, self.next_ticket, nbytes)
             self.reply_wants[self.next_ticket] = (client_id, blocks)
             self.next_ticket += 1
@@ -617,4 +635,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=200, stateful_step_count=100, deadline=None)

@@ -1,0 +1,64 @@
+"""shmring, one copy: ``client.submit(payload)``, which copies the tensor into a slot; read in place by the engine.
+
+How its users use it: a frontend submits payloads and awaits the end of each (here: of the oldest, once the window is
+full); an engine iterates over the ring, reads ``claim.payload`` in place, and leaves the claim, which releases the slot and
+tells the frontend that the request is done. Both ends have the default configuration, but for the size of the slab: twice
+the window. This is what every other peer is compared with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import shmring
+from bench.messages import Cell, Header, Sink, Source
+from bench.peers.peer import Peer
+from shmring.client import Connecting
+
+__all__ = ["ShmringCopy", "connect", "see_to_its_end"]
+
+_RING = "bench"
+_MIN_SLAB_NBYTES = 64 << 20
+
+
+class ShmringCopy(Peer):
+    """See the head of this file."""
+
+    name = "shmring"
+    title = "shmring, one copy"
+
+    async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
+        async with connect(cell) as client:
+            in_flight: deque[shmring.Submission] = deque()
+            while not source.finished:
+                if len(in_flight) == cell.window:
+                    await see_to_its_end(in_flight.popleft())
+                header = source.stamp()
+                in_flight.append(await client.submit({"header": header, "tensor": source.tensor}))
+            for submission in in_flight:
+                await see_to_its_end(submission)
+
+    async def consume(self, cell: Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
+        slab_nbytes = max(_MIN_SLAB_NBYTES, 2 * cell.window * cell.nbytes)
+        async with shmring.serve(_RING, slab_nbytes=slab_nbytes, socket_dir=cell.directory) as ring:
+            listening()
+            finished = False
+            while not finished:
+                with await ring.claim() as claim:
+                    finished = sink.take(Header(*claim.payload["header"]), claim.payload["tensor"])
+
+
+def connect(cell: Cell) -> Connecting:
+    """Connects to the consumer's ring."""
+    return shmring.connect(_RING, socket_dir=cell.directory)
+
+
+async def see_to_its_end(submission: shmring.Submission) -> None:
+    """Waits until the engine has left the claim of a submission that has no reply."""
+    try:
+        await submission.next()
+    except StopAsyncIteration:
+        return
+    raise RuntimeError("the benchmark's engine replies to nothing")

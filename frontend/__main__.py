@@ -1,0 +1,181 @@
+"""``python -m frontend``: one frontend process. It ends on SIGTERM and SIGINT, and with its parent if that is named.
+
+Alone, it listens on a host and port. Under the supervisor it gets a listening socket that it shares with its siblings, and
+a pipe on which it says that it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import uvicorn
+import uvloop
+from litestar.types import ASGIApp
+
+import shmring
+from engine.client import EngineClient
+from frontend.app import create_app
+from frontend.memory import make_malloc_return_memory
+from frontend.options import LOG_LEVELS, frontend_options, settings_of
+from frontend.settings import FrontendSettings
+from shmring.transport.liveness import ProcessWatch
+
+__all__ = ["main"]
+
+_CONNECT_TIMEOUT_S = 30.0  # for the engine to import torch and to fill its slab: about 1 s for each 4 GiB
+_GRACE_S = 2  # for requests in flight when the process is told to end; the supervisor kills after 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a frontend listens, and who it belongs to."""
+
+    name: str
+    socket_dir: str | None
+    host: str
+    port: int
+    listen_fd: int | None
+    ready_fd: int | None
+    parent_pid: int | None
+    log_level: str
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--name", default="shmring", show_default=True, help="The engine's name.")
+@click.option("--socket-dir", default=None, help="Where the engine's socket lies.  [default: the user's runtime directory]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Where to listen; 0 is any free port."
+)
+@click.option("--listen-fd", type=int, default=None, help="A listening socket to inherit instead.")
+@click.option("--ready-fd", type=int, default=None, help="A pipe on which to say that requests are being served.")
+@click.option("--parent-pid", type=int, default=None, help="End when this process, the parent, has ended.")
+@click.option("--log-level", default="info", show_default=True, type=LOG_LEVELS, help="What to log.")
+@frontend_options
+def main(
+    name: str,
+    socket_dir: str | None,
+    host: str,
+    port: int,
+    listen_fd: int | None,
+    ready_fd: int | None,
+    parent_pid: int | None,
+    log_level: str,
+    **values: Any,
+) -> None:
+    """Runs one frontend process: it serves HTTP, and decodes pictures into the slab of a running engine."""
+    make_malloc_return_memory()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about callers' pictures: whatever matters, the caller is told
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s frontend: %(message)s", stream=sys.stderr)
+    place = _Place(
+        name=name,
+        socket_dir=socket_dir,
+        host=host,
+        port=port,
+        listen_fd=listen_fd,
+        ready_fd=ready_fd,
+        parent_pid=parent_pid,
+        log_level=log_level,
+    )
+    try:
+        uvloop.run(_serve(place, settings_of(values)))
+    except (shmring.ShmringError, OSError, ValueError) as error:
+        raise SystemExit(f"shmring frontend: {error}") from None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, except that it ends by returning, and says when it is ready.
+
+    uvicorn's own signal handling raises the signal once more after the shutdown, which would end the process before the
+    engine's client has said goodbye.
+    """
+
+    def __init__(self, app: ASGIApp, place: _Place) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=place.host,
+                port=place.port,
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                log_level="warning" if place.log_level == "info" else place.log_level,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+        self._ready_fd = place.ready_fd
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ends the server on SIGTERM and SIGINT, and leaves it at that."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Ends it: what is in flight has a moment to end."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts listening, and says so."""
+        await super().startup(sockets)
+        if self._ready_fd is not None:
+            os.write(self._ready_fd, b"\n")
+            os.close(self._ready_fd)
+
+
+async def _serve(place: _Place, settings: FrontendSettings) -> None:
+    description = f"frontend {os.getpid()}"
+    with _watching_parent(place.parent_pid):
+        async with await EngineClient.connect(
+            place.name, description=description, socket_dir=place.socket_dir, connect_timeout_s=_CONNECT_TIMEOUT_S
+        ) as engine:
+            server = _Server(create_app(engine, settings), place)
+            sockets = [socket.socket(fileno=place.listen_fd)] if place.listen_fd is not None else None
+            await server.serve(sockets)
+
+
+@contextlib.contextmanager
+def _watching_parent(parent_pid: int | None) -> Iterator[None]:
+    """Ends this process with its parent, also if that is killed."""
+    if parent_pid is None:
+        yield
+        return
+    watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(parent_pid), _orphaned)
+    if os.getppid() != parent_pid:  # it ended before we watched, and its pid may be somebody else's by now
+        _orphaned()
+    try:
+        yield
+    finally:
+        watch.close()
+
+
+def _orphaned() -> None:
+    # The supervisor made it, and can't remove it any more; whoever of us is first does.
+    shutil.rmtree(os.environ.get("PROMETHEUS_MULTIPROC_DIR", ""), ignore_errors=True)
+    signal.raise_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What a frontend counts, for Prometheus, and the middleware that sees every request.
+
+Several frontends share one port, so any of them may be asked: under the supervisor, ``prometheus_client`` runs in its
+multi-process mode (files in ``PROMETHEUS_MULTIPROC_DIR``), and each answers for all. What the engine says of itself is fetched
+when asked, as ``shmring_engine_*``.
+
+Litestar's own Prometheus middleware is not used: it does not see requests without a route, counts a hung-up request as
+a success, and labels what is in progress with a status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import prometheus_client
+from litestar.enums import ScopeType
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+import shmring
+from frontend.errors import RETRY_AFTER_S, ApiError
+
+__all__ = ["FrontendMetrics", "Observation", "request_id_of"]
+
+_HUNG_UP = 499  # nobody is there to be told; what nginx logs for it
+_UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class _EngineCollector(Collector):
+    """The engine's numbers, as gauges."""
+
+    def __init__(self, numbers: Mapping[str, float] | None) -> None:
+        self._numbers = numbers
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        up = 0 if self._numbers is None else 1
+        yield GaugeMetricFamily("shmring_engine_up", "Whether the engine answers.", value=up)
+        for name, value in (self._numbers or {}).items():
+            yield GaugeMetricFamily(f"shmring_engine_{name}", f"The engine's {name}.", value=value)
+
+
+class FrontendMetrics:
+    """A frontend's counters.
+
+    Attributes:
+        in_flight: requests being answered, those that wait for their turn included.
+        requests: requests by route and status; 499 are those that hung up.
+        seconds: how long they took.
+        aborted: requests that hung up before they were answered.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.in_flight = self._gauge("shmring_http_in_flight", "Requests being answered.")
+        self.requests = Counter("shmring_http_requests", "Requests.", ["route", "status"], registry=self.registry)
+        self.seconds = Histogram(
+            "shmring_http_request_seconds", "Time to answer.", ["route"], buckets=_BUCKETS, registry=self.registry
+        )
+        self.aborted = Counter("shmring_http_aborted", "Requests that hung up.", registry=self.registry)
+        self._counters = {
+            field: Counter(name, documentation, registry=self.registry)
+            for field, name, documentation in (
+                ("slot_nbytes_submitted", "shmring_frontend_slab_bytes", "Bytes of slots handed to the engine."),
+                ("copies", "shmring_frontend_copies", "Tensors copied for sending."),
+                ("copied_nbytes", "shmring_frontend_copied_bytes", "Bytes of tensors copied for sending."),
+                ("in_place", "shmring_frontend_in_place", "Tensors sent from where they were decoded."),
+                ("reconnections", "shmring_frontend_reconnections", "Engines attached to after the first."),
+            )
+        }
+        self._gauges = {
+            "slots_in_use": self._gauge("shmring_frontend_slots_in_use", "Slots in any state but free."),
+            "slots_draining": self._gauge("shmring_frontend_slots_draining", "Slots left, of which views live."),
+            "leased_nbytes": self._gauge("shmring_frontend_leased_bytes", "Bytes of the slab leased."),
+            "waiting": self._gauge("shmring_frontend_slot_waiters", "Requests that wait for space in the slab."),
+        }
+        self._seen = dict.fromkeys(self._counters, 0)
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(name, documentation, registry=self.registry, multiprocess_mode="livesum")
+
+    def take_over(self, statistics: shmring.ClientStatistics) -> None:
+        """Brings what the ring's client counts up to date."""
+        for field, counter in self._counters.items():
+            value = getattr(statistics, field)
+            counter.inc(value - self._seen[field])
+            self._seen[field] = value
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(statistics, field))
+
+    async def render(self, engine_numbers: Mapping[str, float] | None) -> bytes:
+        """Returns all numbers as Prometheus reads them.
+
+        Args:
+            engine_numbers: the engine's; None if it does not answer.
+        """
+        return await asyncio.to_thread(self._render, engine_numbers)  # it reads files
+
+    def _render(self, engine_numbers: Mapping[str, float] | None) -> bytes:
+        registry = self.registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it ships no annotation for this
+        engine = CollectorRegistry()
+        engine.register(_EngineCollector(engine_numbers))
+        return prometheus_client.generate_latest(registry) + prometheus_client.generate_latest(engine)
+
+
+class Observation:
+    """Outermost middleware: counts and times every request, and names it.
+
+    Args:
+        app: what answers.
+        metrics: where it is counted.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request (or runs the application's lifespan)."""
+        if scope["type"] != ScopeType.HTTP:
+            await self._app(scope, receive, send)
+            return
+        request_id = _requested_id(scope) or secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = _HUNG_UP
+
+        async def observed_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+            await send(message)
+
+        started = time.perf_counter()
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                await self._app(scope, receive, observed_send)
+            except asyncio.CancelledError:
+                # Only the server does that, when it shuts down and the grace for what is in flight is over.
+                if status != _HUNG_UP:
+                    raise
+                await _refuse(observed_send)
+            except Exception:
+                status = 500  # a bug, or a response that broke off; the server logs it and says 500
+                raise
+            finally:
+                self._count(scope, status, time.perf_counter() - started)
+
+    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+        route = str(scope.get("path_template") or _UNMATCHED)
+        self._metrics.requests.labels(route, str(status)).inc()
+        self._metrics.seconds.labels(route).observe(seconds)
+        if status == _HUNG_UP:
+            self._metrics.aborted.inc()
+
+
+async def _refuse(send: Send) -> None:
+    error = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+    headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER_S).encode("ascii"))]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(error.envelope()), "more_body": False})
+
+
+def request_id_of(scope: Scope) -> str:
+    """Returns the id that :class:`Observation` gave a request."""
+    return str(scope["state"]["request_id"])
+
+
+def _requested_id(scope: Scope) -> str | None:
+    """The caller's own id, if it is one that can be logged and sent back as it is."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            return text if _REQUEST_ID.fullmatch(text) else None
+    return None

@@ -1,0 +1,568 @@
+"""A frontend's book: unit tests of each behaviour. The model test is in test_leasebook_machine.py.
+
+Sizes are in blocks; the book under test belongs to client 1 of a slab of 32 blocks, of which 24 can be leased.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shmring.core.allocator import RunAllocator
+from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, Send, SlotRecord
+from shmring.core.ledger import BLOCK_NBYTES, GENERATION_BITS
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef
+from shmring.core.states import ClientSlot
+from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
+
+NOW = 100.0
+IDLE_S = 5.0
+
+
+def make_book(*, max_leases: int = 8, lease_blocks: int = 4) -> LeaseBook:
+    """A book without a lease."""
+    limits = LeaseBookLimits(
+        client_id=1,
+        slab_nbytes=32 * BLOCK_NBYTES,
+        leasable_nbytes=24 * BLOCK_NBYTES,
+        max_leases=max_leases,
+        lease_nbytes=lease_blocks * BLOCK_NBYTES,
+        lease_idle_s=IDLE_S,
+    )
+    return LeaseBook(limits)
+
+
+def grant(
+    book: LeaseBook, lease_id: int, start: int, blocks: int, *, token: int | None = None, now: float = NOW
+) -> list[Effect]:
+    """The engine grants what was asked for last, or what ``token`` says (0: the base lease)."""
+    token = book._token if token is None else token
+    return book.granted(LeaseGrant(token, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES), now)
+
+
+def base_book(blocks: int = 4, **options: int) -> LeaseBook:
+    """A book with a base lease: number 1, the blocks from 1 on."""
+    book = make_book(**options)
+    assert grant(book, 1, 1, blocks, token=0) == []
+    return book
+
+
+def content(blocks: int) -> int:
+    """Bytes that fill a slot of so many blocks."""
+    return blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+
+
+def take(book: LeaseBook, blocks: int = 1, *, held: bool = False) -> SlotRecord:
+    slot = book.acquire(content(blocks), held=held)
+    assert slot is not None
+    book.check()
+    return slot
+
+
+def submitted(book: LeaseBook, blocks: int = 1, *, held: bool = False) -> SlotRecord:
+    slot = take(book, blocks, held=held)
+    book.submit(slot)
+    return slot
+
+
+def asks(token: int, blocks: int, preferred: int | None = None) -> Send:
+    preferred = blocks if preferred is None else preferred
+    return Send(LeaseRequest(token, blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES))
+
+
+def gives_back(*lease_ids: int) -> Send:
+    return Send(LeaseReturn(lease_ids))
+
+
+def tickets(effects: Sequence[Effect]) -> list[int]:
+    return [effect.ticket for effect in effects if isinstance(effect, Acquired)]
+
+
+def snapshot(value: Any) -> Any:
+    """A deep, comparable copy of a book, in which the order of its dicts counts."""
+    if value is None or isinstance(value, int | float | str | enum.Enum):
+        return value
+    if isinstance(value, dict):
+        return [(key, snapshot(item)) for key, item in value.items()]
+    if isinstance(value, set):
+        return sorted((item.start, snapshot(item)) for item in value)
+    if isinstance(value, RunAllocator):
+        return value.free_units, list(value.runs())
+    names = getattr(type(value), "__slots__", None) or vars(value)
+    return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
+
+
+def refuses(error: type[Exception], match: str, book: LeaseBook, event: Callable[[], object]) -> None:
+    before = snapshot(book)
+    with pytest.raises(error, match=match):
+        event()
+    assert snapshot(book) == before
+
+
+# -- leases --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_granted_lease_can_be_used() -> None:
+    book = base_book(4)
+    assert (book.leased_nbytes, book.free_nbytes) == (4 * BLOCK_NBYTES, 4 * BLOCK_NBYTES)
+    slot = take(book, 3)
+    assert (slot.start, slot.blocks, slot.nbytes, slot.offset) == (1, 3, content(3), BLOCK_NBYTES)
+    assert (book.leased_nbytes, book.free_nbytes) == (4 * BLOCK_NBYTES, BLOCK_NBYTES)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (0, BLOCK_NBYTES),
+        (64, BLOCK_NBYTES),
+        (BLOCK_NBYTES, 0),
+        (BLOCK_NBYTES, BLOCK_NBYTES + 1),
+        (BLOCK_NBYTES, 32 * BLOCK_NBYTES),
+        (32 * BLOCK_NBYTES, BLOCK_NBYTES),
+        (2**62, BLOCK_NBYTES),
+    ],
+)
+def test_a_grant_of_what_is_no_range_of_the_slab_is_refused(offset: int, nbytes: int) -> None:
+    book = base_book()
+    refuses(RemoteProtocolError, "lease 9 .* is no range", book, lambda: book.granted(LeaseGrant(0, 9, offset, nbytes), NOW))
+
+
+def test_a_grant_may_reach_to_the_end_of_the_slab() -> None:
+    assert grant(make_book(), 1, 1, 31, token=0) == []
+
+
+def test_a_recalled_lease_that_is_empty_goes_back_at_once() -> None:
+    book = base_book()
+    assert book.recalled([1]) == [gives_back(1)]
+    assert book.leases == {}
+    assert book.recalled([1]) == []  # the recall and the return may cross
+
+
+def test_a_recalled_lease_in_use_takes_no_slot_and_goes_back_when_empty() -> None:
+    book = base_book()
+    first, second = take(book), take(book)
+    assert book.recalled([1, 77]) == []
+    assert book.acquire(1, held=False) is None
+    assert book.give_up(first, NOW) == []
+    assert book.give_up(second, NOW) == [gives_back(1)]
+    book.check()
+
+
+def test_a_further_lease_that_was_empty_for_long_goes_back() -> None:
+    book = base_book()
+    grant(book, 2, 10, 4, token=9, now=NOW)
+    assert book.next_expiry() == NOW + IDLE_S
+    assert book.expire(NOW + IDLE_S - 0.1) == []
+    assert book.expire(NOW + IDLE_S) == [gives_back(2)]
+    assert list(book.leases) == [1]
+
+
+def test_the_base_lease_stays_however_long_it_is_empty() -> None:
+    book = base_book()
+    assert book.next_expiry() is None
+    assert book.expire(NOW + 1e9) == []
+
+
+def test_a_lease_is_idle_since_its_last_slot_left_it() -> None:
+    book = make_book()
+    grant(book, 2, 10, 4, token=9, now=NOW)
+    slot = take(book)
+    assert book.next_expiry() is None
+    assert book.expire(NOW + 1000) == []
+    book.give_up(slot, NOW + 20)
+    assert book.next_expiry() == NOW + 20 + IDLE_S
+    assert book.expire(NOW + IDLE_S) == []
+    assert book.expire(NOW + 20 + IDLE_S) == [gives_back(2)]
+
+
+def test_idle_leases_expire_each_in_its_time_and_return_together() -> None:
+    book = make_book()
+    for lease_id, now in ((2, NOW), (3, NOW + 1), (4, NOW + 2)):
+        grant(book, lease_id, 4 * lease_id, 4, token=9, now=now)
+    assert book.next_expiry() == NOW + IDLE_S
+    assert book.expire(NOW + IDLE_S + 1) == [gives_back(2, 3)]
+    assert book.next_expiry() == NOW + 2 + IDLE_S
+
+
+# -- acquiring -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_where_the_message_says() -> None:
+    book = base_book()
+    take(book)
+    slot = take(book, 2)
+    assert book.submit(slot) == (1 << GENERATION_BITS) + 1
+    assert slot.ref() == SlotRef(1, 2 * BLOCK_NBYTES, content(2), (1 << GENERATION_BITS) + 1)
+
+
+def test_out_of_order_release_blocks_nothing() -> None:
+    book = base_book(3)
+    first, second, third = (submitted(book) for _ in range(3))
+    book.released([second.generation], NOW)
+    assert take(book).start == second.start
+    book.released([third.generation, first.generation], NOW)
+    assert {take(book).start, take(book).start} == {first.start, third.start}
+
+
+def test_without_a_lease_that_fits_nothing_is_taken_and_nothing_is_asked() -> None:
+    book = base_book(2)
+    before = snapshot(book)
+    assert book.acquire(content(3), held=False) is None
+    assert snapshot(book) == before
+
+
+def test_what_can_never_fit_fails_at_once() -> None:
+    book = base_book()
+    too_much = content(24) + 1
+    for event in (lambda: book.acquire(too_much, held=False), lambda: book.queue(1, too_much, held=False)):
+        refuses(CapacityError, "raise its slab_nbytes", book, event)
+    with pytest.raises(CapacityError) as caught:
+        book.check_capacity(too_much)
+    assert (caught.value.needed, caught.value.capacity) == (too_much, content(24))
+    book.check_capacity(content(24))
+
+
+def test_a_waiter_that_fits_is_served_at_once() -> None:
+    book = base_book()
+    [effect] = book.queue(5, content(2), held=True)
+    assert isinstance(effect, Acquired)
+    assert (effect.ticket, effect.slot.blocks, effect.slot.held, effect.slot.state) == (5, 2, True, ClientSlot.WRITING)
+    assert book.waiting == 0
+
+
+def test_a_waiter_that_does_not_fit_asks_for_a_lease() -> None:
+    book = base_book(2)
+    take(book, 2)
+    assert book.queue(5, content(1), held=False) == [asks(1, 1, preferred=4)]
+    assert book.waiting == 1
+    assert tickets(grant(book, 2, 10, 4)) == [5]
+    assert book.waiting == 0
+
+
+@pytest.mark.parametrize(("blocks", "preferred"), [(1, 4), (2, 4), (3, 3), (4, 4), (9, 9)])
+def test_a_small_need_prefers_a_whole_lease_and_a_large_one_is_sized_exactly(blocks: int, preferred: int) -> None:
+    assert make_book(lease_blocks=4).queue(1, content(blocks), held=False) == [asks(1, blocks, preferred)]
+
+
+def test_nobody_overtakes_the_first_who_waits() -> None:
+    book = base_book(4)
+    keep, other = take(book, 2), take(book, 1)
+    book.queue(1, content(3), held=False)
+    assert book.queue(2, content(1), held=False) == []  # one block is free
+    assert book.acquire(content(1), held=False) is None
+    assert book.give_up(other, NOW) == []
+    assert tickets(grant(book, 2, 10, 3)) == [1, 2]
+    book.give_up(keep, NOW)
+    book.check()
+
+
+def test_a_cancelled_waiter_passes_its_turn_on() -> None:
+    book = base_book(4)
+    take(book, 2)
+    assert book.queue(1, content(3), held=False) == [asks(1, 3)]
+    assert book.queue(2, content(2), held=False) == []
+    effects = book.cancel(1)
+    assert tickets(effects) == [2]
+    assert effects[1:] == [asks(2, 0)]  # nobody needs the lease any more
+    assert book.cancel(1) == []
+
+
+def test_a_cancelled_waiter_behind_the_first_changes_nothing_for_it() -> None:
+    book = base_book(1)
+    take(book)
+    assert book.queue(1, content(2), held=False) == [asks(1, 2, preferred=4)]
+    assert book.queue(2, content(5), held=False) == []
+    assert book.cancel(2) == []
+    assert tickets(grant(book, 2, 10, 4)) == [1]
+
+
+def test_the_next_waiters_need_replaces_the_request_of_the_first() -> None:
+    book = base_book(1)
+    take(book)
+    book.queue(1, content(3), held=False)
+    book.queue(2, content(5), held=False)
+    assert book.cancel(1) == [asks(2, 5)]
+
+
+def test_the_next_waiter_with_the_same_need_keeps_the_request() -> None:
+    book = base_book(1)
+    take(book)
+    book.queue(1, content(3), held=False)
+    book.queue(2, content(3), held=False)
+    assert book.cancel(1) == []
+    assert tickets(grant(book, 2, 10, 3)) == [2]
+
+
+def test_after_a_grant_the_next_waiter_asks_again() -> None:
+    book = base_book(1)
+    take(book)
+    book.queue(1, content(3), held=False)
+    book.queue(2, content(3), held=False)
+    effects = grant(book, 2, 10, 3)
+    assert tickets(effects) == [1]
+    assert effects[1:] == [asks(2, 3)]
+
+
+def test_a_grant_that_crossed_a_newer_request_does_not_answer_it() -> None:
+    book = base_book(1)
+    take(book)
+    book.queue(1, content(2), held=False)
+    book.queue(2, content(5), held=False)
+    assert book.cancel(1) == [asks(2, 5)]
+    assert grant(book, 2, 10, 4, token=1) == [gives_back(2)]  # too small for who is first now
+    assert tickets(grant(book, 3, 10, 5, token=2)) == [2]
+
+
+def test_a_grant_that_crossed_its_withdrawal_is_kept_until_it_is_idle() -> None:
+    book = base_book(1)
+    take(book)
+    book.queue(1, content(2), held=False)
+    assert book.cancel(1) == [asks(2, 0)]
+    assert grant(book, 2, 10, 4, token=1) == []
+    assert take(book, 2).lease.lease_id == 2
+
+
+def test_while_somebody_waits_what_is_empty_goes_back() -> None:
+    book = base_book(2)
+    slot = take(book, 2)
+    grant(book, 2, 10, 2, token=9)
+    assert book.queue(1, content(4), held=False) == [gives_back(2), asks(1, 4)]
+    assert book.give_up(slot, NOW) == [gives_back(1)]  # the base lease too: it could not hold what is needed
+    assert book.leases == {}
+    assert tickets(grant(book, 3, 1, 4)) == [1]
+    book.check()
+
+
+def test_no_more_leases_are_asked_for_than_a_client_may_hold() -> None:
+    book = base_book(2, max_leases=2)
+    slot = take(book, 2)
+    grant(book, 2, 10, 2, token=9)
+    take(book, 2)
+    assert book.queue(1, content(2), held=False) == []
+    assert book.queue(2, content(2), held=False) == []
+    assert tickets(book.give_up(slot, NOW)) == [1]
+
+
+def test_at_max_leases_the_need_is_asked_for_when_a_lease_has_gone_back() -> None:
+    book = base_book(2, max_leases=1)
+    slot = take(book, 2)
+    assert book.queue(1, content(3), held=False) == []
+    assert book.give_up(slot, NOW) == [gives_back(1), asks(1, 3)]
+
+
+def test_a_wish_asks_for_a_lease_without_waiting() -> None:
+    book = base_book(2)
+    take(book, 2)
+    assert book.wish(content(3)) == [asks(1, 3)]
+    assert book.wish(content(3)) == []
+    assert book.waiting == 0
+    assert grant(book, 2, 10, 3) == []
+    assert take(book, 3).lease.lease_id == 2
+
+
+def test_a_wish_is_fulfilled_once() -> None:
+    book = base_book(2)
+    take(book, 2)
+    book.wish(content(3))
+    grant(book, 2, 10, 3)
+    slot = take(book, 3)
+    assert book.give_up(slot, NOW) == []
+    assert book.expire(NOW + IDLE_S) == [gives_back(2)]
+    assert book.recalled([]) == []
+
+
+def test_who_waits_comes_before_a_wish() -> None:
+    book = base_book(2)
+    take(book, 2)
+    assert book.wish(content(3)) == [asks(1, 3)]
+    assert book.queue(1, content(4), held=False) == [asks(2, 4)]
+    assert tickets(grant(book, 2, 10, 4)) == [1]
+
+
+# -- using ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_generations_grow_and_are_the_clients_own() -> None:
+    book = base_book(4)
+    generations = [submitted(book).generation for _ in range(3)]
+    assert generations == [(1 << GENERATION_BITS) + n for n in (1, 2, 3)]
+    book.released(generations, NOW)
+    assert submitted(book).generation == (1 << GENERATION_BITS) + 4
+
+
+def test_a_released_slot_is_free_again() -> None:
+    book = base_book(1)
+    slot = submitted(book)
+    assert (book.count(ClientSlot.SUBMITTED), book.free_nbytes) == (1, 0)
+    assert book.released([slot.generation], NOW) == ([], 0)
+    assert (slot.state, book.free_nbytes) == (ClientSlot.FREE, BLOCK_NBYTES)
+    book.check()
+
+
+def test_a_release_serves_who_waits() -> None:
+    book = base_book(1)
+    slot = submitted(book)
+    book.queue(7, content(1), held=False)
+    effects, unknown = book.released([slot.generation], NOW)
+    assert (tickets(effects), unknown) == ([7], 0)
+
+
+def test_stale_and_doubled_releases_are_counted_and_do_nothing() -> None:
+    book = base_book(4)
+    slot, other = submitted(book), submitted(book)
+    assert book.released([slot.generation, slot.generation, 5, 2**64 - 1], NOW) == ([], 3)
+    assert book.released([slot.generation], NOW) == ([], 1)
+    assert other.state is ClientSlot.SUBMITTED
+    assert book.free_nbytes == 3 * BLOCK_NBYTES
+    book.check()
+
+
+def test_a_held_slot_that_is_released_is_cached_and_can_be_submitted_again() -> None:
+    book = base_book(1)
+    slot = submitted(book, held=True)
+    first = slot.generation
+    assert book.released([first], NOW) == ([], 0)
+    assert (slot.state, book.count(ClientSlot.CACHED), book.free_nbytes) == (ClientSlot.CACHED, 1, 0)
+    assert book.submit(slot) > first
+    assert (slot.state, book.count(ClientSlot.CACHED)) == (ClientSlot.SUBMITTED, 0)
+    assert book.released([first], NOW) == ([], 1)  # the old generation means it no more
+    book.check()
+
+
+def test_a_slot_given_up_while_it_is_written_is_free() -> None:
+    book = base_book(1)
+    slot = take(book, held=True)
+    assert book.give_up(slot, NOW) == []
+    assert (slot.state, book.free_nbytes) == (ClientSlot.FREE, BLOCK_NBYTES)
+    assert book.give_up(slot, NOW) == []  # twice is once
+    assert book.free_nbytes == BLOCK_NBYTES
+    book.check()
+
+
+def test_a_slot_given_up_while_the_engine_has_it_comes_back_with_its_release() -> None:
+    book = base_book(1)
+    slot = submitted(book, held=True)
+    assert book.give_up(slot, NOW) == []
+    assert slot.state is ClientSlot.SUBMITTED
+    assert book.released([slot.generation], NOW) == ([], 0)
+    assert slot.state is ClientSlot.FREE
+
+
+def test_a_cached_slot_given_up_is_free() -> None:
+    book = base_book(1)
+    slot = submitted(book, held=True)
+    book.released([slot.generation], NOW)
+    book.queue(7, content(1), held=False)
+    assert tickets(book.give_up(slot, NOW)) == [7]
+    book.check()
+
+
+@pytest.mark.parametrize("way", ["discarded", "released", "evicted"])
+def test_a_slot_that_is_viewed_drains_until_its_last_view_has_gone(way: str) -> None:
+    book = base_book(2)
+    slot = take(book, 2, held=way == "evicted")
+    slot.viewed = True
+    if way != "discarded":
+        book.submit(slot)
+        book.released([slot.generation], NOW)
+    if way != "released":
+        book.give_up(slot, NOW)
+    assert (slot.state, book.count(ClientSlot.DRAINING)) == (ClientSlot.DRAINING, 1)
+    assert (book.draining_nbytes(), book.free_nbytes) == (2 * BLOCK_NBYTES, 0)
+    book.check()
+    assert book.give_up(slot, NOW) == []
+    book.queue(7, content(2), held=False)
+    assert tickets(book.last_view_gone(slot, NOW)) == [7]
+    assert (slot.state, book.draining_nbytes()) == (ClientSlot.FREE, 0)
+    book.check()
+
+
+def test_a_view_that_dies_before_its_slot_leaves_changes_nothing() -> None:
+    book = base_book(1)
+    slot = take(book)
+    slot.viewed = True
+    assert book.last_view_gone(slot, NOW) == []
+    assert slot.state is ClientSlot.WRITING
+    book.give_up(slot, NOW)
+    assert slot.state is ClientSlot.FREE
+
+
+def test_only_what_was_written_or_cached_is_submitted() -> None:
+    book = base_book(4)
+    gone, sent, draining = take(book), submitted(book), take(book)
+    book.give_up(gone, NOW)
+    draining.viewed = True
+    book.give_up(draining, NOW)
+    for slot in (gone, sent, draining):
+        refuses(LocalProtocolError, f"{slot.state.name}: SUBMIT", book, lambda slot=slot: book.submit(slot))
+
+
+def test_a_lease_empty_time_is_when_its_last_slot_left() -> None:
+    book = make_book()
+    grant(book, 2, 10, 4, token=9, now=NOW)
+    sent, viewed = submitted(book), take(book)
+    viewed.viewed = True
+    book.released([sent.generation], NOW + 1)
+    book.give_up(viewed, NOW + 2)
+    assert book.next_expiry() is None
+    book.last_view_gone(viewed, NOW + 3)
+    assert book.next_expiry() == NOW + 3 + IDLE_S
+
+
+def test_leases_in_use_are_those_this_process_may_still_write() -> None:
+    book = make_book()
+    for lease_id in (2, 3, 4, 5, 6):
+        grant(book, lease_id, 2 * lease_id, 1, token=9)
+    slots = {slot.lease.lease_id: slot for slot in (take(book) for _ in range(5))}
+    book.submit(slots[3])  # the engine's
+    slots[4].viewed = True
+    book.submit(slots[4])  # the engine's, but viewed here
+    slots[5].viewed = True
+    book.give_up(slots[5], NOW)  # draining
+    book.give_up(slots[6], NOW)  # free
+    assert book.leases_in_use() == (2, 4, 5)
+
+
+def test_counts_are_by_state() -> None:
+    book = base_book(4)
+    take(book)
+    submitted(book)
+    submitted(book)
+    assert [book.count(state) for state in ClientSlot] == [0, 1, 2, 0, 0]
+
+
+# -- check ---------------------------------------------------------------------------------------------------------------------
+
+
+def lose_a_block(book: LeaseBook, _: SlotRecord) -> None:
+    book.leases[1].slots.allocate(1)
+
+
+def overlap(book: LeaseBook, slot: SlotRecord) -> None:
+    slot.start += 1
+
+
+def keep_a_free_slot(book: LeaseBook, slot: SlotRecord) -> None:
+    slot.state = ClientSlot.FREE
+
+
+def lose_its_lease(book: LeaseBook, _: SlotRecord) -> None:
+    del book.leases[1]
+
+
+def mistake_its_state(book: LeaseBook, slot: SlotRecord) -> None:
+    slot.state = ClientSlot.SUBMITTED
+
+
+@pytest.mark.parametrize("damage", [lose_a_block, overlap, keep_a_free_slot, lose_its_lease, mistake_its_state])
+def test_check_finds_a_damaged_book(damage: Callable[[LeaseBook, SlotRecord], None]) -> None:
+    book = base_book(4)
+    slot = take(book)
+    submitted(book)
+    book.check()
+    damage(book, slot)
+    with pytest.raises(AssertionError):
+        book.check()

@@ -1,0 +1,255 @@
+"""Pictures: every format and mode that is accepted comes out as Pillow itself would show it; damaged bytes are MediaErrors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from frontend.media.errors import MediaError
+from frontend.media.image import FORMATS, PictureHeader, PictureLimits, decode_into, probe
+
+LIMITS = PictureLimits()
+WIDTH, HEIGHT = 37, 23  # odd, unequal, and more than a row in each band
+
+
+def noise(width: int = WIDTH, height: int = HEIGHT, seed: int = 0) -> np.ndarray[Any, Any]:
+    small = np.random.default_rng(seed).integers(0, 256, (height // 4 + 2, width // 4 + 2, 3), np.uint8)
+    return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def encoded(picture: Image.Image, name: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, name, **options)
+    return file.getvalue()
+
+
+def decoded(data: bytes, limits: PictureLimits = LIMITS) -> np.ndarray[Any, Any]:
+    header = probe(data, limits)
+    target = np.full(header.shape, 77, np.uint8)
+    decode_into(data, header, target)
+    return target
+
+
+def as_pillow_shows_it(data: bytes) -> np.ndarray[Any, Any]:
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+def with_orientation(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_decoded(name: str) -> None:
+    data = encoded(Image.fromarray(noise()), name)
+    header = probe(data, LIMITS)
+    assert (header.width, header.height, header.format) == (WIDTH, HEIGHT, name)
+    np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("name", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_turns_the_picture(name: str, orientation: int) -> None:
+    data = encoded(Image.fromarray(noise()), name, exif=with_orientation(orientation))
+    header = probe(data, LIMITS)
+    assert (header.width, header.height) == ((HEIGHT, WIDTH) if orientation >= 5 else (WIDTH, HEIGHT))
+    np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
+
+
+def test_turning_works_over_many_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.media.image._BAND_NBYTES", 4 * WIDTH * 5)  # five rows
+    for orientation in range(1, 9):
+        data = encoded(Image.fromarray(noise()), "JPEG", exif=with_orientation(orientation))
+        np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 77])
+def test_an_orientation_that_means_nothing_is_ignored(orientation: int) -> None:
+    data = encoded(Image.fromarray(noise()), "JPEG", exif=with_orientation(orientation))
+    assert probe(data, LIMITS).orientation == 1
+
+
+def test_damaged_exif_does_not_spoil_the_picture() -> None:
+    data = encoded(Image.fromarray(noise()), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff damaged")
+    assert decoded(data).shape == (HEIGHT, WIDTH, 3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("1", "PNG"), ("L", "JPEG"), ("P", "PNG"), ("P", "GIF"), ("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF")],
+)
+def test_modes_without_transparency_are_converted_as_pillow_does(mode: str, name: str) -> None:
+    data = encoded(Image.fromarray(noise()).convert(mode), name)
+    np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
+
+
+@pytest.mark.parametrize("name", ["PNG", "TIFF", "WEBP"])
+def test_transparency_lies_over_white(name: str) -> None:
+    pixels = np.array([[[255, 0, 0, 255], [0, 0, 255, 0]], [[0, 0, 0, 128], [200, 100, 0, 255]]], np.uint8)
+    options = {"lossless": True} if name == "WEBP" else {}
+    data = encoded(Image.fromarray(pixels, "RGBA"), name, **options)
+    expected = [[[255, 0, 0], [255, 255, 255]], [[127, 127, 127], [200, 100, 0]]]
+    np.testing.assert_allclose(decoded(data), expected, atol=1)
+
+
+def test_a_grey_picture_with_transparency_lies_over_white() -> None:
+    data = encoded(Image.fromarray(np.array([[[10, 255], [10, 0]]], np.uint8), "LA"), "PNG")
+    np.testing.assert_array_equal(decoded(data), [[[10] * 3, [255] * 3]])
+
+
+def test_a_palette_with_a_transparent_colour_lies_over_white() -> None:
+    picture = Image.new("P", (2, 1))
+    picture.putpalette([9, 8, 7, 1, 2, 3])
+    picture.putdata([0, 1])
+    np.testing.assert_array_equal(decoded(encoded(picture, "PNG", transparency=1)), [[[9, 8, 7], [255] * 3]])
+
+
+@pytest.mark.parametrize("name", ["PNG", "TIFF"])
+def test_sixteen_bit_grey_keeps_its_high_byte(name: str) -> None:
+    data = encoded(Image.fromarray(np.array([[0, 0x80FF, 0xFFFF]], np.uint16)), name)
+    np.testing.assert_array_equal(decoded(data), [[[0] * 3, [0x80] * 3, [0xFF] * 3]])
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_thirty_two_bit_grey_is_refused(mode: str) -> None:
+    with pytest.raises(MediaError, match="no agreed range"):
+        decoded(encoded(Image.new(mode, (3, 2), 5), "TIFF"))
+
+
+@pytest.mark.parametrize("name", ["GIF", "WEBP", "TIFF", "PNG"])
+def test_of_an_animation_the_first_frame_is_taken(name: str) -> None:
+    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "lime", "blue")]
+    data = encoded(frames[0], name, save_all=True, append_images=frames[1:])
+    np.testing.assert_allclose(decoded(data), np.broadcast_to([255, 0, 0], (6, 8, 3)), atol=2)
+
+
+def test_a_jpeg_of_several_pictures_is_its_first() -> None:
+    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], "MPO", save_all=True, append_images=frames[1:])
+    np.testing.assert_allclose(decoded(data), np.broadcast_to([255, 0, 0], (6, 8, 3)), atol=2)
+
+
+def test_the_target_may_be_a_view_of_other_memory() -> None:
+    data = encoded(Image.fromarray(noise()), "PNG")
+    memory = np.full(HEIGHT * WIDTH * 3 + 128, 77, np.uint8)
+    decode_into(data, probe(data, LIMITS), memory[64:-64].reshape(HEIGHT, WIDTH, 3))
+    np.testing.assert_array_equal(memory[64:-64].reshape(HEIGHT, WIDTH, 3), noise())
+    assert set(memory[:64]) | set(memory[-64:]) == {77}
+
+
+def test_a_target_of_another_shape_is_the_caller_s_mistake() -> None:
+    data = encoded(Image.fromarray(noise()), "PNG")
+    with pytest.raises(ValueError, match="the picture needs uint8"):
+        decode_into(data, probe(data, LIMITS), np.empty((WIDTH, HEIGHT, 3), np.uint8))
+
+
+def test_no_temporary_is_as_large_as_the_picture() -> None:
+    data = encoded(Image.fromarray(noise(1500, 2000)), "JPEG")
+    header = probe(data, LIMITS)
+    target = np.empty(header.shape, np.uint8)
+    tracemalloc.start()
+    try:
+        decode_into(data, header, target)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < target.nbytes / 4
+
+
+def test_probing_decodes_nothing() -> None:
+    whole = encoded(Image.fromarray(noise(400, 300)), "JPEG")
+    data = whole[: len(whole) // 2]
+    assert probe(data, LIMITS).shape == (300, 400, 3)
+    with pytest.raises(MediaError, match="truncated"):
+        decoded(data)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_truncated_picture_is_refused(name: str) -> None:
+    data = encoded(Image.fromarray(noise(200, 160)), name)
+    with pytest.raises(MediaError):
+        decoded(data[: len(data) * 2 // 3])
+
+
+@pytest.mark.parametrize("data", [b"not a picture at all", b"%PDF-1.7\n", b"\xff\xd8\xff", b"GIF89a", b"\0" * 1000])
+def test_what_is_no_picture_is_refused(data: bytes) -> None:
+    with pytest.raises(MediaError):
+        probe(data, LIMITS)
+
+
+def test_nothing_is_refused() -> None:
+    with pytest.raises(MediaError, match="empty"):
+        probe(b"", LIMITS)
+
+
+def test_a_format_that_is_not_listed_is_refused() -> None:
+    with pytest.raises(MediaError, match="not a picture in a format that is accepted"):
+        probe(encoded(Image.fromarray(noise()), "PPM"), LIMITS)
+
+
+def test_a_picture_without_pixels_is_refused() -> None:
+    data = bytearray(encoded(Image.new("RGB", (3, 3)), "GIF"))
+    data[6:10] = bytes(4)  # the screen's width and height
+    frame = data.index(b",")
+    data[frame + 5 : frame + 9] = bytes(4)
+    with pytest.raises(MediaError, match="no pixels: 0 x 0"):
+        probe(bytes(data), LIMITS)
+
+
+def test_too_many_pixels_are_refused_from_the_header() -> None:
+    data = encoded(Image.new("1", (5000, 4000)), "PNG")
+    assert len(data) < 5000
+    with pytest.raises(MediaError, match=r"5000 x 4000 pixels, more than the 19999999"):
+        probe(data, PictureLimits(max_pixels=19_999_999))
+    assert probe(data, PictureLimits(max_pixels=20_000_000)).width == 5000
+
+
+def test_a_decompression_bomb_is_refused() -> None:
+    data = bytearray(encoded(Image.new("1", (8, 8)), "BMP"))
+    data[18:26] = (60_000).to_bytes(4, "little") * 2
+    with pytest.raises(MediaError, match="pixels"):
+        probe(bytes(data), LIMITS)
+
+
+def test_too_large_a_file_is_refused() -> None:
+    with pytest.raises(MediaError, match="11 bytes, more than the 10"):
+        probe(b"x" * 11, PictureLimits(max_nbytes=10))
+
+
+def test_a_picture_that_is_not_what_its_header_says_is_refused() -> None:
+    data = encoded(Image.fromarray(noise()), "PNG")
+    header = PictureHeader(width=10, height=10, orientation=1, format="PNG")
+    with pytest.raises(MediaError, match="its header promised 10 x 10"):
+        decode_into(data, header, np.empty(header.shape, np.uint8))
+
+
+SEEDS = [
+    encoded(Image.fromarray(noise()), name, **({"exif": with_orientation(6)} if name in ("JPEG", "PNG", "WEBP") else {}))
+    for name in FORMATS
+]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    data=st.sampled_from(SEEDS),
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=8)), max_size=6),
+    kept=st.floats(0.2, 1),
+)
+def test_damaged_bytes_are_a_media_error_or_a_picture(data: bytes, changes: list[tuple[float, bytes]], kept: float) -> None:
+    damaged = bytearray(data)
+    for place, replacement in changes:
+        # Squared: headers are at the front, and are where parsers go wrong.
+        start = int(place**2 * len(damaged))
+        damaged[start : start + len(replacement)] = replacement
+    with contextlib.suppress(MediaError):
+        decoded(bytes(damaged[: int(kept * len(damaged))]), PictureLimits(max_pixels=1_000_000))
