@@ -29,7 +29,7 @@ import uvloop
 from bench.messages import Cell, Measurement, Sink, Source
 from bench.peers import PEERS
 
-__all__ = ["BenchError", "Pair"]
+__all__ = ["BenchError", "Failed", "Pair", "run_cell"]
 
 _START_LIMIT_S = 120.0  # for a process to import torch, on a machine that does much else
 _GRACE_S = 5.0  # for a process to end by itself, or to report its own timeout
@@ -56,8 +56,12 @@ class _Finished:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Failed:
-    """A child's part of a cell has failed."""
+class Failed:
+    """A child's part of a cell has failed.
+
+    Attributes:
+        error: what happened, in words.
+    """
 
     error: str
 
@@ -151,7 +155,7 @@ class Pair:
         try:
             if child.control.poll(_until(deadline)):
                 report = child.control.recv()
-                if not isinstance(report, _Failed):
+                if not isinstance(report, Failed):
                     return report
                 raise BenchError(f"{self._title}, {what}: {self._failure(child, report)}")
             reason = "did not finish in time"
@@ -160,7 +164,7 @@ class Pair:
             reason = f"has died with exit code {child.process.exitcode}"
         raise BenchError(f"{self._title}, {what}: the {child.role} {reason}")
 
-    def _failure(self, first: _Child, report: _Failed) -> str:
+    def _failure(self, first: _Child, report: Failed) -> str:
         """What both say of a failure, the consumer first: when one fails, the other's connection does."""
         reports = {first.role: report.error}
         deadline = time.monotonic() + _SECOND_REPORT_S
@@ -168,7 +172,7 @@ class Pair:
             with contextlib.suppress(EOFError, ConnectionError):
                 while other is not first and other.role not in reports and other.control.poll(_until(deadline)):
                     second = other.control.recv()
-                    if isinstance(second, _Failed):
+                    if isinstance(second, Failed):
                         reports[other.role] = second.error
         return "; ".join(f"the {role} failed: {reports[role]}" for role in _ROLES if role in reports)
 
@@ -217,7 +221,7 @@ def _run_child(role: Role, peer_name: str, shared: Any, control: Connection) -> 
     with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):  # the parent has gone
         control.send(_Ready())
         for cell in _cells(control):
-            control.send(_run_cell(role, peer_name, shared, control, cell))
+            control.send(run_cell(role, peer_name, shared, control, cell))
 
 
 def _cells(control: Connection) -> Iterator[Cell]:
@@ -225,15 +229,16 @@ def _cells(control: Connection) -> Iterator[Cell]:
         yield cell
 
 
-def _run_cell(role: Role, peer_name: str, shared: Any, control: Connection, cell: Cell) -> _Finished | _Failed:
+def run_cell(role: Role, peer_name: str, shared: Any, control: Connection, cell: Cell) -> _Finished | Failed:
+    """Runs a child's part of a cell; what goes wrong is what it returns, since it is for the parent to act on."""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_play(role, peer_name, shared, control, cell))
     except TimeoutError:
-        return _Failed(f"it took longer than {cell.limit_s:g} s")
+        return Failed(f"it took longer than {cell.limit_s:g} s")
     except Exception as error:  # noqa: BLE001 # it ends the benchmark, in the parent
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return _Failed(f"{type(error).__name__}: {error} ({where.name}, line {where.lineno} of {where.filename})")
+        return Failed(f"{type(error).__name__}: {error} ({where.name}, line {where.lineno} of {where.filename})")
 
 
 async def _play(role: Role, peer_name: str, shared: Any, control: Connection, cell: Cell) -> _Finished:

@@ -27,7 +27,7 @@ def transport_table(results: Results) -> Table:
     commit = f", commit {machine.commit}" if machine.commit else ""
     table = Table(
         title=f"one-way, every message checked, window {results.window}: medians of {results.repetitions} interleaved runs",
-        caption=f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}, "
+        caption=f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}\n"
         f"torch {machine.torch}, shmring {machine.shmring}{commit}\n"
         "spread: slowest and fastest run; latency: from send to receipt, behind up to a window of messages",
     )

@@ -23,7 +23,7 @@ from bench.messages import Cell, Measurement
 from bench.peers import PEERS
 from bench.processes import Pair
 
-__all__ = ["BASELINE", "Limit", "Plan", "Result", "Results", "Spread", "run"]
+__all__ = ["BASELINE", "Limit", "Plan", "Result", "Results", "Spread", "run", "steps"]
 
 #: What the others are compared with.
 BASELINE = next(iter(PEERS))

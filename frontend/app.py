@@ -32,6 +32,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -144,7 +145,9 @@ def _answer_error(request: _AnyRequest, error: Exception) -> Response[ErrorEnvel
     answer = _api_error(error)
     if answer.status >= 500:
         known = isinstance(error, ApiError | shmring.ShmringError | TimeoutError)
-        logger.error("%s: %s", request_id_of(request.scope), error, exc_info=None if known else error)
+        # As text: a log handler that keeps the exception would keep its frames, and they the views of the request's slot.
+        told = str(error) or type(error).__name__ if known else "".join(traceback.format_exception(error))
+        logger.error("%s: %s", request_id_of(request.scope), told)
     headers = {"retry-after": str(answer.retry_after_s)} if answer.retry_after_s is not None else {}
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers

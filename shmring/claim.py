@@ -8,6 +8,7 @@ alive, when the last of them dies.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,11 @@ class Claim:
         else:
             self._callbacks.append(callback)
 
+    def forget_on_abort(self, callback: Callable[[], object]) -> None:
+        """Takes a callback back, if it is still there."""
+        with contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
+
     async def reply(self, payload: object) -> None:
         """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
 
@@ -106,7 +112,7 @@ class Claim:
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it can never fit the reply reserve, or a message.
         """
-        self._check_running()
+        self.check_running()
         await self._ring.send_reply(self, payload)
 
     def reply_nowait(self, payload: object) -> None:
@@ -116,7 +122,7 @@ class Claim:
             WouldBlock: there is no reply space now, or the frontend reads slowly.
             AbortedError, TypeError, CapacityError: as :meth:`reply`.
         """
-        self._check_running()
+        self.check_running()
         self._ring.send_reply_nowait(self, payload)
 
     def done(self) -> None:
@@ -151,7 +157,13 @@ class Claim:
             self._callbacks.clear()
             self._ring.end_claim(self, event, error)
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
+        """Raises unless the request can still be answered.
+
+        Raises:
+            AbortedError: the frontend gave it up, or has gone.
+            LocalProtocolError: it has ended.
+        """
         if self._aborted:
             raise AbortedError(f"request {self.request_id} was aborted by its frontend", request_id=self.request_id)
         if self._ended:

@@ -8,7 +8,6 @@ session; with it, pending calls fail with :class:`EngineDeadError` and later one
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
@@ -146,9 +145,8 @@ class RingClient:
     @classmethod
     async def create(cls, name: str, config: ClientConfig, *, reconnect: bool = False, description: str = "") -> RingClient:
         """Attaches to an engine, waiting for it up to ``connect_timeout_s``. See :func:`connect`."""
-        if len(description) > _MAX_NAME_CHARACTERS:
-            raise ValueError(f"a description has at most {_MAX_NAME_CHARACTERS} characters, not {len(description)}")
         client = cls(name, socket_path(name, config.socket_dir), config, reconnect, description)
+        client._check_name(description)
         try:
             await client._attach_in_time()
         except BaseException:
@@ -201,15 +199,18 @@ class RingClient:
         deadline = None if timeout is None else loop.time() + timeout
         async with asyncio.timeout_at(deadline):
             submission = await self.submit(payload, request_id=request_id)
+
+        async def next_reply() -> list[Any]:
+            async with asyncio.timeout_at(deadline):
+                return [await submission.next(reply_type)]
+
         try:
             while True:
                 try:
-                    async with asyncio.timeout_at(deadline):
-                        reply = await submission.next(reply_type)
+                    reply = await next_reply()
                 except StopAsyncIteration:
                     return
-                yield reply
-                del reply  # or this frame would keep its slot until the next one comes
+                yield reply.pop()  # or this frame would keep the reply's slot for as long as the caller takes
         finally:
             submission.abort()
 
@@ -262,6 +263,7 @@ class RingClient:
             RemoteError: it failed, or there is none of that name.
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
+        self._check_name(method)
         async with asyncio.timeout(timeout):
             session = await self._ready()
             return await session.call(method, arguments)
@@ -381,17 +383,18 @@ class RingClient:
 
     async def close(self) -> None:
         """Aborts what is pending, says goodbye, and detaches. Twice is once."""
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._pid:
+            return  # a forked child must not say goodbye for its parent
         self._closed = True
         self._attached.set()  # whoever waits for an engine learns that there will be none
-        if self._reattaching is not None:
-            self._reattaching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reattaching
-        if self._session is not None:
-            await self._session.close()
-        self._copier.close()
+        try:
+            if self._reattaching is not None:
+                self._reattaching.cancel()
+                await asyncio.wait([self._reattaching])
+            if self._session is not None:
+                await self._session.close()
+        finally:
+            self._copier.close()
 
     async def __aenter__(self) -> RingClient:
         return self
@@ -441,9 +444,10 @@ class RingClient:
             reconnections=counters.reconnections,
         )
 
-    def _check_name(self, request_id: str) -> None:
-        if len(request_id) > _MAX_NAME_CHARACTERS:
-            raise ValueError(f"a request_id has at most {_MAX_NAME_CHARACTERS} characters, not {len(request_id)}")
+    def _check_name(self, name: str) -> None:
+        if len(name) > _MAX_NAME_CHARACTERS:
+            raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
+        name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
 
 
 def _check_nbytes(nbytes: int) -> None:

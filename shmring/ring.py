@@ -74,6 +74,7 @@ from shmring.core.messages import (
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import (
     AbortedError,
+    CapacityError,
     ClosedError,
     PeerLostError,
     RemoteProtocolError,
@@ -97,6 +98,7 @@ logger = logging.getLogger("shmring.ring")
 CallHandler = Callable[..., Awaitable[Any]]
 
 _MAX_ERROR_TEXT = 4096  # characters of an exception's text that travel; the rest is in the engine's log
+_CALL_RESULT_NBYTES = 64  # at most, of a call's result around the result itself
 _DESCRIPTORS_EXHAUSTED_PAUSE_S = 0.1  # before accepting again when this process is out of descriptors
 _COPY_THREADS = 2  # for replies, which are small beside requests
 
@@ -369,7 +371,11 @@ class Ring:
             self.release_claim(client_id, submit)
             self.refuse_frontend(frontend, RemoteProtocolError(f"request {submit.request_id}: {error}"))
             return None
-        except msgspec.ValidationError as error:
+        except Exception as error:  # noqa: BLE001 - whatever payload_type makes of it ends this request, and nothing else
+            if not isinstance(error, msgspec.ValidationError):
+                logger.error(
+                    "decoding request %d of client %d failed\n%s", submit.request_id, client_id, traceback.format_exc()
+                )
             self.release_claim(client_id, submit)
             self._end(client_id, submit.request_id, RequestEvent.ERROR, "invalid", error)
             return None
@@ -420,31 +426,40 @@ class Ring:
             frontend.send(Done(request_id))
         else:
             self._counters.failed += 1
-            frontend.send(Failed(request_id, kind, type(error).__name__[:256], str(error)[:_MAX_ERROR_TEXT]))
+            frontend.send(Failed(request_id, kind, *self._describe(error)))
+
+    def _describe(self, error: BaseException) -> tuple[str, str]:
+        """Returns an error's type and text as they can travel, whatever is in them."""
+        length = min(_MAX_ERROR_TEXT, int(self.config.max_frame_nbytes) // 8)  # a character takes up to four bytes
+        text = str(error)[:length].encode(errors="replace").decode()  # file names can hold what is no text
+        return type(error).__name__[:256], text
 
     # -- replies (for Claim) ------------------------------------------------------------------------------------------
 
     async def send_reply(self, claim: Claim, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
         packed = self._pack_reply(payload)
-        connection = self._frontends[claim.client_id].connection
         if packed.copy_nbytes <= int(self.config.inline_nbytes):
+            await self._writable(claim)
             self._send_inline(claim, packed)
-        else:
-            slot = await self._acquire_reply(claim, packed.copy_nbytes)
-            sent = False
-            try:
-                await self._copier.copy(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
-                if claim.aborted:
-                    raise _aborted(claim)
-                self._send_slot(claim, packed, slot)
-                sent = True
-            finally:
-                if not sent:
-                    self._carry_out(self._ledger.discard_reply(claim.client_id, slot.generation))
-        if not connection.can_write:
-            with contextlib.suppress(PeerLostError):  # then the claim is aborted, and its next reply says so
-                await connection.drain()
+            return
+        slot = await self._acquire_reply(claim, packed.copy_nbytes)
+        sent = False
+        try:
+            claim.check_running()
+            await self._copier.copy(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
+            await self._writable(claim)
+            self._send_slot(claim, packed, slot)
+            sent = True
+        finally:
+            if not sent:
+                self._carry_out(self._ledger.discard_reply(claim.client_id, slot.generation))
+
+    async def _writable(self, claim: Claim) -> None:
+        """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
+        with contextlib.suppress(PeerLostError):  # then the claim is aborted
+            await self._frontends[claim.client_id].connection.drain()
+        claim.check_running()
 
     def send_reply_nowait(self, claim: Claim, payload: object) -> None:
         """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
@@ -457,7 +472,11 @@ class Ring:
         slot = self._ledger.acquire_reply(claim.client_id, packed.copy_nbytes)
         if slot is None:
             raise WouldBlock(f"no {packed.copy_nbytes} bytes of reply space are free")
-        self._copier.copy_nowait(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
+        try:
+            self._copier.copy_nowait(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
+        except BaseException:
+            self._carry_out(self._ledger.discard_reply(claim.client_id, slot.generation))
+            raise
         self._send_slot(claim, packed, slot)
 
     def _pack_reply(self, payload: object) -> Packed:
@@ -489,11 +508,7 @@ class Ring:
         future: asyncio.Future[ReplySlot] = self.loop.create_future()
         self._ledger.queue_reply(claim.client_id, ticket, nbytes)
         self._reply_waiters[ticket] = future
-
-        def give_up() -> None:
-            if not future.done():
-                future.set_exception(_aborted(claim))
-
+        give_up = functools.partial(_give_up, future, claim)
         claim.on_abort(give_up)
         try:
             return await future
@@ -503,6 +518,9 @@ class Ring:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._carry_out(self._ledger.discard_reply(claim.client_id, future.result().generation))
             raise
+        finally:
+            claim.forget_on_abort(give_up)
+            del future, give_up  # they hold their error, whose traceback holds this frame and its callers', and they views
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -598,7 +616,12 @@ class Ring:
             base_lease = self._ledger.connect(frontend.client_id, peer.hello.lease_nbytes)
             self._frontends[frontend.client_id] = frontend
             frontend.watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
-            send_welcome(peer, self._welcome(frontend.client_id, base_lease), self._slab.fd)
+            try:
+                send_welcome(peer, self._welcome(frontend.client_id, base_lease), self._slab.fd)
+            except PeerLostError:  # it never got the slab, so nothing of it needs a proof that it does not write
+                frontend.connected = False
+                self._carry_out(self._ledger.goodbye(frontend.client_id, (), ()))
+                raise
             await self.loop.connect_accepted_socket(lambda: frontend.connection, peer.socket)
         except BaseException:
             self.connection_lost(frontend)
@@ -671,12 +694,18 @@ class Ring:
             if handler is None:
                 raise LookupError(f"this engine has no method {call.method!r}; it has {sorted(self._calls)}")
             arguments = msgspec.msgpack.decode(call.arguments, type=list[Any])
-            result = CallResult(call.call_id, msgspec.msgpack.encode(await handler(*arguments)))
+            encoded = msgspec.msgpack.encode(await handler(*arguments))
+            capacity = int(self.config.max_frame_nbytes) - _CALL_RESULT_NBYTES
+            if len(encoded) > capacity:
+                raise CapacityError(f"the result takes {len(encoded)} bytes", needed=len(encoded), capacity=capacity)
+            result = CallResult(call.call_id, encoded)
+            with contextlib.suppress(PeerLostError):  # then it goes nowhere
+                await frontend.connection.drain()
         except Exception as error:
             # Whatever a method raises is its caller's to handle: it travels there, with its type.
             if not isinstance(error, LookupError | msgspec.MsgspecError):
                 logger.exception("the call %s of %s failed", call.method, frontend)
-            result = CallResult(call.call_id, b"", (type(error).__name__, str(error)[:_MAX_ERROR_TEXT]))
+            result = CallResult(call.call_id, b"", self._describe(error))
         frontend.send(result)
 
     def refuse_frontend(self, frontend: _Frontend, error: RemoteProtocolError) -> None:
@@ -685,7 +714,7 @@ class Ring:
             return
         self._counters.protocol_errors += 1
         logger.warning("%s broke the protocol and is disconnected: %s", frontend, error)
-        frontend.send(Refused(str(error)[:_MAX_ERROR_TEXT]))
+        frontend.send(Refused(self._describe(error)[1]))
         frontend.connection.close()
         self.connection_lost(frontend)
 
@@ -706,13 +735,19 @@ class Ring:
 
     async def close(self) -> None:
         """Ends all connections, aborts what is running, and gives the slab and the name up. Twice is once."""
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._pid:
+            return  # a forked child must not touch its parent's sockets
         self._closed = True
         tasks = [self._accepting, *self._handshakes]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._end_everything()
+        await asyncio.sleep(0)  # lets the transports close their sockets
+
+    def _end_everything(self) -> None:
         self._listener.close()
         for frontend in list(self._frontends.values()):
             if frontend.connected:
@@ -726,7 +761,6 @@ class Ring:
                 future.set_result(None)
         self._copier.close()
         self._slab.close()
-        await asyncio.sleep(0)  # lets the transports close their sockets
 
     async def __aenter__(self) -> Ring:
         return self
@@ -776,6 +810,11 @@ def _blocks(nbytes: int | str | None, default: int) -> int:
 
 def _content_start(slot: ReplySlot) -> int:
     return slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES
+
+
+def _give_up(future: asyncio.Future[ReplySlot], claim: Claim) -> None:
+    if not future.done():
+        future.set_exception(_aborted(claim))
 
 
 def _aborted(claim: Claim) -> AbortedError:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -56,9 +56,11 @@ from shmring.errors import (
     ClosedError,
     EngineDeadError,
     LocalProtocolError,
+    PeerLostError,
     RemoteError,
     RemoteProtocolError,
     ShmringError,
+    SlabError,
     StaleDescriptorError,
     WouldBlock,
 )
@@ -68,7 +70,7 @@ from shmring.memory.slab import Slab
 from shmring.memory.views import Obituaries
 from shmring.slot import Slot, content_start
 from shmring.transport.connection import Connection
-from shmring.transport.endpoint import attach_engine
+from shmring.transport.endpoint import attach_engine, say_goodbye
 from shmring.transport.liveness import ProcessWatch
 
 __all__ = ["ClientCounters", "Pending", "Session"]
@@ -131,7 +133,7 @@ class Pending:
         while not self._replies:
             if self._ended:
                 if self._error is not None:
-                    raise self._error
+                    raise _again(self._error)
                 raise StopAsyncIteration
             if self._waiter is not None:
                 raise LocalProtocolError(f"request {self.request_id} is waited for by two tasks; let one of them do it")
@@ -229,6 +231,7 @@ class Session:
         self._expiry: asyncio.TimerHandle | None = None
         self._prefaulting: set[asyncio.Task[None]] = set()
         self._ended = self.loop.create_future()
+        self._closing = False
         self.connection: Connection[EngineMessage] = Connection(
             self,
             decode_engine_message,
@@ -262,6 +265,7 @@ class Session:
             slab = Slab.attach(engine.slab_fd, welcome.slab_nbytes, welcome.epoch)
         except BaseException:
             os.close(engine.pidfd)
+            say_goodbye(engine.socket)
             engine.socket.close()
             raise
         session = cls(config, counters, copier, welcome, slab, engine.pidfd, on_lost)
@@ -272,9 +276,12 @@ class Session:
                 await session._add_lease(welcome.base_lease)
             await session.loop.create_unix_connection(lambda: session.connection, sock=engine.socket)
         except BaseException:
-            session._watch.close()
+            say_goodbye(engine.socket)
+            session._lose(ClosedError("this client did not attach"))
             engine.socket.close()
             raise
+        if session.error is not None:  # lost while its connection was being made
+            session.connection.abort()
         return session
 
     # -- what the connection reports -----------------------------------------------------------------------------------
@@ -325,7 +332,7 @@ class Session:
         """Ends the session: whatever waits in it fails with this error."""
         if self.error is not None:
             return
-        self.error = error
+        self.error = ClosedError("this client was closed") if self._closing else error
         self._watch.close()
         self.connection.abort()
         if self._expiry is not None:
@@ -338,6 +345,8 @@ class Session:
                 self.counters.failed += 1
             pending.end(self._fresh_error())
         futures: list[asyncio.Future[Any]] = [*self._slot_waiters.values(), *self._calls.values()]
+        for _ in self._calls:
+            self._calls_in_flight.release()
         self._slot_waiters.clear()
         self._calls.clear()
         for future in futures:
@@ -359,9 +368,8 @@ class Session:
             raise self._fresh_error()
 
     def _fresh_error(self) -> ShmringError:
-        """A new instance each: a raised exception holds its traceback, which holds frames, which hold views."""
         assert self.error is not None
-        return type(self.error)(*self.error.args)
+        return _again(self.error)
 
     # -- leases and slots ------------------------------------------------------------------------------------------------
 
@@ -371,7 +379,11 @@ class Session:
             if self.config.map_leased_only:
                 self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
                 self._lease_ranges[grant.lease_id] = (grant.offset, grant.nbytes)
-            await self._copier.run(lambda: self._slab.prefault(grant.offset, grant.nbytes))
+            try:
+                await self._copier.run(lambda: self._slab.prefault(grant.offset, grant.nbytes))
+            except SlabError:
+                if self.error is None:  # else the session was lost meanwhile, and the slab unmapped
+                    raise
         if self.error is not None:
             return
         try:
@@ -384,6 +396,8 @@ class Session:
             self._carry_out(self.book.recalled([grant.lease_id]))
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        if self.error is not None:
+            return  # the slab is unmapped, and whoever waited has been told
         for effect in effects:
             if isinstance(effect, Acquired):
                 future = self._slot_waiters.pop(effect.ticket)
@@ -417,7 +431,9 @@ class Session:
         warning = self.loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, nbytes)
         self._carry_out(self.book.queue(ticket, nbytes, held=held))
         try:
-            return await future
+            slot = await future
+            self.check_alive()  # it may have been lost between the grant and now
+            return slot
         except BaseException:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._carry_out(self.book.give_up(future.result(), self.loop.time()))
@@ -426,6 +442,7 @@ class Session:
             raise
         finally:
             warning.cancel()
+            del future  # it holds its error, whose traceback holds this frame and its callers', and they the payload
 
     def _warn_of_draining(self, nbytes: int) -> None:
         if self.book.draining_nbytes():
@@ -494,15 +511,11 @@ class Session:
         await self._in_flight.acquire()
         try:
             self.check_alive()
-            while True:
-                pending = await self._try_submit(payload, name)
-                if pending is not None:
-                    break
+            while (pending := await self._try_submit(payload, name)) is None:
+                pass
         except BaseException:
             self._in_flight.release()
             raise
-        if not self.connection.can_write:
-            await self._drain(pending)
         return pending
 
     async def _try_submit(self, payload: object, name: str) -> Pending | None:
@@ -515,15 +528,21 @@ class Session:
         try:
             if slot is not None:
                 await self._copier.copy(packed, self._slab.anchor(content_start(slot), slot.nbytes))
-                self.check_alive()
+            await self._writable()
             if not all(_is_submittable(record) for record in in_place):
                 return None
             pending = self._send(packed, in_place, slot, name)
             sent = True
             return pending
         finally:
-            if slot is not None and not sent and self.error is None:
+            if slot is not None and not sent:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
+
+    async def _writable(self) -> None:
+        """Waits while the engine reads more slowly than it is written to."""
+        with contextlib.suppress(PeerLostError):  # the session says why
+            await self.connection.drain()
+        self.check_alive()
 
     def submit_nowait(self, payload: object, name: str) -> Pending:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
@@ -601,14 +620,6 @@ class Session:
         self.counters.slot_nbytes_submitted += sum(ref.nbytes for ref in slots)
         self.connection.send(Submit(self.welcome.epoch, pending.request_id, content, name))
         return pending
-
-    async def _drain(self, pending: Pending) -> None:
-        try:
-            await self.connection.drain()
-        except BaseException:
-            self.abort(pending, AbortedError("the request was cancelled", request_id=pending.request_id))
-            self.check_alive()
-            raise
 
     def abort(self, pending: Pending, error: Exception) -> None:
         """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""
@@ -705,17 +716,25 @@ class Session:
                 needed=len(encoded),
                 capacity=self.welcome.max_frame_nbytes,
             )
-        async with self._calls_in_flight:
-            self.check_alive()
-            call_id = next(self._ids)
-            future = self._calls[call_id] = self.loop.create_future()
-            self.connection.send(Call(call_id, method, encoded))
+        await self._calls_in_flight.acquire()  # until the engine has answered, whether or not somebody still waits for it
+        try:
+            await self._writable()
+        except BaseException:
+            self._calls_in_flight.release()
+            raise
+        call_id = next(self._ids)
+        future = self._calls[call_id] = self.loop.create_future()
+        self.connection.send(Call(call_id, method, encoded))
+        try:
             return msgspec.msgpack.decode(await future)
+        finally:
+            del future  # it holds its error, whose traceback holds this frame
 
     def _call_ended(self, result: CallResult) -> None:
         future = self._calls.pop(result.call_id, None)
         if future is None:
             raise RemoteProtocolError(f"call {result.call_id} ended, which is not in flight")
+        self._calls_in_flight.release()
         if future.done():
             return  # its caller stopped waiting
         if result.error is not None:
@@ -729,6 +748,7 @@ class Session:
         """Says goodbye: what nobody in this process uses any more goes back at once."""
         if self.error is not None:
             return
+        self._closing = True
         for record in list(self._held.values()):
             record.viewed = True  # its caller has not left it, and may still write
         for pending in list(self.pending.values()):
@@ -736,10 +756,22 @@ class Session:
         kept_replies = tuple(self._reply_views.living())
         self.connection.send(Goodbye(self.book.leases_in_use(), kept_replies))
         self.connection.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
-                await asyncio.shield(self._ended)
-        self._lose(ClosedError("this client was closed"))
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                    await asyncio.shield(self._ended)
+        finally:
+            self._lose(ClosedError("this client was closed"))
+
+
+_Error = TypeVar("_Error", bound=Exception)
+
+
+def _again(error: _Error) -> _Error:
+    """Returns a new instance of an error: a raised one holds its traceback, which holds frames, which hold views."""
+    again = type(error).__new__(type(error), *error.args)
+    again.__dict__.update(error.__dict__)
+    return again
 
 
 def _is_submittable(record: SlotRecord) -> bool:

@@ -97,8 +97,6 @@ def probe(data: bytes, limits: PictureLimits) -> PictureHeader:
         width, height = image.size
         orientation = _orientation(image)
         name = image.format or "unknown"
-    if width < 1 or height < 1:
-        raise MediaError(f"the picture has no pixels: {width} x {height}")
     if width * height > limits.max_pixels:
         raise MediaError(f"the picture has {width} x {height} pixels, more than the {limits.max_pixels} that are accepted")
     if orientation in _SWAPPING_ORIENTATIONS:

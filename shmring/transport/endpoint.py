@@ -25,6 +25,7 @@ from shmring.core.framing import PREFIX, encode_frame
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     EngineMessage,
+    Goodbye,
     Hello,
     Refused,
     Welcome,
@@ -35,7 +36,7 @@ from shmring.core.messages import (
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from shmring.transport.liveness import open_peer_pidfd
 
-__all__ = ["AttachedEngine", "Listener", "Peer", "attach_engine", "greet", "send_welcome", "socket_path"]
+__all__ = ["AttachedEngine", "Listener", "Peer", "attach_engine", "greet", "say_goodbye", "send_welcome", "socket_path"]
 
 _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
 _BACKLOG = 512  # frontends that may connect at the same moment
@@ -324,6 +325,20 @@ async def _shake_hands(connected: socket.socket, path: Path, hello: Hello, engin
         raise
     except OSError as error:
         raise EngineDeadError(f"no engine listens at {path}: {error}") from error
+    try:
+        return await _receive_welcome(connected, pid)
+    except BaseException:
+        say_goodbye(connected)
+        raise
+
+
+def say_goodbye(connected: socket.socket) -> None:
+    """Tells the engine that attaching was given up. It may have lent us something, or be about to: we keep nothing."""
+    with contextlib.suppress(OSError):  # it is gone, or knows already
+        connected.send(encode_frame(encode_message(Goodbye()), _HANDSHAKE_NBYTES))
+
+
+async def _receive_welcome(connected: socket.socket, pid: int) -> AttachedEngine:
     prefix, slab_fd = await _receive_with_fd(connected)
     try:
         message = await _receive_body(connected, prefix)

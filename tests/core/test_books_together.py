@@ -408,6 +408,8 @@ class TogetherMachine(RuleBasedStateMachine):
 
     def release_claim(self, claim: Claim, viewed: bool) -> None:
         generations, claim.generations = claim.generations, []
+        if not generations:
+            return
         if viewed:
             self.draining += [(claim.client_id, generation) for generation in generations]
         self.carry_out(self.ledger.release_slots(claim.client_id, generations, generations if viewed else ()))

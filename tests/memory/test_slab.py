@@ -45,7 +45,7 @@ def mapping(address: int) -> dict[str, str]:
     """What the kernel says of the mapping that starts at an address; empty if there is none."""
     found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith(f"{address:x}-") or line.startswith(f"{address:012x}-"):
+        if line.startswith((f"{address:x}-", f"{address:012x}-")):
             found["range"] = line
         elif "-" in line.split()[0] and found:
             break

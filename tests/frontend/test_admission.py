@@ -1,0 +1,204 @@
+"""Admission over ASGI: turns, limits, and callers that hang up at every moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from frontend.admission import Admission
+from frontend.errors import ApiError
+from frontend.settings import FrontendSettings
+
+
+class Caller:
+    """One request: what it sends, and what it gets."""
+
+    def __init__(self, *chunks: bytes, headers: dict[bytes, bytes] | None = None, complete: bool = True) -> None:
+        self.scope: Any = {"type": "http", "path": "/", "headers": list((headers or {}).items())}
+        self.received: list[Any] = []
+        self.asked = 0
+        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        for index, chunk in enumerate(chunks):
+            last = complete and index == len(chunks) - 1
+            self._messages.put_nowait({"type": "http.request", "body": chunk, "more_body": not last})
+
+    def hang_up(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
+
+    async def receive(self) -> Any:
+        self.asked += 1
+        return await self._messages.get()
+
+    async def send(self, message: Any) -> None:
+        self.received.append(message)
+        if message["type"] == "http.response.body":
+            self.hang_up()  # as servers say it when an answer is complete
+
+
+class Handler:
+    """The application behind: it notes what happens to it."""
+
+    def __init__(self, proceed: bool = True) -> None:
+        self.bodies: list[bytes] = []
+        self.running = self.most_running = self.cancelled = self.finished = 0
+        self.proceed = asyncio.Event()
+        if proceed:
+            self.proceed.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        assert message["more_body"] is False
+        self.bodies.append(bytes(message["body"]))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await self.proceed.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"done"})
+            await asyncio.sleep(0)  # as handlers have things to do after their answer
+            self.finished += 1
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+Run = Callable[..., asyncio.Task[None]]
+
+
+@pytest.fixture
+def run() -> Run:
+    """``run(admission, caller, handler)``: one request, as a task."""
+
+    def start(admission: Admission, caller: Caller, handler: Handler) -> asyncio.Task[None]:
+        return asyncio.create_task(admission.handle(caller.scope, caller.receive, caller.send, handler))  # type: ignore[arg-type]
+
+    return start
+
+
+async def test_the_body_arrives_whole_and_the_answer_leaves(run: Run) -> None:
+    caller, handler = Caller(b"one ", b"two ", b"three"), Handler()
+    await run(Admission(FrontendSettings()), caller, handler)
+    assert handler.bodies == [b"one two three"]
+    assert [message["type"] for message in caller.received] == ["http.response.start", "http.response.body"]
+    assert (handler.finished, handler.cancelled) == (1, 0)  # the end of its answer is not a hang-up
+
+
+async def test_an_empty_body_is_a_body(run: Run) -> None:
+    handler = Handler()
+    await run(Admission(FrontendSettings()), Caller(b""), handler)
+    assert handler.bodies == [b""]
+
+
+async def test_hanging_up_during_the_upload_ends_it_before_the_handler(run: Run) -> None:
+    caller, handler = Caller(b"half", complete=False), Handler()
+    task = run(Admission(FrontendSettings()), caller, handler)
+    caller.hang_up()
+    await task
+    assert (handler.bodies, caller.received) == ([], [])
+
+
+async def test_hanging_up_cancels_the_handler(run: Run, eventually: Any) -> None:
+    caller, handler = Caller(b"body"), Handler(proceed=False)
+    task = run(Admission(FrontendSettings()), caller, handler)
+    await eventually(lambda: handler.running == 1)
+    caller.hang_up()
+    await task
+    assert (handler.cancelled, handler.running, caller.received) == (1, 0, [])
+
+
+async def test_the_server_s_own_cancellation_ends_the_handler_too(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
+    task = run(admission, Caller(b"body"), handler)
+    await eventually(lambda: handler.running == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (handler.cancelled, handler.running) == (1, 0)
+    handler.proceed.set()
+    await run(admission, Caller(b"next"), handler)  # its turn is free
+    assert handler.finished == 1
+
+
+async def test_a_handler_s_error_comes_through_and_frees_its_turn(run: Run) -> None:
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError("what went wrong")
+
+    admission = Admission(FrontendSettings(max_concurrent_requests=1))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="what went wrong"):
+            await run(admission, Caller(b"body"), fail)  # type: ignore[arg-type]
+
+
+async def test_who_waits_for_a_turn_is_not_read(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=2)), Handler(proceed=False)
+    callers = [Caller(b"body") for _ in range(5)]
+    tasks = [run(admission, caller, handler) for caller in callers]
+    await eventually(lambda: handler.running == 2)
+    assert [caller.asked > 0 for caller in callers] == [True, True, False, False, False]
+    handler.proceed.set()
+    await asyncio.gather(*tasks)
+    assert (handler.finished, handler.most_running) == (5, 2)
+
+
+async def test_who_hung_up_while_waiting_is_gone_when_its_turn_comes(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
+    first = run(admission, Caller(b"first"), handler)
+    await eventually(lambda: handler.running == 1)
+    gone = Caller(complete=False)
+    gone.hang_up()
+    second = run(admission, gone, handler)
+    handler.proceed.set()
+    await asyncio.gather(first, second)
+    assert handler.bodies == [b"first"]
+
+
+async def refusal(task: Awaitable[None]) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        await task
+    return raised.value
+
+
+async def test_a_turn_that_does_not_come_is_a_503(run: Run, eventually: Any) -> None:
+    admission = Admission(FrontendSettings(max_concurrent_requests=1, queue_timeout_s=0.01))
+    handler = Handler(proceed=False)
+    first = run(admission, Caller(b"first"), handler)
+    await eventually(lambda: handler.running == 1)
+    error = await refusal(run(admission, Caller(b"second"), handler))
+    assert (error.status, error.code, error.retry_after_s is None) == (503, "overloaded", False)
+    handler.proceed.set()
+    await first
+
+
+async def test_too_many_that_wait_are_a_503_at_once(run: Run, eventually: Any) -> None:
+    admission = Admission(FrontendSettings(max_concurrent_requests=1, max_queued_requests=1))
+    handler = Handler(proceed=False)
+    tasks = [run(admission, Caller(b"body"), handler) for _ in range(3)]
+    error = await refusal(tasks.pop())
+    assert (error.status, error.code) == (503, "overloaded")
+    handler.proceed.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_body_that_does_not_arrive_is_a_408_and_frees_its_turn(run: Run) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1, body_timeout_s=0.01)), Handler()
+    error = await refusal(run(admission, Caller(b"half", complete=False), handler))
+    assert (error.status, error.code) == (408, "body_timeout")
+    await run(admission, Caller(b"whole"), handler)
+    assert handler.bodies == [b"whole"]
+
+
+async def test_a_body_announced_too_large_is_refused_unread(run: Run) -> None:
+    caller = Caller(b"x" * 11, headers={b"content-length": b"11"})
+    error = await refusal(run(Admission(FrontendSettings(max_body_nbytes=10)), caller, Handler()))
+    assert (error.status, error.code, caller.asked) == (413, "body_too_large", 0)
+
+
+async def test_a_body_that_grows_too_large_is_refused_while_it_comes(run: Run) -> None:
+    caller = Caller(*[b"x" * 4] * 10)
+    error = await refusal(run(Admission(FrontendSettings(max_body_nbytes=10)), caller, Handler()))
+    assert (error.status, caller.asked) == (413, 3)

@@ -1,0 +1,267 @@
+"""The application over ASGI, with a real ring behind it: answers, and every failure as its status and envelope."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import shmring
+from frontend import app as app_module
+
+OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
+
+PIXELS = np.random.default_rng(3).integers(0, 256, (3, 24, 32, 3), np.uint8)
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response, which must have OpenAI's form."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert body["error"]["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def numbers_of(response: httpx.Response) -> dict[str, float]:
+    """What /metrics says, without labels."""
+    families = text_string_to_metric_families(response.text)
+    return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+
+
+async def test_each_picture_has_its_embedding_in_order(
+    open_engine: Any, open_app: OpenApp, body_of: Any, embedding_of: Any, eventually: Any
+) -> None:
+    engine = await open_engine()
+    http = await open_app(engine)
+    response = await http.post("/v1/embeddings", json=body_of(*PIXELS))
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert [item["index"] for item in body["data"]] == [0, 1, 2]
+    np.testing.assert_allclose(
+        [item["embedding"] for item in body["data"]], [embedding_of(pixels) for pixels in PIXELS], rtol=1e-6
+    )
+    assert (body["object"], body["model"], body["usage"]) == (
+        "list",
+        "shmring-features",
+        {"prompt_tokens": 0, "total_tokens": 0},
+    )
+    assert response.headers["x-shmring-slab-bytes"] == str(PIXELS.nbytes)
+    assert response.headers["x-shmring-copies"] == "0"
+    statistics = engine.client.ring.statistics()
+    assert (statistics.in_place, statistics.copies, statistics.submitted) == (3, 0, 1)
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_base64_is_what_the_official_client_asks_for(
+    open_engine: Any, open_app: OpenApp, body_of: Any, embedding_of: Any
+) -> None:
+    http = await open_app(await open_engine())
+    response = await http.post("/v1/embeddings", json=body_of(PIXELS[0], encoding_format="base64", input=[]))
+    [item] = response.json()["data"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(item["embedding"]), "<f4"), embedding_of(PIXELS[0]), rtol=1e-6)
+
+
+async def test_the_model_is_listed_under_the_name_it_is_asked_for_by(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+    http = await open_app(await open_engine(), model_name="a model")
+    [model] = (await http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"]) == ("a model", "model")
+    assert (await http.post("/v1/embeddings", json=body_of(PIXELS[0], model="a model"))).status_code == 200
+    error = error_of(await http.post("/v1/embeddings", json=body_of(PIXELS[0])), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/v1/embeddings", 405, "method_not_allowed"),
+        ("DELETE", "/health", 405, "method_not_allowed"),
+    ],
+)
+async def test_wrong_routes_have_the_envelope(
+    open_engine: Any, open_app: OpenApp, method: str, path: str, status: int, code: str
+) -> None:
+    http = await open_app(await open_engine())
+    assert error_of(await http.request(method, path), status)["code"] == code
+
+
+async def test_bad_requests_say_what_is_bad(
+    open_engine: Any, open_app: OpenApp, body_of: Any, encoded: Any, eventually: Any
+) -> None:
+    engine = await open_engine()
+    http = await open_app(engine)
+    file = encoded(PIXELS[0])
+    cases: list[tuple[bytes | dict[str, Any], str, str | None]] = [
+        (b'{"model": ', "invalid_json", None),
+        ({"model": 7}, "invalid_value", "model"),
+        (body_of(PIXELS[0], input="text"), "unsupported_input", "input"),
+        (body_of(PIXELS[0], dimensions=5), "invalid_value", "dimensions"),
+        (body_of(PIXELS[0], b"no picture", file[:-30]), "invalid_image", "messages[0].content[1].image_url"),
+        (body_of(PIXELS[0], PIXELS[1], file[:-30]), "invalid_image", "messages[0].content[2].image_url"),
+    ]
+    for body, code, param in cases:
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        error = error_of(await http.post("/v1/embeddings", content=content), 400)
+        assert (error["code"], error["param"]) == (code, param)
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_a_body_that_is_too_large_is_refused_announced_or_not(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine(), max_body_nbytes=1000)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b"x" * 100
+
+    assert error_of(await http.post("/v1/embeddings", content=b"x" * 1001), 413)["code"] == "body_too_large"
+    assert error_of(await http.post("/v1/embeddings", content=pieces()), 413)["code"] == "body_too_large"
+
+
+async def test_a_picture_that_never_fits_the_slab_is_refused(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+    http = await open_app(await open_engine(slab_nbytes="1MiB"))
+    error = error_of(await http.post("/v1/embeddings", json=body_of(np.zeros((1000, 1000, 3), np.uint8))), 413)
+    assert error["code"] == "slab_too_small"
+
+
+async def test_a_full_slab_is_waited_for_and_then_reported(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+    engine = await open_engine(slab_nbytes="1MiB")
+    http = await open_app(engine, slot_timeout_s=0.05)
+    free_nbytes = engine.ring.statistics().leasable_nbytes - (128 << 10)
+    async with engine.client.slot(free_nbytes):
+        response = await http.post("/v1/embeddings", json=body_of(np.zeros((300, 300, 3), np.uint8)))
+        assert error_of(response, 503)["code"] == "slab_full"
+        assert int(response.headers["retry-after"]) >= 1
+    assert (await http.post("/v1/embeddings", json=body_of(np.zeros((300, 300, 3), np.uint8)))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (ValueError("the executor says no"), 400, "rejected_by_engine"),
+        (msgspec.ValidationError("the executor says no"), 400, "rejected_by_engine"),
+        (RuntimeError("the executor broke"), 500, "engine_error"),
+    ],
+)
+async def test_failures_of_the_executor(
+    open_engine: Any, open_app: OpenApp, body_of: Any, raised: Exception, status: int, code: str
+) -> None:
+    async def fail(claim: shmring.Claim) -> None:
+        raise raised
+
+    http = await open_app(await open_engine(fail))
+    error = error_of(await http.post("/v1/embeddings", json=body_of(PIXELS[0])), status)
+    assert error["code"] == code
+    assert str(raised) in error["message"]
+
+
+async def test_an_engine_that_takes_too_long(open_engine: Any, open_app: OpenApp, body_of: Any, eventually: Any) -> None:
+    async def dawdle(claim: shmring.Claim) -> None:
+        aborted = asyncio.Event()
+        claim.on_abort(aborted.set)
+        await aborted.wait()
+
+    engine = await open_engine(dawdle)
+    http = await open_app(engine, request_timeout_s=0.05)
+    assert error_of(await http.post("/v1/embeddings", json=body_of(PIXELS[0])), 504)["code"] == "engine_timeout"
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_without_an_engine_all_say_503(open_engine: Any, open_app: OpenApp, body_of: Any, eventually: Any) -> None:
+    engine = await open_engine()
+    http = await open_app(engine)
+    assert (await http.get("/health")).status_code == 200
+    assert numbers_of(await http.get("/metrics"))["shmring_engine_up"] == 1
+    await engine.ring.close()
+    await eventually(lambda: not engine.client.is_running)
+    for response in (await http.get("/health"), await http.post("/v1/embeddings", json=body_of(PIXELS[0]))):
+        assert error_of(response, 503)["code"] == "engine_unavailable"
+        assert int(response.headers["retry-after"]) >= 1
+    assert numbers_of(await http.get("/metrics"))["shmring_engine_up"] == 0
+    assert (await http.get("/v1/models")).status_code == 200
+
+
+async def test_an_engine_that_goes_while_it_works_is_503(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+    async def leave(claim: shmring.Claim) -> None:
+        claimed.set()
+        await asyncio.Event().wait()
+
+    claimed = asyncio.Event()
+    engine = await open_engine(leave)
+    http = await open_app(engine)
+    asking = asyncio.create_task(http.post("/v1/embeddings", json=body_of(PIXELS[0])))
+    await claimed.wait()
+    await engine.ring.close()
+    assert error_of(await asking, 503)["code"] == "engine_unavailable"
+
+
+async def test_a_bug_is_500_and_tells_nothing(
+    open_engine: Any, open_app: OpenApp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_down(body: bytes) -> None:
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(app_module, "parse_embedding_request", break_down)
+    http = await open_app(await open_engine())
+    response = await http.post("/v1/embeddings", json={}, headers={"x-request-id": "the-one"})
+    error = error_of(response, 500)
+    assert error["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert "the-one" in caplog.text
+    assert "a secret" in caplog.text
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("my-id:42", True), ("x" * 129, False), ("with space", False), (None, False)])
+async def test_requests_have_an_id(open_engine: Any, open_app: OpenApp, asked: str | None, kept: bool) -> None:
+    http = await open_app(await open_engine())
+    response = await http.get("/nothing", headers={"x-request-id": asked} if asked else {})
+    assert (response.headers["x-request-id"] == asked) is kept
+    assert response.headers["x-request-id"]
+
+
+async def test_metrics_count_what_happened(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+    engine = await open_engine()
+    http = await open_app(engine)
+    await http.post("/v1/embeddings", json=body_of(*PIXELS))
+    await http.post("/v1/embeddings", json={})
+    await http.get("/somewhere/else")
+    response = await http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    numbers = numbers_of(response)
+    # A slot starts each tensor on a cache line; these are multiples of it.
+    assert numbers["shmring_frontend_slab_bytes_total"] == PIXELS.nbytes
+    assert numbers["shmring_frontend_in_place_total"] == 3
+    assert numbers["shmring_frontend_copies_total"] == 0
+    assert "shmring_frontend_slots_in_use" in numbers
+    assert "shmring_engine_ring_slots_in_use" in numbers
+    assert numbers["shmring_http_in_flight"] == 1  # the question itself
+    for line in (
+        'shmring_http_requests_total{route="/v1/embeddings",status="200"} 1.0',
+        'shmring_http_requests_total{route="/v1/embeddings",status="400"} 1.0',
+        'shmring_http_requests_total{route="unmatched",status="404"} 1.0',
+        'shmring_http_request_seconds_count{route="/v1/embeddings"} 2.0',
+    ):
+        assert line in response.text
+
+
+async def test_many_requests_at_once_are_all_answered(
+    open_engine: Any, open_app: OpenApp, body_of: Any, embedding_of: Any, eventually: Any
+) -> None:
+    pictures = np.random.default_rng(4).integers(0, 256, (24, 150, 200, 3), np.uint8)
+    engine = await open_engine(slab_nbytes="512KiB")  # four at a time
+    http = await open_app(engine, max_concurrent_requests=6)
+    responses = await asyncio.gather(*(http.post("/v1/embeddings", json=body_of(pixels)) for pixels in pictures))
+    for response, pixels in zip(responses, pictures, strict=True):
+        [item] = response.json()["data"]
+        np.testing.assert_allclose(item["embedding"], embedding_of(pixels), rtol=1e-6)
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)

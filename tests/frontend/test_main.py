@@ -1,0 +1,83 @@
+"""``python -m frontend`` as a process, attached to a ring of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+async def start(socket_dir: Path) -> AsyncIterator[Start]:
+    """``await start("--port=0", pass_fds=())``: a frontend of the engine "test"."""
+    processes: list[asyncio.subprocess.Process] = []
+
+    async def run(*arguments: str, pass_fds: tuple[int, ...] = ()) -> asyncio.subprocess.Process:
+        command = ("-m", "frontend", "--name=test", f"--socket-dir={socket_dir}", "--log-level=warning", *arguments)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        processes.append(
+            await asyncio.create_subprocess_exec(
+                sys.executable, *command, env=environment, pass_fds=pass_fds, stderr=asyncio.subprocess.PIPE
+            )
+        )
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_it_serves_on_an_inherited_socket_until_a_signal_ends_it(
+    start: Start, open_engine: Any, body_of: Any, embedding_of: Any, eventually: Any
+) -> None:
+    engine = await open_engine()
+    reading, writing = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        process = await start(
+            f"--listen-fd={listening.fileno()}", f"--ready-fd={writing}", pass_fds=(listening.fileno(), writing)
+        )
+        os.close(writing)
+        with os.fdopen(reading) as ready:
+            assert await asyncio.to_thread(ready.read) == "\n"
+        assert engine.ring.statistics().clients == 2
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+            response = await http.post("/v1/embeddings", json=body_of(pixels))
+        [item] = response.json()["data"]
+        np.testing.assert_allclose(item["embedding"], embedding_of(pixels), rtol=1e-6)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    await eventually(lambda: engine.ring.statistics().clients == 1)
+    assert engine.ring.statistics().departed_clients == 0  # it said goodbye
+
+
+async def test_it_ends_at_once_if_its_parent_has_gone(start: Start, open_engine: Any) -> None:
+    await open_engine()
+    process = await start("--port=0", "--parent-pid=1")  # which lives, and is not its parent
+    assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGTERM
+
+
+async def test_a_port_in_use_is_a_clear_line(start: Start, open_engine: Any) -> None:
+    await open_engine()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = await start(f"--port={taken.getsockname()[1]}")
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode != 0
+    assert b"address already in use" in errors
+    assert b"Traceback" not in errors

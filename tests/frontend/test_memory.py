@@ -1,0 +1,43 @@
+"""malloc gives memory back: in a process of its own, because it is set up once for each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import sys
+from frontend.memory import make_malloc_return_memory
+
+def resident_nbytes():
+    with open("/proc/self/statm") as numbers:
+        return int(numbers.read().split()[1]) * 4096
+
+if sys.argv[1] == "set up":
+    assert make_malloc_return_memory()
+bytes(8 << 20)  # glibc raises its threshold when such a block is freed
+before = resident_nbytes()
+blocks, pins = [], []
+for index in range(256):
+    blocks.append(bytes(200 << 10).replace(b"\\0", b"x"))
+    pins.append(bytes(2000))  # something small that stays above each of them
+del blocks
+print(resident_nbytes() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+def test_large_blocks_are_returned_though_small_ones_lie_between() -> None:
+    def kept_nbytes(how: str) -> int:
+        command = [sys.executable, "-c", PROGRAM, how]
+        return int(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True))
+
+    assert kept_nbytes("leave") > 20 << 20  # or there is nothing to show
+    assert kept_nbytes("set up") < 5 << 20

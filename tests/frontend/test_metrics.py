@@ -1,0 +1,147 @@
+"""The outermost middleware, and the ring's counters as metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from frontend.metrics import FrontendMetrics, Observation, request_id_of
+
+
+class Exchange:
+    """A request that was sent to an application, and its answer."""
+
+    def __init__(self, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        self.scope: Any = {"type": "http", "path": "/", "headers": headers or [], "path_template": "/a/route"}
+        self.sent: list[Any] = []
+
+    async def receive(self) -> Any:
+        raise AssertionError("nobody asked for the body")
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": [(b"own", b"1")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def count(metrics: FrontendMetrics, status: int) -> float:
+    labels = {"route": "/a/route", "status": str(status)}
+    return metrics.registry.get_sample_value("shmring_http_requests_total", labels) or 0
+
+
+async def observe(metrics: FrontendMetrics, app: Any, exchange: Exchange) -> None:
+    await Observation(app, metrics)(exchange.scope, exchange.receive, exchange.send)
+
+
+async def test_a_request_is_counted_timed_and_named() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange([(b"x-request-id", b"mine")])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert request_id_of(scope) == "mine"
+        assert metrics.registry.get_sample_value("shmring_http_in_flight") == 1
+        await answer(scope, receive, send)
+
+    await observe(metrics, app, exchange)
+    assert exchange.sent[0]["headers"] == [(b"own", b"1"), (b"x-request-id", b"mine")]
+    assert count(metrics, 204) == 1
+    assert metrics.registry.get_sample_value("shmring_http_request_seconds_count", {"route": "/a/route"}) == 1
+    assert metrics.registry.get_sample_value("shmring_http_in_flight") == 0
+    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 0
+
+
+async def test_a_request_without_an_answer_hung_up() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+
+    async def leave(scope: Any, receive: Any, send: Any) -> None:
+        return
+
+    await observe(metrics, leave, exchange)
+    assert count(metrics, 499) == 1
+    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 1
+
+
+async def test_a_bug_is_counted_and_comes_through() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+
+    async def break_down(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        await observe(metrics, break_down, exchange)
+    assert count(metrics, 500) == 1
+    assert metrics.registry.get_sample_value("shmring_http_in_flight") == 0
+
+
+async def test_a_shutdown_is_told_to_who_still_waits() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+    entered = asyncio.Event()
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(observe(metrics, wait, exchange))
+    await entered.wait()
+    task.cancel()
+    await task
+    assert exchange.sent[0]["status"] == 503
+    assert (b"retry-after", b"1") in exchange.sent[0]["headers"]
+    assert b'"code":"shutting_down"' in exchange.sent[1]["body"]
+    assert count(metrics, 503) == 1
+
+
+async def test_a_shutdown_during_an_answer_breaks_it_off() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+    entered = asyncio.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        entered.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(observe(metrics, stream, exchange))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(exchange.sent) == 1
+
+
+async def test_what_is_no_request_passes_through() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    exchange = Exchange()
+    exchange.scope["type"] = "lifespan"
+    await observe(FrontendMetrics(), app, exchange)
+    assert seen == ["lifespan"]
+
+
+async def test_the_ring_s_counters_are_taken_over_once(serve: Any, connect: Any) -> None:
+    async def reply(claim: Any) -> None:
+        await claim.reply(1)
+
+    await serve(reply)
+    client = await connect()
+    metrics = FrontendMetrics()
+    for copies in (1, 2):
+        await client.request({"data": __import__("torch").zeros(5000)})
+        for _ in range(2):
+            metrics.take_over(client.statistics())
+        assert metrics.registry.get_sample_value("shmring_frontend_copies_total") == copies
+        assert metrics.registry.get_sample_value("shmring_frontend_copied_bytes_total") == copies * 20000
+
+
+async def test_an_engine_that_is_absent_is_down() -> None:
+    metrics = FrontendMetrics()
+    assert b"shmring_engine_up 0.0" in await metrics.render(None)
+    text = await metrics.render({"steps": 3})
+    assert b"shmring_engine_up 1.0" in text
+    assert b"shmring_engine_steps 3.0" in text

@@ -1,0 +1,757 @@
+"""The engine's end: claims in order, handlers that fail, calls, admission, and closing at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import shmring
+from shmring.core.framing import encode_frame
+from shmring.core.messages import PROTOCOL_VERSION, Goodbye, Hello, encode_message
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+MIB = 1 << 20
+
+
+async def echo(claim: shmring.Claim) -> None:
+    await claim.reply(claim.payload)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def slab_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+# -- the API as the design prints it ------------------------------------------------------------------------------------
+
+
+async def test_the_designs_example_runs_as_printed(socket_dir: Path) -> None:
+    pixels = torch.arange(3 * 448 * 448, dtype=torch.float32).reshape(3, 448, 448).to(torch.bfloat16)
+
+    async with shmring.serve("vision", slab_nbytes="16MiB", socket_dir=str(socket_dir)) as ring:
+
+        async def engine() -> None:
+            async for claim in ring:
+                with claim:
+                    pixels = claim.payload["pixel_values"]
+                    await claim.reply({"mean": float(pixels.float().mean())})
+
+        running = asyncio.create_task(engine())
+        async with shmring.connect("vision", socket_dir=str(socket_dir)) as client:
+            answer = await client.request({"pixel_values": pixels}, timeout=5)
+            assert answer == {"mean": float(pixels.float().mean())}
+            async for part in client.stream({"pixel_values": pixels}):
+                assert part == answer
+            async with client.slot(shmring.nbytes_for(((3, 448, 448), torch.bfloat16))) as slot:
+                view = slot.tensor((3, 448, 448), torch.bfloat16)
+                view.copy_(pixels)
+                assert await client.request({"pixel_values": view}) == answer
+            assert client.statistics().in_place == 1
+            assert client.statistics().copies == 2
+    await running
+
+
+async def test_both_ends_can_be_awaited_instead(socket_dir: Path) -> None:
+    ring = await shmring.serve("vision", shmring.RingConfig(slab_nbytes="1MiB", socket_dir=str(socket_dir)))
+    client = await shmring.connect("vision", shmring.ClientConfig(socket_dir=str(socket_dir)), description="a test")
+    assert client.connected
+    assert ring.statistics().clients == 1
+    await client.close()
+    await ring.close()
+
+
+# -- claims -------------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_are_claimed_in_order_of_arrival(serve: Any, connect: Any) -> None:
+    ring = await serve()
+    clients = [await connect(), await connect()]
+    for number in range(20):
+        await clients[number % 2].submit(number, request_id=f"request-{number}")
+    seen = []
+    for _ in range(20):
+        with await ring.claim() as claim:
+            assert claim.name == f"request-{claim.payload}"
+            seen.append((claim.client_id, claim.payload))
+    for client_id in {client_id for client_id, _ in seen}:
+        mine = [number for other, number in seen if other == client_id]
+        assert mine == sorted(mine)
+    assert sorted(number for _, number in seen) == list(range(20))
+
+
+async def test_claimers_are_served_in_the_order_in_which_they_wait(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client_of = await serve(), connect
+    served: list[int] = []
+
+    async def claimer(number: int) -> None:
+        with await ring.claim():
+            served.append(number)
+
+    tasks = [asyncio.create_task(claimer(number)) for number in range(10)]
+    await turns()
+    client = await client_of()
+    await asyncio.gather(*(client.submit(number) for number in range(10)))
+    await asyncio.gather(*tasks)
+    assert served == list(range(10))
+
+
+async def test_claim_nowait_claims_or_would_block(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    with pytest.raises(shmring.WouldBlock):
+        ring.claim_nowait()
+    await client.submit("first")
+    await eventually(lambda: ring.statistics().waiting)
+    with ring.claim_nowait() as claim:
+        assert claim.payload == "first"
+    with pytest.raises(shmring.WouldBlock):
+        ring.claim_nowait()
+
+
+async def test_claim_nowait_does_not_overtake_who_waits(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    await client.submit("first")
+    await eventually(lambda: ring.statistics().waiting)
+    ring.claim_nowait().done()
+    waiting = asyncio.create_task(ring.claim())
+    await turns()
+    with pytest.raises(shmring.WouldBlock):
+        ring.claim_nowait()
+    await client.submit("second")
+    (await waiting).done()
+
+
+@pytest.mark.parametrize("after", range(4))
+async def test_a_cancelled_claimer_passes_its_turn_on(serve: Any, connect: Any, after: int) -> None:
+    """Cancelled at each moment around the arrival of a request: it is never lost, and nobody sleeps beside it."""
+    ring, client = await serve(), await connect()
+    first, second = asyncio.create_task(ring.claim()), asyncio.create_task(ring.claim())
+    await turns()
+    await client.submit("only")
+    while not ring.statistics().submitted:
+        await asyncio.sleep(0)
+    await turns(after)
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        (await first).done()
+        await client.submit("another")
+    async with asyncio.timeout(5):
+        (await second).done()
+
+
+async def test_closing_wakes_every_claimer(serve: Any) -> None:
+    ring = await serve()
+    claimers = [asyncio.create_task(ring.claim()) for _ in range(3)]
+
+    async def iterate() -> str:
+        async for _ in ring:
+            pass
+        return "ended"
+
+    iterating = asyncio.create_task(iterate())
+    await turns()
+    await ring.close()
+    for claimer in claimers:
+        with pytest.raises(shmring.ClosedError):
+            await claimer
+    assert await iterating == "ended"
+    with pytest.raises(shmring.ClosedError):
+        await ring.claim()
+    with pytest.raises(shmring.ClosedError):
+        ring.claim_nowait()
+
+
+# -- handlers -----------------------------------------------------------------------------------------------------------
+
+
+class Odd(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "type_name", "text"),
+    [
+        (ValueError("bad picture"), "ValueError", "bad picture"),
+        (Odd(), "Odd", ""),
+        (FileNotFoundError(2, "No such file", "/tmp/\udcff\ud800"), "FileNotFoundError", "No such file"),
+        (RuntimeError("\ud800 and \udcff"), "RuntimeError", "? and ?"),
+        (RuntimeError("x" * 100_000), "RuntimeError", "x" * 1000),
+        (RuntimeError("\U0001f600" * 100_000), "RuntimeError", "\U0001f600" * 500),
+        (shmring.AbortedError("not mine", request_id=99), "AbortedError", "not mine"),
+    ],
+    ids=["plain", "own type", "file name", "surrogates", "long", "long and wide", "another's abort"],
+)
+async def test_a_handler_that_raises_fails_its_own_request_and_the_ring_goes_on(
+    serve: Any, connect: Any, settled: Any, error: Exception, type_name: str, text: str
+) -> None:
+    async def handle(claim: shmring.Claim) -> None:
+        if claim.payload["fail"]:
+            raise error
+        await claim.reply("fine")
+
+    ring = await serve(handle, max_frame_nbytes=8192)
+    client = await connect()
+    big = torch.ones(10_000, dtype=torch.uint8)
+    with pytest.raises(shmring.RemoteError) as caught:
+        await client.request({"fail": True, "x": big}, timeout=5)
+    assert caught.value.type_name == type_name
+    assert text in caught.value.message
+    assert await client.request({"fail": False, "x": big}, timeout=5) == "fine"
+    assert (ring.statistics().failed, ring.statistics().finished) == (1, 1)
+    await client.close()
+    await settled(ring)
+
+
+async def test_a_request_that_is_finished_without_a_reply_is_an_error_but_an_empty_stream(serve: Any, connect: Any) -> None:
+    async def silent(claim: shmring.Claim) -> None:
+        pass
+
+    await serve(silent)
+    client = await connect()
+    with pytest.raises(shmring.RemoteError, match="without a reply"):
+        await client.request("x", timeout=5)
+    assert [part async for part in client.stream("x", timeout=5)] == []
+
+
+async def test_run_handles_as_many_at_a_time_as_it_may(serve: Any, connect: Any, eventually: Any) -> None:
+    running = most = 0
+    go_on = asyncio.Event()
+
+    async def handle(claim: shmring.Claim) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await go_on.wait()
+        running -= 1
+        await claim.reply(None)
+
+    ring = await serve(handle, max_concurrency=3)
+    client = await connect()
+    requests = [asyncio.create_task(client.request(number)) for number in range(10)]
+    await eventually(lambda: ring.statistics().waiting == 7)
+    assert ring.statistics().running == 3
+    go_on.set()
+    await asyncio.gather(*requests)
+    assert most == 3
+    with pytest.raises(ValueError, match="max_concurrency"):
+        await ring.run(handle, max_concurrency=0)
+
+
+async def test_cancelling_run_fails_what_it_was_handling(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
+    ring = await serve()
+
+    async def handle(claim: shmring.Claim) -> None:
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(ring.run(handle, max_concurrency=2))
+    client = await connect()
+    big = torch.ones(10_000, dtype=torch.uint8)
+    requests = [asyncio.create_task(client.request({"x": big})) for _ in range(4)]
+    await eventually(lambda: ring.statistics().running == 2 and ring.statistics().waiting == 2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    results = await asyncio.wait(requests, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
+    failed = [task.exception() for task in results[0]]
+    assert failed
+    assert all(isinstance(error, shmring.RemoteError) and error.type_name == "CancelledError" for error in failed)
+    await eventually(lambda: sum(task.done() for task in requests) == 2)
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    await client.close()
+    await settled(ring)
+
+
+async def test_a_handler_whose_request_is_aborted_is_cancelled(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
+    cancelled: list[str] = []
+
+    async def handle(claim: shmring.Claim) -> None:
+        tensor = claim.payload["x"]
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(claim.name)
+            raise
+        finally:
+            del tensor
+
+    ring = await serve(handle)
+    client = await connect()
+    submission = await client.submit({"x": torch.ones(10_000)}, request_id="mine")
+    await eventually(lambda: ring.statistics().running)
+    submission.abort()
+    await eventually(lambda: cancelled == ["mine"])
+    with pytest.raises(shmring.AbortedError):
+        await submission.result()
+    await client.close()
+    await settled(ring)
+
+
+async def test_a_handler_that_is_cancelled_before_it_starts_still_ends_its_claim(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring = await serve()
+    started: list[int] = []
+
+    async def handle(claim: shmring.Claim) -> None:
+        started.append(1)
+
+    client = await connect()
+    submission = await client.submit({"x": torch.ones(10_000)})
+    await eventually(lambda: ring.statistics().waiting)
+    running = asyncio.create_task(ring.run(handle))
+    while not ring.statistics().running:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    if not started:
+        with pytest.raises(shmring.RemoteError):
+            await submission.result()
+    assert ring.statistics().slots_in_use == 0
+
+
+# -- payload types ------------------------------------------------------------------------------------------------------
+
+
+class Picture(msgspec.Struct):
+    pixels: torch.Tensor
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.label == "forbidden":
+            raise ValueError("this label is forbidden")
+        if self.label == "explosive":
+            raise KeyError("this label explodes")
+
+
+async def test_a_payload_of_the_wrong_type_fails_its_request_and_the_ring_goes_on(
+    serve: Any, connect: Any, settled: Any
+) -> None:
+    seen: list[Picture] = []
+
+    async def handle(claim: shmring.Claim) -> None:
+        seen.append(type(claim.payload))  # type: ignore[arg-type]
+        await claim.reply(int(claim.payload.pixels.sum()))
+
+    ring = await serve(handle, payload_type=Picture)
+    client = await connect()
+    big = torch.ones(10_000, dtype=torch.uint8)
+    for payload, type_name in [
+        ({"label": "no pixels", "other": big}, "ValidationError"),
+        ({"pixels": "text", "other": big}, "ValidationError"),
+        ([big], "ValidationError"),
+        ({"pixels": big, "label": "forbidden"}, "ValidationError"),
+        ({"pixels": big, "label": "explosive"}, "KeyError"),
+    ]:
+        with pytest.raises(shmring.RemoteError) as caught:
+            await client.request(payload, timeout=5)
+        assert caught.value.type_name == type_name
+        assert await client.request(Picture(big), timeout=5) == 10_000
+    assert set(seen) == {Picture}
+    assert ring.statistics().protocol_errors == 0
+    await client.close()
+    await settled(ring)
+
+
+# -- calls --------------------------------------------------------------------------------------------------------------
+
+
+async def test_calls(serve: Any, connect: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def add(one: int, two: int) -> int:
+        return one + two
+
+    async def fail() -> None:
+        raise ValueError("no \udcff")
+
+    async def unencodable() -> object:
+        return object()
+
+    async def enormous(nbytes: int) -> bytes:
+        return bytes(nbytes)
+
+    ring = await serve(
+        calls={"add": add, "fail": fail, "unencodable": unencodable, "enormous": enormous}, max_frame_nbytes=64 << 10
+    )
+    client = await connect()
+    assert await client.call("add", 2, 3, timeout=5) == 5
+    for method, arguments, type_name in [
+        ("fail", (), "ValueError"),
+        ("nothing", (), "LookupError"),
+        ("unencodable", (), "TypeError"),
+        ("enormous", (1 << 20,), "CapacityError"),
+        ("enormous", (64 << 10,), "CapacityError"),
+        ("add", (1,), "TypeError"),
+    ]:
+        with pytest.raises(shmring.RemoteError) as caught:
+            await client.call(method, *arguments, timeout=5)
+        assert caught.value.type_name == type_name, method
+    assert len(await client.call("enormous", 60_000, timeout=5)) == 60_000
+    with pytest.raises(shmring.CapacityError):
+        await client.call("add", "x" * (64 << 10), timeout=5)
+    with pytest.raises(TypeError):
+        await client.call("add", object())
+    with pytest.raises(ValueError, match="256"):
+        await client.call("m" * 257)
+    with pytest.raises(ValueError, match="surrogates"):
+        await client.call("\ud800")
+    assert ring.statistics().protocol_errors == 0
+    assert await client.call("add", 2, 3, timeout=5) == 5, "the connection is still alive"
+
+
+async def test_many_calls_at_once_wait_for_their_turn(serve: Any, connect: Any) -> None:
+    running = most = 0
+
+    async def slow() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await turns()
+        running -= 1
+
+    ring = await serve(calls={"slow": slow}, max_calls=4)
+    client = await connect()
+    await asyncio.gather(*(client.call("slow", timeout=10) for _ in range(100)))
+    assert most == 4
+    assert ring.statistics().protocol_errors == 0
+
+
+async def test_calls_that_nobody_waits_for_any_more_still_count_until_they_end(serve: Any, connect: Any) -> None:
+    """A hung method must cost its callers their timeouts, and not the connection."""
+    go_on = asyncio.Event()
+
+    async def hang() -> str:
+        await go_on.wait()
+        return "done"
+
+    ring = await serve(calls={"hang": hang}, max_calls=3)
+    client = await connect()
+    for _ in range(10):
+        with pytest.raises(TimeoutError):
+            await client.call("hang", timeout=0.01)
+    assert ring.statistics().protocol_errors == 0
+    go_on.set()
+    assert await client.call("hang", timeout=5) == "done"
+
+
+async def test_a_call_ends_with_its_connection(serve: Any, connect: Any, eventually: Any) -> None:
+    cancelled: list[bool] = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    await serve(calls={"hang": hang})
+    client = await connect()
+    calling = asyncio.create_task(client.call("hang"))
+    await turns(20)
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        await calling
+    await eventually(lambda: cancelled == [True])
+
+
+async def test_large_calls_at_once_do_not_end_the_connection(serve: Any, connect: Any) -> None:
+    async def echo_bytes(data: bytes) -> bytes:
+        return data
+
+    ring = await serve(
+        calls={"echo": echo_bytes}, max_frame_nbytes=256 << 10, max_write_buffer_nbytes=512 << 10, write_buffer_nbytes=64 << 10
+    )
+    client = await connect(write_buffer_nbytes=64 << 10)
+    data = bytes(200_000)
+    assert await asyncio.gather(*(client.call("echo", data, timeout=20) for _ in range(30))) == [data] * 30
+    assert ring.statistics().protocol_errors == 0
+
+
+# -- admission ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(serve: Any, connect: Any) -> None:
+    await serve(echo)
+    client = await connect()
+    before = descriptors()
+    with pytest.raises(shmring.LocalProtocolError, match="running already"):
+        await serve(echo)
+    assert descriptors() == before
+    assert await client.request("still there", timeout=5) == "still there"
+
+
+async def test_a_slab_that_does_not_fit_is_an_error_and_gives_the_name_back(serve: Any) -> None:
+    status = os.statvfs("/dev/shm")
+    before = descriptors()
+    with pytest.raises(shmring.SlabError):
+        await serve(slab_nbytes=status.f_blocks * status.f_frsize + (64 << 20))
+    with pytest.raises(ValueError, match="no room for leases"):
+        await serve(slab_nbytes=8192)
+    assert descriptors() == before
+    ring = await serve()
+    assert ring.statistics().slab_nbytes == MIB
+
+
+async def test_what_is_asked_wrongly_is_refused_at_once(serve: Any, connect: Any) -> None:
+    with pytest.raises(TypeError, match="no option slab_bytes"):
+        await serve(slab_bytes=1)
+    with pytest.raises(ValueError, match="can't name an engine"):
+        await serve(name="a/b")
+    with pytest.raises(TypeError, match="no option lease"):
+        await connect(lease=1)
+    with pytest.raises(ValueError, match="256 characters"):
+        await connect(description="x" * 257)
+
+
+async def test_more_clients_than_may_connect_are_refused_until_one_goes(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(echo, max_clients=2)
+    clients = [await connect(), await connect()]
+    with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
+        await connect()
+    assert ring.statistics().refused == 1
+    await clients[0].close()
+    await eventually(lambda: ring.statistics().clients == 1)
+    assert await (await connect()).request(1, timeout=5) == 1
+
+
+async def test_who_does_not_say_hello_in_time_is_disconnected(serve: Any, socket_dir: Path, eventually: Any) -> None:
+    ring = await serve(handshake_timeout_s=0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(os.fspath(socket_dir / "test.sock"))
+        silent.setblocking(False)
+        await eventually(lambda: ring.statistics().refused == 1)
+        assert await asyncio.get_running_loop().sock_recv(silent, 100) == b""
+
+
+async def test_a_frontend_that_goes_before_it_is_welcome_keeps_nothing(
+    serve: Any, socket_dir: Path, settled: Any, eventually: Any
+) -> None:
+    """It never got the slab, so its process (which lives on: it is this one) can't be writing to it."""
+    ring = await serve()
+    hello = encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096)
+    for _ in range(30):
+        with socket.socket(socket.AF_UNIX) as hasty:
+            hasty.connect(os.fspath(socket_dir / "test.sock"))
+            hasty.sendall(hello)
+    await eventually(lambda: ring.statistics().refused == 30)
+    await settled(ring)
+
+
+async def test_a_frontend_that_says_goodbye_before_it_is_welcome_keeps_nothing(
+    serve: Any, socket_dir: Path, settled: Any, eventually: Any
+) -> None:
+    ring = await serve()
+    frames = [encode_frame(encode_message(message), 4096) for message in (Hello(PROTOCOL_VERSION, 65536), Goodbye())]
+    with socket.socket(socket.AF_UNIX) as polite:
+        polite.connect(os.fspath(socket_dir / "test.sock"))
+        polite.sendall(b"".join(frames))
+        polite.setblocking(False)
+        while await asyncio.get_running_loop().sock_recv(polite, 65536):
+            pass
+    assert ring.statistics().protocol_errors == 0
+    await settled(ring)
+
+
+async def test_an_engine_out_of_descriptors_accepts_again_later(serve: Any, socket_dir: Path, eventually: Any) -> None:
+    ring = await serve()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        probe = os.dup(0)
+        os.close(probe)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
+        try:
+            client.connect(os.fspath(socket_dir / "test.sock"))
+            await eventually(lambda: ring.statistics().refused)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.send(encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096))
+        await eventually(lambda: ring.statistics().clients == 1)
+        client.send(encode_frame(encode_message(Goodbye()), 4096))
+        await eventually(lambda: ring.statistics().clients == 0)
+
+
+# -- closing ------------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_fails_what_is_pending_and_gives_everything_back(serve: Any, connect: Any, eventually: Any) -> None:
+    seen: list[shmring.Claim] = []
+
+    async def hold(claim: shmring.Claim) -> None:
+        seen.append(claim)
+        await asyncio.Event().wait()
+
+    ring = await serve(hold)
+    client = await connect()
+    request = asyncio.create_task(client.request({"x": torch.ones(10_000)}))
+    await eventually(lambda: seen)
+    await ring.close()
+    await ring.close()
+    with pytest.raises(shmring.EngineDeadError):
+        await request
+    assert seen[0].aborted
+    await client.close()
+    await eventually(lambda: slab_mappings() == 0)
+
+
+async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any) -> None:
+    async def life() -> None:
+        ring = await serve(echo)
+        client = await connect()
+        reply = await client.request({"x": torch.ones(5000)}, timeout=5)
+        assert int(reply["x"].sum()) == 5000
+        async with client.slot(100) as slot:
+            slot.tensor((5,), torch.uint8)
+        del reply
+        await client.close()
+        await ring.close()
+        await turns()
+
+    await life()
+    gc.disable()
+    try:
+        before = descriptors(), slab_mappings(), len(asyncio.all_tasks())
+        for _ in range(10):
+            await life()
+        assert (descriptors(), slab_mappings(), len(asyncio.all_tasks())) == before
+    finally:
+        gc.enable()
+
+
+async def test_a_close_that_is_cancelled_at_any_moment_has_closed(serve: Any, connect: Any, eventually: Any) -> None:
+    for steps in range(1, 20):
+        ring = await serve(echo)
+        client = await connect()
+        closing = asyncio.create_task(ring.close())
+        await turns(steps)
+        ended = closing.done()
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await client.close()
+        again = await serve(echo)  # the name is free
+        await again.close()
+        if ended:
+            return
+    pytest.fail("closing never ended")
+
+
+async def test_a_claim_may_be_left_after_its_ring_is_closed(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    await client.submit({"x": torch.arange(5000, dtype=torch.int32)})
+    claim = await ring.claim()
+    with claim:
+        tensor = claim.payload["x"]
+        await ring.close()
+        assert int(tensor[-1]) == 4999, "its views stay valid"
+        with pytest.raises(shmring.AbortedError):
+            await claim.reply({"x": tensor})
+        with pytest.raises(shmring.AbortedError):
+            claim.reply_nowait({"x": tensor})
+
+
+@pytest.mark.parametrize("steps", range(10))
+@pytest.mark.parametrize("offload_nbytes", [0, MIB], ids=["copied on a thread", "copied in the loop"])
+async def test_closing_while_a_reply_gets_its_space_is_an_abort(
+    serve: Any, connect: Any, eventually: Any, steps: int, offload_nbytes: int
+) -> None:
+    """The space may be granted, and the ring closed before the handler runs again: there is no slab to write to."""
+    ring, client = await serve(reply_nbytes=8192, copy_offload_nbytes=offload_nbytes), await connect()
+    first = await client.submit("first")
+    await client.submit("second")
+    claims = [await ring.claim(), await ring.claim()]
+    await claims[0].reply({"x": torch.ones(8000, dtype=torch.uint8)})
+    reply = await first.next()
+    waiting = asyncio.create_task(claims[1].reply({"x": torch.ones(8000, dtype=torch.uint8)}))
+    await eventually(lambda: ring.statistics().replies_waiting)
+    closing = asyncio.create_task(ring.close())
+    del reply
+    await turns(steps)
+    await client.close()
+    await closing
+    with contextlib.suppress(shmring.AbortedError):
+        await waiting
+    for claim in claims:
+        claim.done()
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_forked_child_that_leaves_the_ring_does_not_harm_its_parent(serve: Any, connect: Any) -> None:
+    ring = await serve(echo)
+    client = await connect()
+
+    def in_child() -> None:
+        with pytest.raises(shmring.ClosedError, match="forked"):
+            ring.claim_nowait()
+        for end in (ring, client):
+            closing = end.close()
+            with contextlib.suppress(StopIteration, RuntimeError):
+                while True:
+                    closing.send(None)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            in_child()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert await client.request("still there", timeout=5) == "still there"
+    assert ring.statistics().clients == 1
+
+
+# -- logs ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_in_debug_mode_views_that_outlive_their_claim_are_logged(
+    serve: Any, connect: Any, caplog: pytest.LogCaptureFixture, eventually: Any
+) -> None:
+    ring, client = await serve(debug=True), await connect()
+    await client.submit({"x": torch.ones(5000)})
+    claim = await ring.claim()
+    with caplog.at_level(logging.WARNING, "shmring.ring"), claim:
+        kept = claim.payload["x"]
+    assert "living views of float32[5000]" in caplog.text
+    assert "test_ring.py" in caplog.text
+    assert ring.statistics().slots_draining == 1
+    del kept
+    await eventually(lambda: ring.statistics().slots_draining == 0)
+
+
+async def test_statistics_add_up(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(echo, slab_nbytes="2MiB", reply_nbytes="256KiB")
+    client = await connect()
+    big = torch.ones(20_000, dtype=torch.uint8)
+    for _ in range(3):
+        await client.request({"x": big}, timeout=5)
+    now = ring.statistics()
+    assert (now.submitted, now.finished, now.failed, now.aborted, now.replies) == (3, 3, 0, 0, 3)
+    assert (now.received_nbytes, now.reply_copies, now.reply_copied_nbytes) == (60_000, 3, 60_000)
+    assert now.free_nbytes + now.leased_nbytes + now.quarantined_nbytes == now.leasable_nbytes
+    assert now.leasable_nbytes + now.reply_nbytes + 4096 == now.slab_nbytes
+    assert now.clients == 1
+    with pytest.raises(AttributeError):
+        now.clients = 2  # type: ignore[misc]
+

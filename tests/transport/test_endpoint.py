@@ -1,0 +1,536 @@
+"""Where the socket is, who may use it, and the handshake: with real sockets and real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmring.core.framing import encode_frame
+from shmring.core.messages import PROTOCOL_VERSION, Abort, Hello, Refused, Welcome, encode_message
+from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from shmring.transport.endpoint import (
+    AttachedEngine,
+    Listener,
+    Peer,
+    attach_engine,
+    greet,
+    refuse,
+    send_welcome,
+    socket_path,
+)
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+ME = frozenset({os.getuid()})
+HELLO = Hello(PROTOCOL_VERSION, 65536, "tester")
+WELCOME = Welcome(
+    version=PROTOCOL_VERSION, epoch=5, client_id=1, slab_nbytes=8192, block_nbytes=4096, leasable_nbytes=4096,
+    max_inflight=1, max_calls=1, max_leases=1, max_frame_nbytes=4096, max_tensors=1, base_lease=None,
+)  # fmt: skip
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def path(socket_dir: Path) -> Path:
+    return socket_path("unit", str(socket_dir))
+
+
+@pytest.fixture
+def listener(path: Path) -> Iterator[Listener]:
+    listener = Listener.create(path, others_may_connect=False)
+    yield listener
+    listener.close()
+
+
+# -- the path -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_socket_is_where_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert socket_path("vision", None) == Path("/run/user/7/shmring/vision.sock")
+    assert socket_path("vision", "/srv/rings") == Path("/srv/rings/vision.sock")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert socket_path("vision", None) == Path(f"/tmp/shmring-{os.getuid()}/vision.sock")
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b", "x" * 65, "a\n"])
+async def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="can't name an engine"):
+        socket_path(name, "/srv")
+
+
+async def test_a_path_that_no_socket_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="shorter socket_dir"):
+        socket_path("unit", "/tmp/" + "x" * 100)
+
+
+# -- the directory and the socket ---------------------------------------------------------------------------------------
+
+
+async def test_a_listener_makes_its_directory_and_socket_private(path: Path) -> None:
+    nested = path.parent / "made" / path.name
+    listener = Listener.create(nested, others_may_connect=False)
+    assert stat.S_IMODE(nested.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(nested.stat().st_mode) == 0o600
+    listener.close()
+    assert os.listdir(nested.parent) == []
+
+
+async def test_others_can_reach_it_only_if_they_may(path: Path) -> None:
+    nested = path.parent / "made" / path.name
+    listener = Listener.create(nested, others_may_connect=True)
+    assert stat.S_IMODE(nested.parent.stat().st_mode) == 0o711
+    assert stat.S_IMODE(nested.stat().st_mode) == 0o666
+    listener.close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+async def test_a_directory_that_others_can_write_to_is_refused_by_both_ends(path: Path, mode: int) -> None:
+    path.parent.chmod(mode)
+    before = descriptors()
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        Listener.create(path, others_may_connect=False)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        await attach_engine(path, HELLO, ME)
+    assert os.listdir(path.parent) == []
+    assert descriptors() == before
+
+
+async def test_a_directory_that_is_a_link_is_refused_by_both_ends(path: Path) -> None:
+    (path.parent / "real").mkdir(mode=0o700)
+    link = path.parent / "link"
+    link.symlink_to("real")
+    with pytest.raises(PermissionError, match="not a directory"):
+        Listener.create(link / path.name, others_may_connect=False)
+    with pytest.raises(PermissionError, match="not a directory"):
+        await attach_engine(link / path.name, HELLO, ME)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+async def test_a_directory_of_another_user_is_refused_by_both_ends(path: Path) -> None:
+    os.chown(path.parent, 12345, -1)
+    with pytest.raises(PermissionError, match="belongs to uid 12345"):
+        Listener.create(path, others_may_connect=False)
+    with pytest.raises(PermissionError, match="belongs to uid 12345"):
+        await attach_engine(path, HELLO, ME)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "file", "directory"])
+async def test_what_is_in_the_place_of_the_socket_is_refused_and_not_touched(path: Path, kind: str) -> None:
+    if kind == "symlink":
+        path.symlink_to("/etc/passwd")
+    elif kind == "file":
+        path.write_text("precious")
+    else:
+        path.mkdir()
+    before = descriptors()
+    with pytest.raises(PermissionError, match="in the place of the socket"):
+        Listener.create(path, others_may_connect=False)
+    with pytest.raises(PermissionError, match="in the place of the socket"):
+        await attach_engine(path, HELLO, ME)
+    assert os.path.lexists(path)
+    assert descriptors() == before
+    (path.rmdir if kind == "directory" else path.unlink)()
+    Listener.create(path, others_may_connect=False).close()
+
+
+async def test_a_link_in_the_place_of_the_lock_is_refused(path: Path) -> None:
+    victim = path.parent / "victim"
+    victim.write_text("precious")
+    path.with_suffix(".lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic"):
+        Listener.create(path, others_may_connect=False)
+    assert victim.read_text() == "precious"
+
+
+# -- one engine a name --------------------------------------------------------------------------------------------------
+
+
+async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(listener: Listener) -> None:
+    before = descriptors()
+    with pytest.raises(LocalProtocolError, match=rf"'unit' is running already \(pid {os.getpid()}, "):
+        Listener.create(listener.path, others_may_connect=False)
+    assert descriptors() == before
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.fspath(listener.path))
+
+
+async def test_a_name_is_free_again_when_its_listener_is_closed(listener: Listener) -> None:
+    listener.close()
+    listener.close()
+    assert os.listdir(listener.path.parent) == []
+    again = Listener.create(listener.path, others_may_connect=False)
+    again.close()
+
+
+async def test_closing_late_does_not_take_the_next_engines_files(path: Path) -> None:
+    first = Listener.create(path, others_may_connect=False)
+    first.close()
+    second = Listener.create(path, others_may_connect=False)
+    first.close()
+    assert path.exists()
+    second.close()
+
+
+async def test_engines_of_different_names_share_a_directory(listener: Listener) -> None:
+    other = Listener.create(listener.path.with_name("other.sock"), others_may_connect=False)
+    other.close()
+    assert listener.path.exists()
+    assert listener.path.with_suffix(".lock").exists()
+
+
+async def test_a_lock_that_vanishes_while_it_is_taken_is_taken_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner removes the file between our open and our lock: a lock on a removed file is worth nothing."""
+    lock = path.with_suffix(".lock")
+    real = fcntl.flock
+    removed: list[int] = []
+
+    def flock(fd: int, operation: int) -> None:
+        if not removed:
+            removed.append(fd)
+            lock.unlink()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = descriptors()
+    listener = Listener.create(path, others_may_connect=False)
+    assert lock.exists()
+    with pytest.raises(LocalProtocolError):
+        Listener.create(path, others_may_connect=False)
+    listener.close()
+    assert descriptors() == before
+
+
+PROGRAM = """
+    import os, sys, time
+    from pathlib import Path
+    from shmring.transport.endpoint import Listener
+    listener = Listener.create(Path(sys.argv[1]), others_may_connect=False)
+"""
+
+
+@pytest.fixture
+def run_program(path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a process that has the name, and then does as told; it has said something when this returns."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(rest: str) -> subprocess.Popen[str]:
+        script = textwrap.dedent(PROGRAM) + textwrap.dedent(rest)
+        process = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        process.first_line = process.stdout.readline()  # type: ignore[attr-defined]
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_killed_engine_leaves_its_files_and_the_next_takes_them_over(path: Path, run_program: Any) -> None:
+    process = run_program("print('ready', flush=True); time.sleep(600)")
+    with pytest.raises(LocalProtocolError, match=f"pid {process.pid}"):
+        Listener.create(path, others_may_connect=False)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert path.exists()
+    assert path.with_suffix(".lock").exists()
+    with pytest.raises(EngineDeadError):
+        await attach_engine(path, HELLO, ME)
+    listener = Listener.create(path, others_may_connect=False)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.fspath(path))
+    listener.close()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_forked_child_does_not_keep_the_name(path: Path, run_program: Any) -> None:
+    """The child outlives its parent, which is killed; the next engine must get the name, and the child not its calls."""
+    process = run_program(
+        """
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+        print(child, flush=True)
+        time.sleep(600)
+        """
+    )
+    child = int(process.first_line)
+    try:
+        process.kill()
+        process.wait()
+        os.kill(child, 0)
+        with pytest.raises(EngineDeadError):
+            await attach_engine(path, HELLO, ME)
+        Listener.create(path, others_may_connect=False).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+async def test_what_a_forked_child_closes_stays_open_here(listener: Listener) -> None:
+    child = os.fork()
+    if child == 0:
+        listener.close()
+        os._exit(0 if listener.socket.fileno() == -1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert listener.path.exists()
+    with pytest.raises(LocalProtocolError):
+        Listener.create(listener.path, others_may_connect=False)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.fspath(listener.path))
+
+
+# -- the handshake ------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """The engine's side of one handshake."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.slab_fd = os.memfd_create("slab")
+        self.peers: list[Peer] = []
+        self.connections: list[socket.socket] = []
+
+    async def accept(self) -> socket.socket:
+        connected, _ = await asyncio.get_running_loop().sock_accept(self.listener.socket)
+        connected.setblocking(False)
+        self.connections.append(connected)
+        return connected
+
+    async def greet(self, allowed: frozenset[int] = ME) -> Peer:
+        peer = await greet(await self.accept(), allowed)
+        self.peers.append(peer)
+        return peer
+
+    async def welcome(self) -> None:
+        send_welcome(await self.greet(), WELCOME, self.slab_fd)
+
+    def close(self) -> None:
+        os.close(self.slab_fd)
+        for peer in self.peers:
+            os.close(peer.pidfd)
+        for connected in self.connections:
+            connected.close()
+
+
+@pytest.fixture
+async def engine(listener: Listener) -> AsyncIterator[Engine]:
+    engine = Engine(listener)
+    yield engine
+    engine.close()
+
+
+def let_go(attached: AttachedEngine) -> None:
+    attached.socket.close()
+    os.close(attached.pidfd)
+    os.close(attached.slab_fd)
+
+
+async def test_a_handshake_passes_the_slab_and_says_who_is_there(engine: Engine, path: Path) -> None:
+    _, attached = await asyncio.gather(engine.welcome(), attach_engine(path, HELLO, ME))
+    assert attached.welcome == WELCOME
+    assert os.path.sameopenfile(attached.slab_fd, engine.slab_fd)
+    assert not os.get_inheritable(attached.slab_fd)
+    [peer] = engine.peers
+    assert (peer.pid, peer.uid, peer.hello) == (os.getpid(), os.getuid(), HELLO)
+    let_go(attached)
+
+
+async def test_a_uid_that_is_not_allowed_is_refused_and_told(engine: Engine, path: Path) -> None:
+    refused, attempt = await asyncio.gather(
+        engine.greet(frozenset({os.getuid() + 1})), attach_engine(path, HELLO, ME), return_exceptions=True
+    )
+    assert isinstance(refused, RemoteProtocolError)
+    assert isinstance(attempt, RemoteProtocolError)
+    assert f"uid {os.getuid()} is not allowed" in str(attempt)
+
+
+async def test_an_engine_of_a_uid_that_is_not_trusted_hears_nothing(engine: Engine, path: Path) -> None:
+    with pytest.raises(PermissionError):
+        await attach_engine(path, HELLO, frozenset({os.getuid() + 1}))
+
+
+async def test_another_protocol_version_is_refused_and_told(engine: Engine, path: Path) -> None:
+    refused, attempt = await asyncio.gather(
+        engine.greet(), attach_engine(path, Hello(PROTOCOL_VERSION + 1, 1), ME), return_exceptions=True
+    )
+    assert isinstance(refused, RemoteProtocolError)
+    assert isinstance(attempt, RemoteProtocolError)
+    assert f"protocol version {PROTOCOL_VERSION + 1} is not spoken here" in str(attempt)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (encode_frame(encode_message(Abort(1)), 100), "starts with Hello, not Abort"),
+        (encode_frame(b"\xc1", 100), "not a message"),
+        (b"\xff\xff\xff\xff", "exceeds 4096"),
+        (b"GET / HTTP/1.1\r\n\r\n", "exceeds 4096"),
+        (encode_frame(b"x" * 100, 100)[:50], "ended during the handshake"),
+        (b"", "ended during the handshake"),
+    ],
+)
+async def test_who_does_not_say_hello_is_refused(engine: Engine, path: Path, data: bytes, error: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.fspath(path))
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        with pytest.raises((RemoteProtocolError, PeerLostError), match=error):
+            await engine.greet()
+
+
+async def test_a_hello_may_come_byte_by_byte(engine: Engine, path: Path) -> None:
+    greeting = asyncio.create_task(engine.greet())
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.fspath(path))
+        for byte in encode_frame(encode_message(HELLO), 4096):
+            client.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await greeting).hello == HELLO
+
+
+async def test_nobody_there_is_an_engine_that_is_dead(path: Path) -> None:
+    with pytest.raises(EngineDeadError, match="no engine listens"):
+        await attach_engine(path, HELLO, ME)
+    with pytest.raises(EngineDeadError, match="no engine listens"):
+        await attach_engine(path.parent / "missing" / path.name, HELLO, ME)
+
+
+def reply_with(data: bytes, fds: list[int]) -> Callable[[socket.socket], None]:
+    def send(connected: socket.socket) -> None:
+        if fds:
+            socket.send_fds(connected, [data], fds)
+        else:
+            connected.send(data)
+
+    return send
+
+
+WELCOME_FRAME = encode_frame(encode_message(WELCOME), 4096)
+
+
+@pytest.mark.parametrize(
+    ("data", "fds", "error", "text"),
+    [
+        (b"", 0, EngineDeadError, "went away"),
+        (WELCOME_FRAME[:2], 1, EngineDeadError, "went away"),
+        (WELCOME_FRAME[:-1], 1, EngineDeadError, "went away"),
+        (WELCOME_FRAME, 0, RemoteProtocolError, "did not answer Hello"),
+        (encode_frame(encode_message(Refused("no thanks")), 100), 0, RemoteProtocolError, "no thanks"),
+        (encode_frame(encode_message(Refused("no thanks")), 100), 1, RemoteProtocolError, "no thanks"),
+        (encode_frame(b"\xc1\xc1", 100), 1, RemoteProtocolError, "not a message"),
+        (b"\xff\xff\xff\xff", 1, RemoteProtocolError, "exceeds 4096"),
+    ],
+)
+async def test_an_engine_that_answers_wrongly_is_an_error_and_leaks_no_descriptor(
+    engine: Engine, path: Path, data: bytes, fds: int, error: type[Exception], text: str
+) -> None:
+    before = descriptors()
+
+    async def answer() -> None:
+        peer = await engine.greet()
+        reply_with(data, [engine.slab_fd] * fds)(peer.socket)
+        peer.socket.close()
+        os.close(peer.pidfd)
+        engine.peers.clear()
+
+    _, attempt = await asyncio.gather(answer(), attach_engine(path, HELLO, ME), return_exceptions=True)
+    assert isinstance(attempt, error)
+    assert text in str(attempt)
+    del attempt
+    assert descriptors() == before
+
+
+async def test_surplus_descriptors_are_closed(engine: Engine, path: Path) -> None:
+    before = descriptors()
+
+    async def answer() -> None:
+        peer = await engine.greet()
+        reply_with(WELCOME_FRAME, [engine.slab_fd] * 20)(peer.socket)
+
+    _, attached = await asyncio.gather(answer(), attach_engine(path, HELLO, ME))
+    assert os.path.sameopenfile(attached.slab_fd, engine.slab_fd)
+    let_go(attached)
+    engine.close()
+    engine.peers.clear()
+    engine.connections.clear()
+    engine.slab_fd = os.memfd_create("another")
+    assert descriptors() == before
+
+
+async def test_an_answer_may_come_in_pieces(engine: Engine, path: Path) -> None:
+    async def answer() -> None:
+        peer = await engine.greet()
+        socket.send_fds(peer.socket, [WELCOME_FRAME[:1]], [engine.slab_fd])
+        for byte in WELCOME_FRAME[1:]:
+            await asyncio.sleep(0)
+            peer.socket.send(bytes([byte]))
+
+    _, attached = await asyncio.gather(answer(), attach_engine(path, HELLO, ME))
+    assert attached.welcome == WELCOME
+    let_go(attached)
+
+
+async def test_a_frontend_that_is_cancelled_at_any_moment_leaks_nothing(engine: Engine, path: Path) -> None:
+    """One step further each time, until the handshake comes to its end."""
+    for steps in range(200):
+        before = descriptors()
+        answering = asyncio.create_task(engine.welcome())
+        attaching = asyncio.create_task(attach_engine(path, HELLO, ME))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        arrived = attaching.done()
+        attaching.cancel()
+        attached, _ = await asyncio.gather(attaching, asyncio.wait([answering], timeout=0.02), return_exceptions=True)
+        answering.cancel()  # it waits for a connection that never came
+        await asyncio.gather(answering, return_exceptions=True)
+        if isinstance(attached, AttachedEngine):
+            let_go(attached)
+        for peer in engine.peers:
+            os.close(peer.pidfd)
+        for connected in engine.connections:
+            connected.close()
+        engine.peers.clear()
+        engine.connections.clear()
+        del attached
+        assert descriptors() == before, f"after {steps} steps"
+        if arrived:
+            return
+    pytest.fail("the handshake never came to its end")
+
+
+async def test_refusing_one_that_is_gone_is_no_error() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        refuse(ours, "too late")
+
+
+async def test_welcoming_one_that_is_gone_says_so(engine: Engine, path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.fspath(path))
+        client.sendall(encode_frame(encode_message(HELLO), 4096))
+        peer = await engine.greet()
+    with pytest.raises(PeerLostError):
+        send_welcome(peer, WELCOME, engine.slab_fd)

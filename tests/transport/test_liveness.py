@@ -1,0 +1,136 @@
+"""Knowing that a process is dead: from its pidfd, once, and from nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from shmring.errors import PeerLostError
+from shmring.transport import liveness
+from shmring.transport.liveness import ProcessWatch, open_peer_pidfd
+
+pytestmark = pytest.mark.both_loops
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Deaths:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+async def test_a_death_is_told_once_and_the_descriptor_closed(child: subprocess.Popen[bytes], eventually: object) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    deaths = Deaths()
+    watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
+    await asyncio.sleep(0)
+    assert deaths.count == 0
+    child.kill()
+    await eventually(lambda: deaths.count)  # type: ignore[operator]
+    child.wait()
+    await asyncio.sleep(0.01)
+    assert deaths.count == 1
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_stopped_process_is_not_dead(child: subprocess.Popen[bytes], eventually: object) -> None:
+    deaths = Deaths()
+    watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
+    child.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(0.05)
+    assert deaths.count == 0
+    child.send_signal(signal.SIGCONT)
+    child.kill()
+    await eventually(lambda: deaths.count)  # type: ignore[operator]
+    watch.close()
+
+
+async def test_a_closed_watch_is_silent(child: subprocess.Popen[bytes]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    deaths = Deaths()
+    watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
+    watch.close()
+    watch.close()
+    child.kill()
+    child.wait()
+    await asyncio.sleep(0.01)
+    assert deaths.count == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_process_that_was_dead_already_is_told_too(child: subprocess.Popen[bytes], eventually: object) -> None:
+    pidfd = os.pidfd_open(child.pid)
+    child.kill()
+    child.wait()
+    deaths = Deaths()
+    watch = ProcessWatch(asyncio.get_running_loop(), pidfd, deaths)
+    await eventually(lambda: deaths.count)  # type: ignore[operator]
+    watch.close()
+
+
+def pid_of(pidfd: int) -> int:
+    with open(f"/proc/self/fdinfo/{pidfd}") as information:
+        return int(next(line for line in information if line.startswith("Pid:")).split()[1])
+
+
+@pytest.fixture(params=["this kernel", "a kernel before 6.5"])
+def without_peer_pidfd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param == "this kernel":
+        return False
+    monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
+    return True
+
+
+async def test_the_peers_own_process_is_watched(without_peer_pidfd: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pidfd = open_peer_pidfd(ours, os.getpid())
+        assert pid_of(pidfd) == os.getpid()
+        assert not os.get_inheritable(pidfd)
+        os.close(pidfd)
+
+
+async def test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(PeerLostError, match="is gone"):
+        open_peer_pidfd(ours, os.getpid())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_without_the_kernels_help_a_dead_pid_is_an_error(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
+    child.kill()
+    child.wait()
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(PeerLostError, match="is gone"):
+        open_peer_pidfd(ours, child.pid)
+
+
+async def test_a_process_that_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(PeerLostError, match="namespace"):
+        open_peer_pidfd(ours, 0)
