@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,7 +18,13 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
 
 
-class _Nbytes(click.ParamType[int]):
+if TYPE_CHECKING:
+    _IntegerType = click.ParamType[int]
+else:
+    _IntegerType = click.ParamType  # which older versions of click do not let be subscripted
+
+
+class _Nbytes(_IntegerType):
     """A size: bytes, or text such as 64MiB."""
 
     name = "size"

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shmring.cancellation import uninterrupted
 from shmring.claim import Claim
 from shmring.config import RingConfig, configured
 from shmring.core.effects import (
@@ -622,8 +623,11 @@ class Ring:
                 frontend.connected = False
                 self._carry_out(self._ledger.goodbye(frontend.client_id, (), ()))
                 raise
-            await self.loop.connect_accepted_socket(lambda: frontend.connection, peer.socket)
+            # In one piece: cancelled midway, uvloop would close the descriptor under the socket object.
+            connecting = self.loop.connect_accepted_socket(lambda: frontend.connection, peer.socket)
+            await uninterrupted(self.loop.create_task(connecting))
         except BaseException:
+            frontend.connection.abort()
             self.connection_lost(frontend)
             raise
         if not frontend.connected:  # its process died while we were attaching

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shmring.cancellation import uninterrupted
 from shmring.config import ClientConfig
 from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, SlotRecord
 from shmring.core.messages import (
@@ -274,7 +275,9 @@ class Session:
                 slab.protect(0, welcome.slab_nbytes, readable=True, writable=False)
             if welcome.base_lease is not None:
                 await session._add_lease(welcome.base_lease)
-            await session.loop.create_unix_connection(lambda: session.connection, sock=engine.socket)
+            # In one piece: cancelled midway, uvloop would close the descriptor under the socket object.
+            connecting = session.loop.create_unix_connection(lambda: session.connection, sock=engine.socket)
+            await uninterrupted(session.loop.create_task(connecting))
         except BaseException:
             say_goodbye(engine.socket)
             session._lose(ClosedError("this client did not attach"))

@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # What each part may import of this repository; the longest matching prefix decides.
 ALLOWED = {
     "shmring.errors": [],
+    "shmring.cancellation": [],
     "shmring.config": ["shmring.errors"],
     "shmring.statistics": [],
     "shmring.core": ["shmring.core", "shmring.errors", "shmring.config"],
-    "shmring.memory": ["shmring.memory", "shmring.core", "shmring.errors", "shmring.config"],
+    "shmring.memory": ["shmring.memory", "shmring.core", "shmring.errors", "shmring.config", "shmring.cancellation"],
     "shmring.transport": ["shmring.transport", "shmring.core", "shmring.errors", "shmring.config"],
     "shmring": ["shmring"],
     "engine": ["engine", "shmring"],

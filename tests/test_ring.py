@@ -712,11 +712,12 @@ async def test_a_forked_child_that_leaves_the_ring_does_not_harm_its_parent(serv
 
     child = os.fork()
     if child == 0:
+        status = 1
         try:
             in_child()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+            status = 0
+        finally:
+            os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert await client.request("still there", timeout=5) == "still there"
     assert ring.statistics().clients == 1
@@ -754,4 +755,3 @@ async def test_statistics_add_up(serve: Any, connect: Any, eventually: Any) -> N
     assert now.clients == 1
     with pytest.raises(AttributeError):
         now.clients = 2  # type: ignore[misc]
-

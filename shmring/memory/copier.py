@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shmring.cancellation import uninterrupted
 from shmring.memory.payload import Packed
 
 __all__ = ["Copier"]
@@ -56,19 +57,7 @@ class Copier:
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
         """Runs work on a thread; a cancellation waits until it has ended."""
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                try:
-                    await asyncio.wait([future])
-                except asyncio.CancelledError:
-                    continue  # the first cancellation is on its way already; this one adds nothing
-            future.exception()  # retrieved, so that it is not reported as lost
-            raise
-        finally:
-            del future  # it holds its error, whose traceback holds this frame
+        return await uninterrupted(asyncio.get_running_loop().run_in_executor(self._pool, work))
 
     def close(self) -> None:
         """Takes no further work; what is running ends by itself."""

@@ -377,6 +377,7 @@ def test_an_empty_or_scalar_tensor_is_accepted() -> None:
         (TensorRef(1, 0, 0, "float32", ()), "does not have 0 bytes"),
         (TensorRef(1, SLOT.nbytes, 4, "float32", (1,)), "exceeds its region"),
         (TensorRef(1, SLOT.nbytes - 20, 24, "float32", (6,)), "exceeds its region"),
+        (TensorRef(1, SLOT.nbytes - 3, 4, "uint8", (4,)), "exceeds its region"),
         (TensorRef(1, 1 << 61, 4, "float32", (1,)), "exceeds its region"),
         (TensorRef(0, 0, 4, "float32", (1,)), "exceeds its region of 0 bytes"),
         (TensorRef(2, 0, 4, "float32", (1,)), "region 2 of 1"),

@@ -58,7 +58,8 @@ class Handler:
             await self.proceed.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"done"})
-            await asyncio.sleep(0)  # as handlers have things to do after their answer
+            for _ in range(10):  # as handlers have things to do after their answer
+                await asyncio.sleep(0)
             self.finished += 1
         except asyncio.CancelledError:
             self.cancelled += 1

@@ -1,0 +1,367 @@
+"""``shmring serve`` with real processes: the official client, callers that hang up, and SIGKILL of each process in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "frontend" / "samples"
+MODEL = "shmring-features"
+
+READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
+
+
+@dataclass
+class Server:
+    """A running ``shmring serve``."""
+
+    process: subprocess.Popen[str]
+    url: str
+    engine: int
+    frontends: list[int]
+    metrics_dir: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """The children of a process, with their command lines."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
+    """Polls a condition until it is true; returns what it said."""
+    deadline = time.monotonic() + timeout
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.01)
+    return result
+
+
+@contextlib.contextmanager
+def serving(socket_dir: Path, *options: str) -> Iterator[Server]:
+    """Runs a server on a free port; kills what is left of it in the end."""
+    command = [sys.executable, "-m", "frontend.cli", "serve", "--port=0", "--name=http", f"--socket-dir={socket_dir}", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(socket_dir)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pids: list[int] = []
+    try:
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            assert selector.select(90), "the server did not say that it is ready"
+        line = process.stdout.readline()
+        found = READY.search(line)
+        assert found is not None, line or process.communicate()[1]
+        pids = [int(found["engine"]), *map(int, found["frontends"].split())]
+        [metrics_dir] = socket_dir.glob("shmring-metrics-*")
+        yield Server(process, found["url"], pids[0], pids[1:], metrics_dir)
+    finally:
+        if process.poll() is None:
+            pids += children_of(process.pid)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+        for pid in pids:
+            if lives(pid) and str(socket_dir) in Path(f"/proc/{pid}/cmdline").read_text():  # and is not somebody else by now
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()  # whoever survived would keep its pipes open
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server that tests share, and which they leave whole."""
+    with (
+        tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as place,
+        serving(Path(place), "--slab-nbytes=64MiB") as running,
+    ):
+        yield running
+        running.process.terminate()
+        assert running.process.wait(5) == 0
+        assert not [pid for pid in (running.engine, *running.frontends) if lives(pid)]
+        assert not running.metrics_dir.exists()
+
+
+@pytest.fixture
+async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain HTTP client of it, with a connection for each request, so that both frontends get some."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+        yield client
+
+
+# -- pictures -----------------------------------------------------------------------------------------------------------
+
+
+def encoded(picture: Image.Image, quality: int = 90) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=quality)
+    return file.getvalue()
+
+
+def messages_of(*files: bytes) -> list[dict[str, Any]]:
+    urls = [f"data:image/jpeg;base64,{base64.b64encode(file).decode('ascii')}" for file in files]
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}} for url in urls]}]
+
+
+def body_of(*files: bytes) -> bytes:
+    return json.dumps({"model": MODEL, "encoding_format": "base64", "messages": messages_of(*files)}).encode()
+
+
+@pytest.fixture(scope="module")
+def body() -> bytes:
+    """A request that takes a moment: a picture of two megapixels."""
+    return body_of(encoded(Image.open(SAMPLES / "hubble.jpg").resize((1600, 1250))))
+
+
+async def numbers(http: httpx.AsyncClient) -> dict[str, float]:
+    families = text_string_to_metric_families((await http.get("/metrics")).text)
+    return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+
+
+async def settled(http: httpx.AsyncClient, timeout: float = 15.0) -> dict[str, float]:
+    """Waits until no request is in flight but the question itself, and no slot is in use; returns all numbers."""
+    deadline = time.monotonic() + timeout
+    names = ("shmring_frontend_slots_in_use", "shmring_engine_ring_slots_in_use", "shmring_frontend_slot_waiters")
+    while True:
+        found = await numbers(http)
+        if found["shmring_http_in_flight"] == 1 and not any(found[name] for name in names):
+            return found
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.05)
+
+
+# -- the official client ------------------------------------------------------------------------------------------------
+
+
+def test_the_official_client_finds_originals_by_altered_copies(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+        def embed(*files: bytes) -> np.ndarray[Any, Any]:
+            response = client.embeddings.create(model=MODEL, input=[], extra_body={"messages": messages_of(*files)})
+            assert [item.index for item in response.data] == list(range(len(files)))
+            return np.array([item.embedding for item in response.data])
+
+        assert [model.id for model in client.models.list()] == [MODEL]
+        paths = sorted(SAMPLES.glob("*.jpg"))
+        originals = embed(*(path.read_bytes() for path in paths))
+        assert originals.shape == (8, 512)
+        np.testing.assert_allclose(np.linalg.norm(originals, axis=1), 1, atol=1e-5)
+        for index, path in enumerate(paths):
+            picture = Image.open(path).convert("RGB")
+            width, height = picture.size
+            copies = embed(
+                encoded(picture, quality=50),
+                encoded(picture.resize((width // 2, height // 2))),
+                encoded(picture.point(lambda value: min(255, round(value * 1.1)))),
+                encoded(picture.crop((width // 40, height // 40, width - width // 40, height - height // 40))),
+            )
+            assert (copies @ originals.T).argmax(axis=1).tolist() == [index] * 4, path.name
+
+
+def test_the_official_client_understands_errors(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.embeddings.create(model="another", input=[], extra_body={"messages": messages_of(b"x")})
+        assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.BadRequestError) as text:
+            client.embeddings.create(model=MODEL, input="hello")
+        assert text.value.param == "input"
+        good = (SAMPLES / "coffee.jpg").read_bytes()
+        with pytest.raises(openai.BadRequestError) as damaged:
+            client.embeddings.create(model=MODEL, input=[], extra_body={"messages": messages_of(good, good[:5000])})
+        assert damaged.value.param == "messages[0].content[1].image_url"
+        short = client.embeddings.create(
+            model=MODEL, input=[], dimensions=7, encoding_format="float", extra_body={"messages": messages_of(good)}
+        )
+        assert len(short.data[0].embedding) == 7
+
+
+async def test_both_frontends_answer_for_all(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
+    before = await numbers(http)
+    responses = await asyncio.gather(*(http.post("/v1/embeddings", content=body) for _ in range(20)))
+    assert {response.status_code for response in responses} == {200}
+    assert {response.headers["x-shmring-copies"] for response in responses} == {"0"}
+    after = await settled(http)
+    nbytes = 20 * 1600 * 1250 * 3
+    assert after["shmring_frontend_slab_bytes_total"] - before["shmring_frontend_slab_bytes_total"] == nbytes
+    assert after["shmring_frontend_copies_total"] == before["shmring_frontend_copies_total"]
+    assert len(list(server.metrics_dir.glob("counter_*.db"))) == 2
+
+
+# -- callers that hang up -------------------------------------------------------------------------------------------------
+
+
+async def hang_up(server: Server, body: bytes, sent_nbytes: int, pause_s: float, reset: bool) -> None:
+    """Sends some of a request, waits a moment, and goes; with a reset or without."""
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:sent_nbytes])
+    with contextlib.suppress(ConnectionError):
+        await writer.drain()
+    await asyncio.sleep(pause_s)
+    if reset:
+        writer.transport.abort()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def test_hanging_up_at_any_moment_leaves_the_slab_empty(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
+    randomness = random.Random(5)
+    expected = (await http.post("/v1/embeddings", content=body)).json()["data"][0]["embedding"]
+    before = await settled(http)
+
+    async def stay() -> str:
+        embedding: str = (await http.post("/v1/embeddings", content=body)).json()["data"][0]["embedding"]
+        return embedding
+
+    leaving = [
+        hang_up(
+            server,
+            body,
+            randomness.choice([len(body), len(body), len(body), randomness.randrange(len(body))]),
+            randomness.random() * randomness.choice([0.01, 0.1, 1]),
+            randomness.random() < 0.5,
+        )
+        for _ in range(40)
+    ]
+    answers = await asyncio.gather(*leaving, *(stay() for _ in range(40)))
+    assert answers == [None] * 40 + [expected] * 40
+    after = await settled(http)
+    assert after["shmring_http_aborted_total"] > before["shmring_http_aborted_total"]
+    assert after["shmring_engine_ring_protocol_errors"] == 0
+
+
+async def test_hanging_up_while_the_engine_works_aborts_there_too(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
+    before = await settled(http)
+    os.kill(server.engine, signal.SIGSTOP)  # it takes as long as we want it to
+    try:
+        submitted = before["shmring_frontend_in_place_total"] + 1
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        deadline = time.monotonic() + 20
+        while (await numbers(http))["shmring_frontend_in_place_total"] < submitted:  # asks the stopped engine for 2 s
+            assert time.monotonic() < deadline
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        os.kill(server.engine, signal.SIGCONT)
+    after = await settled(http)
+    assert after["shmring_http_aborted_total"] == before["shmring_http_aborted_total"] + 1
+    assert after["shmring_engine_ring_aborted"] == before["shmring_engine_ring_aborted"] + 1
+
+
+# -- processes that die ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_frontend_that_is_killed_is_replaced_and_the_other_loses_nothing(
+    server: Server, http: httpx.AsyncClient, body: bytes
+) -> None:
+    await settled(http)
+    victim = next(pid for pid, command in children_of(server.process.pid).items() if "-m frontend" in command)
+    loading = [asyncio.create_task(http.post("/v1/embeddings", content=body)) for _ in range(30)]
+    await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
+    os.kill(victim, signal.SIGKILL)
+    results = await asyncio.gather(*loading, return_exceptions=True)
+    answers = [result for result in results if isinstance(result, httpx.Response)]
+    losses = [result for result in results if not isinstance(result, httpx.Response)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(isinstance(loss, httpx.TransportError) for loss in losses)  # the victim's own connections
+
+    def replaced() -> bool:
+        commands = children_of(server.process.pid)
+        return victim not in commands and sum("-m frontend" in command for command in commands.values()) == 2
+
+    await asyncio.to_thread(until, replaced)
+    deadline = time.monotonic() + 30
+    while (found := await numbers(http))["shmring_engine_ring_clients"] < 2:
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.05)
+    found = await settled(http)
+    assert found["shmring_engine_ring_departed_clients"] == 0
+    assert found["shmring_engine_ring_quarantined_nbytes"] == 0
+    assert (await http.post("/v1/embeddings", content=body)).status_code == 200
+
+
+def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Path, body: bytes) -> None:
+    with serving(socket_dir, "--slab-nbytes=64MiB", "--api-server-count=1") as server:
+
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+                os.kill(server.engine, signal.SIGSTOP)
+                asking = asyncio.create_task(http.post("/v1/embeddings", content=body))
+                deadline = time.monotonic() + 20
+                while (await numbers(http))["shmring_frontend_in_place_total"] < 1:
+                    assert time.monotonic() < deadline
+                os.kill(server.engine, signal.SIGKILL)
+                return await asking
+
+        response = asyncio.run(ask())
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+        _, errors = server.process.communicate(timeout=20)
+        assert server.process.returncode == 1
+        assert f"shmring: the engine (pid {server.engine}) was killed by signal 9 (Killed)" in errors
+        assert "Traceback" not in errors
+        assert not lives(server.frontends[0])
+        assert not server.metrics_dir.exists()
+
+
+def test_a_killed_supervisor_takes_everything_with_it(socket_dir: Path) -> None:
+    with serving(socket_dir, "--slab-nbytes=16MiB") as server:
+        server.process.kill()
+        server.process.wait()
+        until(lambda: not any(lives(pid) for pid in (server.engine, *server.frontends)), timeout=10)
+        until(lambda: not server.metrics_dir.exists(), timeout=5)
+        assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"shmring-{os.getuid()}-http-")]
+
+
+def test_a_server_that_can_not_start_says_why_and_leaves_nothing(socket_dir: Path) -> None:
+    command = [sys.executable, "-m", "frontend.cli", "serve", "--port=0", "--slab-nbytes=4000GiB", f"--socket-dir={socket_dir}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(socket_dir)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 1
+    assert "reserving 4294967296000 bytes in /dev/shm failed" in result.stderr
+    assert "before the server was ready; its own message is above" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert list(socket_dir.glob("shmring-metrics-*")) == []

@@ -1,0 +1,475 @@
+"""Claims: one end each, views that keep their slot, replies with back pressure, aborts at every moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmring
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+
+def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+class Ends:
+    """A ring without a handler, a client, and a way from one to the other."""
+
+    def __init__(self, ring: shmring.Ring, client: shmring.RingClient) -> None:
+        self.ring = ring
+        self.client = client
+
+    async def claim(self, payload: object) -> tuple[shmring.Submission, shmring.Claim]:
+        submission = await self.client.submit(payload)
+        return submission, await self.ring.claim()
+
+
+@pytest.fixture
+async def ends(serve: Any, connect: Any, settled: Any) -> AsyncIterator[Ends]:
+    ring = await serve(reply_nbytes=64 << 10, write_buffer_nbytes=16 << 10)
+    client = await connect()
+    yield Ends(ring, client)
+    await client.close()
+    if not ring._closed:
+        await settled(ring)
+
+
+# -- its end ------------------------------------------------------------------------------------------------------------
+
+
+async def test_leaving_the_block_finishes_the_request(ends: Ends) -> None:
+    submission, claim = await ends.claim({"x": tensor(5000)})
+    assert (claim.nbytes, claim.aborted, claim.released) == (5000, False, False)
+    assert "running" in repr(claim)
+    with claim:
+        await claim.reply("one")
+        await claim.reply("two")
+    assert claim.released
+    assert "ended" in repr(claim)
+    assert await submission.next() == "one"
+    assert await submission.next() == "two"
+    with pytest.raises(StopAsyncIteration):
+        await submission.next()
+    with pytest.raises(StopAsyncIteration):
+        await submission.next()
+
+
+async def test_an_exception_fails_the_request_and_goes_on(ends: Ends) -> None:
+    submission, claim = await ends.claim({"x": tensor(5000)})
+    with pytest.raises(ValueError, match="broken"), claim:
+        raise ValueError("broken")
+    for _ in range(2):
+        with pytest.raises(shmring.RemoteError) as caught:
+            await submission.next()
+        assert (caught.value.type_name, caught.value.message) == ("ValueError", "broken")
+
+
+async def test_only_the_first_end_counts(ends: Ends) -> None:
+    submission, claim = await ends.claim({"x": tensor(5000)})
+    await claim.reply("answer")
+    claim.done()
+    claim.done()
+    claim.fail(ValueError("late"))
+    with claim:
+        pass
+    assert await submission.result() == "answer"
+    assert (ends.ring.statistics().finished, ends.ring.statistics().failed) == (1, 0)
+
+
+async def test_an_ended_claim_answers_no_more(ends: Ends) -> None:
+    _, claim = await ends.claim("x")
+    claim.done()
+    with pytest.raises(shmring.LocalProtocolError, match="has ended"):
+        await claim.reply("late")
+    with pytest.raises(shmring.LocalProtocolError, match="has ended"):
+        claim.reply_nowait("late")
+
+
+@pytest.mark.parametrize("nbytes", [0, 20_000], ids=["inline", "in a slot"])
+async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nobody(ends: Ends, nbytes: int) -> None:
+    """A handler that forgets to await: the frontend must not see a reply after the end, nor lose its connection."""
+    submission, claim = await ends.claim("x")
+    other, _ = await ends.claim("y")
+    ends.ring._copier._offload_nbytes = 1
+    replying = [asyncio.create_task(claim.reply({"x": tensor(nbytes)})) for _ in range(3)]
+    with claim:
+        await asyncio.sleep(0)
+    results = await asyncio.gather(*replying, return_exceptions=True)
+    assert all(result is None or isinstance(result, shmring.LocalProtocolError) for result in results)
+    with contextlib.suppress(StopAsyncIteration):
+        while True:
+            await submission.next()
+    assert not other.ended
+    assert ends.client.connected
+    other.abort()
+
+
+# -- its payload --------------------------------------------------------------------------------------------------------
+
+
+async def test_its_tensors_are_views_into_the_slab(ends: Ends) -> None:
+    _, claim = await ends.claim({"t": torch.arange(5000), "a": np.arange(3000), "small": 1})
+    with claim:
+        slab = ends.ring._slab
+        assert slab.find(claim.payload["t"].data_ptr()) is not None
+        assert slab.find(claim.payload["a"].ctypes.data) is not None
+        with pytest.raises(ValueError, match="read-only"):
+            claim.payload["a"][0] = 1
+    with pytest.raises(shmring.LocalProtocolError, match="was released"):
+        _ = claim.payload
+
+
+async def test_releasing_early_gives_the_memory_back_while_the_request_goes_on(ends: Ends, eventually: Any) -> None:
+    submission, claim = await ends.claim({"x": tensor(5000, 7)})
+    with claim:
+        total = int(claim.payload["x"].sum())
+        claim.release()
+        claim.release()
+        await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+        assert ends.ring.statistics().slots_in_use == 0
+        await claim.reply(total)
+    assert await submission.result() == 35_000
+
+
+async def test_a_view_keeps_its_slot_after_the_claim_and_its_bytes_stay(ends: Ends, eventually: Any) -> None:
+    """Poison: later requests write other patterns over and over; the old view must never show one of them."""
+    submission, claim = await ends.claim({"x": tensor(50_000, 1), "y": tensor(50_000, 2)})
+    with claim:
+        kept = claim.payload["x"][100:200].reshape(10, 10).T
+    await asyncio.wait_for(_end_of(submission), 5)
+    assert ends.ring.statistics().slots_draining == 1
+    for value in range(3, 60):
+        _, other = await ends.claim({"x": tensor(100_000, value)})
+        other.done()
+    assert set(kept.reshape(-1).tolist()) == {1}
+    assert ends.ring.statistics().slots_draining == 1
+    del kept
+    await eventually(lambda: ends.ring.statistics().slots_draining == 0)
+    await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+
+
+async def test_without_views_later_requests_do_reuse_the_memory(ends: Ends) -> None:
+    """The other half of the poison test: it would see a reuse if there was one."""
+    addresses = set()
+    for value in range(5):
+        submission, claim = await ends.claim({"x": tensor(50_000, value)})
+        with claim:
+            addresses.add(claim.payload["x"].data_ptr())
+        await _end_of(submission)
+        await asyncio.sleep(0.01)
+    assert len(addresses) < 5
+
+
+async def test_a_draining_slot_comes_back_without_the_collector(ends: Ends, eventually: Any) -> None:
+    gc.disable()
+    try:
+        for _ in range(5):
+            submission, claim = await ends.claim({"x": tensor(5000), "list": [tensor(3000)]})
+            with contextlib.suppress(ValueError), claim:
+                first, second = claim.payload["x"], claim.payload["list"][0]
+                raise ValueError("with views in this frame")
+            del first, second, claim
+            with pytest.raises(shmring.RemoteError):
+                await submission.result()
+        await eventually(lambda: ends.ring.statistics().slots_in_use == 0)
+    finally:
+        gc.enable()
+
+
+async def _end_of(submission: shmring.Submission) -> None:
+    with contextlib.suppress(StopAsyncIteration):
+        while True:
+            await submission.next()
+
+
+# -- replies ------------------------------------------------------------------------------------------------------------
+
+
+async def test_replies_carry_tensors_inline_and_in_slots(ends: Ends, eventually: Any) -> None:
+    submission, claim = await ends.claim("x")
+    with claim:
+        await claim.reply({"small": torch.arange(10), "large": None})
+        large = torch.arange(4000, dtype=torch.int32)
+        await claim.reply({"small": torch.arange(10), "large": large, "bf": torch.ones(9).bfloat16()})
+    first, second = await submission.next(), await submission.next()
+    assert first["small"].tolist() == second["small"].tolist() == list(range(10))
+    assert second["large"].tolist() == list(range(4000))
+    assert second["bf"].dtype == torch.bfloat16
+    slab = ends.client._session._slab  # type: ignore[union-attr]
+    assert slab.find(second["large"].data_ptr()) is not None, "in place"
+    assert slab.find(first["small"].data_ptr()) is None
+    assert ends.client.statistics().reply_slots_held == 1
+    assert ends.ring.statistics().reply_free_nbytes < ends.ring.statistics().reply_nbytes
+    del second
+    await eventually(lambda: ends.ring.statistics().reply_free_nbytes == ends.ring.statistics().reply_nbytes)
+    assert ends.client.statistics().reply_slots_held == 0
+
+
+async def test_a_reply_may_send_the_payloads_own_views(ends: Ends) -> None:
+    submission, claim = await ends.claim({"x": tensor(5000, 9)})
+    with claim:
+        await claim.reply({"x": claim.payload["x"][::2]})
+    answer = await submission.result()
+    assert set(answer["x"].tolist()) == {9}
+    assert len(answer["x"]) == 2500
+
+
+async def test_a_reply_that_cannot_be_sent_is_an_error_and_holds_nothing(ends: Ends) -> None:
+    submission, claim = await ends.claim("x")
+    with claim:
+        with pytest.raises(TypeError, match=r"^payload\.items\[1\]\.mask can't be sent"):
+            await claim.reply({"items": [tensor(5000), {"mask": object()}]})
+        with pytest.raises(shmring.CapacityError, match="reply_nbytes"):
+            await claim.reply({"x": tensor(70_000)})
+        with pytest.raises(shmring.CapacityError, match="max_frame_nbytes"):
+            await claim.reply("x" * (17 << 20))
+        with pytest.raises(shmring.CapacityError):
+            claim.reply_nowait({"x": tensor(70_000)})
+        assert ends.ring.statistics().reply_free_nbytes == ends.ring.statistics().reply_nbytes
+        await claim.reply("fine")
+    assert await submission.result() == "fine"
+
+
+async def test_replies_wait_for_space_in_order(ends: Ends, eventually: Any) -> None:
+    submission, claim = await ends.claim("x")
+    sent: list[int] = []
+
+    async def reply(number: int) -> None:
+        await claim.reply({"n": number, "x": tensor(30_000, number)})
+        sent.append(number)
+
+    replying = [asyncio.create_task(reply(number)) for number in range(6)]
+    await eventually(lambda: ends.ring.statistics().replies_waiting == 4)
+    assert sent == [0, 1]
+    with pytest.raises(shmring.WouldBlock):
+        claim.reply_nowait({"x": tensor(2000)})
+    for number in range(6):
+        answer = await submission.next()
+        assert answer["n"] == number
+        assert set(answer["x"].tolist()) == {number}
+        del answer
+    await asyncio.gather(*replying)
+    assert sent == list(range(6))
+    claim.done()
+
+
+async def test_a_view_of_a_reply_is_never_overwritten(ends: Ends) -> None:
+    submission, claim = await ends.claim("x")
+    await claim.reply({"x": tensor(20_000, 1)})
+    kept = (await submission.next())["x"][5:10]
+    for value in range(2, 30):
+        await claim.reply({"x": tensor(20_000, value)})
+        assert set((await submission.next())["x"].tolist()) == {value}
+    assert kept.tolist() == [1] * 5
+    claim.done()
+
+
+@pytest.mark.parametrize("moment", ["queued", "granted"])
+async def test_cancelling_a_reply_that_waits_for_space_passes_its_turn_on(ends: Ends, eventually: Any, moment: str) -> None:
+    submission, claim = await ends.claim("x")
+    await claim.reply({"x": tensor(60_000)})
+    first, second = (asyncio.create_task(claim.reply({"n": n, "x": tensor(60_000)})) for n in (1, 2))
+    await eventually(lambda: ends.ring.statistics().replies_waiting == 2)
+    if moment == "queued":
+        first.cancel()
+        await asyncio.sleep(0)
+        assert ends.ring.statistics().replies_waiting == 1
+        del (await submission.next())["x"]
+    else:
+        answer = await submission.next()
+        del answer
+        while ends.ring.statistics().replies_waiting == 2:
+            await asyncio.sleep(0)
+        first.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await first
+        answer = await submission.next()
+        assert answer["n"] == 1
+        del answer
+    answer = await asyncio.wait_for(submission.next(), 5)
+    assert answer["n"] == 2
+    await second
+    del answer
+    claim.done()
+
+
+async def test_a_frontend_that_reads_slowly_is_waited_for(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(write_buffer_nbytes=16 << 10, max_write_buffer_nbytes=256 << 10)
+    client = await connect()
+    submission = await client.submit("x")
+    claim = await ring.claim()
+    transport = client._session.connection._transport  # type: ignore[union-attr]
+    transport.pause_reading()
+    sent = 0
+
+    async def reply_for_ever() -> None:
+        nonlocal sent
+        while sent < 200:
+            await claim.reply("x" * 10_000)
+            sent += 1
+
+    replying = asyncio.create_task(reply_for_ever())
+    seen = -1
+    while seen != sent:  # until it stands still
+        seen = sent
+        await asyncio.sleep(0.05)
+    assert sent < 200
+    with pytest.raises(shmring.WouldBlock, match="slowly"):
+        claim.reply_nowait("x")
+    assert ring.statistics().protocol_errors == 0
+    transport.resume_reading()
+    for _ in range(200):
+        assert await asyncio.wait_for(submission.next(), 5) == "x" * 10_000
+    await replying
+    claim.done()
+    assert ring.statistics().clients == 1
+
+
+async def test_large_replies_of_many_claims_at_once_do_not_end_the_connection(serve: Any, connect: Any) -> None:
+    """Each is within the limits; together they must wait, not count as a frontend that does not read."""
+
+    async def reply(claim: shmring.Claim) -> None:
+        await claim.reply("x" * 200_000)
+
+    ring = await serve(reply, max_frame_nbytes=256 << 10, write_buffer_nbytes=64 << 10, max_write_buffer_nbytes=512 << 10)
+    client = await connect()
+    answers = await asyncio.gather(*(client.request(number, timeout=20) for number in range(50)))
+    assert all(answer == "x" * 200_000 for answer in answers)
+    assert ring.statistics().protocol_errors == 0
+
+
+# -- aborts -------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_abort_before_the_claim_takes_the_request_away(ends: Ends, eventually: Any) -> None:
+    submission = await ends.client.submit({"x": tensor(5000)})
+    submission.abort()
+    submission.abort()
+    with pytest.raises(shmring.AbortedError):
+        await submission.result()
+    await eventually(lambda: ends.ring.statistics().aborted == 1)
+    with pytest.raises(shmring.WouldBlock):
+        ends.ring.claim_nowait()
+    await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+
+
+async def test_an_abort_after_the_claim_marks_it_and_its_slot_waits_for_its_end(ends: Ends, eventually: Any) -> None:
+    submission, claim = await ends.claim({"x": tensor(5000, 5)})
+    called: list[int] = []
+    claim.on_abort(lambda: called.append(1))
+    submission.abort()
+    await eventually(lambda: claim.aborted)
+    await eventually(lambda: called == [1])
+    claim.on_abort(lambda: called.append(2))
+    assert called == [1, 2], "at once, as it is aborted already"
+    assert "aborted" in repr(claim)
+    assert int(claim.payload["x"].sum()) == 25_000, "somebody may be reading it"
+    assert ends.ring.statistics().slots_claimed == 1
+    assert ends.client.statistics().slots_submitted == 1
+    with pytest.raises(shmring.AbortedError) as caught:
+        await claim.reply("late")
+    assert caught.value.request_id == claim.request_id
+    with pytest.raises(shmring.AbortedError):
+        claim.reply_nowait("late")
+    claim.done()
+    await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+    assert (ends.ring.statistics().aborted, ends.ring.statistics().finished) == (1, 0)
+
+
+async def test_the_block_swallows_its_own_abort_and_nothing_else(ends: Ends, eventually: Any) -> None:
+    submission, claim = await ends.claim("x")
+    submission.abort()
+    await eventually(lambda: claim.aborted)
+    with claim:
+        await claim.reply("late")
+        pytest.fail("the reply should have raised")
+    other_submission, other = await ends.claim("y")
+    with pytest.raises(shmring.AbortedError), other:
+        raise shmring.AbortedError("another's", request_id=claim.request_id)
+    with pytest.raises(shmring.RemoteError):
+        await other_submission.result()
+
+
+async def test_an_abort_wakes_a_reply_that_waits_for_space_and_keeps_nothing(ends: Ends, eventually: Any) -> None:
+    """Its error must not keep the views of the frames it went through: there is no collector here."""
+    gc.disable()
+    try:
+        keeper, keeping = await ends.claim("x")
+        await keeping.reply({"x": tensor(60_000)})
+        kept = await keeper.next()
+        submission, claim = await ends.claim({"x": tensor(5000)})
+
+        async def handle(claim: shmring.Claim) -> None:
+            with claim:
+                view = claim.payload["x"]
+                await claim.reply({"x": tensor(50_000), "y": view})
+
+        handling = asyncio.create_task(handle(claim))
+        await eventually(lambda: ends.ring.statistics().replies_waiting == 1)
+        submission.abort()
+        await handling
+        del handling, claim
+        await eventually(lambda: ends.ring.statistics().slots_in_use == 0)
+        assert ends.ring.statistics().replies_waiting == 0
+        del kept
+        keeping.done()
+    finally:
+        gc.enable()
+
+
+async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends) -> None:
+    submission, claim = await ends.claim("x")
+    for _ in range(20):
+        await claim.reply({"x": tensor(60_000)})
+        waiting = asyncio.create_task(claim.reply({"x": tensor(60_000)}))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            answer = await submission.next()
+            del answer
+        await waiting
+    assert claim._callbacks == []
+    claim.done()
+
+
+@pytest.mark.parametrize("copied_on_a_thread", [False, True])
+async def test_an_abort_at_any_moment_of_a_reply_leaks_nothing(
+    ends: Ends, eventually: Any, copied_on_a_thread: bool, settled: Any
+) -> None:
+    ends.ring._copier._offload_nbytes = 0 if copied_on_a_thread else 1 << 30
+    end: Callable[[shmring.Submission], None]
+    for steps in range(12):
+        for end in (lambda submission: submission.abort(), lambda submission: None):
+            submission, claim = await ends.claim({"x": tensor(5000)})
+            replying = asyncio.create_task(claim.reply({"x": tensor(30_000)}))
+            end(submission)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            replying.cancel()
+            await asyncio.gather(replying, return_exceptions=True)
+            claim.done()
+            submission.abort()
+    await eventually(lambda: ends.ring.statistics().slots_in_use == 0)
+    await eventually(lambda: ends.ring.statistics().reply_free_nbytes == ends.ring.statistics().reply_nbytes)
+
+
+async def test_a_frontend_that_goes_aborts_its_claims(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
+    ring, client = await serve(), await connect()
+    await client.submit({"x": tensor(5000)})
+    await client.submit({"x": tensor(5000)})
+    claim = await ring.claim()
+    await client.close()
+    await eventually(lambda: claim.aborted)
+    assert ring.statistics().waiting == 0
+    assert ring.statistics().free_nbytes < ring.statistics().leasable_nbytes, "the claim may still be reading"
+    with claim, pytest.raises(shmring.AbortedError):
+        await claim.reply("late")
+    await settled(ring)

@@ -1,0 +1,579 @@
+"""A frontend's end: requests, streams, aborts, timeouts, replies in place, and how each of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import shmring
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+
+def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+async def handle(claim: shmring.Claim) -> None:
+    """Does what the payload's ``do`` says."""
+    payload = claim.payload
+    do = payload["do"]
+    if do == "echo":
+        await claim.reply(payload)
+    elif do == "count":
+        for number in range(payload["to"]):
+            await claim.reply({"n": number, "x": tensor(payload.get("nbytes", 0), number % 251)})
+    elif do == "hang":
+        del payload
+        await asyncio.Event().wait()
+    elif do == "fail":
+        raise ValueError("as told")
+    elif do == "fail after one":
+        await claim.reply("one")
+        raise ValueError("as told")
+
+
+@pytest.fixture
+async def ring(serve: Any, settled: Any) -> shmring.Ring:
+    return await serve(handle)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterator[shmring.RingClient]:
+    """Every test must leave the slab whole when its client has gone."""
+    client = await connect()
+    yield client
+    await client.close()
+    if not ring._closed:
+        await settled(ring)
+
+
+# -- requests -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_payload_goes_there_and_back(client: shmring.RingClient) -> None:
+    payload = {
+        "do": "echo", "text": "ä", "n": [1, None, 2.5, b"x"], "t": torch.arange(5000), "a": np.arange(6, dtype=">i2"),
+        "h": torch.ones(3000).bfloat16(), "e": torch.empty(0, 3), "s": torch.tensor(7.5),
+    }  # fmt: skip
+    answer = await client.request(payload, timeout=5)
+    assert answer.keys() == payload.keys()
+    for key in ("text", "n"):
+        assert answer[key] == payload[key]
+    for key in ("t", "h", "e", "s"):
+        assert torch.equal(answer[key], payload[key])
+        assert answer[key].dtype == payload[key].dtype
+    assert answer["a"].dtype.str == ">i2"
+    assert answer["a"].tolist() == list(range(6))
+
+
+async def test_small_payloads_travel_in_the_message_and_large_ones_in_one_slot(client: shmring.RingClient) -> None:
+    await client.request({"do": "echo", "x": tensor(1000)}, timeout=5)
+    now = client.statistics()
+    assert (now.inline_payloads, now.slot_nbytes_submitted, now.copies, now.copied_nbytes) == (1, 0, 1, 1000)
+    await client.request({"do": "echo", "x": tensor(1000), "y": tensor(1000)}, timeout=5)
+    now = client.statistics()
+    assert (now.inline_payloads, now.slot_nbytes_submitted, now.copies, now.copied_nbytes) == (1, 2024, 3, 3000)
+
+
+async def test_a_view_of_a_large_tensor_costs_what_it_shows(client: shmring.RingClient) -> None:
+    base = torch.zeros(100 << 20, dtype=torch.uint8)
+    await client.request({"do": "echo", "x": base[1 << 20 : (1 << 20) + 2048]}, timeout=5)
+    assert client.statistics().slot_nbytes_submitted == 2048
+
+
+async def test_what_cannot_be_sent_names_its_path_and_holds_nothing(client: shmring.RingClient) -> None:
+    bad = {"do": "echo", "items": [1, 2, tensor(50_000), {"mask": object()}]}
+    for attempt in (client.request(bad), client.submit(bad), _first(client.stream(bad))):
+        with pytest.raises(TypeError, match=r"^payload\.items\[3\]\.mask can't be sent"):
+            await attempt
+    with pytest.raises(TypeError, match="payload"):
+        client.submit_nowait(bad)
+    now = client.statistics()
+    assert (now.submitted, now.slots_in_use, now.in_flight) == (0, 0, 0)
+
+
+async def _first(stream: Any) -> Any:
+    return await anext(stream)
+
+
+async def test_what_can_never_fit_is_an_error_at_once(client: shmring.RingClient, ring: shmring.Ring) -> None:
+    for payload, capacity in [
+        ({"do": "echo", "x": tensor(1 << 20)}, ring.statistics().leasable_nbytes),
+        ({"do": "echo", "x": "x" * (17 << 20)}, 16 << 20),
+        ({"do": "echo", "x": [tensor(0)] * 5000}, 4096),
+    ]:
+        with pytest.raises(shmring.CapacityError) as caught:
+            await client.request(payload, timeout=5)
+        assert caught.value.needed > caught.value.capacity
+        assert caught.value.capacity <= capacity
+        with pytest.raises(shmring.CapacityError):
+            client.submit_nowait(payload)
+    assert client.statistics().slots_in_use == 0
+
+
+@pytest.mark.parametrize("name", ["\U0001f600" * 256, "x" * 256])
+async def test_a_message_just_within_the_limit_is_sent_whatever_its_name(serve: Any, connect: Any, name: str) -> None:
+    await serve(handle, name="narrow", max_frame_nbytes=8192)
+    client = await connect("narrow")
+    sent = 0
+    for length in range(4000, 8300, 37):
+        try:
+            await client.request({"do": "count", "to": 1, "x": "x" * length}, timeout=5, request_id=name)
+        except shmring.CapacityError:
+            continue
+        sent += 1
+    assert sent > 50
+    assert client.statistics().slots_in_use == client.statistics().in_flight == 0
+
+
+async def test_names_are_checked_before_anything_is_sent(client: shmring.RingClient) -> None:
+    for name, text in [("x" * 257, "256 characters"), ("\ud800", "surrogates")]:
+        for attempt in (client.request(1, request_id=name), client.submit(1, request_id=name)):
+            with pytest.raises(ValueError, match=text):
+                await attempt
+        with pytest.raises(ValueError, match=text):
+            client.submit_nowait(1, request_id=name)
+    assert client.statistics().submitted == 0
+
+
+async def test_an_error_of_the_engine_arrives_with_its_type_and_text(client: shmring.RingClient) -> None:
+    with pytest.raises(shmring.RemoteError) as caught:
+        await client.request({"do": "fail"}, timeout=5)
+    assert (caught.value.type_name, caught.value.message) == ("ValueError", "as told")
+    with pytest.raises(shmring.RemoteError, match="as told"):
+        await client.request({"do": "fail after one"}, timeout=5)
+
+
+async def test_a_request_with_several_replies_needs_stream(client: shmring.RingClient) -> None:
+    with pytest.raises(shmring.LocalProtocolError, match="use stream"):
+        await client.request({"do": "count", "to": 2}, timeout=5)
+
+
+async def test_many_requests_are_in_flight_at_once(client: shmring.RingClient) -> None:
+    async def one(number: int) -> None:
+        nbytes = (0, 100, 3000, 20_000)[number % 4]
+        answer = await client.request({"do": "echo", "n": number, "x": tensor(nbytes, number % 251)}, timeout=20)
+        assert answer["n"] == number
+        assert answer["x"].tolist() == [number % 251] * nbytes
+
+    await asyncio.gather(*(one(number) for number in range(300)))
+
+
+async def test_more_than_max_inflight_wait_for_their_turn(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(name="narrow", max_inflight=4)
+    client = await connect("narrow")
+    requests = [asyncio.create_task(client.request(number)) for number in range(20)]
+    await eventually(lambda: ring.statistics().waiting == 4)
+    with pytest.raises(shmring.WouldBlock, match="max_inflight"):
+        client.submit_nowait("x")
+
+    async def echo(claim: shmring.Claim) -> None:
+        await claim.reply(claim.payload)
+
+    running = asyncio.create_task(ring.run(echo))
+    assert await asyncio.gather(*requests) == list(range(20)), "in order"
+    assert ring.statistics().protocol_errors == 0
+    await ring.close()
+    await running
+
+
+# -- typed replies ------------------------------------------------------------------------------------------------------
+
+
+class Answer(msgspec.Struct):
+    n: int
+    x: torch.Tensor
+
+
+async def test_replies_are_decoded_into_a_type(client: shmring.RingClient, eventually: Any) -> None:
+    answer = await client.request({"do": "count", "to": 1, "nbytes": 5000}, reply_type=Answer, timeout=5)
+    assert isinstance(answer, Answer)
+    assert answer.x.numel() == 5000
+    async for part in client.stream({"do": "count", "to": 3, "nbytes": 5000}, reply_type=Answer, timeout=5):
+        assert isinstance(part, Answer)
+    del part, answer
+    with pytest.raises(shmring.RemoteError, match="not of reply_type"):
+        await client.request({"do": "count", "to": 1, "nbytes": 5000}, reply_type=list[int], timeout=5)
+    await eventually(lambda: client.statistics().reply_slots_held == 0)
+
+
+async def test_replies_of_the_wrong_type_give_their_space_back(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(handle, name="narrow", reply_nbytes=8192)
+    client = await connect("narrow")
+    for _ in range(5):
+        with pytest.raises(shmring.RemoteError):
+            await client.request({"do": "count", "to": 1, "nbytes": 8000}, reply_type=int, timeout=5)
+        with pytest.raises(shmring.RemoteError):
+            await client.request({"do": "count", "to": 1, "nbytes": 8000}, reply_type=dict[str, int], timeout=5)
+    await eventually(lambda: ring.statistics().reply_free_nbytes == 8192)
+
+
+# -- streams ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_yields_every_reply_in_order(client: shmring.RingClient) -> None:
+    numbers = [part["n"] async for part in client.stream({"do": "count", "to": 100, "nbytes": 2000}, timeout=10)]
+    assert numbers == list(range(100))
+
+
+ENDLESS = {"do": "count", "to": 10**9, "nbytes": 2000}
+
+
+async def leave_by_break(client: shmring.RingClient) -> None:
+    async for part in client.stream(ENDLESS):
+        if part["n"] == 5:
+            break
+
+
+async def leave_by_error(client: shmring.RingClient) -> None:
+    async for part in client.stream(ENDLESS):
+        if part["n"] == 5:
+            raise ValueError("enough")
+
+
+async def leave_by_cancellation(client: shmring.RingClient) -> None:
+    async for part in client.stream(ENDLESS):
+        if part["n"] == 5:
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+
+
+async def leave_by_aclose(client: shmring.RingClient) -> None:
+    stream = client.stream(ENDLESS)
+    await anext(stream)
+    await stream.aclose()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_error, leave_by_cancellation, leave_by_aclose])
+async def test_leaving_a_stream_early_aborts_it(
+    client: shmring.RingClient, ring: shmring.Ring, eventually: Any, leave: Any
+) -> None:
+    leaving = asyncio.create_task(leave(client))
+    await eventually(lambda: ring.statistics().aborted == 1)
+    await eventually(lambda: ring.statistics().running == 0)
+    assert client.statistics().aborted == 1
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+
+
+async def test_a_part_that_the_caller_drops_goes_back_before_the_next_is_asked_for(
+    client: shmring.RingClient, eventually: Any
+) -> None:
+    async for part in client.stream({"do": "count", "to": 1, "nbytes": 5000}, timeout=5):
+        assert client.statistics().reply_slots_held == 1
+        del part
+        await eventually(lambda: client.statistics().reply_slots_held == 0)
+
+
+async def test_a_streams_timeout_bounds_the_waiting(client: shmring.RingClient, ring: shmring.Ring, eventually: Any) -> None:
+    with pytest.raises(TimeoutError):
+        async for _ in client.stream({"do": "hang"}, timeout=0.05):
+            pass
+    await eventually(lambda: ring.statistics().aborted == 1)
+
+
+async def test_unread_replies_are_bounded(
+    client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, ring: shmring.Ring
+) -> None:
+    monkeypatch.setattr("shmring.session._MAX_UNREAD_REPLIES", 10)
+    submission = await client.submit({"do": "count", "to": 100})
+    async with asyncio.timeout(5):
+        while not submission.ended:
+            await asyncio.sleep(0.001)
+    with pytest.raises(shmring.CapacityError, match="unread replies"):
+        await submission.next()
+
+
+# -- submissions --------------------------------------------------------------------------------------------------------
+
+
+async def test_submit_hands_over_and_returns(client: shmring.RingClient) -> None:
+    submission = await client.submit({"do": "echo", "x": tensor(5000)}, request_id="mine")
+    assert (submission.name, submission.ended) == ("mine", False)
+    assert submission.request_id >= 1
+    assert (await submission.result())["x"].numel() == 5000
+    assert submission.ended
+
+
+async def test_submit_nowait_copies_in_the_loop_or_would_block(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(name="narrow", slab_nbytes="256KiB")
+    client = await connect("narrow")
+    first = client.submit_nowait({"x": tensor(20_000)})
+    small = client.submit_nowait({"x": tensor(500)})
+    with pytest.raises(shmring.WouldBlock):
+        _ = [client.submit_nowait({"x": tensor(50_000)}) for _ in range(20)]
+    assert client.statistics().waiting == 0
+    (await ring.claim()).done()
+    (await ring.claim()).done()
+    with pytest.raises(StopAsyncIteration):
+        await first.next()
+    with pytest.raises(StopAsyncIteration):
+        await small.next()
+
+
+async def test_a_copy_that_fails_gives_its_slot_back(client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("shmring.memory.payload.Packed.copy_into", fail)
+    for nbytes in (5000, 500):
+        with pytest.raises(RuntimeError, match="device"):
+            await client.request({"do": "echo", "x": tensor(nbytes)}, timeout=5)
+        with pytest.raises(RuntimeError, match="device"):
+            client.submit_nowait({"do": "echo", "x": tensor(nbytes)})
+        assert client.statistics().slots_in_use == client.statistics().in_flight == 0
+    monkeypatch.undo()
+    await client.request({"do": "echo", "x": tensor(5000)}, timeout=5)
+
+
+async def test_two_tasks_cannot_wait_for_one_submission(client: shmring.RingClient) -> None:
+    submission = await client.submit({"do": "hang"})
+    first = asyncio.create_task(submission.next())
+    await asyncio.sleep(0)
+    with pytest.raises(shmring.LocalProtocolError, match="two tasks"):
+        await submission.next()
+    submission.abort()
+    with pytest.raises(shmring.AbortedError):
+        await first
+
+
+async def test_an_error_is_a_new_one_each_time(client: shmring.RingClient) -> None:
+    submission = await client.submit({"do": "fail"})
+    errors = []
+    for _ in range(2):
+        with pytest.raises(shmring.RemoteError) as caught:
+            await submission.next()
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+    assert vars(errors[0]) == vars(errors[1])
+    assert str(errors[0]) == str(errors[1]) == "ValueError: as told"
+
+
+# -- aborts and timeouts ------------------------------------------------------------------------------------------------
+
+
+async def test_abort_by_name(client: shmring.RingClient, ring: shmring.Ring, eventually: Any) -> None:
+    requests = {name: asyncio.create_task(client.request({"do": "hang", "x": tensor(5000)}, request_id=name)) for name in "abc"}
+    await eventually(lambda: ring.statistics().running == 3)
+    assert client.abort("unknown") == 0
+    assert client.abort("a") == 1
+    assert client.abort(["a", "b", "unknown"]) == 1
+    for name in "ab":
+        with pytest.raises(shmring.AbortedError) as caught:
+            await requests[name]
+        assert caught.value.request_id == name
+    await eventually(lambda: ring.statistics().running == 1)
+    assert not requests["c"].done()
+    assert client.abort("c") == 1
+    with pytest.raises(shmring.AbortedError):
+        await requests["c"]
+
+
+async def test_an_abort_by_name_reaches_a_request_that_still_waits_for_space(
+    client: shmring.RingClient, eventually: Any
+) -> None:
+    async with client.slot(900_000):
+        waiting = asyncio.create_task(client.request({"do": "echo", "x": tensor(500_000)}, request_id="early"))
+        await eventually(lambda: client.statistics().waiting == 1)
+        assert client.abort("early") == 1
+        with pytest.raises(shmring.AbortedError):
+            await waiting
+        assert client.statistics().waiting == 0
+
+
+@pytest.mark.parametrize("state", ["waiting for space", "waiting to be claimed", "running"])
+async def test_a_request_that_takes_too_long_is_aborted(
+    serve: Any, connect: Any, eventually: Any, settled: Any, state: str
+) -> None:
+    ring = await serve(handle if state == "running" else None, name="narrow")
+    client = await connect("narrow")
+    blocker = await client.slot(900_000) if state == "waiting for space" else None
+    with pytest.raises(TimeoutError):
+        await client.request({"do": "hang", "x": tensor(200_000)}, timeout=0.05)
+    if blocker is not None:
+        assert client.statistics().submitted == 0
+        blocker.close()
+    await eventually(lambda: ring.statistics().waiting == ring.statistics().running == 0)
+    await eventually(lambda: client.statistics().slots_in_use == 0)
+    await client.close()
+    await settled(ring)
+
+
+async def test_a_slot_that_takes_too_long_is_not_waited_for(client: shmring.RingClient) -> None:
+    async with client.slot(900_000):
+        with pytest.raises(TimeoutError):
+            await client.slot(500_000, timeout=0.02)
+        assert client.statistics().waiting == 0
+    async with client.slot(500_000, timeout=5):
+        pass
+
+
+# -- replies in place ---------------------------------------------------------------------------------------------------
+
+
+async def test_reply_slots_go_back_with_their_last_view(
+    client: shmring.RingClient, ring: shmring.Ring, eventually: Any
+) -> None:
+    gc.disable()
+    try:
+        answer = await client.request({"do": "echo", "x": tensor(5000), "y": tensor(3000)}, timeout=5)
+        kept = answer["y"][10:20].view(2, 5)
+        del answer
+        assert client.statistics().reply_slots_held == 1
+        before = ring.statistics().reply_free_nbytes
+        del kept
+        await eventually(lambda: ring.statistics().reply_free_nbytes > before)
+        assert client.statistics().reply_slots_held == 0
+    finally:
+        gc.enable()
+
+
+async def test_a_reply_that_nobody_takes_gives_its_space_back(
+    client: shmring.RingClient, ring: shmring.Ring, eventually: Any
+) -> None:
+    submission = await client.submit({"do": "count", "to": 5, "nbytes": 5000})
+    await eventually(lambda: submission.ended)
+    assert client.statistics().replies == 5
+    submission.abort()
+    await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+
+
+async def test_a_reply_that_comes_after_its_abort_gives_its_space_back(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(name="narrow")
+    client = await connect("narrow")
+    submission = await client.submit("x")
+    claim = await ring.claim()
+    claim.reply_nowait({"x": tensor(5000)})
+    submission.abort()
+    await eventually(lambda: claim.aborted)
+    await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+    assert client.statistics().replies == 1
+    assert client.statistics().reply_slots_held == 0
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_closed_client_says_so(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(handle)
+    client = await connect()
+    pending = [
+        asyncio.create_task(client.request({"do": "hang"})),
+        asyncio.create_task(_first(client.stream({"do": "hang"}))),
+        asyncio.create_task(client.call("missing")),
+        asyncio.create_task(_slot(client, 900_000)),
+        asyncio.create_task(_slot(client, 900_000)),
+    ]
+    await eventually(lambda: ring.statistics().running == 2 and client.statistics().waiting == 1)
+    pending[2].cancel()
+    await client.close()
+    await client.close()
+    assert not client.connected
+    for task in (*pending[:2], *pending[4:]):
+        with pytest.raises(shmring.ClosedError):
+            await task
+    for attempt in (client.request(1), client.submit(1), client.call("x"), client.wait_connected(), _slot(client, 1)):
+        with pytest.raises(shmring.ClosedError):
+            await attempt
+    with pytest.raises(shmring.ClosedError):
+        client.submit_nowait(1)
+    with pytest.raises(shmring.ClosedError):
+        client.slot_nowait(1)
+    assert client.abort("x") == 0
+    assert client.statistics().leases == 0
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def _slot(client: shmring.RingClient, nbytes: int) -> None:
+    async with client.slot(nbytes):
+        await asyncio.Event().wait()
+
+
+async def test_what_is_still_used_when_a_client_closes_stays_its_own(serve: Any, connect: Any, eventually: Any) -> None:
+    """This process lives on and may write to what it holds: only what is given up in so many words can be reused."""
+    ring = await serve(handle)
+    client = await connect()
+    answer = await client.request({"do": "echo", "x": tensor(5000, 4)}, timeout=5)
+    slot = await client.slot(5000)
+    view = slot.tensor((5000,), torch.uint8)
+    await client.close()
+    await eventually(lambda: ring.statistics().clients == 0)
+    now = ring.statistics()
+    assert now.quarantined_nbytes > 0
+    assert now.reply_free_nbytes < now.reply_nbytes
+    other = await connect()
+    for value in range(5, 30):
+        await other.request({"do": "echo", "x": tensor(20_000, value)}, timeout=5)
+        view.fill_(99)
+    assert set(answer["x"].tolist()) == {4}
+    slot.close()
+
+
+async def test_closing_is_an_end_even_if_it_is_cancelled(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
+    ring = await serve(handle)
+    for steps in range(1, 12):
+        client = await connect()
+        pending = asyncio.create_task(client.request({"do": "hang", "x": tensor(5000)}))
+        await eventually(lambda: ring.statistics().running == 1)
+        closing = asyncio.create_task(client.close())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        with pytest.raises(shmring.ClosedError):
+            await asyncio.wait_for(pending, 5)
+        assert not client.connected
+        await settled(ring)
+
+
+async def test_a_connect_that_is_cancelled_at_any_moment_keeps_nothing(
+    serve: Any, connect: Any, settled: Any, eventually: Any
+) -> None:
+    """One step further each time, until it is connected. The process lives on, so only its own word frees its lease."""
+    ring = await serve(handle)
+    for steps in range(100):
+        connecting = asyncio.create_task(connect())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        arrived = connecting.done()
+        connecting.cancel()
+        result = (await asyncio.gather(connecting, return_exceptions=True))[0]
+        if isinstance(result, shmring.RingClient):
+            await result.close()
+        await eventually(lambda: not ring._handshakes)
+        await settled(ring)
+        if arrived:
+            return
+    pytest.fail("connecting never came to its end")
+
+
+async def test_nobody_there_is_an_engine_that_is_dead(connect: Any) -> None:
+    with pytest.raises(shmring.EngineDeadError, match="no engine listens"):
+        await connect("nobody", connect_timeout_s=0.05)
+
+
+async def test_connecting_waits_for_an_engine_that_is_starting(serve: Any, connect: Any) -> None:
+    connecting = asyncio.create_task(connect(connect_timeout_s=10))
+    await asyncio.sleep(0.05)
+    assert not connecting.done()
+    await serve(handle)
+    assert (await connecting).connected
+
+
+async def test_an_engine_that_listens_and_does_not_answer_is_an_error_in_time(socket_dir: Any, connect: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(socket_dir / "mute.sock"))
+        mute.listen(1)
+        with pytest.raises(shmring.EngineDeadError, match="does not answer"):
+            await connect("mute", connect_timeout_s=0.05)
