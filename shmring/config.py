@@ -164,6 +164,8 @@ class ClientConfig:
         write_buffer_nbytes: messages the engine has not read yet before ``request`` waits.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
+        prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. It takes no
+            memory but page tables (2 MiB per GiB); the slab counts as resident in this process from then on, as in any.
         map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere
             else is a fault here instead of somebody's wrong tensor.
         debug: log where views came from that outlive their slot.
@@ -180,6 +182,7 @@ class ClientConfig:
     write_buffer_nbytes: int | str = "1MiB"
     socket_dir: str | None = None
     engine_uids: frozenset[int] | None = None
+    prefault: bool = True
     map_leased_only: bool = False
     debug: bool = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -81,6 +82,7 @@ logger = logging.getLogger("shmring.client")
 _MAX_WRITE_BUFFER_NBYTES = 64 << 20  # unread by the engine before it counts as not reading
 _MAX_UNREAD_REPLIES = 65536  # of one stream, before it fails: its consumer has stopped
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
+_TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 
 
@@ -225,12 +227,11 @@ class Session:
         self._held: dict[int, SlotRecord] = {}  # by first block
         self._held_starts: list[int] = []
         self._lease_ranges: dict[int, tuple[int, int]] = {}
-        self._arriving: dict[int, bool] = {}  # leases whose pages are being touched, and whether they are recalled already
         self._slot_views: Obituaries[int] = Obituaries(self._wake_for_deaths)
         self._viewed: dict[int, SlotRecord] = {}  # by id: left by their caller, still viewed
         self._reply_views: Obituaries[int] = Obituaries(self._wake_for_deaths)
         self._expiry: asyncio.TimerHandle | None = None
-        self._prefaulting: set[asyncio.Task[None]] = set()
+        self._touching: asyncio.Task[None] | None = None
         self._ended = self.loop.create_future()
         self._closing = False
         self.connection: Connection[EngineMessage] = Connection(
@@ -274,7 +275,7 @@ class Session:
             if config.map_leased_only:
                 slab.protect(0, welcome.slab_nbytes, readable=True, writable=False)
             if welcome.base_lease is not None:
-                await session._add_lease(welcome.base_lease)
+                session._add_lease(welcome.base_lease)
             # In one piece: cancelled midway, uvloop would close the descriptor under the socket object.
             connecting = session.loop.create_unix_connection(lambda: session.connection, sock=engine.socket)
             await uninterrupted(session.loop.create_task(connecting))
@@ -285,6 +286,8 @@ class Session:
             raise
         if session.error is not None:  # lost while its connection was being made
             session.connection.abort()
+        elif config.prefault and not config.map_leased_only:
+            session._touching = session.loop.create_task(session._touch_slab())
         return session
 
     # -- what the connection reports -----------------------------------------------------------------------------------
@@ -303,12 +306,8 @@ class Session:
                 self.counters.stale_releases += unknown
                 self._carry_out(effects)
             case LeaseGrant():
-                self._arriving[message.lease_id] = False  # now, not when the task starts: a recall may be right behind
-                task = self.loop.create_task(self._add_lease(message))
-                self._prefaulting.add(task)
-                task.add_done_callback(self._prefaulting.discard)
+                self._add_lease(message)
             case LeaseRecall(lease_ids):
-                self._arriving.update((lease_id, True) for lease_id in lease_ids if lease_id in self._arriving)
                 self._carry_out(self.book.recalled(lease_ids))
             case CallResult():
                 self._call_ended(message)
@@ -340,8 +339,8 @@ class Session:
         self.connection.abort()
         if self._expiry is not None:
             self._expiry.cancel()
-        for task in self._prefaulting:
-            task.cancel()
+        if self._touching is not None:
+            self._touching.cancel()
         for pending in list(self.pending.values()):
             self._forget(pending)
             if not pending.ended:
@@ -376,27 +375,26 @@ class Session:
 
     # -- leases and slots ------------------------------------------------------------------------------------------------
 
-    async def _add_lease(self, grant: LeaseGrant) -> None:
-        """Touches a lease's pages off the loop, then takes it into the book."""
-        if grant.offset + grant.nbytes <= self._slab.nbytes:
-            if self.config.map_leased_only:
-                self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
-                self._lease_ranges[grant.lease_id] = (grant.offset, grant.nbytes)
-            try:
-                await self._copier.run(lambda: self._slab.prefault(grant.offset, grant.nbytes))
-            except SlabError:
-                if self.error is None:  # else the session was lost meanwhile, and the slab unmapped
-                    raise
-        if self.error is not None:
-            return
-        try:
-            effects = self.book.granted(grant, self.loop.time())
-        except RemoteProtocolError as error:
-            self.protocol_violated(error)
-            return
+    def _add_lease(self, grant: LeaseGrant) -> None:
+        """Takes a lease into the book."""
+        effects = self.book.granted(grant, self.loop.time())
+        if self.config.map_leased_only:
+            self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
+            self._lease_ranges[grant.lease_id] = (grant.offset, grant.nbytes)
         self._carry_out(effects)
-        if self._arriving.pop(grant.lease_id, False):
-            self._carry_out(self.book.recalled([grant.lease_id]))
+
+    async def _touch_slab(self) -> None:
+        """Maps the slab's pages, off the loop and beside whatever else goes on, so that no copy pays for their first use.
+
+        All of them, whoever leases them now: so this process's resident memory is the same from here on.
+        """
+        for offset in range(0, self._slab.nbytes, _TOUCHED_AT_ONCE_NBYTES):
+            nbytes = min(_TOUCHED_AT_ONCE_NBYTES, self._slab.nbytes - offset)
+            try:
+                await self._copier.run(functools.partial(self._slab.prefault, offset, nbytes))
+            except SlabError as error:
+                logger.warning("the slab's pages are mapped on first use, which is slower: %s", error)
+                return
 
     def _carry_out(self, effects: list[Effect]) -> None:
         if self.error is not None:

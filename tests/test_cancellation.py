@@ -48,7 +48,7 @@ async def ring(serve: Any) -> shmring.Ring:
 
 @pytest.fixture
 async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterator[shmring.RingClient]:
-    client = await connect(copy_offload_nbytes=20_000)
+    client = await connect(copy_offload_nbytes=20_000, lease_idle_s=600.0)
     yield client
     await client.close()
     await settled(ring)
@@ -141,7 +141,7 @@ async def test_timed_out_one_step_later_each_time(client: shmring.RingClient, ev
 async def test_a_storm(client: shmring.RingClient, ring: shmring.Ring, connect: Any, eventually: Any, seed: int) -> None:
     """Hundreds of tasks on two clients, a random half cancelled or aborted at random moments; the rest are right."""
     random_ = random.Random(seed)
-    clients = [client, await connect(copy_offload_nbytes=20_000)]
+    clients = [client, await connect(copy_offload_nbytes=20_000, lease_idle_s=600.0)]
     right = 0
 
     async def one(number: int) -> None:
@@ -150,22 +150,25 @@ async def test_a_storm(client: shmring.RingClient, ring: shmring.Ring, connect: 
         kind = random_.randrange(4)
         nbytes = random_.choice([0, 900, 5000, 30_000, 60_000])
         payload = {"n": number, "x": tensor(nbytes, number % 251), "twice": kind == 1}
+
+        def check(answer: Any) -> None:  # and let it go: whoever keeps a reply and waits for another may wait for ever
+            assert answer["n"] == number
+            assert answer["x"].tolist() == [number % 251] * nbytes
+
         if kind == 0:
-            answers = [await mine.request(payload, request_id=f"r{number}")]
+            check(await mine.request(payload, request_id=f"r{number}"))
         elif kind == 1:
-            answers = [part async for part in mine.stream(payload, request_id=f"r{number}")]
+            async for part in mine.stream(payload, request_id=f"r{number}"):
+                check(part)
+                del part
         elif kind == 2:
             async with mine.slot(nbytes) as slot:
                 view = slot.tensor((nbytes,), torch.uint8).fill_(number % 251)
-                answers = [await mine.request({"n": number, "x": view}, request_id=f"r{number}")]
+                check(await mine.request({"n": number, "x": view}, request_id=f"r{number}"))
                 del view
         else:
             async with mine.slot(random_.choice([1000, 200_000])):
                 await turns(random_.randrange(5))
-            answers = []
-        for answer in answers:
-            assert answer["n"] == number
-            assert set(answer["x"].tolist()) <= {number % 251}
         right += 1
 
     tasks = [asyncio.create_task(one(number)) for number in range(400)]
@@ -184,11 +187,14 @@ async def test_a_storm(client: shmring.RingClient, ring: shmring.Ring, connect: 
         else:
             assert result is None
     assert right >= 200
+    # The errors of cancelled tasks hold their frames, and those the views.
+    del result
     results.clear()
     tasks.clear()
     await eventually(lambda: all(holds_nothing(each) for each in clients))
     assert ring.statistics().protocol_errors == 0
     assert all(each.statistics().stale_releases == 0 for each in clients)
+    await clients[1].close()
 
 
 async def test_cancelling_the_first_waiter_passes_its_turn_on(client: shmring.RingClient, eventually: Any) -> None:
@@ -229,7 +235,7 @@ async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
     frontend = next(iter(ring._frontends.values()))
     transport = frontend.connection._transport
     transport.pause_reading()
-    requests = [asyncio.create_task(client.request({"x": tensor(3000), "t": "x" * 30_000})) for _ in range(40)]
+    requests = [asyncio.create_task(client.request({"x": tensor(10), "t": "x" * 30_000})) for _ in range(40)]
     await eventually(lambda: not client._session.connection.can_write)  # type: ignore[union-attr]
     await asyncio.sleep(0.02)
     with pytest.raises(shmring.WouldBlock, match="slowly"):

@@ -218,11 +218,10 @@ class TogetherMachine(RuleBasedStateMachine):
                 self.kill(frontend)
 
     def goodbye(self, frontend: Frontend) -> None:
-        kept = set(frontend.book.leases_in_use())
-        frontend.send(Goodbye(tuple(kept)))
+        frontend.send(Goodbye(frontend.book.leases_in_use()))
         frontend.connected = False
-        # From here on its callers reach nothing any more but what it named.
-        frontend.slots = [slot for slot in frontend.may_write() if slot.lease.lease_id in kept]
+        # Its callers take up no slot any more; what is being written and what is viewed stays in reach.
+        frontend.slots = [slot for slot in frontend.slots if slot.viewed or slot.state is ClientSlot.WRITING]
 
     @precondition(lambda self: any(f.alive and not f.connected for f in self.frontends.values()))
     @rule(data=st.data())
@@ -276,6 +275,7 @@ class TogetherMachine(RuleBasedStateMachine):
                 self.forget_free_slots(frontend)
 
     def forget_free_slots(self, frontend: Frontend) -> None:
+        assert not any(slot.held or slot.viewed for slot in frontend.slots if slot.state is ClientSlot.FREE)
         frontend.slots = [slot for slot in frontend.slots if slot.state is not ClientSlot.FREE]
 
     # -- callers -------------------------------------------------------------------------------------------------------------
@@ -365,16 +365,16 @@ class TogetherMachine(RuleBasedStateMachine):
             frontend.carry_out(frontend.book.expire(self.now))
 
     @precondition(lambda self: any(frontend.to_engine for frontend in self.frontends.values()))
-    @rule(data=st.data())
-    def answer(self, data: Any) -> None:
-        """The engine reads all that a frontend sent, and handles each of its requests at once."""
+    @rule(data=st.data(), finish=st.booleans())
+    def answer(self, data: Any, finish: bool) -> None:
+        """The engine reads all that a frontend sent, and takes up each of its requests, or handles it at once."""
         client_id = self.draw_from(data, [f.client_id for f in self.frontends.values() if f.to_engine])
         frontend = self.frontends[client_id]
         while frontend.to_engine:
             self.hear(frontend)
         for key in [key for key in self.waiting if key[0] == client_id]:
             self.take_up(*key)
-        for claim in [claim for claim in self.claims if claim.client_id == client_id]:
+        for claim in [claim for claim in self.claims if claim.client_id == client_id and finish]:
             self.release_claim(claim, viewed=False)
             self.finish(claim)
 

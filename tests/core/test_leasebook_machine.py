@@ -127,6 +127,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
                 case Send(LeaseRequest(token, nbytes, preferred) as request):
                     assert token == self.last_token + 1
                     assert preferred >= nbytes
+                    assert nbytes != (self.request.nbytes if self.request is not None else 0), "that was asked for already"
                     self.last_token = token
                     self.crossed = self.request
                     self.request = request if nbytes else None

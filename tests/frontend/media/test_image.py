@@ -16,6 +16,8 @@ from PIL import Image, ImageOps
 from frontend.media.errors import MediaError
 from frontend.media.image import FORMATS, PictureHeader, PictureLimits, decode_into, probe
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
+
 LIMITS = PictureLimits()
 WIDTH, HEIGHT = 37, 23  # odd, unequal, and more than a row in each band
 
