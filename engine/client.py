@@ -57,11 +57,13 @@ class EngineClient:
     def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
         """Waits for memory to decode a request's media into; see :meth:`shmring.RingClient.slot`.
 
+        Threads decode, and go on when their request is cancelled: the slot drains before its memory is used again.
+
         Raises:
             shmring.EngineDeadError: no engine is attached.
         """
         self._check_running()
-        return self.ring.slot(nbytes, timeout=timeout)
+        return self.ring.slot(nbytes, timeout=timeout, drain=True)
 
     async def encode(
         self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None

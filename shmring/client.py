@@ -28,7 +28,8 @@ from shmring.errors import (
 )
 from shmring.memory.copier import Copier
 from shmring.memory.payload import PayloadDecoder
-from shmring.session import ClientCounters, Pending, Session
+from shmring.pending import Pending
+from shmring.session import ClientCounters, Session
 from shmring.slot import AcquiringSlot, Slot
 from shmring.statistics import ClientStatistics
 from shmring.transport.endpoint import socket_path
@@ -270,12 +271,15 @@ class RingClient:
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
+    def slot(self, nbytes: int, *, timeout: float | None = None, drain: bool = False) -> AcquiringSlot:
         """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
 
         Args:
             nbytes: bytes of tensors; :func:`shmring.nbytes_for` adds several up with their alignment.
             timeout: seconds to wait.
+            drain: whether the memory, after the block was left, is kept until the last view of it has died. For slots that
+                threads write to: cancelling ``asyncio.to_thread`` does not stop the thread. Whatever holds a view then keeps
+                the memory, the frames of an exception that somebody keeps included.
 
         Raises:
             CapacityError: more than the engine can lease out; waiting would be useless.
@@ -287,11 +291,11 @@ class RingClient:
         async def acquire() -> Slot:
             async with asyncio.timeout(timeout):
                 session = await self._ready()
-                return session.hold(await session.acquire(nbytes, held=True))
+                return session.hold(await session.acquire(nbytes, held=True), drain=drain)
 
         return AcquiringSlot(acquire)
 
-    def slot_nowait(self, nbytes: int) -> Slot:
+    def slot_nowait(self, nbytes: int, *, drain: bool = False) -> Slot:
         """Returns a slot if one is free in this client's leases.
 
         Raises:
@@ -301,7 +305,7 @@ class RingClient:
         _check_nbytes(nbytes)
         session = self._ready_nowait()
         session.check_alive()
-        return session.hold(session.acquire_nowait(nbytes, held=True))
+        return session.hold(session.acquire_nowait(nbytes, held=True), drain=drain)
 
     # -- the connection --------------------------------------------------------------------------------------------------
 

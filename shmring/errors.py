@@ -23,6 +23,8 @@ Timeouts are the built-in ``TimeoutError``; cancellation is ``asyncio.CancelledE
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 __all__ = [
     "ShmringError",
     "ClosedError",
@@ -37,7 +39,10 @@ __all__ = [
     "LocalProtocolError",
     "RemoteProtocolError",
     "SlabError",
+    "fresh",
 ]
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 class ShmringError(Exception):
@@ -130,3 +135,10 @@ class SlabError(ShmringError):
         self.path = path
         self.errno = errno
         self.nbytes = nbytes
+
+
+def fresh(error: _Error) -> _Error:
+    """Returns a new instance of an error: a raised one holds its traceback, which holds frames, which hold views."""
+    again = type(error).__new__(type(error), *error.args)
+    again.__dict__.update(error.__dict__)
+    return again

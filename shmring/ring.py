@@ -45,7 +45,8 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
-from shmring.core.ledger import BLOCK_NBYTES, Geometry, Ledger, LedgerLimits, blocks_for
+from shmring.core.geometry import BLOCK_NBYTES, Geometry, LedgerLimits, blocks_for
+from shmring.core.ledger import Ledger
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     SLOT_HEADER_NBYTES,

@@ -14,11 +14,10 @@ import itertools
 import logging
 import os
 from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,7 +56,6 @@ from shmring.errors import (
     CapacityError,
     ClosedError,
     EngineDeadError,
-    LocalProtocolError,
     PeerLostError,
     RemoteError,
     RemoteProtocolError,
@@ -65,22 +63,23 @@ from shmring.errors import (
     SlabError,
     StaleDescriptorError,
     WouldBlock,
+    fresh,
 )
 from shmring.memory.copier import Copier
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
 from shmring.memory.slab import Slab
 from shmring.memory.views import Obituaries
+from shmring.pending import Pending
 from shmring.slot import Slot, content_start
 from shmring.transport.connection import Connection
 from shmring.transport.endpoint import attach_engine, say_goodbye
 from shmring.transport.liveness import ProcessWatch
 
-__all__ = ["ClientCounters", "Pending", "Session"]
+__all__ = ["ClientCounters", "Session"]
 
 logger = logging.getLogger("shmring.client")
 
 _MAX_WRITE_BUFFER_NBYTES = 64 << 20  # unread by the engine before it counts as not reading
-_MAX_UNREAD_REPLIES = 65536  # of one stream, before it fails: its consumer has stopped
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
@@ -101,88 +100,6 @@ class ClientCounters:
     replies: int = 0
     stale_releases: int = 0
     reconnections: int = 0
-
-
-class Pending:
-    """A request in flight: replies that came and were not taken yet, and how it ended.
-
-    Attributes:
-        request_id: as the wire numbers it.
-        name: the caller's own name for it.
-    """
-
-    def __init__(self, session: Session, request_id: int, name: str) -> None:
-        self.session = session
-        self.request_id = request_id
-        self.name = name
-        self.slots: list[SlotRecord] = []
-        self._replies: deque[Content] = deque()
-        self._ended = False
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come (what came may still be taken)."""
-        return self._ended
-
-    async def next(self, decoder: PayloadDecoder) -> Any:
-        """Waits for the next reply and decodes it.
-
-        Raises:
-            StopAsyncIteration: the request is finished.
-            ShmringError: how it ended otherwise.
-        """
-        while not self._replies:
-            if self._ended:
-                if self._error is not None:
-                    raise _again(self._error)
-                raise StopAsyncIteration
-            if self._waiter is not None:
-                raise LocalProtocolError(f"request {self.request_id} is waited for by two tasks; let one of them do it")
-            self._waiter = self.session.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self.session.decode_reply(self._replies.popleft(), decoder)
-
-    def deliver(self, content: Content) -> bool:
-        """Keeps a reply for its caller; False if the caller will not take it."""
-        if self._ended:
-            return False
-        if len(self._replies) >= _MAX_UNREAD_REPLIES:
-            self.session.abort(
-                self,
-                CapacityError(
-                    f"request {self.request_id} has {_MAX_UNREAD_REPLIES} unread replies; read them, or abort it",
-                    needed=_MAX_UNREAD_REPLIES + 1,
-                    capacity=_MAX_UNREAD_REPLIES,
-                ),
-            )
-            return False
-        self._replies.append(content)
-        self._wake()
-        return True
-
-    def end(self, error: Exception | None) -> None:
-        """Nothing more will come. An error drops what was not taken."""
-        if self._ended:
-            return
-        self._ended = True
-        self._error = error
-        if error is not None:
-            self.drop_replies()
-        self._wake()
-
-    def drop_replies(self) -> None:
-        """Gives back what came and will not be taken."""
-        while self._replies:
-            self.session.release_reply_slots(self._replies.popleft().slots)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Session:
@@ -371,7 +288,7 @@ class Session:
 
     def _fresh_error(self) -> ShmringError:
         assert self.error is not None
-        return _again(self.error)
+        return fresh(self.error)
 
     # -- leases and slots ------------------------------------------------------------------------------------------------
 
@@ -462,11 +379,11 @@ class Session:
             raise WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
         return slot
 
-    def hold(self, record: SlotRecord) -> Slot:
+    def hold(self, record: SlotRecord, *, drain: bool) -> Slot:
         """Hands an acquired slot to the caller."""
         self._held[record.start] = record
         insort(self._held_starts, record.start)
-        return Slot(self, record)
+        return Slot(self, record, drain)
 
     def anchor(self, record: SlotRecord) -> NDArray[np.uint8]:
         """Returns the bytes of a slot's content, and watches for the death of the last view of them."""
@@ -474,19 +391,19 @@ class Session:
         self._slot_views.watch(id(record), anchor)
         return anchor
 
-    def leave_slot(self, record: SlotRecord) -> None:
-        """The caller leaves a slot."""
+    def leave_slot(self, record: SlotRecord, *, drain: bool) -> None:
+        """The caller leaves a slot; with ``drain`` it is not used again before the last view of it has died."""
         del self._held[record.start]
         self._held_starts.remove(record.start)
         if self.error is not None:
             return
-        if self._slot_views.anchor(id(record)) is None:
-            self._slot_views.forget(id(record))
-        else:
+        if self._slot_views.anchor(id(record)) is not None and self.config.debug:
+            logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+        if drain and self._slot_views.anchor(id(record)) is not None:
             record.viewed = True
             self._viewed[id(record)] = record
-            if self.config.debug:
-                logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+        else:
+            self._slot_views.forget(id(record))
         self._carry_out(self.book.give_up(record, self.loop.time()))
 
     def _wake_for_deaths(self) -> None:
@@ -763,16 +680,6 @@ class Session:
                     await asyncio.shield(self._ended)
         finally:
             self._lose(ClosedError("this client was closed"))
-
-
-_Error = TypeVar("_Error", bound=Exception)
-
-
-def _again(error: _Error) -> _Error:
-    """Returns a new instance of an error: a raised one holds its traceback, which holds frames, which hold views."""
-    again = type(error).__new__(type(error), *error.args)
-    again.__dict__.update(error.__dict__)
-    return again
 
 
 def _is_submittable(record: SlotRecord) -> bool:

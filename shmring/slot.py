@@ -1,8 +1,9 @@
 """A slot in the hands of a frontend's caller: memory of the engine's slab to write a tensor into, in place.
 
 A slot is the caller's from ``client.slot(nbytes)`` until the block is left; in between it may be submitted, and submitted
-again once the engine has released it. Memory that is still viewed when its slot is left (a decoder's thread that was
-cancelled but goes on writing, say) is not reused before the last view has died.
+again once the engine has released it. Views of it are for use inside the block, like those of a file that is open. Where
+something may go on writing after the block was left (a thread that a cancellation leaves behind), ``drain=True`` keeps the
+memory until the last view has died.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Slot:
         nbytes: how many bytes of tensors it holds, alignment between them included.
     """
 
-    def __init__(self, session: Session, record: SlotRecord) -> None:
+    def __init__(self, session: Session, record: SlotRecord, drain: bool) -> None:
         self._session: Session | None = session
+        self._drain = drain
         self._record = record
         self._cursor = 0
         self._anchor: NDArray[np.uint8] | None = session.anchor(record)
@@ -90,10 +92,13 @@ class Slot:
         return tensor_view(TensorRef(1, offset, nbytes, dtype, shape), self._anchor, writable=True)
 
     def close(self) -> None:
-        """Leaves the slot: it is free again when the engine has released it and no view of it lives. Twice is once."""
+        """Leaves the slot: it is free again when the engine has released it, and drained if that was asked for.
+
+        Views of it must not be used any more. Twice is once.
+        """
         if self._session is not None:
             session, self._session, self._anchor = self._session, None, None
-            session.leave_slot(self._record)
+            session.leave_slot(self._record, drain=self._drain)
 
     def __enter__(self) -> Slot:
         return self

@@ -33,7 +33,7 @@ def test_an_error_derives_from_its_cause(name: str, base: str) -> None:
 
 def test_every_error_is_public_and_in_the_tree() -> None:
     defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
-    assert defined == set(TREE) == set(errors.__all__)
+    assert defined == set(TREE) == set(errors.__all__) - {"fresh"}
 
 
 def test_the_tree_that_the_module_draws_is_the_tree_it_has() -> None:
@@ -71,3 +71,24 @@ def test_slab_error_carries_path_errno_and_size() -> None:
     assert (str(error), error.path, error.errno, error.nbytes) == ("full", "/dev/shm/x", 28, 4096)
     bare = errors.SlabError("full")
     assert (bare.path, bare.errno, bare.nbytes) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ClosedError("closed"),
+        errors.CapacityError("too much", needed=7, capacity=5),
+        errors.AbortedError("gone", request_id=3),
+        errors.RemoteError("ValueError", "no such model"),
+        errors.SlabError("full", path="/dev/shm/x", errno=28, nbytes=4096),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_fresh_error_is_the_same_without_the_frames_it_was_raised_in(error: errors.ShmringError) -> None:
+    with pytest.raises(errors.ShmringError) as caught:
+        raise error
+    again = errors.fresh(caught.value)
+    assert again is not error
+    assert (type(again), str(again), again.args, vars(again)) == (type(error), str(error), error.args, vars(error))
+    assert error.__traceback__ is not None
+    assert (again.__traceback__, again.__context__, again.__cause__) == (None, None, None)

@@ -129,9 +129,18 @@ async def test_an_exception_in_the_block_frees_it_too(client: shmring.RingClient
     assert client.statistics().slots_in_use == 0
 
 
+async def test_a_slot_ends_with_its_block_whatever_still_holds_a_view(client: shmring.RingClient) -> None:
+    """The frames of an exception that somebody keeps hold views, too: waiting for them could stand still for ever."""
+    async with client.slot(900_000) as slot:
+        kept = slot.tensor((900_000,), torch.uint8)
+    assert client.statistics().slots_in_use == 0
+    async with client.slot(900_000, timeout=5):
+        assert kept.numel() == 900_000
+
+
 async def test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again(client: shmring.RingClient, eventually: Any) -> None:
     """A decoder's thread that was cancelled may go on writing: what it writes must never show up in another's slot."""
-    async with client.slot(5000) as slot:
+    async with client.slot(5000, drain=True) as slot:
         late = slot.tensor((5000,), torch.uint8).reshape(50, 100)[3:]
     assert client.statistics().slots_draining == 1
     for value in range(50):
@@ -156,7 +165,7 @@ async def test_waiting_for_space_that_views_keep_is_logged(
     monkeypatch.setattr("shmring.session._DRAIN_WARNING_S", 0.01)
     await serve()
     client = await connect()
-    async with client.slot(900_000) as slot:
+    async with client.slot(900_000, drain=True) as slot:
         kept = slot.tensor((900_000,), torch.uint8)
     with caplog.at_level(logging.WARNING, "shmring.client"):
         waiting = asyncio.create_task(_slot(client, 900_000))

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from shmring.core.allocator import RunAllocator
-from shmring.core.ledger import BLOCK_NBYTES, GENERATION_BITS, slot_blocks
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, slot_blocks
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef
 from shmring.core.states import CLIENT_SLOT, ClientSlot, ClientSlotEvent, advance
 from shmring.errors import CapacityError, RemoteProtocolError

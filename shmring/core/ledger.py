@@ -24,7 +24,8 @@ released holds nothing.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 
 from shmring.core.allocator import RunAllocator
@@ -39,7 +40,9 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits, blocks_for, slot_blocks
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.records import ClientRecord, LeaseRecord, LeaseWant, ReplyWant, RequestRecord, SlotRecord, Window
 from shmring.core.states import (
     ENGINE_SLOT,
     LEASE,
@@ -54,141 +57,7 @@ from shmring.core.states import (
 )
 from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
 
-__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "Geometry", "Ledger", "LedgerLimits", "blocks_for", "slot_blocks"]
-
-#: The allocation granule: a page, so that a lease can be mapped and advised by itself.
-BLOCK_NBYTES = 4096
-#: Low bits of a generation that count a client's submissions; 2**40 last a year at 30,000 a second.
-GENERATION_BITS = 40
-
-
-def blocks_for(nbytes: int) -> int:
-    """Returns the number of blocks that ``nbytes`` need, at least 1."""
-    return max(1, -(-nbytes // BLOCK_NBYTES))
-
-
-def slot_blocks(nbytes: int) -> int:
-    """Returns the number of blocks of a slot with ``nbytes`` of content behind its header."""
-    return blocks_for(nbytes + SLOT_HEADER_NBYTES)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Geometry:
-    """How the slab is divided: one header block, the leasable part, the reply reserve; all in blocks."""
-
-    leasable_blocks: int
-    reply_blocks: int
-
-    LEASABLE_START = 1
-
-    @classmethod
-    def of(cls, slab_nbytes: int, reply_nbytes: int | None) -> Geometry:
-        """Divides a slab; ``reply_nbytes`` None takes a sixteenth for replies.
-
-        Raises:
-            ValueError: the slab is too small for a header, a lease and a reply.
-        """
-        blocks = slab_nbytes // BLOCK_NBYTES
-        reply_blocks = max(1, blocks // 16) if reply_nbytes is None else blocks_for(reply_nbytes)
-        if blocks - 1 - reply_blocks < 1:
-            raise ValueError(
-                f"a slab of {slab_nbytes} bytes has no room for leases beside {reply_blocks * BLOCK_NBYTES} bytes of "
-                f"replies; make slab_nbytes at least {(reply_blocks + 2) * BLOCK_NBYTES}"
-            )
-        return cls(leasable_blocks=blocks - 1 - reply_blocks, reply_blocks=reply_blocks)
-
-    @property
-    def slab_nbytes(self) -> int:
-        return (1 + self.leasable_blocks + self.reply_blocks) * BLOCK_NBYTES
-
-    @property
-    def reply_start(self) -> int:
-        return self.LEASABLE_START + self.leasable_blocks
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LedgerLimits:
-    """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so."""
-
-    max_lease_blocks: int
-    quota_blocks: int
-    max_leases: int
-    max_inflight: int
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class LeaseRecord:
-    lease_id: int
-    start: int
-    blocks: int
-    state: Lease
-    live: RunAllocator  # which blocks of it are in live slots
-    recalled: bool = False
-    given_up: bool = False  # by its holder's goodbye
-
-    @property
-    def end(self) -> int:
-        return self.start + self.blocks
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class SlotRecord:
-    generation: int
-    lease: LeaseRecord
-    start: int
-    blocks: int
-    state: EngineSlot
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class RequestRecord:
-    state: Request
-    generations: tuple[int, ...]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class LeaseWant:
-    token: int
-    blocks: int
-    preferred_blocks: int
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ReplyWant:
-    client_id: int
-    blocks: int
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class ClientRecord:
-    client_id: int
-    last_generation: int
-    last_request_id: int = -1
-    connected: bool = True
-    dead: bool = False
-    leased_blocks: int = 0
-    reply_blocks: int = 0
-    leases: dict[int, LeaseRecord] = dataclasses.field(default_factory=dict)
-    slots: dict[int, SlotRecord] = dataclasses.field(default_factory=dict)
-    requests: dict[int, RequestRecord] = dataclasses.field(default_factory=dict)
-    replies: dict[int, ReplySlot] = dataclasses.field(default_factory=dict)
-    unsent_replies: set[int] = dataclasses.field(default_factory=set)  # the engine itself is still writing them
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Window:
-    """The range kept for the first lease request that could not be served."""
-
-    client_id: int
-    start: int
-    blocks: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.blocks
-
-    def overlaps(self, start: int, end: int) -> bool:
-        return start < self.end and self.start < end
+__all__ = ["Ledger"]
 
 
 class Ledger:
@@ -250,9 +119,8 @@ class Ledger:
         client = self.clients.get(client_id)
         if client is None:
             return []
-        effects = self.disconnect(client_id) if client.connected else []
         client.dead = True
-        return effects + self._reclaim(client)
+        return self.disconnect(client_id) if client.connected else self._reclaim(client)
 
     def _reclaim(self, client: ClientRecord) -> list[Effect]:
         """Frees what is proven unused of a disconnected client, and forgets the client with its last piece."""
@@ -411,19 +279,23 @@ class Ledger:
 
     def _open_window(self, client_id: int, blocks: int) -> list[Effect]:
         """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
-        leases = [(client, lease) for client in self.clients.values() for lease in client.leases.values()]
-        end = self.geometry.reply_start
-        edges = {Geometry.LEASABLE_START, end - blocks}
-        for _, lease in leases:
-            edges |= {lease.start, lease.end, lease.start - blocks, lease.end - blocks}
+        leases = sorted(self._leases(), key=lambda lease: lease.start)
+        starts, ends = [lease.start for lease in leases], [lease.end for lease in leases]
+        # Sums over the first n leases, so that the cost of a range is two bisections and two differences.
+        leased = list(itertools.accumulate((lease.blocks for lease in leases), initial=0))
+        quarantined = list(
+            itertools.accumulate((lease.blocks * (lease.state is Lease.QUARANTINED) for lease in leases), initial=0)
+        )
+        last_start = self.geometry.reply_start - blocks
+        edges = {Geometry.LEASABLE_START, last_start, *starts, *ends}
+        edges |= {edge - blocks for edge in [*starts, *ends]}
 
         def cost(start: int) -> tuple[int, int]:
-            touched = [lease for _, lease in leases if lease.start < start + blocks and start < lease.end]
+            first, behind = bisect_right(ends, start), bisect_left(starts, start + blocks)
             # A quarantined lease comes back when a process dies, which may be never: last choice.
-            quarantined = sum(lease.blocks for lease in touched if lease.state is Lease.QUARANTINED)
-            return quarantined, sum(lease.blocks for lease in touched)
+            return quarantined[behind] - quarantined[first], leased[behind] - leased[first]
 
-        candidates = [start for start in edges if Geometry.LEASABLE_START <= start <= end - blocks]
+        candidates = [start for start in edges if Geometry.LEASABLE_START <= start <= last_start]
         start = min(sorted(candidates), key=cost)
         self._window = Window(client_id, start, blocks)
         effects: list[Effect] = []

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from shmring.core.allocator import RunAllocator
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
 from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, Send, SlotRecord
-from shmring.core.ledger import BLOCK_NBYTES, GENERATION_BITS
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
@@ -497,7 +498,7 @@ def test_only_what_was_written_or_cached_is_submitted() -> None:
     draining.viewed = True
     book.give_up(draining, NOW)
     for slot in (gone, sent, draining):
-        refuses(LocalProtocolError, f"{slot.state.name}: SUBMIT", book, lambda slot=slot: book.submit(slot))
+        refuses(LocalProtocolError, f"{slot.state.name}: SUBMIT", book, partial(book.submit, slot))
 
 
 def test_a_lease_empty_time_is_when_its_last_slot_left() -> None:

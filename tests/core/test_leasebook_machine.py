@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
 from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, Send, SlotRecord
-from shmring.core.ledger import BLOCK_NBYTES, GENERATION_BITS
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn
 from shmring.core.states import ClientSlot
 
@@ -329,4 +329,4 @@ class LeaseBookMachine(RuleBasedStateMachine):
 
 
 TestLeaseBookMachine = LeaseBookMachine.TestCase
-TestLeaseBookMachine.settings = settings(max_examples=200, stateful_step_count=100, deadline=None)
+TestLeaseBookMachine.settings = settings(max_examples=150, stateful_step_count=100, deadline=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,15 +24,8 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
-from shmring.core.ledger import (
-    BLOCK_NBYTES,
-    GENERATION_BITS,
-    Geometry,
-    Ledger,
-    LedgerLimits,
-    blocks_for,
-    slot_blocks,
-)
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits, blocks_for, slot_blocks
+from shmring.core.ledger import Ledger
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
@@ -258,7 +252,7 @@ def test_a_lease_of_somebody_else_can_not_be_returned() -> None:
     ledger = make_ledger()
     mine, other = connect(ledger, 1), connect(ledger, 2)
     for forged in ([other.lease_id], [mine.lease_id, 99], [mine.lease_id, other.lease_id], [0]):
-        refuses(RemoteProtocolError, "does not hold", ledger, lambda forged=forged: ledger.return_leases(1, forged))
+        refuses(RemoteProtocolError, "does not hold", ledger, partial(ledger.return_leases, 1, forged))
     ledger.return_leases(1, [mine.lease_id])
     refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.return_leases(1, [mine.lease_id]))
 
@@ -909,7 +903,7 @@ def test_a_client_may_not_release_a_reply_that_is_not_its_own() -> None:
     connect(ledger, 2)
     mine, other = take_reply(ledger, 1, 1), take_reply(ledger, 2, 1)
     for forged in ([other.generation], [mine.generation, other.generation], [mine.generation, 99], [0], [2**64 - 1]):
-        refuses(RemoteProtocolError, "does not hold", ledger, lambda forged=forged: ledger.release_replies(1, forged))
+        refuses(RemoteProtocolError, "does not hold", ledger, partial(ledger.release_replies, 1, forged))
     ledger.release_replies(1, [mine.generation, mine.generation])  # named twice, released once
     refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.release_replies(1, [mine.generation]))
     ledger.check()

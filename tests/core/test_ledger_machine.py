@@ -29,7 +29,8 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
-from shmring.core.ledger import BLOCK_NBYTES, GENERATION_BITS, Geometry, Ledger, LedgerLimits
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits
+from shmring.core.ledger import Ledger
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, RemoteProtocolError
@@ -635,4 +636,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=200, stateful_step_count=100, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=100, deadline=None)

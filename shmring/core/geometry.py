@@ -1,0 +1,68 @@
+"""How the slab is divided and counted: blocks, and what a client may have of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shmring.core.messages import SLOT_HEADER_NBYTES
+
+__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "Geometry", "LedgerLimits", "blocks_for", "slot_blocks"]
+
+#: The allocation granule: a page, so that a lease can be mapped and advised by itself.
+BLOCK_NBYTES = 4096
+#: Low bits of a generation that count a client's submissions; 2**40 last a year at 30,000 a second.
+GENERATION_BITS = 40
+
+
+def blocks_for(nbytes: int) -> int:
+    """Returns the number of blocks that ``nbytes`` need, at least 1."""
+    return max(1, -(-nbytes // BLOCK_NBYTES))
+
+
+def slot_blocks(nbytes: int) -> int:
+    """Returns the number of blocks of a slot with ``nbytes`` of content behind its header."""
+    return blocks_for(nbytes + SLOT_HEADER_NBYTES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """How the slab is divided: one header block, the leasable part, the reply reserve; all in blocks."""
+
+    leasable_blocks: int
+    reply_blocks: int
+
+    LEASABLE_START = 1
+
+    @classmethod
+    def of(cls, slab_nbytes: int, reply_nbytes: int | None) -> Geometry:
+        """Divides a slab; ``reply_nbytes`` None takes a sixteenth for replies.
+
+        Raises:
+            ValueError: the slab is too small for a header, a lease and a reply.
+        """
+        blocks = slab_nbytes // BLOCK_NBYTES
+        reply_blocks = max(1, blocks // 16) if reply_nbytes is None else blocks_for(reply_nbytes)
+        if blocks - 1 - reply_blocks < 1:
+            raise ValueError(
+                f"a slab of {slab_nbytes} bytes has no room for leases beside {reply_blocks * BLOCK_NBYTES} bytes of "
+                f"replies; make slab_nbytes at least {(reply_blocks + 2) * BLOCK_NBYTES}"
+            )
+        return cls(leasable_blocks=blocks - 1 - reply_blocks, reply_blocks=reply_blocks)
+
+    @property
+    def slab_nbytes(self) -> int:
+        return (1 + self.leasable_blocks + self.reply_blocks) * BLOCK_NBYTES
+
+    @property
+    def reply_start(self) -> int:
+        return self.LEASABLE_START + self.leasable_blocks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LedgerLimits:
+    """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so."""
+
+    max_lease_blocks: int
+    quota_blocks: int
+    max_leases: int
+    max_inflight: int
