@@ -107,8 +107,8 @@ class RingConfig:
         prefault: touch the whole slab at the start, so that no request pays for a page's first use (49 ms per 64 MB).
         inline_nbytes: replies whose tensors take no more than this travel in the message. Below it, a slot's
             bookkeeping costs more than copying the bytes twice.
-        copy_offload_nbytes: copies at least this large run on a thread (they release the interpreter lock); below it,
-            waking a thread costs more than the copy.
+        copy_offload_nbytes: copies larger than this run on a thread (they release the interpreter lock); up to it, waking
+            a thread costs more than the copy.
         debug: log where views came from that outlive their claim.
     """
 
@@ -154,7 +154,7 @@ class ClientConfig:
     Attributes:
         lease_nbytes: the base lease asked for at connect, and the least asked for later; the engine may cap it.
         inline_nbytes: payloads whose tensors take no more than this travel in the message.
-        copy_offload_nbytes: copies at least this large run on a thread; below it, waking a thread costs more.
+        copy_offload_nbytes: copies larger than this run on a thread; up to it, waking a thread costs more.
         copy_threads: threads for them. Two saturate the memory bandwidth of most servers.
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
         connect_timeout_s: how long ``connect`` waits for an engine of that name; it may be starting, and filling a

@@ -28,7 +28,7 @@ class Copier:
 
     Args:
         threads: how many copies may run beside the loop.
-        offload_nbytes: from which size on they do.
+        offload_nbytes: up to this size a copy is made in the loop.
     """
 
     def __init__(self, threads: int, offload_nbytes: int) -> None:
@@ -39,7 +39,7 @@ class Copier:
 
     async def copy(self, packed: Packed, anchor: NDArray[np.uint8]) -> None:
         """Copies a payload's tensors into a region. When this returns or raises, nobody is writing there."""
-        if packed.copy_nbytes < self._offload_nbytes:
+        if packed.copy_nbytes <= self._offload_nbytes:
             packed.copy_into(anchor)
         else:
             await self.run(lambda: packed.copy_into(anchor))

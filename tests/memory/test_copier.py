@@ -48,7 +48,7 @@ async def turns(count: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(("nbytes", "in_the_loop"), [(4095, True), (4096, False)])
+@pytest.mark.parametrize(("nbytes", "in_the_loop"), [(4096, True), (4097, False)])
 async def test_large_copies_leave_the_loop(
     copier: Copier, nbytes: int, in_the_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
