@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -75,11 +76,14 @@ class EmbeddingService:
         slot = await self._acquire(shmring.nbytes_for(*((shape, torch.uint8) for shape in shapes)))
         async with slot:
             tensors = [slot.tensor(shape, torch.uint8) for shape in shapes]
-            await self._decode(pictures, tensors, params)
-            before = self._engine.ring.statistics()
-            embeddings = await self._encode(tensors, request_id)
-            copies = self._engine.ring.statistics().copies - before.copies
-        return Embedded(embedding_response(embeddings, request), sum(tensor.nbytes for tensor in tensors), copies)
+            try:
+                await self._decode(pictures, tensors, params)
+                before = self._engine.ring.statistics()
+                embeddings = await self._encode(tensors, request_id)
+                copies = self._engine.ring.statistics().copies - before.copies
+            finally:
+                tensors.clear()  # a slot that is left without views needs not wait for this frame to end
+        return Embedded(embedding_response(embeddings, request), sum(map(math.prod, shapes)), copies)
 
     def _check_model(self, name: str) -> None:
         if name != self._settings.model_name:

@@ -144,8 +144,9 @@ class Slab:
             return
         if ctypes.get_errno() != errno.EINVAL:
             raise _os_error("prefault", ctypes.get_errno(), nbytes)
-        pages = self.anchor(offset, nbytes)[:: mmap.PAGESIZE]  # a kernel before 5.14
-        pages |= 0
+        # A kernel before 5.14. Reading maps a reserved page as well; writing, even what is there, could undo what another
+        # process writes at that moment.
+        self.anchor(offset, nbytes)[:: mmap.PAGESIZE].max(initial=0)
 
     def protect(self, offset: int, nbytes: int, *, readable: bool, writable: bool) -> None:
         """Sets what this process may do with a range (see ``ClientConfig.map_leased_only``)."""

@@ -216,9 +216,11 @@ def test_protecting_a_range_turns_a_stray_write_into_a_fault() -> None:
     script = """
         import resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        from shmring.memory.slab import Slab
-        slab = Slab.create("unit", 1 << 20, 1, prefault=True)
+        from shmring.memory import slab as slab_module
+        slab = slab_module.Slab.create("unit", 1 << 20, 1, prefault=True)
         slab.protect(0, 1 << 20, readable=True, writable=False)
+        slab_module._MADV_POPULATE_WRITE = 9999
+        slab.prefault(0, 1 << 20)  # without the kernel's help it must not write, or it would race with others' writes
         slab.protect(8192, 4096, readable=True, writable=True)
         slab.anchor(8192, 4096)[:] = 1
         print(slab.anchor(0, 8).tobytes(), flush=True)

@@ -1,0 +1,280 @@
+"""Back pressure: waiting in line for space, leases that grow, shrink and are recalled, quotas, a slab that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+KIB = 1 << 10
+
+
+def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+async def answer_sum(claim: shmring.Claim) -> None:
+    await claim.reply({"n": claim.payload["n"], "sum": int(claim.payload["x"].sum())})
+
+
+async def ask(client: shmring.RingClient, number: int, nbytes: int) -> None:
+    value = number % 251
+    answer = await client.request({"n": number, "x": tensor(nbytes, value)}, timeout=30)
+    assert answer == {"n": number, "sum": value * nbytes}
+
+
+async def slot(client: shmring.RingClient, nbytes: int, served: list[int] | None = None, number: int = 0) -> None:
+    async with client.slot(nbytes, timeout=10):
+        if served is not None:
+            served.append(number)
+
+
+# -- a slab that is too small for everything at once --------------------------------------------------------------------
+
+
+async def test_requests_that_are_together_far_larger_than_the_slab_all_succeed(serve: Any, connect: Any, settled: Any) -> None:
+    ring = await serve(answer_sum, slab_nbytes="256KiB")
+    clients = [await connect() for _ in range(3)]
+    await asyncio.gather(*(ask(clients[number % 3], number, 100_000 + number) for number in range(90)))
+    for client in clients:
+        await client.close()
+    await settled(ring)
+
+
+async def test_a_single_request_may_take_the_whole_slab(serve: Any, connect: Any) -> None:
+    ring = await serve(answer_sum, slab_nbytes="256KiB")
+    client = await connect()
+    capacity = ring.statistics().leasable_nbytes - 64
+    for number in range(5):
+        await ask(client, number, capacity)
+        await ask(client, number, 100)
+    with pytest.raises(shmring.CapacityError):
+        await ask(client, 1, capacity + 1)
+
+
+async def test_sizes_of_all_kinds_on_many_clients(serve: Any, connect: Any, settled: Any) -> None:
+    ring = await serve(answer_sum, slab_nbytes="512KiB")
+    clients = [await connect() for _ in range(4)]
+    sizes = [1, 1000, 4000, 4096 - 64, 4096 - 63, 20_000, 65_536, 150_000, 300_000]
+    requests = [ask(clients[number % 4], number, sizes[number % len(sizes)]) for number in range(300)]
+    await asyncio.gather(*requests)
+    assert ring.statistics().protocol_errors == 0
+    for client in clients:
+        await client.close()
+    await settled(ring)
+
+
+async def test_waiters_are_served_strictly_in_order(serve: Any, connect: Any, eventually: Any) -> None:
+    await serve(slab_nbytes="256KiB")
+    client = await connect()
+    blocker = await client.slot(200_000)
+    served: list[int] = []
+    waiting = []
+    for number, nbytes in enumerate([150_000, 10, 100_000, 10, 200_000, 4096]):
+        waiting.append(asyncio.create_task(slot(client, nbytes, served, number)))
+        await asyncio.sleep(0)
+    await eventually(lambda: client.statistics().waiting == 6)
+    with pytest.raises(shmring.WouldBlock):
+        client.slot_nowait(10)
+    blocker.close()
+    await asyncio.gather(*waiting)
+    assert served == list(range(6)), "the small ones fitted, and still did not overtake"
+
+
+async def test_requests_reach_the_engine_in_the_order_in_which_they_waited(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(slab_nbytes="256KiB")
+    client = await connect()
+    requests = [asyncio.create_task(client.submit({"n": number, "x": tensor(90_000)})) for number in range(12)]
+    for number in range(12):
+        with await asyncio.wait_for(ring.claim(), 5) as claim:
+            assert claim.payload["n"] == number
+    await asyncio.gather(*requests)
+
+
+async def test_a_full_slab_makes_everybody_wait_and_nobody_fail(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(answer_sum, slab_nbytes="256KiB")
+    holder, other = await connect(), await connect()
+    held = await holder.slot(ring.statistics().leasable_nbytes - 64 - 64 * KIB)
+    held_too = await other.slot(60_000)
+    asking = [asyncio.create_task(ask(client, n, 100_000)) for n, client in enumerate([holder, other] * 3)]
+    await eventually(lambda: ring.statistics().lease_requests_waiting == 2)
+    for client in (holder, other):
+        with pytest.raises(shmring.WouldBlock):
+            client.submit_nowait({"x": tensor(100_000)})
+        with pytest.raises(TimeoutError):
+            await client.request({"n": 1, "x": tensor(100_000)}, timeout=0.02)
+    await ask(other, 1, 900)  # in the message: it needs no space
+    assert not any(task.done() for task in asking)
+    held.close()
+    held_too.close()
+    await asyncio.gather(*asking)
+
+
+async def test_replies_do_not_wait_for_the_memory_of_requests(serve: Any, connect: Any, eventually: Any) -> None:
+    async def double(claim: shmring.Claim) -> None:
+        await claim.reply({"x": claim.payload["x"][:10_000] * 2})
+
+    ring = await serve(slab_nbytes="256KiB", reply_nbytes="32KiB")
+    client = await connect()
+    asking = [asyncio.create_task(client.request({"x": tensor(60_000)})) for _ in range(10)]
+    await eventually(lambda: client.statistics().waiting)
+    running = asyncio.create_task(ring.run(double))
+    for task in asking:
+        assert int((await asyncio.wait_for(task, 5))["x"].sum()) == 20_000
+        asking[asking.index(task)] = None  # type: ignore[call-overload]
+        del task
+    await ring.close()
+    await running
+
+
+# -- leases -------------------------------------------------------------------------------------------------------------
+
+
+async def test_leases_grow_with_what_is_needed_and_idle_ones_go_back(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve()
+    client = await connect(lease_nbytes="64KiB", lease_idle_s=0.05)
+    assert (client.statistics().leases, client.statistics().leased_nbytes) == (1, 64 * KIB)
+    slots = [await client.slot(50_000) for _ in range(5)]
+    assert client.statistics().leases > 1
+    assert client.statistics().leased_nbytes >= 5 * 50_000
+    assert ring.statistics().leased_nbytes == client.statistics().leased_nbytes
+    large = await client.slot(300_000)
+    assert client.statistics().leased_nbytes >= 5 * 50_000 + 300_000
+    for each in [*slots, large]:
+        each.close()
+    await eventually(lambda: client.statistics().leased_nbytes == 64 * KIB)
+    assert client.statistics().leases == 1, "the base lease stays"
+    await eventually(lambda: ring.statistics().leased_nbytes == 64 * KIB)
+    assert client.statistics().free_nbytes == 64 * KIB
+
+
+async def test_a_lease_that_is_used_now_and_then_does_not_go_back(serve: Any, connect: Any) -> None:
+    await serve()
+    client = await connect(lease_idle_s=0.3)
+    await slot(client, 200_000)
+    for _ in range(10):
+        await asyncio.sleep(0.05)
+        client.slot_nowait(200_000).close()
+
+
+async def test_a_large_lease_is_sized_exactly(serve: Any, connect: Any) -> None:
+    await serve()
+    client = await connect()
+    async with client.slot(300_000):
+        assert client.statistics().leased_nbytes == 64 * KIB + 300_064 // 4096 * 4096 + 4096
+
+
+async def test_idle_leases_of_one_are_recalled_for_another(serve: Any, connect: Any) -> None:
+    ring = await serve()
+    idle, needy = await connect(lease_idle_s=600), await connect(lease_idle_s=600)
+    slots = [await idle.slot(100_000) for _ in range(4)]
+    for each in slots:
+        each.close()
+    assert ring.statistics().free_nbytes < 600_000
+    await asyncio.wait_for(slot(needy, 800_000), 5)
+    await asyncio.wait_for(slot(idle, 800_000), 5)
+
+
+async def test_one_frontend_cannot_keep_everything_from_another(serve: Any, connect: Any) -> None:
+    ring = await serve(client_quota_nbytes="512KiB")
+    greedy, other = await connect(), await connect()
+    taken: list[shmring.Slot] = []
+
+    async def take() -> None:
+        while True:
+            taken.append(await greedy.slot(60_000))
+
+    taking = asyncio.create_task(take())
+    await asyncio.wait([taking], timeout=0.2)
+    assert not taking.done()
+    assert greedy.statistics().leased_nbytes <= 512 * KIB
+    assert len(taken) >= 6
+    await asyncio.wait_for(slot(other, 300_000), 5)
+    await other.close()
+    await asyncio.wait([taking], timeout=0.2)
+    assert greedy.statistics().leased_nbytes > 512 * KIB, "alone, it may have it all"
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    for each in taken:
+        each.close()
+    assert ring.statistics().protocol_errors == 0
+
+
+async def test_as_many_leases_as_may_be_are_enough_for_ever(serve: Any, connect: Any) -> None:
+    ring = await serve(answer_sum, max_leases=2)
+    client = await connect()
+    await asyncio.gather(*(ask(client, number, (50_000, 100_000, 200_000)[number % 3]) for number in range(60)))
+    assert client.statistics().leases <= 2
+    assert ring.statistics().protocol_errors == 0
+
+
+async def test_submit_nowait_asks_in_passing_and_finds_space_later(serve: Any, connect: Any, eventually: Any) -> None:
+    await serve(answer_sum)
+    client = await connect()
+    payload = {"n": 1, "x": tensor(200_000)}
+    with pytest.raises(shmring.WouldBlock):
+        client.submit_nowait(payload)
+    await eventually(lambda: client.statistics().leases == 2)
+    submission = client.submit_nowait(payload)
+    assert (await submission.result())["sum"] == 200_000
+
+
+async def test_a_client_that_connects_to_a_full_ring_gets_its_space_later(serve: Any, connect: Any) -> None:
+    ring = await serve(answer_sum, slab_nbytes="256KiB", max_lease_nbytes="240KiB")
+    first = await connect(lease_nbytes="240KiB")
+    late = await connect(lease_nbytes="240KiB")
+    assert late.statistics().leases == 0
+    await asyncio.wait_for(ask(late, 1, 100_000), 5)
+    await asyncio.wait_for(ask(first, 2, 100_000), 5)
+    assert ring.statistics().clients == 2
+
+
+# -- only what is leased is writable ------------------------------------------------------------------------------------
+
+
+async def test_everything_works_where_only_leases_are_writable(serve: Any, connect: Any, settled: Any) -> None:
+    ring = await serve(answer_sum, slab_nbytes="512KiB")
+    clients = [await connect(map_leased_only=True, lease_idle_s=0.01) for _ in range(2)]
+    for _ in range(3):
+        await asyncio.gather(*(ask(clients[n % 2], n, (10, 5000, 70_000, 200_000)[n % 4]) for n in range(40)))
+        await asyncio.sleep(0.02)
+    for client in clients:
+        await client.close()
+    await settled(ring)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: Any, socket_dir: Path) -> None:
+    script = f"""
+        import asyncio, resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        import shmring
+
+        async def main():
+            async with shmring.connect("test", socket_dir={str(socket_dir)!r}, lease_nbytes="64KiB", map_leased_only=True) as client:
+                async with client.slot(1000) as slot:
+                    slot.array((1000,), "u1")[:] = 1
+                    slab = client._session._slab
+                    print("leased", flush=True)
+                    slab.anchor(client._session.welcome.base_lease.offset + (64 << 10), 1)[0] = 1
+                    print("beyond")
+
+        asyncio.run(main())
+    """
+    await serve()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert output.decode().split() == ["leased"]
+    assert process.returncode == -11

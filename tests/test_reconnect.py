@@ -1,0 +1,232 @@
+"""The engine goes and the next one comes: what fails, what waits, and what stays valid."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+
+def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+async def echo(claim: shmring.Claim) -> None:
+    await claim.reply(claim.payload)
+
+
+async def hang(claim: shmring.Claim) -> None:
+    await asyncio.Event().wait()
+
+
+def slab_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
+
+
+async def _slot(client: shmring.RingClient, nbytes: int) -> None:
+    async with client.slot(nbytes):
+        await asyncio.Event().wait()
+
+
+async def _stream(client: shmring.RingClient) -> None:
+    async for _ in client.stream({"x": tensor(5000)}):
+        pass
+
+
+@pytest.mark.parametrize("reconnect", [False, True])
+async def test_everything_that_is_pending_fails_when_the_engine_goes(
+    serve: Any, connect: Any, eventually: Any, reconnect: bool
+) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    ring = await serve(hang, calls={"never": never}, max_inflight=4)
+    client = await connect(reconnect=reconnect)
+    pending = [
+        asyncio.create_task(client.request({"x": tensor(5000)})),
+        asyncio.create_task(client.request({"x": tensor(5000)}, timeout=60)),
+        asyncio.create_task(_stream(client)),
+        asyncio.create_task(client.call("never")),
+        asyncio.create_task(_slot(client, 700_000)),
+    ]
+    await eventually(lambda: ring.statistics().running == 3 and client.statistics().slots_writing == 1)
+    pending += [
+        asyncio.create_task(_slot(client, 700_000)),  # waits in line
+        asyncio.create_task(client.request({"x": tensor(700_000)})),  # waits in line, has the last place in flight
+        asyncio.create_task(client.request({"x": 1})),  # waits for a place in flight
+    ]
+    await eventually(lambda: client.statistics().waiting == 2)
+    await ring.close()
+    for index, task in enumerate(pending):
+        if index == 4:
+            continue  # it has its slot, and waits for nothing of ours
+        with pytest.raises(shmring.EngineDeadError):
+            await asyncio.wait_for(task, 5)
+    pending[4].cancel()
+    await asyncio.gather(pending[4], return_exceptions=True)
+    assert not client.connected
+    now = client.statistics()
+    assert (now.connected, now.epoch, now.leases, now.slots_in_use, now.in_flight, now.waiting) == (False, 0, 0, 0, 0, 0)
+
+
+async def test_without_reconnect_the_client_has_ended(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(echo)
+    client = await connect()
+    slot = await client.slot(5000)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    for attempt in (client.request(1), client.submit(1), client.call("x"), client.wait_connected(), _slot(client, 1)):
+        with pytest.raises(shmring.EngineDeadError):
+            await attempt
+    with pytest.raises(shmring.EngineDeadError):
+        client.submit_nowait(1)
+    with pytest.raises(shmring.EngineDeadError):
+        client.slot_nowait(1)
+    with pytest.raises(shmring.EngineDeadError):
+        slot.tensor((1,), torch.uint8)
+    assert client.abort("anything") == 0
+    slot.close()
+    await client.close()
+
+
+async def test_a_client_attaches_to_the_next_engine(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    first_epoch = client.statistics().epoch
+    for life in range(1, 4):
+        assert (await client.request({"n": life, "x": tensor(5000)}, timeout=5))["n"] == life
+        await ring.close()
+        await eventually(lambda: not client.connected)
+        ring = await serve(echo)
+        await client.wait_connected(timeout=5)
+        assert client.statistics().reconnections == life
+    assert client.statistics().epoch == ring.epoch != first_epoch
+    assert client.statistics().submitted == 3, "counters go on"
+    await client.close()
+    await settled(ring)
+
+
+async def test_what_is_asked_while_no_engine_is_there_waits_for_the_next(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    with pytest.raises(shmring.WouldBlock, match="no engine"):
+        client.submit_nowait(1)
+    with pytest.raises(shmring.WouldBlock, match="no engine"):
+        client.slot_nowait(1)
+    for attempt in (client.request(1, timeout=0.02), client.wait_connected(timeout=0.02)):
+        with pytest.raises(TimeoutError):
+            await attempt
+    asking = asyncio.create_task(client.request({"x": tensor(5000)}))
+    aborted = asyncio.create_task(client.request(2, request_id="mine"))
+    await asyncio.sleep(0)
+    assert client.abort("mine") == 1
+    with pytest.raises(shmring.AbortedError):
+        await aborted
+    await serve(echo)
+    assert (await asyncio.wait_for(asking, 5))["x"].numel() == 5000
+
+
+async def test_slots_and_views_of_a_former_life_harm_nobody(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    answer = await client.request({"x": tensor(5000, 3)}, timeout=5)
+    slot = await client.slot(5000, drain=True)
+    view = slot.tensor((5000,), torch.uint8).fill_(4)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    ring = await serve(echo)
+    await client.wait_connected(timeout=5)
+    with pytest.raises(shmring.EngineDeadError):
+        slot.tensor((1,), torch.uint8)
+    assert set(answer["x"].tolist()) == {3}
+    view.fill_(5)
+    again = await client.request({"x": view, "y": answer["x"]}, timeout=5)
+    assert set(again["x"].tolist()) == {5}
+    assert client.statistics().in_place == 0, "it lies in a slab of the past"
+    slot.close()
+    del answer, again, view
+    await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+    assert client.statistics().slots_in_use == 0
+
+
+async def test_the_memory_of_a_former_life_is_freed_without_the_collector(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    await client.request({"x": tensor(5000)}, timeout=5)
+    gc.disable()
+    try:
+        for _ in range(3):
+            pending = asyncio.create_task(client.request({"x": tensor(900_000)}))
+            waiting = asyncio.create_task(_slot(client, 900_000))
+            view = (await client.request({"x": tensor(5000)}, timeout=5))["x"]
+            await ring.close()
+            for task in (pending, waiting):
+                with pytest.raises(shmring.EngineDeadError):
+                    await task
+            del pending, waiting, task
+            ring = await serve(echo)
+            await client.wait_connected(timeout=5)
+            assert slab_mappings() == 3, "the ring's, the client's, and the old one that a view keeps"
+            del view
+            await eventually(lambda: slab_mappings() == 2)
+    finally:
+        gc.enable()
+
+
+async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    waiting = [asyncio.create_task(attempt) for attempt in (client.request(1), client.call("x"), _slot(client, 1))]
+    await asyncio.sleep(0)
+    await client.close()
+    for task in waiting:
+        with pytest.raises(shmring.ClosedError):
+            await task
+    ring = await serve(echo)
+    await asyncio.sleep(0.05)
+    assert ring.statistics().clients == 0
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_a_client_can_be_closed_at_any_moment_of_attaching_again(
+    serve: Any, connect: Any, eventually: Any, settled: Any, steps: int
+) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True, reconnect_initial_s=0.0, reconnect_max_s=0.0)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    ring = await serve(echo)
+    while not ring._handshakes and not client.connected:
+        await asyncio.sleep(0)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    await client.close()
+    await eventually(lambda: not ring._handshakes)
+    await settled(ring)
+
+
+async def test_an_engine_that_refuses_is_asked_again(serve: Any, connect: Any, eventually: Any) -> None:
+    """The next engine may be full for a while; the client neither gives up nor asks all the time."""
+    ring = await serve(echo)
+    client = await connect(reconnect=True, reconnect_initial_s=0.005, reconnect_max_s=0.02)
+    await ring.close()
+    ring = await serve(echo, max_clients=1)
+    blocker = await connect()
+    if client.connected:
+        pytest.skip("it was faster")
+    await eventually(lambda: ring.statistics().refused >= 3)
+    await blocker.close()
+    await client.wait_connected(timeout=5)
+    assert await client.request("ok", timeout=5) == "ok"
