@@ -261,7 +261,8 @@ async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: An
         import shmring
 
         async def main():
-            async with shmring.connect("test", socket_dir={str(socket_dir)!r}, lease_nbytes="64KiB", map_leased_only=True) as client:
+            options = dict(socket_dir={str(socket_dir)!r}, lease_nbytes="64KiB", map_leased_only=True)
+            async with shmring.connect("test", **options) as client:
                 async with client.slot(1000) as slot:
                     slot.array((1000,), "u1")[:] = 1
                     slab = client._session._slab
