@@ -1,8 +1,8 @@
 """Loading and decoding on a bounded pool of threads, so that the event loop never decodes.
 
 A request that is cancelled leaves its slot while a thread may still write to it. That is safe, because the thread itself
-holds the view that it writes through, and the slot's memory is not lent out again before the last view has died. For the
-same reason no exception leaves the thread that wrote: its traceback would hold the view for as long as anybody looks at it.
+holds the view that it writes through, and the slot drains: its memory is not used again before the last view has died. For
+the same reason no exception leaves the thread that wrote: its traceback would hold the view for as long as anybody looks at it.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ if sys.argv[1] == "set up":
     assert make_malloc_return_memory()
 bytes(8 << 20)  # glibc raises its threshold when such a block is freed
 before = resident_nbytes()
+large, small = 400 << 10, 2000
 blocks, pins = [], []
 for index in range(256):
-    blocks.append(bytes(200 << 10).replace(b"\\0", b"x"))
-    pins.append(bytes(2000))  # something small that stays above each of them
+    blocks.append(b"x" * large)
+    pins.append(b"x" * small)  # stays above each of them
 del blocks
 print(resident_nbytes() - before)
 """

@@ -72,7 +72,7 @@ async def test_a_cancelled_decode_keeps_its_slot_until_the_thread_is_done(
     await serve()
     client = await connect()
     loaded = await loader.load(picture()[1])
-    async with client.slot(shmring.nbytes_for((loaded.header.shape, torch.uint8))) as slot:
+    async with client.slot(shmring.nbytes_for((loaded.header.shape, torch.uint8)), drain=True) as slot:
         decoding = asyncio.create_task(loader.decode(loaded, slot.tensor(loaded.header.shape, torch.uint8).numpy()))
         await eventually(entered.is_set)
         decoding.cancel()
@@ -94,7 +94,7 @@ async def test_an_error_does_not_keep_the_slot(
     client = await connect()
     loaded = await loader.load(picture()[1])
     loaded.data = loaded.data[:-40]
-    slot = await client.slot(shmring.nbytes_for((loaded.header.shape, torch.uint8)))
+    slot = await client.slot(shmring.nbytes_for((loaded.header.shape, torch.uint8)), drain=True)
     with pytest.raises(MediaError) as kept:  # as a log or a debugger would keep it
         await loader.decode(loaded, slot.array(loaded.header.shape, np.uint8))
     slot.close()
