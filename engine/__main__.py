@@ -10,6 +10,7 @@ import signal
 import sys
 
 import click
+import torch
 import uvloop
 
 import shmring
@@ -45,6 +46,10 @@ def main(
     log_level: str,
 ) -> None:
     """Runs an engine: it creates the slab, and executes what frontends submit."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torch's threads spin while they wait for each other. With one for each core, whatever else runs there (the
+        # frontends, decoding) keeps a step waiting: a third to a half of the throughput on two cores.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s", stream=sys.stderr)
     try:
         ring_config = shmring.RingConfig(

@@ -162,13 +162,22 @@ def _watching_parent(parent_pid: int | None) -> Iterator[None]:
     if parent_pid is None:
         yield
         return
-    watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(parent_pid), _orphaned)
-    if os.getppid() != parent_pid:  # it ended before we watched, and its pid may be somebody else's by now
-        _orphaned()
+    watch = ProcessWatch(asyncio.get_running_loop(), _open_parent(parent_pid), _orphaned)
     try:
         yield
     finally:
         watch.close()
+
+
+def _open_parent(parent_pid: int) -> int:
+    try:
+        pidfd = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        _orphaned()
+        raise
+    if os.getppid() != parent_pid:  # it ended before we watched, and its pid may be somebody else's by now
+        _orphaned()
+    return pidfd
 
 
 def _orphaned() -> None:

@@ -482,6 +482,7 @@ class Ring:
         self._send_slot(claim, packed, slot)
 
     def _pack_reply(self, payload: object) -> Packed:
+        self._check_open()
         packed = self._packer.pack(payload)
         packed.check_frame(int(self.config.max_frame_nbytes), int(self.config.inline_nbytes))
         return packed

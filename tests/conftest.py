@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -33,6 +34,8 @@ BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "both_loops: run each asynchronous test on plain asyncio and on uvloop")
+    # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
 
 

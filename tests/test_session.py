@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import pytest
 import torch
 
 import shmring
+from shmring.core.framing import encode_frame
+from shmring.core.messages import (
+    CallResult,
+    Content,
+    Done,
+    EngineMessage,
+    Failed,
+    Goodbye,
+    LeaseGrant,
+    LeaseRecall,
+    Refused,
+    Release,
+    Reply,
+    SlotRef,
+    TensorRef,
+    Welcome,
+    encode_message,
+)
+from shmring.session import Session
 
 
 async def test_frontends_pass_a_slab_that_holds_one_request_back_and_forth(socket_dir: Path) -> None:
@@ -52,3 +74,117 @@ async def test_a_large_request_of_one_frontend_is_not_held_up_by_small_ones_of_a
             stop.set()
             await asyncio.gather(*askers)
     await running
+
+
+# -- what crosses at the end ----------------------------------------------------------------------------------------------
+
+
+def frames(*messages: EngineMessage) -> bytes:
+    return b"".join(encode_frame(encode_message(message), 1 << 20) for message in messages)
+
+
+def session_of(client: shmring.RingClient) -> Session:
+    assert client._session is not None
+    return client._session
+
+
+async def take_slot(client: shmring.RingClient, nbytes: int) -> None:
+    async with client.slot(nbytes):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.both_loops
+async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(serve: Any, connect: Any, eventually: Any) -> None:
+    """The engine releases a slot and closes: whoever waited is told of the end, and touches the unmapped slab no more."""
+    ring, client = await serve(), await connect()
+    submission = await client.submit({"x": torch.ones(900_000, dtype=torch.uint8)})
+    claim = await ring.claim()
+    waiting = [asyncio.create_task(take_slot(client, 900_000))]
+    await eventually(lambda: client.statistics().waiting == 1)
+    waiting.append(asyncio.create_task(client.request({"x": torch.ones(900_000, dtype=torch.uint8)})))
+    await eventually(lambda: client.statistics().waiting == 2)
+    [generation] = [slot.generation for slot in submission._pending.slots]
+    session_of(client).connection.data_received(frames(Release((generation,)), Refused("closing")))
+    for task in waiting:
+        with pytest.raises(shmring.EngineDeadError, match="closing"):
+            await task
+    claim.done()
+
+
+@pytest.mark.both_loops
+async def test_a_slot_granted_before_the_end_is_not_handed_out_after_it(serve: Any, connect: Any, eventually: Any) -> None:
+    _, client = await serve(), await connect()
+    blocker = await client.slot(900_000)
+    waiting = asyncio.create_task(take_slot(client, 900_000))
+    await eventually(lambda: client.statistics().waiting == 1)
+    blocker.close()  # grants it to the waiter, which has not run yet
+    session_of(client).connection.data_received(frames(Refused("closing")))
+    with pytest.raises(shmring.EngineDeadError, match="closing"):
+        await waiting
+
+
+# -- an engine that lies --------------------------------------------------------------------------------------------------
+
+
+def reply_in(offset: int, nbytes: int, tensor: TensorRef) -> Reply:
+    payload = msgspec.msgpack.encode(msgspec.msgpack.Ext(83, b"\0\0\0\0"))
+    return Reply(1, Content(payload, (tensor,), b"", (SlotRef(0, offset, nbytes, 77),)))
+
+
+LIES = {
+    "a reply to nothing": frames(Reply(99, Content(b"\xc0"))),
+    "an end of nothing": frames(Done(99)),
+    "a failure of nothing": frames(Failed(99, "error", "X", "y")),
+    "a result of nothing": frames(CallResult(99, b"\xc0")),
+    "a second end": frames(Done(1), Done(1)),
+    "a reply after the end": frames(Done(1), Reply(1, Content(b"\xc0"))),
+    "a reply beyond the slab": frames(reply_in(1 << 20, 100, TensorRef(1, 0, 100, "uint8", (100,)))),
+    "a reply that ends beyond the slab": frames(reply_in((1 << 20) - 4096, 8192, TensorRef(1, 0, 100, "uint8", (100,)))),
+    "a tensor beyond its slot": frames(reply_in(4096, 100, TensorRef(1, 50, 100, "uint8", (100,)))),
+    "a tensor of no dtype": frames(reply_in(4096, 100, TensorRef(1, 0, 100, "void", (100,)))),
+    "a tensor in no slot": frames(reply_in(4096, 100, TensorRef(2, 0, 100, "uint8", (100,)))),
+    "a lease beyond the slab": frames(LeaseGrant(1, 9, 1 << 20, 4096)),
+    "a lease of nothing": frames(LeaseGrant(1, 9, 4096, 0)),
+    "a lease of the header": frames(LeaseGrant(1, 9, 0, 4096)),
+    "a second welcome": frames(
+        Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 4096, 1, None)
+    ),
+    "a frontend's message": encode_frame(encode_message(Goodbye()), 4096),
+    "rubbish": b"\xff" * 100,
+}  # fmt: skip
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+async def test_an_engine_that_breaks_the_protocol_is_as_good_as_dead(
+    serve: Any, connect: Any, eventually: Any, lie: bytes
+) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit("x")
+    other = asyncio.create_task((await client.submit("y")).result())
+    await eventually(lambda: ring.statistics().waiting == 2)
+    assert submission.request_id == 1
+    session_of(client).connection.data_received(lie)
+    with pytest.raises(shmring.EngineDeadError, match="broke the protocol"):
+        await other
+    assert not client.connected
+    await eventually(lambda: ring.statistics().clients == 0)
+
+
+@pytest.mark.both_loops
+async def test_a_reply_slot_that_holds_something_else_is_stale(serve: Any, connect: Any) -> None:
+    _, client = await serve(), await connect()
+    submission = await client.submit("x")
+    lie = reply_in(4096, 100, TensorRef(1, 0, 100, "uint8", (100,)))
+    session_of(client).connection.data_received(frames(lie, Reply(1, Content(b"\x07"))))
+    with pytest.raises(shmring.StaleDescriptorError):
+        await submission.next()
+    assert await submission.next() == 7
+
+
+@pytest.mark.both_loops
+async def test_releases_that_are_none_are_counted_and_harm_nobody(serve: Any, connect: Any) -> None:
+    _, client = await serve(), await connect()
+    session_of(client).connection.data_received(frames(Release((1, 2, 3)), LeaseRecall((55,))))
+    assert client.statistics().stale_releases == 3
+    assert client.connected

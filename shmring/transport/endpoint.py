@@ -134,6 +134,8 @@ class Listener:
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
+        if self._lock_fd < 0:
+            return  # closed already: a forked child goes through all that are referenced
         self.socket.close()
         os.close(self._lock_fd)
         self._lock_fd = -1

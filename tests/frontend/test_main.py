@@ -67,9 +67,10 @@ async def test_it_serves_on_an_inherited_socket_until_a_signal_ends_it(
     assert engine.ring.statistics().departed_clients == 0  # it said goodbye
 
 
-async def test_it_ends_at_once_if_its_parent_has_gone(start: Start, open_engine: Any) -> None:
+@pytest.mark.parametrize("parent_pid", [1, 2**22 + 1])  # one that lives and is another's parent; one that can't be
+async def test_it_ends_at_once_if_its_parent_has_gone(start: Start, open_engine: Any, parent_pid: int) -> None:
     await open_engine()
-    process = await start("--port=0", "--parent-pid=1")  # which lives, and is not its parent
+    process = await start("--port=0", f"--parent-pid={parent_pid}")
     assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGTERM
 
 

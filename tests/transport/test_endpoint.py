@@ -287,7 +287,10 @@ async def test_a_forked_child_does_not_keep_the_name(path: Path, run_program: An
         os.kill(child, signal.SIGKILL)
 
 
-async def test_what_a_forked_child_closes_stays_open_here(listener: Listener) -> None:
+async def test_what_a_forked_child_closes_stays_open_here(socket_dir: Path, listener: Listener) -> None:
+    closed = [Listener.create(socket_dir / f"closed{number}.sock", others_may_connect=False) for number in range(5)]
+    for other in closed:  # still referenced, but closed: the child must not stumble over them
+        other.close()
     child = os.fork()
     if child == 0:
         listener.close()
