@@ -35,7 +35,10 @@ def test_the_example_runs_in_two_processes(tmp_path: Path, socket_dir: Path) -> 
         )
     finally:
         engine.send_signal(signal.SIGINT)
-        _, errors = engine.communicate(timeout=20)
+        try:
+            _, errors = engine.communicate(timeout=20)
+        finally:
+            engine.kill()
     assert frontend.returncode == 0, frontend.stderr + errors
     first, second, statistics = frontend.stdout.splitlines()
     assert first == "{'mean': 0.5}"
