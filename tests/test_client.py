@@ -531,9 +531,9 @@ async def test_closing_is_an_end_even_if_it_is_cancelled(serve: Any, connect: An
             await asyncio.sleep(0)
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
+        assert not client.connected
         with pytest.raises(shmring.ClosedError):
             await asyncio.wait_for(pending, 5)
-        assert not client.connected
         await settled(ring)
 
 

@@ -158,6 +158,30 @@ async def test_a_cancelled_claimer_passes_its_turn_on(serve: Any, connect: Any, 
         (await second).done()
 
 
+async def test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it(serve: Any, connect: Any) -> None:
+    """Two requests arrive while one waits; another comes before that one has run: nobody but the first can wake it."""
+    ring, client = await serve(), await connect()
+    first = asyncio.create_task(ring.claim())
+    await turns()
+    client.submit_nowait(1)
+    client.submit_nowait(2)
+    while ring.statistics().submitted < 2:
+        await asyncio.sleep(0)
+    second = ring.claim()
+    try:
+        second.send(None)
+    except StopIteration as stop:  # the first has run already
+        claims = [await first, stop.value]
+    else:
+        claims = [await first]
+        with pytest.raises(StopIteration) as caught:
+            second.send(None)
+        claims.append(caught.value.value)
+    assert [claim.payload for claim in claims] == [1, 2]
+    for claim in claims:
+        claim.done()
+
+
 async def test_closing_wakes_every_claimer(serve: Any) -> None:
     ring = await serve()
     claimers = [asyncio.create_task(ring.claim()) for _ in range(3)]
@@ -247,7 +271,7 @@ async def test_run_handles_as_many_at_a_time_as_it_may(serve: Any, connect: Any,
     ring = await serve(handle, max_concurrency=3)
     client = await connect()
     requests = [asyncio.create_task(client.request(number)) for number in range(10)]
-    await eventually(lambda: ring.statistics().waiting == 7)
+    await eventually(lambda: running == 3 and ring.statistics().waiting == 7)
     assert ring.statistics().running == 3
     go_on.set()
     await asyncio.gather(*requests)
@@ -310,25 +334,29 @@ async def test_a_handler_whose_request_is_aborted_is_cancelled(serve: Any, conne
 async def test_a_handler_that_is_cancelled_before_it_starts_still_ends_its_claim(
     serve: Any, connect: Any, eventually: Any
 ) -> None:
-    ring = await serve()
+    """As when a loop that ends cancels all of its tasks."""
     started: list[int] = []
 
     async def handle(claim: shmring.Claim) -> None:
         started.append(1)
 
-    client = await connect()
-    submission = await client.submit({"x": torch.ones(10_000)})
-    await eventually(lambda: ring.statistics().waiting)
+    ring = await serve()
     running = asyncio.create_task(ring.run(handle))
-    while not ring.statistics().running:
+    client = await connect()
+    submission = client.submit_nowait({"x": torch.ones(10_000)})
+
+    def handlers() -> list[asyncio.Task[Any]]:
+        return [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "Ring._handle"]
+
+    while not handlers():
         await asyncio.sleep(0)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    if not started:
-        with pytest.raises(shmring.RemoteError):
-            await submission.result()
+    handlers()[0].cancel()
+    with pytest.raises(shmring.RemoteError, match="CancelledError"):
+        await asyncio.wait_for(submission.result(), 5)
+    assert started == []
     assert ring.statistics().slots_in_use == 0
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 # -- payload types ------------------------------------------------------------------------------------------------------

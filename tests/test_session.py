@@ -93,34 +93,31 @@ async def take_slot(client: shmring.RingClient, nbytes: int) -> None:
         await asyncio.Event().wait()
 
 
+@pytest.fixture
+async def narrow(serve: Any, connect: Any) -> tuple[shmring.Ring, shmring.RingClient]:
+    """A client with one lease for ever: what becomes free in it goes to the next waiter at once."""
+    ring = await serve(max_leases=1, max_lease_nbytes="512KiB")
+    return ring, await connect(lease_nbytes="256KiB")
+
+
 @pytest.mark.both_loops
-async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(serve: Any, connect: Any, eventually: Any) -> None:
+@pytest.mark.parametrize("waiter", ["slot", "request"])
+async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow: Any, eventually: Any, waiter: str) -> None:
     """The engine releases a slot and closes: whoever waited is told of the end, and touches the unmapped slab no more."""
-    ring, client = await serve(), await connect()
-    submission = await client.submit({"x": torch.ones(900_000, dtype=torch.uint8)})
+    ring, client = narrow
+    data = torch.ones(200_000, dtype=torch.uint8)
+    submission = await client.submit({"x": data})
     claim = await ring.claim()
-    waiting = [asyncio.create_task(take_slot(client, 900_000))]
+    waiting = asyncio.create_task(take_slot(client, 200_000) if waiter == "slot" else client.request({"x": data}))
     await eventually(lambda: client.statistics().waiting == 1)
-    waiting.append(asyncio.create_task(client.request({"x": torch.ones(900_000, dtype=torch.uint8)})))
-    await eventually(lambda: client.statistics().waiting == 2)
     [generation] = [slot.generation for slot in submission._pending.slots]
-    session_of(client).connection.data_received(frames(Release((generation,)), Refused("closing")))
-    for task in waiting:
-        with pytest.raises(shmring.EngineDeadError, match="closing"):
-            await task
-    claim.done()
-
-
-@pytest.mark.both_loops
-async def test_a_slot_granted_before_the_end_is_not_handed_out_after_it(serve: Any, connect: Any, eventually: Any) -> None:
-    _, client = await serve(), await connect()
-    blocker = await client.slot(900_000)
-    waiting = asyncio.create_task(take_slot(client, 900_000))
-    await eventually(lambda: client.statistics().waiting == 1)
-    blocker.close()  # grants it to the waiter, which has not run yet
-    session_of(client).connection.data_received(frames(Refused("closing")))
+    session = session_of(client)
+    session.connection.data_received(frames(Release((generation,))))
+    assert client.statistics().waiting == 0, "it has its space, and has not run yet"
+    session.connection.data_received(frames(Refused("closing")))
     with pytest.raises(shmring.EngineDeadError, match="closing"):
         await waiting
+    claim.done()
 
 
 # -- an engine that lies --------------------------------------------------------------------------------------------------

@@ -216,6 +216,7 @@ def test_every_numpy_dtype(name: str, shape: tuple[int, ...]) -> None:
         torch.arange(10)[3:7],
         torch.tensor([1 + 2j, 3 - 4j]).conj(),
         torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        torch.tensor([1 + 2j]).conj().imag,  # negated by a flag, and contiguous
         torch.tensor([[1 + 2j, 3 - 4j]]).conj().mT,
         torch.ones(3, requires_grad=True),
         torch.ones(3, requires_grad=True) * 2,

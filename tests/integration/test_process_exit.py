@@ -1,0 +1,108 @@
+"""Processes that end, or fork, while views live: no crash, no noise, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+
+PROGRAM = Path(__file__).parent / "programs" / "leave.py"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("how", "loop"), [("closed", "asyncio"), ("closed", "uvloop"), ("unclosed", "uvloop"), ("exited", "asyncio")]
+)
+def test_an_interpreter_that_ends_with_living_views_does_not_crash(how: str, loop: str, socket_dir: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), how, loop, str(socket_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr
+    assert "Fatal" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def drive(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Runs a coroutine without a loop, as far as it goes."""
+    try:
+        while True:
+            coroutine.send(None)
+    except StopIteration:
+        pass
+    finally:
+        coroutine.close()
+
+
+async def test_a_forked_child_can_use_neither_end(serve: Any, connect: Any, eventually: Any) -> None:
+    """Not even by leaving their blocks: its parent's peer must not hear of it."""
+    ring, client = await serve(), await connect()
+    slot = await client.slot(5000)
+    submission = await client.submit({"x": torch.ones(5000)})
+    waiting = await client.submit("waiting")
+    claim = await ring.claim()
+    attempts = [
+        lambda: client.submit_nowait(1),
+        lambda: client.slot_nowait(1),
+        lambda: slot.tensor((1,), torch.uint8),
+        lambda: ring.claim_nowait(),
+        lambda: claim.reply_nowait({"x": torch.ones(5000)}),
+    ]
+    coroutines = [
+        client.submit(1),
+        ring.claim(),
+        claim.reply({"x": torch.ones(5000)}),
+        submission._pending.session.submit(1, ""),
+    ]
+
+    def in_child() -> None:
+        for attempt in attempts:
+            with pytest.raises(shmring.ClosedError, match="forked"):
+                attempt()
+        for coroutine in coroutines:
+            with pytest.raises(shmring.ClosedError, match="forked"):
+                drive(coroutine)
+        slot.close()
+        submission.abort()
+        claim.done()
+        for end in (client, ring):
+            drive(end.close())
+        for scheduled in list(asyncio.get_event_loop_policy().get_event_loop()._ready):  # type: ignore[attr-defined]
+            scheduled._run()
+
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            in_child()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    for coroutine in coroutines:
+        coroutine.close()
+    assert not claim.aborted
+    assert client.connected
+    with claim:
+        await claim.reply("first")
+    assert await submission.result() == "first"
+    with await ring.claim() as second:
+        await second.reply("second")
+    assert await waiting.result() == "second"
+    slot.tensor((1,), torch.uint8)
+    slot.close()
+    assert ring.statistics().clients == 1
+    assert ring.statistics().protocol_errors == 0
