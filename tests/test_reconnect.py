@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,42 @@ async def test_the_memory_of_a_former_life_is_freed_without_the_collector(serve:
             await eventually(lambda: slab_mappings() == 2)
     finally:
         gc.enable()
+
+
+async def test_the_errors_of_a_former_life_keep_no_payload_alive(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(hang)
+    client = await connect(reconnect=True)
+    blocker = await client.slot(900_000)
+    payloads = [tensor(10), tensor(500_000)]
+    died = [weakref.ref(payload) for payload in payloads]
+    gc.disable()
+    try:
+        tasks = [asyncio.create_task(client.request({"x": payload})) for payload in payloads]
+        await eventually(lambda: ring.statistics().running == 1 and client.statistics().waiting == 1)
+        await ring.close()
+        for task in tasks:
+            with pytest.raises(shmring.EngineDeadError):
+                await task
+        del task, tasks, payloads
+        await asyncio.sleep(0)  # the loop lets go of the tasks
+        assert [reference() for reference in died] == [None, None]
+    finally:
+        gc.enable()
+    blocker.close()
+
+
+async def test_calls_that_wait_for_their_turn_fail_too(serve: Any, connect: Any) -> None:
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    ring = await serve(calls={"never": never}, max_calls=1)
+    client = await connect()
+    calls = [asyncio.create_task(client.call("never")) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    await ring.close()
+    for call in calls:
+        with pytest.raises(shmring.EngineDeadError):
+            await asyncio.wait_for(call, 5)
 
 
 async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, connect: Any, eventually: Any) -> None:
