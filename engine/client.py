@@ -1,30 +1,38 @@
-"""The engine as frontends see it: ``encode``, ``abort``, ``check_health``, over one ring client."""
+"""The engine as frontends see it: vLLM's ``EngineClient`` operations over one ring client."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 import shmring
 from engine.protocol import (
-    CALL_DESCRIBE,
-    CALL_HEALTH,
-    CALL_STATISTICS,
+    Calls,
     EncodeOutput,
     EncodeReply,
     EncodeRequest,
+    GenerateOutput,
+    GenerateReply,
+    GenerateRequest,
     ModelDescription,
 )
 from shmring.slot import AcquiringSlot
 
 __all__ = ["EngineClient"]
 
+_Payload = TypeVar("_Payload", EncodeRequest, GenerateRequest)
+
 
 class EngineClient:
     """An engine, from a frontend. Made by :meth:`connect`; use it with ``async with``.
+
+    Control calls raise, besides what they name, :class:`shmring.EngineDeadError` if there is no engine,
+    :class:`shmring.RemoteError` if it refuses or fails, and ``TimeoutError`` if it does not answer in time.
 
     Attributes:
         ring: the ring client beneath, for its statistics.
@@ -32,6 +40,7 @@ class EngineClient:
 
     def __init__(self, ring: shmring.RingClient) -> None:
         self.ring = ring
+        self._described: tuple[int, ModelDescription] | None = None
 
     @classmethod
     async def connect(
@@ -44,15 +53,54 @@ class EngineClient:
         """
         return cls(await shmring.connect(name, config, reconnect=True, description=description, **overrides))
 
+    # -- how it is ----------------------------------------------------------------------------------------------------
+
     @property
     def is_running(self) -> bool:
         """Whether an engine is attached."""
         return self.ring.connected
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether this client was closed."""
+        return self.ring.closed
+
+    @property
     def errored(self) -> bool:
         """Whether the engine has gone, and no successor has come yet."""
-        return not self.ring.connected
+        return not self.ring.connected and not self.ring.closed
+
+    @property
+    def dead_error(self) -> shmring.EngineDeadError:
+        """What requests fail with while :attr:`errored`: why the engine went, as far as it is known."""
+        reason = self.ring.lost_error or "the engine has gone"
+        return shmring.EngineDeadError(f"{reason}; a new one is attached to as soon as it starts")
+
+    async def check_health(self, timeout: float = 2.0) -> None:
+        """Asks the engine; returns if it is well."""
+        await self._call(Calls.HEALTH, timeout=timeout)
+
+    async def describe(self, timeout: float = 2.0) -> ModelDescription:
+        """Returns what the engine's executor does. It is asked once in an engine's life."""
+        epoch = self.ring.statistics().epoch
+        if self._described is None or self._described[0] != epoch:
+            answer = await self._call(Calls.DESCRIBE, timeout=timeout)
+            self._described = epoch, msgspec.convert(answer, ModelDescription)
+        return self._described[1]
+
+    async def get_supported_tasks(self, timeout: float = 2.0) -> tuple[str, ...]:
+        """Returns what the executor can be asked for: ``"encode"``, ``"generate"``."""
+        return tuple((await self.describe(timeout)).tasks)
+
+    async def statistics(self, timeout: float = 2.0) -> dict[str, float]:
+        """Returns the engine's counts by name."""
+        return msgspec.convert(await self._call(Calls.STATISTICS, timeout=timeout), dict[str, float])
+
+    async def do_log_stats(self, timeout: float = 2.0) -> None:
+        """Has the engine log its counts."""
+        await self._call(Calls.LOG_STATS, timeout=timeout)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
         """Waits for memory to decode a request's media into; see :meth:`shmring.RingClient.slot`.
@@ -65,15 +113,17 @@ class EngineClient:
         self._check_running()
         return self.ring.slot(nbytes, timeout=timeout, drain=True)
 
-    async def encode(
-        self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
-    ) -> AsyncGenerator[EncodeOutput, None]:
-        """Yields the embeddings of a request. Leaving the loop early, or being cancelled, aborts it.
+    async def generate(
+        self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None
+    ) -> AsyncGenerator[GenerateOutput, None]:
+        """Yields an answer, piece by piece. Leaving the loop early, or being cancelled, aborts the request.
+
+        Pieces come as the engine makes them; for a caller that reads slowly, several become one.
 
         Args:
-            request: pictures that lie in a slot of this client are not copied.
+            request: media that lie in a slot of this client are not copied.
             request_id: the caller's name for it, for :meth:`abort` and the engine's log.
-            timeout: seconds for all of it.
+            timeout: seconds for all of it. The engine gets it as a deadline, unless the request has one.
 
         Raises:
             shmring.RemoteError: the executor refused it or failed.
@@ -82,38 +132,100 @@ class EngineClient:
             TimeoutError: it took longer.
         """
         self._check_running()
-        reply: EncodeReply = await self.ring.request(request, timeout=timeout, reply_type=EncodeReply, request_id=request_id)
-        yield EncodeOutput(request_id, reply.embeddings.clone(), finished=True)
+        replies = self.ring.stream(
+            _with_deadline(request, timeout), timeout=timeout, reply_type=GenerateReply, request_id=request_id
+        )
+        async with aclosing(replies):
+            async for reply in replies:
+                yield GenerateOutput(
+                    request_id,
+                    reply.text,
+                    reply.token_ids,
+                    reply.prompt_tokens,
+                    reply.completion_tokens,
+                    reply.finish_reason,
+                    finished=reply.finish_reason is not None,
+                )
+
+    async def encode(
+        self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
+    ) -> AsyncGenerator[EncodeOutput, None]:
+        """Yields the embeddings of a request. Arguments and errors are those of :meth:`generate`."""
+        self._check_running()
+        reply: EncodeReply = await self.ring.request(
+            _with_deadline(request, timeout), timeout=timeout, reply_type=EncodeReply, request_id=request_id
+        )
+        yield EncodeOutput(request_id, reply.embeddings.clone(), reply.prompt_tokens, finished=True)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Gives requests up; whoever waits for them gets :class:`shmring.AbortedError`."""
+        """Gives requests up; whoever waits for them gets :class:`shmring.AbortedError`. Unknown ones are ignored."""
         self.ring.abort(request_id)
 
-    async def check_health(self, timeout: float = 2.0) -> None:
-        """Asks the engine.
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    async def pause_generation(self, *, wait_for_inflight_requests: bool = False, timeout: float | None = None) -> None:
+        """Executes nothing more, for all frontends, until :meth:`resume_generation`. What comes meanwhile waits.
+
+        Returns when nothing runs: between two steps, such as to load other weights by :meth:`collective_rpc`.
+
+        Args:
+            wait_for_inflight_requests: let what runs finish. Otherwise it fails with ``PausedError``, as the
+                ``type_name`` of a :class:`shmring.RemoteError`.
+            timeout: seconds to wait. The engine stays paused if they pass.
+        """
+        await self._call(Calls.PAUSE, wait_for_inflight_requests, timeout=timeout)
+
+    async def resume_generation(self, timeout: float = 2.0) -> None:
+        """Goes on executing."""
+        await self._call(Calls.RESUME, timeout=timeout)
+
+    async def is_paused(self, timeout: float = 2.0) -> bool:
+        """Whether the engine is paused."""
+        return bool(await self._call(Calls.IS_PAUSED, timeout=timeout))
+
+    async def reset_mm_cache(self, timeout: float | None = None) -> None:
+        """Has the executor forget what it keeps of media, if it keeps anything. Waits for the running step."""
+        await self._call(Calls.RESET_MM_CACHE, timeout=timeout)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a public method of the executor between two steps.
+
+        Args:
+            method: its name.
+            timeout: seconds to wait, for the running step too.
+            args, kwargs: its arguments: whatever msgpack can hold. Nothing is pickled.
+
+        Returns:
+            One result for each of the executor's workers.
 
         Raises:
-            shmring.EngineDeadError: there is none.
-            shmring.RemoteError: it says that it is not well.
-            TimeoutError: it does not answer.
+            shmring.RemoteError: there is no such method, or it raised.
         """
-        self._check_running()
-        await self.ring.call(CALL_HEALTH, timeout=timeout)
+        answer = await self._call(Calls.COLLECTIVE_RPC, method, list(args), dict(kwargs or {}), timeout=timeout)
+        return list(answer)
 
-    async def describe(self, timeout: float = 2.0) -> ModelDescription:
-        """Returns what the engine's executor does. Errors as :meth:`check_health`."""
-        self._check_running()
-        return msgspec.convert(await self.ring.call(CALL_DESCRIBE, timeout=timeout), ModelDescription)
+    async def start_profile(self, timeout: float | None = None) -> None:
+        """Starts torch's profiler around the engine's steps; the engine needs ``--profiler-dir``."""
+        await self._call(Calls.START_PROFILE, timeout=timeout)
 
-    async def statistics(self, timeout: float = 2.0) -> dict[str, float]:
-        """Returns the engine's counts by name. Errors as :meth:`check_health`."""
+    async def stop_profile(self, timeout: float | None = None) -> str:
+        """Stops it, and returns the path of the trace, for ``chrome://tracing`` or Perfetto."""
+        return str(await self._call(Calls.STOP_PROFILE, timeout=timeout))
+
+    async def _call(self, method: str, *arguments: object, timeout: float | None) -> Any:
         self._check_running()
-        return msgspec.convert(await self.ring.call(CALL_STATISTICS, timeout=timeout), dict[str, float])
+        return await self.ring.call(method, *arguments, timeout=timeout)
 
     def _check_running(self) -> None:
         """A frontend answers 503 at once rather than keep its caller waiting for an engine that may never come."""
-        if not self.ring.connected:
-            raise shmring.EngineDeadError("the engine has gone; a new one is attached to as soon as it starts")
+        if self.errored:
+            raise self.dead_error
 
     async def close(self) -> None:
         """Detaches."""
@@ -126,3 +238,9 @@ class EngineClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _with_deadline(request: _Payload, timeout: float | None) -> _Payload:
+    if timeout is None or request.deadline is not None:
+        return request
+    return msgspec.structs.replace(request, deadline=time.monotonic() + timeout)

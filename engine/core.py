@@ -1,58 +1,91 @@
-"""The engine core: ring, scheduler and executor in one loop.
+"""The engine core: ring, scheduler and executor around one event loop.
 
-Each turn claims what waits, up to what a step may hold, and executes it on a thread, so that the event loop goes on
-handling frontends, leases and aborts. When the step ends, the slots of all its requests are released, those of aborted
-requests too: nobody reuses memory that a step is reading. Then the requests are answered.
+Theory of operation: requests are claimed as they arrive and stand in the scheduler's line. Each turn of :meth:`EngineCore.run`
+is a step: what ended is taken out, what has room is admitted, and the executor runs on a thread, so that the loop goes on
+handling frontends, leases, control calls and aborts. Between two steps, and only there, running requests leave: an abort, a
+deadline or a pause releases their slots when no step is reading them. What waits leaves at once.
+
+The executor is touched by one thread only: steps, ``forget``, remote calls and the profiler all run on it, one after the other.
+
+What ends the engine: an executor that says it is dead (:class:`~engine.protocol.ExecutorDeadError`), or that raises what is not
+an ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step that takes longer
+than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 import msgspec
 
 import shmring
 from engine.metrics import EngineMetrics
+from engine.profiling import StepProfiler
 from engine.protocol import (
-    CALL_DESCRIBE,
-    CALL_HEALTH,
-    CALL_STATISTICS,
-    EncodeReply,
-    EncodeRequest,
+    Calls,
+    EngineRequestPayload,
     Executor,
+    ExecutorDeadError,
+    GenerateReply,
+    StepInput,
+    StepOutput,
 )
-from engine.request import EngineRequest
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.request import EngineRequest, check_media_indices
+from engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "PausedError"]
 
 logger = logging.getLogger("engine.core")
+
+_Result = TypeVar("_Result")
+
+# Life-cycle methods of an executor, which no remote call may reach.
+_NOT_REMOTE = frozenset({"describe", "execute", "forget", "close"})
+
+
+class PausedError(Exception):
+    """The engine was paused and gave up what was running; the same request may succeed once it goes on."""
 
 
 class EngineCore:
     """Executes what the ring brings. Use :meth:`run`; ``async with`` closes ring and executor.
 
     Attributes:
-        ring: where requests come from.
         metrics: counters.
+        dead_error: why the engine has ended, if its executor died.
     """
 
-    def __init__(self, executor: Executor, scheduler_config: SchedulerConfig) -> None:
+    def __init__(
+        self, executor: Executor, scheduler_config: SchedulerConfig, *, step_timeout_s: float, profiler_dir: str | None
+    ) -> None:
         self.metrics = EngineMetrics()
+        self.dead_error: ExecutorDeadError | None = None
         self._executor = executor
-        self._scheduler = Scheduler(scheduler_config)
+        self._scheduler: Scheduler[EngineRequest] = Scheduler(scheduler_config)
+        self._step_timeout_s = step_timeout_s
+        self._profiler = StepProfiler(profiler_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
-        self._answering: set[asyncio.Task[None]] = set()
+        self._flushing: set[asyncio.Task[None]] = set()
+        self._numbers = count(1)
+        self._to_forget: list[int] = []
+        self._step_started: float | None = None
+        self._paused = False
+        self._giving_up = False  # paused, and what runs is to end at the next boundary
+        self._work = asyncio.Event()  # there may be something to do
+        self._boundary = asyncio.Condition()  # notified between two steps
         self._ring: shmring.Ring | None = None
 
     @property
     def ring(self) -> shmring.Ring:
-        assert self._ring is not None, "the core is open inside `async with`"
+        """Where requests come from."""
+        assert self._ring is not None, "made by create()"
         return self._ring
 
     @classmethod
@@ -62,74 +95,189 @@ class EngineCore:
         executor: Executor,
         ring_config: shmring.RingConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
+        *,
+        step_timeout_s: float = 60.0,
+        profiler_dir: str | None = None,
         **overrides: Any,
     ) -> EngineCore:
-        """Opens the ring of a name for an executor; ``overrides`` are fields of the ring's configuration.
+        """Opens the ring of a name for an executor.
+
+        Args:
+            name: what frontends connect to.
+            executor: what computes; closed with the core.
+            ring_config: of the ring; ``overrides`` are fields of it.
+            scheduler_config: by default, steps of as many requests as the executor takes.
+            step_timeout_s: a step that takes longer makes the engine report that it is not well.
+            profiler_dir: where traces of :meth:`start_profile` go; None: there is no profiling.
 
         Raises:
             shmring.ShmringError, PermissionError, ValueError, TypeError: as :func:`shmring.serve`.
         """
-        core = cls(executor, scheduler_config or SchedulerConfig(max_num_seqs=executor.describe().max_batch_size))
-        calls = {CALL_HEALTH: core.health, CALL_DESCRIBE: core.describe, CALL_STATISTICS: core.statistics}
-        core._ring = await shmring.serve(name, ring_config, payload_type=EncodeRequest, calls=calls, **overrides)
+        scheduling = scheduler_config or SchedulerConfig(max_num_seqs=executor.describe().max_batch_size)
+        core = cls(executor, scheduling, step_timeout_s=step_timeout_s, profiler_dir=profiler_dir)
+        core._ring = await shmring.serve(name, ring_config, payload_type=EngineRequestPayload, calls=core._calls(), **overrides)
         return core
 
-    async def run(self) -> None:
-        """Executes steps until the ring is closed. Cancelling it waits for the running step."""
-        loop = asyncio.get_running_loop()
-        async for claim in self.ring:
-            batch = self._scheduler.fill(EngineRequest(claim, loop.time()), self._take_next)
-            del claim
-            await self._step(batch)
+    def _calls(self) -> Mapping[str, Callable[..., Any]]:
+        return {
+            Calls.HEALTH: self.health,
+            Calls.DESCRIBE: self.describe,
+            Calls.STATISTICS: self.statistics,
+            Calls.PAUSE: self.pause_generation,
+            Calls.RESUME: self.resume_generation,
+            Calls.IS_PAUSED: self.is_paused,
+            Calls.RESET_MM_CACHE: self.reset_mm_cache,
+            Calls.COLLECTIVE_RPC: self.collective_rpc,
+            Calls.LOG_STATS: self.do_log_stats,
+            Calls.START_PROFILE: self.start_profile,
+            Calls.STOP_PROFILE: self.stop_profile,
+        }
 
-    def _take_next(self) -> EngineRequest | None:
+    async def run(self) -> None:
+        """Executes steps until the ring is closed. Cancelling it waits for the running step.
+
+        Raises:
+            ExecutorDeadError: the executor will never work again.
+        """
+        claiming = asyncio.create_task(self._claim_all())
         try:
-            return EngineRequest(self.ring.claim_nowait(), asyncio.get_running_loop().time())
-        except shmring.WouldBlock:
-            return None
+            while not claiming.done():
+                await self._turn()
+            claiming.result()
+        finally:
+            claiming.cancel()
+            for request in self._scheduler:
+                if not request.over:
+                    request.fail(self.dead_error or shmring.ClosedError("the engine is stopping"))
+
+    # -- what comes ---------------------------------------------------------------------------------------------------
+
+    async def _claim_all(self) -> None:
+        try:
+            async for claim in self.ring:
+                self._take(claim)
+        finally:
+            self._work.set()
+
+    def _take(self, claim: shmring.Claim) -> None:
+        try:
+            check_media_indices(claim.payload)
+            request = EngineRequest(next(self._numbers), claim)
+            self._scheduler.add(request)
+        except (ValueError, OverloadedError) as error:
+            self.metrics.refused_requests += 1
+            claim.fail(error)
+            return
+        self.metrics.waiting_requests = self._scheduler.waiting
+        claim.on_abort(lambda: self._given_up(request))
+        if request.deadline is not None:
+            remaining_s = request.deadline - time.monotonic()  # the loop's clock may be a cached one
+            request.timer = asyncio.get_running_loop().call_later(max(0.0, remaining_s), self._expired, request)
+        self._work.set()
+
+    def _given_up(self, request: EngineRequest) -> None:
+        if self._scheduler.withdraw(request):
+            request.leave()
+        self._work.set()  # a running one leaves at the next boundary, also if nothing else is to be done
+
+    def _expired(self, request: EngineRequest) -> None:
+        self.metrics.timed_out_requests += 1
+        if self._scheduler.withdraw(request):
+            request.time_out()
+        else:
+            request.expired = True
+            self._work.set()
+
+    # -- steps ----------------------------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        """One step, or the wait for something to do."""
+        self._dismiss()
+        if not self._paused:
+            self._scheduler.admit()
+        batch = list(self._scheduler)
+        self.metrics.waiting_requests = self._scheduler.waiting
+        self.metrics.running_requests = len(batch)
+        async with self._boundary:
+            self._boundary.notify_all()
+        if batch or self._to_forget:
+            await self._step(batch)
+            await asyncio.sleep(0)  # aborts and calls that came during the step go first
+        else:
+            self._work.clear()
+            await self._work.wait()
+
+    def _dismiss(self) -> None:
+        """Takes out of what runs what has ended, in whichever way. No step is running."""
+        for request in self._scheduler:
+            if self._giving_up and not request.over:
+                request.fail(PausedError("the engine was paused and gave this request up; send it again"))
+            if not request.over:
+                continue
+            if request.claim.aborted:
+                request.leave()
+            elif request.expired and not request.ended:
+                request.time_out()
+            self._scheduler.finish(request)
+            self._to_forget.append(request.number)
 
     async def _step(self, batch: list[EngineRequest]) -> None:
-        outputs = await self._execute(batch)
+        outputs = await self._execute([StepInput(request.number, request.payload) for request in batch])
         for request, output in zip(batch, outputs, strict=True):
-            self.metrics.failed_requests += isinstance(output, Exception)
-            try:
-                request.answer_nowait(output)
-            except shmring.WouldBlock:
-                assert not isinstance(output, Exception)
-                self._answer_later(request, output)
-            except shmring.CapacityError as error:
-                request.claim.fail(error)
+            if isinstance(output, Exception):
+                self.metrics.failed_requests += 1
+                request.fail(output)
+            else:
+                self._deliver(request, output)
 
-    async def _execute(self, batch: list[EngineRequest]) -> Sequence[EncodeReply | Exception]:
-        """Runs one step on the thread. What it raises fails the batch, and the engine goes on."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        self.metrics.running_requests = len(batch)
-        step = loop.run_in_executor(self._thread, _execute, self._executor, batch)
+    def _deliver(self, request: EngineRequest, output: StepOutput) -> None:
+        if not output.keep_inputs:
+            request.claim.release()
+        if request.over:
+            return  # aborted or out of time during the step; it is dismissed before the next one
+        if isinstance(output.reply, GenerateReply):
+            self.metrics.generated_tokens += len(output.reply.token_ids)
+        self.metrics.finished_requests += output.finished
+        if not request.deliver(output.reply, finished=output.finished):
+            task = asyncio.get_running_loop().create_task(request.flush())
+            self._flushing.add(task)
+            task.add_done_callback(self._flushing.discard)
+        if output.finished:
+            self._scheduler.finish(request)
+            self._to_forget.append(request.number)
+
+    async def _execute(self, batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
+        to_forget, self._to_forget = self._to_forget, []
+        self._step_started = started = time.monotonic()
+        self.metrics.steps += bool(batch)
+        self.metrics.step_requests += len(batch)
         try:
-            return await asyncio.shield(step)
-        except asyncio.CancelledError:
-            # The slots may be released only when nobody reads them: the step first, then the cancellation.
-            await asyncio.wait([step])
-            for request in batch:
-                request.claim.fail(asyncio.CancelledError("the engine is stopping"))
+            return await self._on_thread(_execute, self._executor, to_forget, batch)
+        except ExecutorDeadError as error:
+            self.dead_error = error
             raise
         finally:
-            self.metrics.running_requests = 0
-            self.metrics.steps += 1
-            self.metrics.step_requests += len(batch)
-            self.metrics.step_seconds += loop.time() - started
+            batch.clear()  # whoever keeps an error of this step keeps this frame, and it the payloads
+            self._step_started = None
+            self.metrics.step_seconds += time.monotonic() - started
 
-    def _answer_later(self, request: EngineRequest, output: EncodeReply) -> None:
-        """A frontend that reads slowly keeps nobody but itself waiting."""
-        task = asyncio.get_running_loop().create_task(request.answer(output))
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+    async def _on_thread(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Runs on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
 
-    # -- control calls -----------------------------------------------------------------------------------------------
+    # -- control calls: what they do is said by EngineClientProtocol ---------------------------------------------------
 
     async def health(self) -> None:
-        """The loop that answers this is the loop that steps are started from."""
+        """Raises RuntimeError if a step has been running for too long. The loop that answers is the loop that schedules."""
+        if self._step_started is not None:
+            age_s = time.monotonic() - self._step_started
+            if age_s > self._step_timeout_s:
+                raise RuntimeError(f"a step has been running for {age_s:.0f} s, more than {self._step_timeout_s:g} s")
 
     async def describe(self) -> dict[str, Any]:
         """Says what the executor does."""
@@ -140,14 +288,67 @@ class EngineCore:
         """Returns all counters by name."""
         return self.metrics.collect(self.ring.statistics())
 
+    async def do_log_stats(self) -> None:
+        """Logs the counters that have a value."""
+        numbers = (f"{name} {value:g}" for name, value in (await self.statistics()).items() if value)
+        logger.info("statistics: %s", ", ".join(numbers))
+
+    async def pause_generation(self, wait_for_inflight_requests: bool = False) -> None:
+        """Stops admitting; returns when nothing runs."""
+        self._paused = True
+        self._giving_up = not wait_for_inflight_requests
+        self._work.set()
+        async with self._boundary:
+            await self._boundary.wait_for(lambda: not self._scheduler.running or not self._paused)
+
+    async def resume_generation(self) -> None:
+        """Goes on admitting."""
+        self._paused = self._giving_up = False
+        self._work.set()
+
+    async def is_paused(self) -> bool:
+        """Whether it is paused."""
+        return self._paused
+
+    async def reset_mm_cache(self) -> None:
+        """Has an executor that keeps something of media forget it."""
+        reset = getattr(self._executor, "reset_mm_cache", None)
+        if reset is not None:
+            await self._on_thread(reset)
+
+    async def collective_rpc(
+        self, method: str, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Calls a method of the executor between two steps.
+
+        Returns:
+            One result for each of its workers; there is one.
+
+        Raises:
+            LookupError: it has no such method, or that is not to be called from afar.
+        """
+        function = None if method.startswith("_") or method in _NOT_REMOTE else getattr(self._executor, method, None)
+        if not callable(function):
+            raise LookupError(f"the executor has no method {method!r} that can be called")
+        return [await self._on_thread(lambda: function(*arguments, **(keywords or {})))]
+
+    async def start_profile(self) -> None:
+        """Starts the profiler on the executor's thread."""
+        await self._on_thread(self._profiler.start)
+
+    async def stop_profile(self) -> str:
+        """Stops it; returns the trace's path."""
+        return await self._on_thread(self._profiler.stop)
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Closes the ring, waits for the running step, and closes the executor."""
-        await self.ring.close()
-        for task in self._answering:
+        reason = f"the engine has died: {self.dead_error}" if self.dead_error else "the engine is closing"
+        await self.ring.close(reason)
+        for task in self._flushing:
             task.cancel()
-        await asyncio.gather(*self._answering, return_exceptions=True)
+        await asyncio.gather(*self._flushing, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown, wait=True)
         self._executor.close()
 
@@ -158,13 +359,29 @@ class EngineCore:
         await self.close()
 
 
-def _execute(executor: Executor, batch: list[EngineRequest]) -> Sequence[EncodeReply | Exception]:
+def _execute(executor: Executor, to_forget: list[int], batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
+    """One step, on the executor's thread. What it raises has no traceback: frames would keep the batch's slots."""
     try:
-        outputs = executor.execute([request.payload for request in batch])
-    except Exception as error:  # noqa: BLE001 - whatever an executor raises fails its batch, and nothing else
-        # As text, and without its traceback: its frames would keep the batch's slots for as long as anybody keeps it.
-        logger.error("the executor failed a batch of %d\n%s", len(batch), traceback.format_exc())
-        return [error.with_traceback(None)] * len(batch)
+        for number in to_forget:
+            executor.forget(number)
+        return _execute_batch(executor, batch) if batch else []
+    except ExecutorDeadError as error:
+        raise ExecutorDeadError(str(error)) from None
+    except BaseException as error:  # noqa: BLE001 - it ends the engine, with the reason
+        logger.critical("the executor has died\n%s", traceback.format_exc())
+        raise ExecutorDeadError(f"{type(error).__name__}: {error}") from None
+
+
+def _execute_batch(executor: Executor, batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
+    try:
+        outputs = executor.execute(batch)
+    except ExecutorDeadError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever an executor raises fails requests, and nothing else
+        logger.error("the executor failed a step of %d\n%s", len(batch), traceback.format_exc())
+        if len(batch) == 1:
+            return [error.with_traceback(None)]
+        return [output for one in batch for output in _execute_batch(executor, [one])]
     if len(outputs) != len(batch):
         return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
-    return outputs
+    return [output.with_traceback(None) if isinstance(output, Exception) else output for output in outputs]

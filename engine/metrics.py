@@ -15,16 +15,26 @@ class EngineMetrics:
 
     Attributes:
         steps: steps executed.
-        step_requests: requests in them.
+        step_requests: requests in them, each counted once for each step.
         step_seconds: time spent in them.
+        generated_tokens: tokens of answers.
+        finished_requests: requests that were answered.
         failed_requests: requests that the executor refused or failed.
+        refused_requests: requests that never got in line: too many waited, or they made no sense.
+        timed_out_requests: requests whose deadline passed.
+        waiting_requests: requests that wait for a step.
         running_requests: requests in the step that is running.
     """
 
     steps: int = 0
     step_requests: int = 0
     step_seconds: float = 0.0
+    generated_tokens: int = 0
+    finished_requests: int = 0
     failed_requests: int = 0
+    refused_requests: int = 0
+    timed_out_requests: int = 0
+    waiting_requests: int = 0
     running_requests: int = 0
 
     def collect(self, ring: shmring.RingStatistics) -> dict[str, float]:

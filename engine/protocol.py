@@ -2,67 +2,317 @@
 
 These are the payloads of requests and replies; how they travel is shmring's business. Frontends import this module and
 :mod:`engine.client`, and nothing else of the engine.
+
+Life of a request in the engine: it waits in the scheduler; a step admits it, and from then on it is part of every step
+until it has finished, failed, was aborted or has run out of time. :class:`Executor` says what a step is. Media are views of
+the slab: by default they are the executor's for the first step only, after which their slots go back, so that a stream of a
+thousand tokens does not keep a video in the slab.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+import dataclasses
+import zlib
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import torch
 
 __all__ = [
-    "CALL_DESCRIBE",
-    "CALL_HEALTH",
-    "CALL_STATISTICS",
+    "Calls",
+    "ChatMessage",
     "EncodeOutput",
     "EncodeReply",
     "EncodeRequest",
     "EngineClientProtocol",
+    "EngineRequestPayload",
     "Executor",
+    "ExecutorDeadError",
+    "ExecutorOptions",
+    "FinishReason",
+    "GenerateOutput",
+    "GenerateReply",
+    "GenerateRequest",
+    "InputSpec",
+    "Medium",
+    "MediumPart",
     "ModelDescription",
     "Picture",
+    "PictureSpec",
+    "SamplingParams",
+    "SoundSpec",
+    "Spectrogram",
+    "StepInput",
+    "StepOutput",
+    "Text",
+    "TextPart",
+    "Video",
+    "VideoSpec",
+    "Waveform",
+    "checksum_of",
+    "tensor_of",
 ]
 
-#: Control calls of the engine.
-CALL_HEALTH = "health"  # -> None, or raises
-CALL_DESCRIBE = "describe"  # -> ModelDescription, as a dict
-CALL_STATISTICS = "statistics"  # -> dict of numbers by name
+
+class Calls:
+    """Names of the engine's control calls; what they take and return is said by :class:`EngineClientProtocol`."""
+
+    HEALTH = "health"
+    DESCRIBE = "describe"
+    STATISTICS = "statistics"
+    PAUSE = "pause_generation"
+    RESUME = "resume_generation"
+    IS_PAUSED = "is_paused"
+    RESET_MM_CACHE = "reset_mm_cache"
+    COLLECTIVE_RPC = "collective_rpc"
+    LOG_STATS = "do_log_stats"
+    START_PROFILE = "start_profile"
+    STOP_PROFILE = "stop_profile"
 
 
-class Picture(msgspec.Struct):
-    """A decoded picture: ``pixels`` of shape (height, width, 3), uint8, RGB."""
+# -- media --------------------------------------------------------------------------------------------------------------
+
+
+class Text(msgspec.Struct, tag="text"):
+    """A text to be embedded."""
+
+    text: str
+
+
+class Picture(msgspec.Struct, tag="picture"):
+    """A decoded picture: ``pixels`` of shape (height, width, 3), uint8, RGB. ``checksum`` as :func:`checksum_of` says."""
 
     pixels: torch.Tensor
+    checksum: int | None = None
 
 
-class EncodeRequest(msgspec.Struct):
-    """Asks for one embedding per picture."""
+class Waveform(msgspec.Struct, tag="waveform"):
+    """A decoded recording: ``samples`` of shape (samples,), float32, mono, full scale is 1; ``sample_rate`` in Hz."""
 
-    pictures: list[Picture]
-
-
-class EncodeReply(msgspec.Struct):
-    """The embeddings: shape (pictures, embedding size), float32, each of length 1, in the order of the request."""
-
-    embeddings: torch.Tensor
+    samples: torch.Tensor
+    sample_rate: int
+    checksum: int | None = None
 
 
-class ModelDescription(msgspec.Struct):
+class Spectrogram(msgspec.Struct, tag="spectrogram"):
+    """A recording as the ear hears it.
+
+    Attributes:
+        log_mel: shape (frames, mel bands), float32: natural logarithm of the power in each band, floored at ``log(1e-10)``.
+            100 frames a second, windows of 25 ms.
+        duration_s: of the recording.
+    """
+
+    log_mel: torch.Tensor
+    duration_s: float
+    checksum: int | None = None
+
+
+class Video(msgspec.Struct, tag="video"):
+    """Frames of a clip.
+
+    Attributes:
+        frames: shape (frames, height, width, 3), uint8, RGB, in order of time.
+        timestamps_s: when each of them is shown, in seconds from the start.
+        duration_s: of the whole clip.
+    """
+
+    frames: torch.Tensor
+    timestamps_s: list[float]
+    duration_s: float
+    checksum: int | None = None
+
+
+Medium: TypeAlias = Picture | Waveform | Spectrogram | Video
+
+
+def tensor_of(medium: Medium) -> torch.Tensor:
+    """Returns a medium's tensor."""
+    match medium:
+        case Picture():
+            return medium.pixels
+        case Waveform():
+            return medium.samples
+        case Spectrogram():
+            return medium.log_mel
+        case Video():
+            return medium.frames
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """Returns the CRC-32 of a tensor's bytes, which must be contiguous. It releases the interpreter lock."""
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+# -- what an executor takes, so that frontends prepare it -----------------------------------------------------------------
+
+
+class PictureSpec(msgspec.Struct, frozen=True):
+    """How pictures are prepared.
+
+    Attributes:
+        max_pixels: larger pictures are scaled down to it, keeping their aspect ratio; None: as they are.
+    """
+
+    max_pixels: int | None = None
+
+
+class SoundSpec(msgspec.Struct, frozen=True):
+    """How recordings are prepared.
+
+    Attributes:
+        form: ``"waveform"`` (:class:`Waveform`) or ``"log_mel"`` (:class:`Spectrogram`).
+        sample_rate: they are resampled to it, in Hz.
+        mel_bands: of a spectrogram.
+    """
+
+    form: Literal["waveform", "log_mel"] = "log_mel"
+    sample_rate: int = 16_000
+    mel_bands: int = 80
+
+
+class VideoSpec(msgspec.Struct, frozen=True):
+    """How clips are prepared.
+
+    Attributes:
+        num_frames: frames taken, evenly over the clip; of shorter clips all.
+        max_pixels: larger frames are scaled down to it, keeping their aspect ratio; None: as they are.
+    """
+
+    num_frames: int = 16
+    max_pixels: int | None = None
+
+
+class InputSpec(msgspec.Struct, frozen=True):
+    """What an executor takes; None (False) is what it refuses. With ``checksum``, frontends add one to each medium."""
+
+    text: bool = False
+    picture: PictureSpec | None = None
+    sound: SoundSpec | None = None
+    video: VideoSpec | None = None
+    checksum: bool = False
+
+
+class ModelDescription(msgspec.Struct, frozen=True):
     """What the engine's executor does.
 
     Attributes:
         executor: its name.
-        tasks: what it can be asked for, such as ``"encode"``.
-        embedding_size: dimensions of an embedding.
+        model: what it serves, as requests name it unless the server is told another name.
+        tasks: what it can be asked for: ``"encode"``, ``"generate"``.
+        input: what it takes, and how that is prepared.
         max_batch_size: requests it takes in one step.
+        embedding_size: dimensions of an embedding; None if it does not encode.
+        max_model_len: tokens of prompt and answer together; None if there is no such limit.
+        synthetic: whether its answers are made up, for load tests. Whoever shows them must say so.
     """
 
     executor: str
+    model: str
     tasks: list[str]
-    embedding_size: int
+    input: InputSpec
     max_batch_size: int
+    embedding_size: int | None = None
+    max_model_len: int | None = None
+    synthetic: bool = False
+
+
+# -- requests and replies -------------------------------------------------------------------------------------------------
+
+
+class EncodeRequest(msgspec.Struct, tag="encode"):
+    """Asks for one embedding per input.
+
+    Attributes:
+        inputs: what to embed.
+        priority: lower is sooner; equal ones in order of arrival, round robin over frontends.
+        deadline: time of ``time.monotonic()``, which all processes of a host share, after which it is given up.
+    """
+
+    inputs: list[Text | Picture | Waveform | Spectrogram | Video]
+    priority: int = 0
+    deadline: float | None = None
+
+
+class EncodeReply(msgspec.Struct, tag="encoded"):
+    """The embeddings: shape (inputs, embedding size), float32, each of length 1, in the order of the request."""
+
+    embeddings: torch.Tensor
+    prompt_tokens: int = 0
+
+
+class TextPart(msgspec.Struct, tag="text"):
+    """Text in a message."""
+
+    text: str
+
+
+class MediumPart(msgspec.Struct, tag="medium"):
+    """The place of a medium in a message: its index in :attr:`GenerateRequest.media`."""
+
+    index: int
+
+
+class ChatMessage(msgspec.Struct):
+    """A message of a conversation."""
+
+    role: str
+    parts: list[TextPart | MediumPart]
+
+
+class SamplingParams(msgspec.Struct):
+    """How tokens are chosen; fields as in OpenAI's and vLLM's APIs.
+
+    Attributes:
+        max_tokens: of the answer; None: up to the model's limit.
+        temperature: 0 is greedy.
+        top_p: share of probability that is sampled from.
+        seed: makes the answer repeatable.
+        stop: texts at which the answer ends; they are not part of it.
+        ignore_eos: go on to ``max_tokens`` whatever the model says; for benchmarks.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: list[str] = []
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, tag="generate"):
+    """Asks for an answer to a conversation, streamed. ``priority`` and ``deadline`` as in :class:`EncodeRequest`."""
+
+    messages: list[ChatMessage]
+    media: list[Picture | Waveform | Spectrogram | Video] = []
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    priority: int = 0
+    deadline: float | None = None
+
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+class GenerateReply(msgspec.Struct, tag="generated"):
+    """A piece of an answer.
+
+    Attributes:
+        text: what is new.
+        token_ids: what is new, as the model numbers it.
+        prompt_tokens: of the request, media included.
+        completion_tokens: so far.
+        finish_reason: on the last piece: the model (or a stop text) ended it, or a limit did.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: FinishReason | None = None
+
+
+EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest
 
 
 class EncodeOutput(msgspec.Struct):
@@ -70,41 +320,143 @@ class EncodeOutput(msgspec.Struct):
 
     Attributes:
         request_id: the caller's name of the request.
-        embeddings: shape (pictures, embedding size), float32; the caller's own, not a view of the slab.
+        embeddings: shape (inputs, embedding size), float32; the caller's own, not a view of the slab.
+        prompt_tokens: of the request.
         finished: whether it is the last.
     """
 
     request_id: str
     embeddings: torch.Tensor
+    prompt_tokens: int
     finished: bool
+
+
+class GenerateOutput(msgspec.Struct):
+    """What :meth:`EngineClientProtocol.generate` yields: a piece of the answer, as in :class:`GenerateReply`."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: FinishReason | None
+    finished: bool
+
+
+# -- executors ------------------------------------------------------------------------------------------------------------
+
+
+class ExecutorDeadError(Exception):
+    """Raised by an executor that can never execute anything again; the engine then ends, and says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutorOptions:
+    """What an executor is made with: ``factory(options)``.
+
+    Attributes:
+        model: a local path or a hub's name, if it loads one.
+        mm_processor_kwargs: how media are prepared, as vLLM spells them; what an executor does not know it refuses.
+        options: whatever else the executor takes.
+    """
+
+    model: str | None = None
+    mm_processor_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInput:
+    """A request's part in a step.
+
+    Attributes:
+        request_id: unique in this engine's life.
+        payload: the request; None in steps after its inputs were given back.
+    """
+
+    request_id: int
+    payload: EncodeRequest | GenerateRequest | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave for one request.
+
+    Attributes:
+        reply: what its caller is sent; None: nothing yet.
+        finished: whether the request is complete.
+        keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
+    """
+
+    reply: EncodeReply | GenerateReply | None = None
+    finished: bool = True
+    keep_inputs: bool = False
 
 
 @runtime_checkable
 class Executor(Protocol):
     """What computes. It is called from one thread, one step at a time, never from the event loop.
 
-    The tensors of a request are views of the slab that end with the step: it may read them, and must copy what it keeps.
+    The tensors of a payload are views of the slab: they may be read while the payload is handed in, must not be written,
+    and what is kept of them longer must be copied. Any public method beside these can be called by
+    :meth:`EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its own.
     """
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
 
-    def execute(self, batch: Sequence[EncodeRequest]) -> Sequence[EncodeReply | Exception]:
-        """Executes one step.
+    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
+        """Executes one step for all requests in it.
 
         Returns:
-            For each request its reply, or the error with which it alone fails. An exception that is raised instead fails
-            the whole batch.
+            For each request its output, or the error with which it alone fails. ``ValueError`` says that the request is
+            at fault.
+
+        Raises:
+            ExecutorDeadError: it will never work again.
+            Exception: the step had no effect. Its requests are then executed one by one, and those that raise fail.
         """
+
+    def forget(self, request_id: int) -> None:
+        """A request that was in a step has ended: finished, failed, aborted or out of time. Lets go of its state."""
 
     def close(self) -> None:
         """Frees what it holds."""
 
 
-class EngineClientProtocol(Protocol):
-    """What a frontend needs of an engine; the shape of vLLM's ``EngineClient``."""
+# -- the engine, as a frontend sees it ------------------------------------------------------------------------------------
 
-    def encode(self, request: Any, *, request_id: str = "", timeout: float | None = None) -> AsyncGenerator[EncodeOutput, None]:
+
+class EngineClientProtocol(Protocol):
+    """What a frontend needs of an engine.
+
+    Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here.
+    """
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an engine is attached."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether this client was closed."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has gone, and no successor has come yet."""
+
+    @property
+    def dead_error(self) -> BaseException:
+        """What requests fail with while :attr:`errored`."""
+
+    def generate(
+        self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None
+    ) -> AsyncGenerator[GenerateOutput, None]:
+        """Yields an answer, piece by piece."""
+
+    def encode(
+        self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
+    ) -> AsyncGenerator[EncodeOutput, None]:
         """Yields the embeddings of a request."""
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -112,3 +464,36 @@ class EngineClientProtocol(Protocol):
 
     async def check_health(self) -> None:
         """Raises if the engine is not well."""
+
+    async def pause_generation(self, *, wait_for_inflight_requests: bool = False) -> None:
+        """Executes nothing more, for all frontends. What runs is finished first, or else aborted; what comes waits."""
+
+    async def resume_generation(self) -> None:
+        """Goes on."""
+
+    async def is_paused(self) -> bool:
+        """Whether it is paused."""
+
+    async def reset_mm_cache(self) -> None:
+        """Has the executor forget what it keeps of media."""
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of the executor between two steps, with msgpack arguments; one result for each of its workers."""
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Returns what the executor can be asked for."""
+
+    async def do_log_stats(self) -> None:
+        """Has the engine log its counters."""
+
+    async def start_profile(self) -> None:
+        """Starts torch's profiler around the engine's steps."""
+
+    async def stop_profile(self) -> str:
+        """Stops it, and returns the path of the trace, for ``chrome://tracing`` or Perfetto."""

@@ -1,52 +1,158 @@
-"""A request in the engine's hands: the claim, and how it is answered."""
+"""A request in the engine's hands: the claim, and how its replies reach their frontend.
+
+A step must not wait for a frontend that reads slowly. So replies are sent at once where that needs no waiting, and otherwise
+kept in order, pieces of an answer joined into one, until a task has sent them. What is kept is bounded: an answer's text by its
+``max_tokens``, embeddings by the request that asked for them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+from collections import deque
 
 import shmring
-from engine.protocol import EncodeReply, EncodeRequest
+from engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
 
-__all__ = ["EngineRequest"]
+__all__ = ["EngineRequest", "check_media_indices"]
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class EngineRequest:
     """A claimed request.
 
     Attributes:
-        claim: the ring's claim; its slots are released when the request is answered.
-        claimed_at: the loop's time at which it was claimed, in seconds.
+        number: unique in this engine's life; what executors know it by.
+        claim: the ring's claim.
+        client_id, priority, nbytes: for the scheduler; bytes are those of its tensors.
+        deadline: time of ``time.monotonic()`` after which it is given up, or None.
+        expired: whether that time has come while a step was running with it.
+        ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
     """
 
-    claim: shmring.Claim
-    claimed_at: float
+    def __init__(self, number: int, claim: shmring.Claim) -> None:
+        payload: EncodeRequest | GenerateRequest = claim.payload
+        self.number = number
+        self.claim = claim
+        self.client_id = claim.client_id
+        self.priority = payload.priority
+        self.deadline = payload.deadline
+        self.nbytes = _nbytes(payload)
+        self.expired = False
+        self.ended = False
+        self.timer: asyncio.TimerHandle | None = None
+        self._unsent: deque[EncodeReply | GenerateReply] = deque()
+        self._complete = False
+        self._flushing = False
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return self.claim.nbytes
-
-    @property
-    def payload(self) -> EncodeRequest:
-        """What is asked; its tensors are views of the slab."""
-        payload: EncodeRequest = self.claim.payload
+    def payload(self) -> EncodeRequest | GenerateRequest | None:
+        """What is asked, its tensors views of the slab; None once its slots were released."""
+        if self.claim.released:
+            return None
+        payload: EncodeRequest | GenerateRequest = self.claim.payload
         return payload
 
-    def answer_nowait(self, output: EncodeReply | Exception) -> None:
-        """Answers and ends the request; an aborted one has ended already. Its slots are released in any case.
+    @property
+    def over(self) -> bool:
+        """Whether no step should spend time on it any more."""
+        return self.ended or self.expired or self.claim.aborted
 
-        Raises:
-            shmring.WouldBlock: the reply has to wait, so nothing was sent; call :meth:`answer`.
+    def deliver(self, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> bool:
+        """Sends a reply, and ends the request if it is finished; or keeps them if that would have to wait.
+
+        Returns:
+            Whether that needs no more; if not, the caller must have a task :meth:`flush`.
         """
+        if reply is not None:
+            self._keep(reply)
+        self._complete = finished
+        if self._flushing or self._flush_nowait():
+            return True
+        self._flushing = True
+        return False
+
+    async def flush(self) -> None:
+        """Sends what :meth:`deliver` kept, waiting for the frontend and for reply space; and what it keeps meanwhile."""
+        try:
+            while self._unsent and not self.ended:
+                await self.claim.reply(self._unsent.popleft())
+        except shmring.AbortedError:
+            self._unsent.clear()
+        except (shmring.CapacityError, TypeError) as error:
+            self.fail(error)
+        else:
+            self._finish_if_complete()
+        finally:
+            self._flushing = False
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the request with an error; its slots are released."""
+        self._end()
+        self.claim.fail(error)
+
+    def time_out(self) -> None:
+        """Ends the request because its time is over; its slots are released."""
+        self._end()
+        self.claim.time_out("the request's deadline has passed in the engine")
+
+    def leave(self) -> None:
+        """Releases the slots of a request that its frontend gave up."""
+        self._end()
         self.claim.release()
-        if isinstance(output, Exception):
-            self.claim.fail(output)
-        elif not self.claim.aborted:
-            self.claim.reply_nowait(output)
+
+    def _keep(self, reply: EncodeReply | GenerateReply) -> None:
+        last = self._unsent[-1] if self._unsent else None
+        if isinstance(last, GenerateReply) and isinstance(reply, GenerateReply):
+            self._unsent[-1] = GenerateReply(
+                last.text + reply.text,
+                last.token_ids + reply.token_ids,
+                reply.prompt_tokens,
+                reply.completion_tokens,
+                reply.finish_reason,
+            )
+        else:
+            self._unsent.append(reply)
+
+    def _flush_nowait(self) -> bool:
+        try:
+            while self._unsent:
+                self.claim.reply_nowait(self._unsent[0])
+                self._unsent.popleft()
+        except shmring.WouldBlock:
+            return False
+        except shmring.AbortedError:
+            self._unsent.clear()
+            return True
+        except (shmring.CapacityError, TypeError) as error:  # the executor answered what can't be sent
+            self.fail(error)
+            return True
+        self._finish_if_complete()
+        return True
+
+    def _finish_if_complete(self) -> None:
+        if self._complete and not self.ended:
+            self._end()
             self.claim.done()
 
-    async def answer(self, output: EncodeReply) -> None:
-        """Answers and ends the request, waiting for reply space. An aborted request has ended already."""
-        with self.claim:
-            await self.claim.reply(output)
+    def _end(self) -> None:
+        self.ended = True
+        self._unsent.clear()
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+def _nbytes(payload: EncodeRequest | GenerateRequest) -> int:
+    media = payload.inputs if isinstance(payload, EncodeRequest) else payload.media
+    return sum(tensor_of(medium).nbytes for medium in media if not isinstance(medium, Text))
+
+
+def check_media_indices(payload: EncodeRequest | GenerateRequest) -> None:
+    """Checks what no executor should have to.
+
+    Raises:
+        ValueError: a message names a medium that the request does not have.
+    """
+    if isinstance(payload, GenerateRequest):
+        for position, message in enumerate(payload.messages):
+            for part in message.parts:
+                if isinstance(part, MediumPart) and not 0 <= part.index < len(payload.media):
+                    raise ValueError(f"messages[{position}] names medium {part.index}; the request has {len(payload.media)}")

@@ -1,54 +1,172 @@
-"""Which requests make the next step: first come, first served, up to what a step may hold.
+"""Which requests make the next step: by priority, then round robin over frontends, each in order of arrival.
 
-Requests that are not in a step stay unclaimed in the ring, in order of arrival over all frontends, where an abort ends
-them at once and costs nothing.
+Theory of operation: a request waits until a step has room for it, and is then part of every step until it ends. Admission is
+bounded three ways: requests in a step, bytes of media that a step reads for the first time (decoding steps read none), and
+requests that wait, beyond which a request is refused instead of being kept for longer than its caller would wait.
+
+The scheduler is a book like those of ``shmring.core``: no loop, no clock, no executor. What waits can be withdrawn at any
+time, and what runs is never taken out by the scheduler: its step may be reading its slots.
+
+Invariants: a request is waiting, or running, or neither; at most ``max_num_seqs`` run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
-from engine.request import EngineRequest
+__all__ = ["OverloadedError", "Schedulable", "Scheduler", "SchedulerConfig"]
 
-__all__ = ["Scheduler", "SchedulerConfig"]
+
+class OverloadedError(Exception):
+    """The engine has as many waiting requests as it takes; the same request may succeed a moment later."""
+
+
+class Schedulable(Protocol):
+    """What the scheduler must know of a request."""
+
+    @property
+    def client_id(self) -> int:
+        """The frontend it came from."""
+
+    @property
+    def priority(self) -> int:
+        """Lower is sooner."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of media that its first step reads."""
+
+
+_Request = TypeVar("_Request", bound=Schedulable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Bounds of a step.
+    """Bounds of a step, and of the line before it.
 
     Attributes:
         max_num_seqs: requests in a step. More share its overhead, and all wait for its end.
-        max_batch_nbytes: bytes of tensors from which a step takes no further request.
+        max_batch_nbytes: bytes of media from which a step admits no further request.
+        max_waiting: requests that wait. 4096 is four times what one frontend may have in flight; their media are bounded by
+            the slab anyway.
     """
 
     max_num_seqs: int = 32
     max_batch_nbytes: int = 256 << 20
+    max_waiting: int = 4096
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1 or self.max_batch_nbytes < 1:
-            raise ValueError("max_num_seqs and max_batch_nbytes must be at least 1")
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be at least 1, not {getattr(self, field.name)}")
 
 
-class Scheduler:
-    """First in, first out."""
+class _Line(Generic[_Request]):
+    """The waiting requests of one priority: one queue for each frontend, served in turn."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[int, OrderedDict[_Request, None]] = OrderedDict()
+
+    def add(self, request: _Request) -> None:
+        self._queues.setdefault(request.client_id, OrderedDict())[request] = None
+
+    def remove(self, request: _Request) -> bool:
+        queue = self._queues.get(request.client_id)
+        if queue is None or request not in queue:
+            return False
+        del queue[request]
+        if not queue:
+            del self._queues[request.client_id]
+        return True
+
+    def pop(self) -> _Request:
+        """Takes the first request of the frontend whose turn it is; the frontend goes to the end of the line."""
+        client_id, queue = next(iter(self._queues.items()))
+        request, _ = queue.popitem(last=False)
+        if queue:
+            self._queues.move_to_end(client_id)
+        else:
+            del self._queues[client_id]
+        return request
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+
+class Scheduler(Generic[_Request]):
+    """The book of what waits and what runs."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self._lines: dict[int, _Line[_Request]] = {}
+        self._priorities: list[int] = []  # a heap of the keys of _lines
+        self._waiting = 0
+        self._running: dict[_Request, None] = {}
 
-    def fill(self, first: EngineRequest, take_next: Callable[[], EngineRequest | None]) -> list[EngineRequest]:
-        """Returns a step's batch, in order of arrival.
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return self._waiting
 
-        Args:
-            first: a request that was waited for.
-            take_next: claims the next waiting request, or returns None.
+    @property
+    def running(self) -> int:
+        """How many requests run."""
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[_Request]:
+        """Iterates over what runs, in order of admission."""
+        return iter(list(self._running))
+
+    def add(self, request: _Request) -> None:
+        """Puts a request in line.
+
+        Raises:
+            OverloadedError: the line is full; nothing was changed.
         """
-        batch, nbytes = [first], first.nbytes
-        while len(batch) < self.config.max_num_seqs and nbytes < self.config.max_batch_nbytes:
-            request = take_next()
-            if request is None:
-                break
-            batch.append(request)
+        if self._waiting >= self.config.max_waiting:
+            raise OverloadedError(f"{self._waiting} requests are waiting in the engine, it takes no more; try again later")
+        line = self._lines.get(request.priority)
+        if line is None:
+            line = self._lines[request.priority] = _Line()
+            heapq.heappush(self._priorities, request.priority)
+        line.add(request)
+        self._waiting += 1
+
+    def withdraw(self, request: _Request) -> bool:
+        """Takes a request out of the line. Returns whether it was there."""
+        line = self._lines.get(request.priority)
+        if line is None or not line.remove(request):
+            return False
+        self._waiting -= 1
+        return True
+
+    def admit(self) -> list[_Request]:
+        """Moves what has room in the next step from the line to what runs.
+
+        The request that crosses ``max_batch_nbytes`` is the last one admitted, so that one of any size can be.
+
+        Returns:
+            Those that were admitted, in their order.
+        """
+        admitted: list[_Request] = []
+        nbytes = 0
+        while self._waiting and len(self._running) < self.config.max_num_seqs and nbytes < self.config.max_batch_nbytes:
+            request = self._pop()
+            self._running[request] = None
+            admitted.append(request)
             nbytes += request.nbytes
-        return batch
+        return admitted
+
+    def finish(self, request: _Request) -> None:
+        """A running request has ended."""
+        del self._running[request]
+
+    def _pop(self) -> _Request:
+        while not self._lines[self._priorities[0]]:
+            del self._lines[heapq.heappop(self._priorities)]
+        self._waiting -= 1
+        return self._lines[self._priorities[0]].pop()

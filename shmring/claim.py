@@ -135,6 +135,11 @@ class Claim:
         self.release()
         self._end(RequestEvent.ERROR, error)
 
+    def time_out(self, message: str) -> None:
+        """Releases the slots and tells the frontend that the request's time is over: it gets a ``TimeoutError``."""
+        self.release()
+        self._end(RequestEvent.DEADLINE, TimeoutError(message))
+
     def release(self) -> None:
         """Releases the slots before the request ends; twice is once."""
         if self._payload is not _RELEASED:

@@ -25,6 +25,7 @@ from shmring.errors import (
     RemoteError,
     ShmringError,
     WouldBlock,
+    fresh,
 )
 from shmring.memory.copier import Copier
 from shmring.memory.payload import PayloadDecoder
@@ -140,6 +141,7 @@ class RingClient:
         self._session: Session | None = None
         self._attached = asyncio.Event()
         self._reattaching: asyncio.Task[None] | None = None
+        self._lost_error: ShmringError | None = None
         self._closed = False
         self._pid = os.getpid()
 
@@ -314,6 +316,16 @@ class RingClient:
         """Whether an engine is attached now."""
         return self._session is not None
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def lost_error(self) -> ShmringError | None:
+        """Why the last engine that went away did, as far as it is known; None if none has."""
+        return self._lost_error
+
     async def wait_connected(self, timeout: float | None = None) -> None:
         """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
         async with asyncio.timeout(timeout):
@@ -364,6 +376,7 @@ class RingClient:
         if session is not self._session:
             return
         self._session = None
+        self._lost_error = None if session.error is None else fresh(session.error)
         self._attached.clear()
         if self._reconnect and not self._closed:
             logger.warning("%s: waiting for the next engine %r", session.error, self.name)

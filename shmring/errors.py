@@ -84,7 +84,7 @@ class StaleDescriptorError(ShmringError):
 
 
 class AbortedError(ShmringError):
-    """The request was aborted: by its caller, by its deadline, or because its frontend has gone.
+    """The request was aborted: by its caller, or because its frontend has gone.
 
     Attributes:
         request_id: the request, where known.

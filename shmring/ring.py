@@ -415,7 +415,8 @@ class Ring:
     def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException | None) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
         self._claims.pop((claim.client_id, claim.request_id), None)
-        self._end(claim.client_id, claim.request_id, event, "error", error)
+        kind: FailureKind = "timed_out" if event is RequestEvent.DEADLINE else "error"
+        self._end(claim.client_id, claim.request_id, event, kind, error)
 
     def _end(
         self, client_id: int, request_id: int, event: RequestEvent, kind: FailureKind, error: BaseException | None
@@ -739,8 +740,12 @@ class Ring:
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """Ends all connections, aborts what is running, and gives the slab and the name up. Twice is once."""
+    async def close(self, reason: str = "the engine is closing") -> None:
+        """Ends all connections, aborts what is running, and gives the slab and the name up. Twice is once.
+
+        Args:
+            reason: what frontends are told.
+        """
         if self._closed or os.getpid() != self._pid:
             return  # a forked child must not touch its parent's sockets
         self._closed = True
@@ -750,14 +755,14 @@ class Ring:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            self._end_everything()
+            self._end_everything(reason[:_MAX_ERROR_TEXT])
         await asyncio.sleep(0)  # lets the transports close their sockets
 
-    def _end_everything(self) -> None:
+    def _end_everything(self, reason: str) -> None:
         self._listener.close()
         for frontend in list(self._frontends.values()):
             if frontend.connected:
-                frontend.send(Refused("the engine is closing"))
+                frontend.send(Refused(reason))
                 frontend.connection.close()
                 self.connection_lost(frontend)
             if frontend.watch is not None:

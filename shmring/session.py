@@ -563,7 +563,7 @@ class Session:
             pending.end(AbortedError(f"request {request_id} was aborted", request_id=pending.name or request_id))
         elif failure.kind == "timed_out":
             self.counters.failed += 1
-            pending.end(AbortedError(f"request {request_id} exceeded its deadline at the engine", request_id=request_id))
+            pending.end(TimeoutError(failure.message))
         else:
             self.counters.failed += 1
             pending.end(RemoteError(failure.type_name, failure.message))

@@ -1,24 +1,44 @@
-"""Executors: what computes. Chosen by name."""
+"""Executors: what computes. Chosen by name, or as ``module:Class`` for one's own.
+
+Modules are imported when they are chosen: some need packages that the others do not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
-from engine.executors.features import FeaturesExecutor
-from engine.protocol import Executor
+from engine.protocol import Executor, ExecutorOptions
 
 __all__ = ["EXECUTORS", "create_executor"]
 
-EXECUTORS: dict[str, Callable[[], Executor]] = {"features": FeaturesExecutor}
+#: The built-in ones, by name.
+EXECUTORS = {
+    "features": "engine.executors.features:FeaturesExecutor",
+    "synthetic": "engine.executors.synthetic:SyntheticExecutor",
+    "transformers": "engine.executors.transformers:TransformersExecutor",
+}
 
 
-def create_executor(name: str) -> Executor:
-    """Makes the executor of a name.
+def create_executor(name: str, options: ExecutorOptions | None = None) -> Executor:
+    """Makes an executor.
+
+    Args:
+        name: one of :data:`EXECUTORS`, or ``module:Class`` of one's own, which is called with the options.
+        options: what it is made with.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or it refuses the options.
+        ImportError: it needs a package that is not installed.
+        TypeError: what was named is no executor.
     """
-    factory = EXECUTORS.get(name)
+    place = EXECUTORS.get(name, name)
+    module_name, colon, attribute = place.partition(":")
+    if not colon:
+        raise ValueError(f"there is no executor {name!r}; choose one of {', '.join(sorted(EXECUTORS))}, or write module:Class")
+    factory = getattr(importlib.import_module(module_name), attribute, None)
     if factory is None:
-        raise ValueError(f"there is no executor {name!r}; choose one of {', '.join(sorted(EXECUTORS))}")
-    return factory()
+        raise ValueError(f"the module {module_name} has no {attribute}")
+    executor = factory(options or ExecutorOptions())
+    if not isinstance(executor, Executor):
+        raise TypeError(f"{place} is no executor: it must have describe, execute, forget and close")
+    return executor

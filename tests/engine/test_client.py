@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,15 +12,27 @@ import torch
 
 import shmring
 from engine.client import EngineClient
-from engine.protocol import EncodeReply, EncodeRequest, Picture
+from engine.protocol import (
+    ChatMessage,
+    EncodeReply,
+    EncodeRequest,
+    EngineRequestPayload,
+    GenerateReply,
+    GenerateRequest,
+    InputSpec,
+    ModelDescription,
+    Picture,
+    TextPart,
+)
 
 REQUEST = EncodeRequest([Picture(torch.ones(5000, dtype=torch.uint8))])
+QUESTION = GenerateRequest([ChatMessage("user", [TextPart("why?")])])
 
 
 @pytest.fixture
 async def client(serve: Any, socket_dir: Any) -> AsyncIterator[EngineClient]:
     """A client of a ring that nobody answers yet."""
-    await serve(name="engine", payload_type=EncodeRequest)
+    await serve(name="engine", payload_type=EngineRequestPayload)
     async with await EngineClient.connect("engine", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         yield client
 
@@ -33,7 +46,7 @@ async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any,
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(EncodeReply(torch.full((1, 5000), 2.0)))
 
-    ring = await serve(answer, name="engine", payload_type=EncodeRequest)
+    ring = await serve(answer, name="engine", payload_type=EngineRequestPayload)
     async with await EngineClient.connect("engine", socket_dir=str(socket_dir)) as client:
         [output] = [output async for output in client.encode(REQUEST, request_id="one")]
         assert (output.request_id, output.finished) == ("one", True)
@@ -54,9 +67,25 @@ async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, 
         client.slot(100)
     with pytest.raises(shmring.EngineDeadError):
         await anext(client.encode(REQUEST))
-    for call in (client.check_health, client.describe, client.statistics):
+    with pytest.raises(shmring.EngineDeadError):
+        await anext(client.generate(QUESTION))
+    for call in (
+        client.check_health,
+        client.describe,
+        client.statistics,
+        client.get_supported_tasks,
+        client.pause_generation,
+        client.resume_generation,
+        client.is_paused,
+        client.reset_mm_cache,
+        client.do_log_stats,
+        client.start_profile,
+        client.stop_profile,
+        lambda: client.collective_rpc("anything"),
+    ):
         with pytest.raises(shmring.EngineDeadError):
             await call()
+    assert "the engine closed the connection, or died" in str(client.dead_error)
     await client.abort("anything")
 
 
@@ -68,3 +97,63 @@ async def test_an_engine_without_the_call_is_not_well(client: EngineClient) -> N
 async def test_a_deadline_is_kept(client: EngineClient) -> None:
     with pytest.raises(TimeoutError):
         await anext(client.encode(REQUEST, timeout=0.02))
+
+
+async def test_an_answer_comes_piece_by_piece(serve: Any, socket_dir: Any) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        assert claim.payload == QUESTION
+        await claim.reply(GenerateReply("be", [1, 2], 5, 2))
+        await claim.reply(GenerateReply("cause", [3], 5, 3, "stop"))
+
+    await serve(answer, name="engine", payload_type=EngineRequestPayload)
+    async with await EngineClient.connect("engine", socket_dir=str(socket_dir)) as client:
+        first, last = [output async for output in client.generate(QUESTION, request_id="one")]
+        assert (first.request_id, first.text, first.token_ids, first.finish_reason, first.finished) == (
+            "one", "be", [1, 2], None, False
+        )  # fmt: skip
+        assert (last.text, last.prompt_tokens, last.completion_tokens, last.finish_reason, last.finished) == (
+            "cause", 5, 3, "stop", True
+        )  # fmt: skip
+
+
+async def test_a_timeout_travels_as_a_deadline_and_the_request_of_the_caller_is_not_changed(
+    serve: Any, socket_dir: Any
+) -> None:
+    deadlines: list[float | None] = []
+
+    async def answer(claim: shmring.Claim) -> None:
+        deadlines.append(claim.payload.deadline)
+        await claim.reply(EncodeReply(torch.ones(1, 1)))
+
+    await serve(answer, name="engine", payload_type=EngineRequestPayload)
+    async with await EngineClient.connect("engine", socket_dir=str(socket_dir)) as client:
+        for options in ({}, {"timeout": 100.0}):
+            [_] = [output async for output in client.encode(REQUEST, **options)]
+        own = EncodeRequest(REQUEST.inputs, deadline=time.monotonic() + 7)
+        [_] = [output async for output in client.encode(own, timeout=100.0)]
+    assert deadlines[0] is None
+    assert deadlines[1] is not None
+    assert 90 < deadlines[1] - time.monotonic() < 100
+    assert deadlines[2] == own.deadline
+    assert REQUEST.deadline is None
+
+
+async def test_an_engine_is_asked_what_it_is_once_in_its_life(serve: Any, socket_dir: Any, eventually: Any) -> None:
+    asked: list[str] = []
+
+    def calls(model: str) -> Any:
+        async def describe() -> ModelDescription:
+            asked.append(model)
+            return ModelDescription("test", model, ["encode"], InputSpec(), 8)
+
+        return {"describe": describe}
+
+    ring = await serve(name="engine", calls=calls("first"))
+    async with await EngineClient.connect("engine", socket_dir=str(socket_dir)) as client:
+        assert [(await client.describe()).model for _ in range(3)] == ["first"] * 3
+        await ring.close()
+        await eventually(lambda: client.errored)
+        await serve(name="engine", calls=calls("second"))
+        await client.ring.wait_connected(timeout=5)
+        assert (await client.describe()).model == "second"
+    assert asked == ["first", "second"]

@@ -1,13 +1,17 @@
-"""The engine core with real rings: steps off the loop, isolation of failures, aborts, the end."""
+"""The engine core with real rings: steps off the loop, streams, isolation of failures, aborts, deadlines, pauses, the end."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +19,25 @@ import torch
 import shmring
 from engine.client import EngineClient
 from engine.core import EngineCore
-from engine.protocol import EncodeReply, EncodeRequest, ModelDescription, Picture
+from engine.protocol import (
+    ChatMessage,
+    EncodeReply,
+    EncodeRequest,
+    ExecutorDeadError,
+    GenerateReply,
+    GenerateRequest,
+    InputSpec,
+    MediumPart,
+    ModelDescription,
+    Picture,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+)
 from engine.scheduler import SchedulerConfig
 
-Compute = Callable[[Sequence[EncodeRequest]], Sequence[EncodeReply | Exception]]
+Output = StepOutput | Exception
+Compute = Callable[[Sequence[StepInput]], Sequence[Output]]
 
 
 class CallbackExecutor:
@@ -26,30 +45,92 @@ class CallbackExecutor:
 
     def __init__(self, compute: Compute) -> None:
         self.execute = compute
+        self.forgotten: list[int] = []
         self.closed = False
+        self.cached = True
 
     def describe(self) -> ModelDescription:
-        return ModelDescription("callback", ["encode"], 1, 8)
+        return ModelDescription("callback", "callback", ["encode", "generate"], InputSpec(), 8)
+
+    def forget(self, request_id: int) -> None:
+        self.forgotten.append(request_id)
 
     def close(self) -> None:
         self.closed = True
 
+    def reset_mm_cache(self) -> None:
+        self.cached = False
 
-def mean(request: EncodeRequest) -> EncodeReply:
-    return EncodeReply(torch.stack([item.pixels.float().mean().reshape(1) for item in request.pictures]))
+    def add(self, left: int, right: int = 0, *, times: int = 1) -> dict[str, int]:
+        return {"sum": (left + right) * times}
+
+    def refuse(self) -> None:
+        raise ValueError("not today")
+
+    def _secret(self) -> None:
+        raise AssertionError("called from afar")
 
 
-def request_of(value: int, pixels: int = 4096) -> EncodeRequest:
-    return EncodeRequest([Picture(torch.full((pixels,), value, dtype=torch.uint8))])
+def mean(one: StepInput) -> StepOutput:
+    assert isinstance(one.payload, EncodeRequest)
+    means = [item.pixels.float().mean().reshape(1) for item in one.payload.inputs if isinstance(item, Picture)]
+    return StepOutput(EncodeReply(torch.stack(means)))
 
 
-async def encode(client: EngineClient, request: EncodeRequest, **options: float) -> torch.Tensor:
+def means(batch: Sequence[StepInput]) -> list[Output]:
+    return [mean(one) for one in batch]
+
+
+def value_of(one: StepInput) -> int:
+    assert isinstance(one.payload, EncodeRequest)
+    [picture] = one.payload.inputs
+    assert isinstance(picture, Picture)
+    return int(picture.pixels[0])
+
+
+def request_of(value: int, pixels: int = 4096, **fields: Any) -> EncodeRequest:
+    return EncodeRequest([Picture(torch.full((pixels,), value, dtype=torch.uint8))], **fields)
+
+
+def question(max_tokens: int = 3, pixels: int = 4096, **fields: Any) -> GenerateRequest:
+    media = [Picture(torch.ones(pixels, dtype=torch.uint8))]
+    return GenerateRequest([ChatMessage("user", [MediumPart(0)])], media, SamplingParams(max_tokens=max_tokens), **fields)
+
+
+class Counting:
+    """Answers with the numbers from 1 to ``max_tokens``, one a step; encodes as :func:`mean`."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, list[int]] = {}
+        self.batches: list[list[int]] = []
+
+    def __call__(self, batch: Sequence[StepInput]) -> list[Output]:
+        self.batches.append([one.request_id for one in batch])
+        return [self.advance(one) for one in batch]
+
+    def advance(self, one: StepInput) -> StepOutput:
+        if isinstance(one.payload, EncodeRequest):
+            return mean(one)
+        if one.payload is not None:
+            self.sent[one.request_id] = [0, one.payload.sampling.max_tokens or 1]
+        progress = self.sent[one.request_id]
+        progress[0] += 1
+        finished = progress[0] == progress[1]
+        reply = GenerateReply(f"{progress[0]} ", [progress[0]], 1, progress[0], "length" if finished else None)
+        return StepOutput(reply, finished=finished)
+
+
+async def encode(client: EngineClient, request: EncodeRequest, **options: Any) -> torch.Tensor:
     [output] = [output async for output in client.encode(request, **options)]
     assert output.finished
     return output.embeddings
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def generate(client: EngineClient, request: GenerateRequest, **options: Any) -> str:
+    return "".join([output.text async for output in client.generate(request, **options)])
+
+
+async def until(condition: Callable[[], object]) -> None:
     """Waits for a condition that other tasks bring about."""
     async with asyncio.timeout(10):
         while not condition():
@@ -58,7 +139,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def engine_and_client(
-    compute: Compute, socket_dir: Path, **scheduler: int
+    compute: Compute, socket_dir: Path, *, options: dict[str, Any] | None = None, **scheduler: int
 ) -> AsyncIterator[tuple[EngineCore, EngineClient]]:
     core = await EngineCore.create(
         "core",
@@ -66,6 +147,7 @@ async def engine_and_client(
         scheduler_config=SchedulerConfig(**scheduler) if scheduler else None,
         slab_nbytes="16MiB",
         socket_dir=str(socket_dir),
+        **(options or {}),
     )
     async with core:
         running = asyncio.create_task(core.run())
@@ -78,8 +160,34 @@ async def engine_and_client(
     assert statistics.free_nbytes == statistics.leasable_nbytes
 
 
+def executor_of(core: EngineCore) -> CallbackExecutor:
+    executor = core._executor
+    assert isinstance(executor, CallbackExecutor)
+    return executor
+
+
+class Gate:
+    """Steps wait at it, so that a test can act during one; ``seen`` are the values of the pictures in them."""
+
+    def __init__(self, compute: Compute = means) -> None:
+        self._compute = compute
+        self._open = threading.Semaphore(0)
+        self.seen: list[int] = []
+
+    def __call__(self, batch: Sequence[StepInput]) -> Sequence[Output]:
+        self.seen += [value_of(one) for one in batch if isinstance(one.payload, EncodeRequest)]
+        assert self._open.acquire(timeout=10)
+        return self._compute(batch)
+
+    def let(self, steps: int = 1000) -> None:
+        self._open.release(steps)
+
+
+# -- steps --------------------------------------------------------------------------------------------------------------
+
+
 async def test_pictures_in_a_slot_are_encoded_without_a_copy(socket_dir: Path) -> None:
-    async with engine_and_client(lambda batch: [mean(one) for one in batch], socket_dir) as (_, client):
+    async with engine_and_client(means, socket_dir) as (_, client):
         async with client.slot(4096) as slot:
             pixels = slot.tensor((4096,), torch.uint8)
             pixels.fill_(7)
@@ -89,43 +197,112 @@ async def test_pictures_in_a_slot_are_encoded_without_a_copy(socket_dir: Path) -
 
 
 async def test_the_loop_goes_on_while_a_step_runs(socket_dir: Path) -> None:
-    proceed = threading.Event()
-
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
-        assert proceed.wait(10)
-        return [mean(one) for one in batch]
-
-    async with engine_and_client(compute, socket_dir) as (core, client):
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir) as (core, client):
         answer = asyncio.create_task(encode(client, request_of(1)))
-        await until(lambda: core.metrics.running_requests == 1)
+        await until(lambda: gate.seen)
         await client.check_health()
         assert (await client.statistics())["running_requests"] == 1
-        proceed.set()
+        gate.let()
         assert (await answer).tolist() == [[1.0]]
+        assert (core.metrics.steps, core.metrics.finished_requests) == (1, 1)
 
 
 async def test_requests_that_wait_share_a_step(socket_dir: Path) -> None:
-    first_step = threading.Event()
     sizes: list[int] = []
-
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
-        sizes.append(len(batch))
-        assert first_step.wait(10)
-        return [mean(one) for one in batch]
-
-    async with engine_and_client(compute, socket_dir, max_num_seqs=3) as (core, client):
+    gate = Gate(lambda batch: sizes.append(len(batch)) or means(batch))
+    async with engine_and_client(gate, socket_dir, max_num_seqs=3) as (core, client):
         answers = [asyncio.create_task(encode(client, request_of(0)))]
-        await until(lambda: core.metrics.running_requests == 1)
+        await until(lambda: gate.seen)
         answers += [asyncio.create_task(encode(client, request_of(value))) for value in range(1, 5)]
-        await until(lambda: core.ring.statistics().waiting == 4)
-        first_step.set()
+        await until(lambda: core._scheduler.waiting == 4)
+        gate.let()
         assert [answer.tolist() for answer in await asyncio.gather(*answers)] == [[[float(value)]] for value in range(5)]
         assert sizes == [1, 3, 1]
 
 
+async def test_requests_of_several_frontends_share_a_step_by_priority_and_in_turns(socket_dir: Path) -> None:
+    gate = Gate()
+    async with (
+        engine_and_client(gate, socket_dir, max_num_seqs=8) as (core, first),
+        await EngineClient.connect("core", socket_dir=str(socket_dir)) as second,
+    ):
+        answers = [asyncio.create_task(encode(first, request_of(0)))]
+        await until(lambda: gate.seen)
+        for client, value, priority in ((first, 1, 0), (first, 2, 0), (second, 3, 0), (second, 4, 0), (first, 5, -1)):
+            waiting = core._scheduler.waiting
+            answers.append(asyncio.create_task(encode(client, request_of(value, priority=priority))))
+            await until(lambda waiting=waiting: core._scheduler.waiting == waiting + 1)
+        gate.let()
+        await asyncio.gather(*answers)
+        assert gate.seen == [0, 5, 1, 3, 2, 4]
+
+
+async def test_a_full_line_refuses_at_once(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1, max_waiting=1) as (core, client):
+        answers = [asyncio.create_task(encode(client, request_of(0)))]
+        await until(lambda: gate.seen)
+        answers.append(asyncio.create_task(encode(client, request_of(1))))
+        await until(lambda: core._scheduler.waiting == 1)
+        with pytest.raises(shmring.RemoteError, match="OverloadedError"):
+            await encode(client, request_of(2))
+        assert core.ring.statistics().slots_claimed == 2
+        gate.let()
+        await asyncio.gather(*answers)
+        assert core.metrics.refused_requests == 1
+
+
+# -- streams ------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_streams_and_its_slot_is_released_after_its_first_step(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        stream = client.generate(question(3), request_id="mine")
+        gate.let(1)
+        first = await anext(stream)
+        assert (first.request_id, first.text, first.token_ids, first.finished) == ("mine", "1 ", [1], False)
+        assert core.ring.statistics().slots_in_use == 0, "decoding reads no media"
+        assert client.ring.statistics().slots_submitted == 0
+        gate.let()
+        rest = [output async for output in stream]
+        assert [output.text for output in rest] == ["2 ", "3 "]
+        assert (rest[-1].finish_reason, rest[-1].completion_tokens, rest[-1].finished) == ("length", 3, True)
+        assert core.metrics.generated_tokens == 3
+        await until(lambda: executor_of(core).forgotten == [1])
+
+
+async def test_an_executor_may_keep_the_inputs_for_further_steps(socket_dir: Path) -> None:
+    seen: list[bool] = []
+
+    def compute(batch: Sequence[StepInput]) -> list[Output]:
+        seen.append(batch[0].payload is not None)
+        if len(seen) < 3:
+            return [StepOutput(finished=False, keep_inputs=len(seen) < 2)]
+        return [StepOutput(GenerateReply("done", [1], 1, 1, "stop"))]
+
+    async with engine_and_client(compute, socket_dir) as (_, client):
+        assert await generate(client, question()) == "done"
+        assert seen == [True, True, False]
+
+
+async def test_streams_and_embeddings_share_steps(socket_dir: Path) -> None:
+    counting = Counting()
+    async with engine_and_client(counting, socket_dir) as (_, client):
+        answers = [asyncio.create_task(generate(client, question(tokens))) for tokens in (5, 9, 2)]
+        embedding = await encode(client, request_of(4))
+        assert embedding.tolist() == [[4.0]]
+        assert await asyncio.gather(*answers) == ["1 2 3 4 5 ", "1 2 3 4 5 6 7 8 9 ", "1 2 "]
+        assert max(map(len, counting.batches)) >= 3
+
+
+# -- failures -----------------------------------------------------------------------------------------------------------
+
+
 async def test_a_request_that_the_executor_refuses_fails_alone(socket_dir: Path) -> None:
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
-        return [mean(one) if one.pictures else ValueError("no picture") for one in batch]
+    def compute(batch: Sequence[StepInput]) -> list[Output]:
+        return [mean(one) if one.payload.inputs else ValueError("no picture") for one in batch]  # type: ignore[union-attr]
 
     async with engine_and_client(compute, socket_dir) as (core, client):
         good, bad = await asyncio.gather(
@@ -137,14 +314,39 @@ async def test_a_request_that_the_executor_refuses_fails_alone(socket_dir: Path)
         assert core.metrics.failed_requests == 1
 
 
-@pytest.mark.parametrize("broken", ["raises", "answers too few", "answers too much for the reserve"])
-async def test_a_step_that_goes_wrong_fails_its_requests_and_the_engine_goes_on(socket_dir: Path, broken: str) -> None:
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
-        if batch[0].pictures[0].pixels[0] == 0:
-            return [mean(one) for one in batch]
-        if broken == "raises":
-            raise RuntimeError("out of memory")
-        return [] if broken == "answers too few" else [EncodeReply(torch.zeros(1, 1 << 20))]
+async def test_of_a_step_that_raises_only_the_requests_at_fault_fail(socket_dir: Path) -> None:
+    def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
+        if any(value_of(one) == 13 for one in batch):
+            raise RuntimeError("unlucky")
+        return means(batch)
+
+    gate = Gate(compute)
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        answers = [asyncio.create_task(encode(client, request_of(value))) for value in (1, 13, 2, 13, 3)]
+        await until(lambda: core._scheduler.waiting + core._scheduler.running == 5)
+        gate.let()
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        assert [result.tolist() if isinstance(result, torch.Tensor) else str(result) for result in results] == [
+            [[1.0]], "RuntimeError: unlucky", [[2.0]], "RuntimeError: unlucky", [[3.0]]
+        ]  # fmt: skip
+        assert (await encode(client, request_of(4))).tolist() == [[4.0]]
+
+
+@pytest.mark.parametrize(
+    "broken", ["raises", "answers too few", "answers too much for the reserve", "answers what can't travel"]
+)
+async def test_a_step_that_goes_wrong_fails_its_request_and_the_engine_goes_on(socket_dir: Path, broken: str) -> None:
+    def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
+        if value_of(batch[0]) == 0:
+            return means(batch)
+        match broken:
+            case "raises":
+                raise RuntimeError("out of memory")
+            case "answers too few":
+                return []
+            case "answers what can't travel":
+                return [StepOutput(object())]  # type: ignore[arg-type]
+        return [StepOutput(EncodeReply(torch.zeros(1, 1 << 20)))]
 
     async with engine_and_client(compute, socket_dir) as (_, client):
         with pytest.raises(shmring.RemoteError):
@@ -153,92 +355,337 @@ async def test_a_step_that_goes_wrong_fails_its_requests_and_the_engine_goes_on(
         gc.collect()
 
 
+async def test_an_executors_error_keeps_no_views(socket_dir: Path) -> None:
+    died: list[weakref.ref[torch.Tensor]] = []
+
+    def compute(batch: Sequence[StepInput]) -> list[Output]:
+        pixels = batch[0].payload.inputs[0].pixels  # type: ignore[union-attr]
+        died.append(weakref.ref(pixels))
+        raise RuntimeError("its traceback's frames hold pixels")
+
+    async with engine_and_client(compute, socket_dir) as (core, client):
+        gc.disable()
+        try:
+            with pytest.raises(shmring.RemoteError):
+                await encode(client, request_of(1))
+            await until(lambda: core.ring.statistics().slots_in_use == 0)
+            assert died[0]() is None
+        finally:
+            gc.enable()
+
+
 async def test_a_payload_of_another_type_is_refused_before_it_reaches_the_executor(socket_dir: Path) -> None:
     batches: list[int] = []
 
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
+    def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
         batches.append(len(batch))
-        return [mean(one) for one in batch]
+        return means(batch)
 
-    async with engine_and_client(compute, socket_dir) as (_, client):
+    async with engine_and_client(compute, socket_dir) as (core, client):
         with pytest.raises(shmring.RemoteError, match="ValidationError"):
-            await client.ring.request({"pictures": 3})
+            await client.ring.request({"type": "encode", "inputs": 3})
+        with pytest.raises(shmring.RemoteError, match=r"ValueError: messages\[0\] names medium 5"):
+            await generate(client, GenerateRequest([ChatMessage("user", [MediumPart(5)])]))
         assert batches == []
+        assert core.metrics.refused_requests == 1
+
+
+@pytest.mark.parametrize("death", [ExecutorDeadError("the device is lost"), SystemExit("gone"), KeyboardInterrupt()])
+async def test_an_executor_that_dies_ends_the_engine_and_everybody_is_told_why(socket_dir: Path, death: BaseException) -> None:
+    first_step = threading.Event()
+
+    def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
+        assert first_step.wait(10)
+        raise death
+
+    core = await EngineCore.create("core", CallbackExecutor(compute), slab_nbytes="16MiB", socket_dir=str(socket_dir))
+    client = await EngineClient.connect("core", socket_dir=str(socket_dir))
+    answers: list[asyncio.Task[torch.Tensor]] = []
+
+    async def run_until_dead() -> None:
+        async with core:
+            running = asyncio.create_task(core.run())
+            answers.append(asyncio.create_task(encode(client, request_of(1))))
+            await until(lambda: core._step_started is not None)
+            answers.append(asyncio.create_task(encode(client, request_of(2))))
+            await until(lambda: core._scheduler.waiting == 1)
+            first_step.set()
+            await running
+
+    with pytest.raises(ExecutorDeadError) as caught:
+        await run_until_dead()
+    assert (str(death) or type(death).__name__) in str(caught.value)
+    for task in answers:
+        with pytest.raises(shmring.ShmringError, match=r"has died|ExecutorDeadError"):
+            await task
+    await until(lambda: client.errored)
+    assert "the engine has died" in str(client.dead_error)
+    with pytest.raises(shmring.EngineDeadError, match="the engine has died"):
+        await client.check_health()
+    await client.close()
+
+
+# -- aborts and deadlines -------------------------------------------------------------------------------------------------
 
 
 async def test_a_request_aborted_in_its_step_keeps_its_slot_until_the_step_ends(socket_dir: Path) -> None:
-    proceed = threading.Event()
-
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
-        assert proceed.wait(10)
-        return [mean(one) for one in batch]
-
-    async with engine_and_client(compute, socket_dir) as (core, client):
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir) as (core, client):
         answer = asyncio.create_task(encode(client, request_of(1)))
-        await until(lambda: core.metrics.running_requests == 1)
+        await until(lambda: gate.seen)
         answer.cancel()
         await until(lambda: core.ring.statistics().aborted == 1)
         assert core.ring.statistics().slots_claimed == 1
-        proceed.set()
+        gate.let()
         await until(lambda: core.ring.statistics().slots_in_use == 0)
 
 
 async def test_a_request_aborted_before_its_step_is_gone_at_once(socket_dir: Path) -> None:
-    proceed = threading.Event()
-    seen: list[int] = []
-
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
-        seen.extend(int(one.pictures[0].pixels[0]) for one in batch)
-        assert proceed.wait(10)
-        return [mean(one) for one in batch]
-
-    async with engine_and_client(compute, socket_dir) as (core, client):
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
         running = asyncio.create_task(encode(client, request_of(1)))
-        await until(lambda: core.metrics.running_requests == 1)
-        with pytest.raises(TimeoutError):
-            await encode(client, request_of(2), timeout=0.05)
+        await until(lambda: gate.seen)
+        waiting = asyncio.create_task(encode(client, request_of(2)))
+        await until(lambda: core._scheduler.waiting == 1)
+        assert core.ring.statistics().slots_in_use == 2
+        waiting.cancel()
         await until(lambda: core.ring.statistics().slots_in_use == 1)
-        proceed.set()
+        assert core._scheduler.waiting == 0
+        gate.let()
         await running
-        assert seen == [1]
+        assert gate.seen == [1]
+
+
+async def test_a_stream_that_is_left_ends_at_the_next_step_and_is_forgotten(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        stream = client.generate(question(1000))
+        gate.let(2)
+        assert (await anext(stream)).text == "1 "
+        await stream.aclose()
+        gate.let()
+        await until(lambda: executor_of(core).forgotten == [1])
+        assert core._scheduler.running == 0
+        assert core.metrics.steps < 1000
 
 
 async def test_abort_by_name_ends_the_request_for_whoever_waits(socket_dir: Path) -> None:
-    proceed = threading.Event()
-
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
-        assert proceed.wait(10)
-        return [mean(one) for one in batch]
-
-    async def named(client: EngineClient) -> None:
-        async for _ in client.encode(request_of(1), request_id="mine"):
-            pass
-
-    async with engine_and_client(compute, socket_dir) as (core, client):
-        answer = asyncio.create_task(named(client))
-        await until(lambda: core.metrics.running_requests == 1)
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir) as (_, client):
+        answer = asyncio.create_task(encode(client, request_of(1), request_id="mine"))
+        await until(lambda: gate.seen)
         await client.abort(["mine", "nobody's"])
         with pytest.raises(shmring.AbortedError):
             await answer
-        proceed.set()
+        gate.let()
+
+
+async def test_a_waiting_requests_deadline_ends_it_at_once(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        running = asyncio.create_task(encode(client, request_of(1)))
+        await until(lambda: gate.seen)
+        with pytest.raises(TimeoutError, match="deadline has passed in the engine"):
+            await encode(client, request_of(2, deadline=time.monotonic() + 0.02))
+        assert core.ring.statistics().slots_in_use == 1
+        gate.let()
+        await running
+        assert core.metrics.timed_out_requests == 1
+
+
+async def test_a_running_requests_deadline_ends_it_between_two_steps(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        answer = asyncio.create_task(generate(client, question(1000, deadline=time.monotonic() + 0.02)))
+        await until(lambda: core.metrics.timed_out_requests)
+        assert core.ring.statistics().slots_claimed == 1, "a step is reading it"
+        gate.let()
+        with pytest.raises(TimeoutError, match="deadline has passed in the engine"):
+            await answer
+        assert executor_of(core).forgotten == [1]
+
+
+async def test_a_callers_timeout_is_the_engines_deadline(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        running = asyncio.create_task(encode(client, request_of(1)))
+        await until(lambda: gate.seen)
+        waiting = asyncio.create_task(encode(client, request_of(2), timeout=5000))
+        await until(lambda: core._scheduler.waiting == 1)
+        [request] = core._scheduler._lines[0]._queues[1]
+        assert 4900 < request.deadline - time.monotonic() < 5000
+        gate.let()
+        await asyncio.gather(running, waiting)
+        assert request.timer.cancelled()
+
+
+# -- pausing ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_paused_it_lets_what_runs_finish_and_what_comes_wait(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        running = asyncio.create_task(generate(client, question(5)))
+        await until(lambda: core._scheduler.running)
+        pausing = asyncio.create_task(client.pause_generation(wait_for_inflight_requests=True))
+        await until(lambda: core._paused)
+        waiting = asyncio.create_task(encode(client, request_of(7)))
+        await until(lambda: core._scheduler.waiting == 1)
+        assert not pausing.done()
+        gate.let()
+        await pausing
+        assert await running == "1 2 3 4 5 "
+        assert await client.is_paused()
+        await client.check_health()
+        assert not waiting.done()
+        assert core._scheduler.waiting == 1
+        await client.resume_generation()
+        assert (await waiting).tolist() == [[7.0]]
+        assert not await client.is_paused()
+
+
+async def test_paused_at_once_it_gives_up_what_runs(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        running = asyncio.create_task(generate(client, question(100_000)))
+        await until(lambda: core._scheduler.running)
+        gate.let(3)
+        pausing = asyncio.create_task(client.pause_generation())
+        await until(lambda: core._paused)
+        gate.let()
+        await pausing
+        with pytest.raises(shmring.RemoteError, match="PausedError"):
+            await running
+        assert core._scheduler.running == 0
+        await client.pause_generation()
+        await client.resume_generation()
+        assert await generate(client, question(2)) == "1 2 "
+
+
+async def test_a_pause_that_is_taken_back_ends_for_whoever_waits_for_it(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        running = asyncio.create_task(generate(client, question(3)))
+        await until(lambda: core._scheduler.running)
+        pausing = asyncio.create_task(client.pause_generation(wait_for_inflight_requests=True))
+        await until(lambda: core._paused)
+        await client.resume_generation()
+        gate.let()
+        await pausing
+        assert await running == "1 2 3 "
+
+
+# -- control ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_methods_of_the_executor_can_be_called(socket_dir: Path) -> None:
+    async with engine_and_client(means, socket_dir) as (core, client):
+        assert await client.collective_rpc("add", args=(2, 3), kwargs={"times": 4}) == [{"sum": 20}]
+        await client.reset_mm_cache()
+        assert not executor_of(core).cached
+        with pytest.raises(shmring.RemoteError, match="ValueError: not today"):
+            await client.collective_rpc("refuse")
+        for name in ("_secret", "execute", "close", "forget", "describe", "nothing", "forgotten", "__init__"):
+            with pytest.raises(shmring.RemoteError, match="has no method"):
+                await client.collective_rpc(name)
+
+
+async def test_a_call_waits_for_the_running_step(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir) as (_, client):
+        answer = asyncio.create_task(encode(client, request_of(1)))
+        await until(lambda: gate.seen)
+        with pytest.raises(TimeoutError):
+            await client.collective_rpc("add", timeout=0.02, args=(1,))
+        gate.let()
+        await answer
+        assert await client.collective_rpc("add", args=(1,)) == [{"sum": 1}]
+
+
+async def test_an_executor_without_a_cache_has_nothing_to_reset(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(CallbackExecutor, "reset_mm_cache")
+    async with engine_and_client(means, socket_dir) as (_, client):
+        await client.reset_mm_cache()
+
+
+async def test_a_step_that_takes_too_long_is_ill_health(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, options={"step_timeout_s": 0.01}) as (_, client):
+        answer = asyncio.create_task(encode(client, request_of(1)))
+        await until(lambda: gate.seen)
+
+        async def ill() -> str:
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        await client.check_health()
+                    except shmring.RemoteError as error:
+                        return str(error)
+
+        assert "a step has been running for" in await ill()
+        gate.let()
+        await answer
+        await client.check_health()
+
+
+async def test_it_is_profiled_into_a_trace(socket_dir: Path, tmp_path: Path) -> None:
+    def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
+        torch.ones(10).cumsum(0)
+        return means(batch)
+
+    async with engine_and_client(compute, socket_dir, options={"profiler_dir": str(tmp_path / "traces")}) as (_, client):
+        with pytest.raises(shmring.RemoteError, match="no profile is being recorded"):
+            await client.stop_profile()
+        await client.start_profile()
+        with pytest.raises(shmring.RemoteError, match="stop it first"):
+            await client.start_profile()
+        await encode(client, request_of(1))
+        trace = json.loads(Path(await client.stop_profile()).read_text())
+        assert any("cumsum" in event.get("name", "") for event in trace["traceEvents"])
+
+
+async def test_without_a_place_for_traces_there_is_no_profiling(socket_dir: Path) -> None:
+    async with engine_and_client(means, socket_dir) as (_, client):
+        with pytest.raises(shmring.RemoteError, match="--profiler-dir"):
+            await client.start_profile()
+
+
+async def test_it_says_what_it_is_and_what_it_has_done(socket_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with engine_and_client(means, socket_dir) as (_, client):
+        assert await client.describe() == ModelDescription("callback", "callback", ["encode", "generate"], InputSpec(), 8)
+        assert await client.get_supported_tasks() == ("encode", "generate")
+        await encode(client, request_of(1))
+        statistics = await client.statistics()
+        assert statistics["steps"] == 1
+        assert statistics["ring_submitted"] == 1
+        caplog.set_level("INFO", logger="engine.core")
+        await client.do_log_stats()
+        assert "statistics: steps 1" in caplog.text
+        assert client.is_running
+        assert not client.errored
+        assert not client.is_stopped
+    assert client.is_stopped
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------------
 
 
 async def test_closing_waits_for_the_step_and_closes_the_executor(socket_dir: Path) -> None:
     proceed = threading.Event()
     ended = threading.Event()
 
-    def compute(batch: Sequence[EncodeRequest]) -> list[EncodeReply | Exception]:
+    def compute(batch: Sequence[StepInput]) -> list[Output]:
         assert proceed.wait(10)
-        total = sum(int(one.pictures[0].pixels.sum()) for one in batch)  # reads the slab after the ring has closed
+        mean(batch[0])  # reads the slab after the ring has closed
         ended.set()
-        return [EncodeReply(torch.tensor([[float(total)]]))]
+        return means(batch)
 
     executor = CallbackExecutor(compute)
     core = await EngineCore.create("core", executor, slab_nbytes="16MiB", socket_dir=str(socket_dir))
     running = asyncio.create_task(core.run())
     client = await EngineClient.connect("core", socket_dir=str(socket_dir))
     answer = asyncio.create_task(encode(client, request_of(1)))
-    await until(lambda: core.metrics.running_requests == 1)
+    await until(lambda: core._step_started is not None)
     closing = asyncio.create_task(core.close())
     with pytest.raises(shmring.EngineDeadError):
         await answer
@@ -253,12 +700,18 @@ async def test_closing_waits_for_the_step_and_closes_the_executor(socket_dir: Pa
     await client.close()
 
 
-async def test_it_says_what_it_is(socket_dir: Path) -> None:
-    async with engine_and_client(lambda batch: [mean(one) for one in batch], socket_dir) as (_, client):
-        assert await client.describe() == ModelDescription("callback", ["encode"], 1, 8)
-        await encode(client, request_of(1))
-        statistics = await client.statistics()
-        assert statistics["steps"] == 1
-        assert statistics["ring_submitted"] == 1
-        assert client.is_running
-        assert not client.errored
+async def test_cancelling_it_waits_for_the_step_and_fails_what_runs(socket_dir: Path) -> None:
+    gate = Gate()
+    core = await EngineCore.create("core", CallbackExecutor(gate), slab_nbytes="16MiB", socket_dir=str(socket_dir))
+    async with core, await EngineClient.connect("core", socket_dir=str(socket_dir)) as client:
+        running = asyncio.create_task(core.run())
+        answer = asyncio.create_task(encode(client, request_of(1)))
+        await until(lambda: gate.seen)
+        running.cancel()
+        await asyncio.sleep(0)
+        assert not running.done()
+        gate.let()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        with pytest.raises(shmring.RemoteError, match="the engine is stopping"):
+            await answer

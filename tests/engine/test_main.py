@@ -14,6 +14,7 @@ import pytest
 
 import shmring
 from engine.client import EngineClient
+from engine.protocol import EncodeRequest, Text
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -89,3 +90,65 @@ def test_it_ends_with_its_parent(socket_dir: Path) -> None:
         os.close(pidfd)
         parent.kill()
         parent.communicate()
+
+
+async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "mortal.py").write_text(
+        "from engine.executors.synthetic import SyntheticExecutor\n"
+        "from engine.protocol import ExecutorDeadError\n\n"
+        "class Mortal(SyntheticExecutor):\n"
+        "    def execute(self, batch):\n"
+        "        raise ExecutorDeadError('the device fell off the bus')\n"
+    )
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-m", "engine", "--name", "main", "--slab-nbytes", "16MiB", "--socket-dir", str(socket_dir)]
+    engine = subprocess.Popen([*command, "--executor", "mortal:Mortal"], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+            with pytest.raises(shmring.ShmringError, match="fell off the bus"):
+                [_] = [output async for output in client.encode(EncodeRequest([Text("hello")]), timeout=20)]
+            assert await asyncio.to_thread(engine.wait, 20) == 1
+            with pytest.raises(shmring.EngineDeadError, match="the engine has died: the device fell off the bus"):
+                await client.check_health()
+    finally:
+        engine.kill()
+        _, errors = engine.communicate()
+    assert "shmring engine: the device fell off the bus" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--executor", "nothing"], "there is no executor 'nothing'"),
+        (["--executor", "no_such_module:Executor"], "No module named 'no_such_module'"),
+        (["--executor", "synthetic", "--executor-options", '{"step": 1}'], "it takes step_s"),
+        (["--executor", "synthetic", "--executor-options", "{step: 1}"], "write a JSON object"),
+        (["--executor", "synthetic", "--mm-processor-kwargs", "[1]"], "a JSON object is needed, not list"),
+        (["--max-batch-nbytes", "many"], "'many' is not a size"),
+    ],
+)
+def test_what_can_not_be_is_one_clear_line(socket_dir: Path, options: list[str], complaint: str) -> None:
+    engine = start(socket_dir, *options)
+    _, errors = engine.communicate(timeout=60)
+    assert engine.returncode in (1, 2)
+    assert complaint in errors
+    assert "Traceback" not in errors
+
+
+async def test_it_can_be_ended_while_it_loads_its_executor(socket_dir: Path, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    (tmp_path / "slow.py").write_text(
+        f"import pathlib, time\n\ndef load(options):\n    pathlib.Path({str(started)!r}).touch()\n    time.sleep(600)\n"
+    )
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-m", "engine", "--socket-dir", str(socket_dir), "--executor", "slow:load"]
+    engine = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        async with asyncio.timeout(30):
+            while not started.exists():
+                await asyncio.sleep(0.01)
+        engine.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(engine.wait, 20) == 0
+    finally:
+        engine.kill()
+        engine.wait()

@@ -1,4 +1,4 @@
-"""A request in the engine's hands, with a real claim."""
+"""A request in the engine's hands, with real claims: what is sent at once, what is kept, how it ends."""
 
 from __future__ import annotations
 
@@ -10,78 +10,196 @@ import pytest
 import torch
 
 import shmring
-from engine.protocol import EncodeReply, EncodeRequest, Picture
-from engine.request import EngineRequest
+from engine.protocol import (
+    ChatMessage,
+    EncodeReply,
+    EncodeRequest,
+    EngineRequestPayload,
+    GenerateReply,
+    GenerateRequest,
+    MediumPart,
+    Picture,
+    Text,
+)
+from engine.request import EngineRequest, check_media_indices
 
 REPLY = EncodeReply(torch.ones(1, 4))
 LARGE_REPLY = EncodeReply(torch.ones(1, 10_000))
+PICTURE = Picture(torch.full((5000,), 3, dtype=torch.uint8))
 
 
 @pytest.fixture
 async def ring(serve: Any) -> shmring.Ring:
-    ring: shmring.Ring = await serve(payload_type=EncodeRequest, reply_nbytes=65536)
+    ring: shmring.Ring = await serve(payload_type=EngineRequestPayload, reply_nbytes=65536)
     return ring
 
 
+class Asked:
+    """A claimed request, and what its frontend has got of it."""
+
+    request: EngineRequest
+    task: asyncio.Task[None]
+
+    def __init__(self, client: shmring.RingClient) -> None:
+        self.client = client
+        self.replies: list[Any] = []
+
+    async def read(self, payload: Any, reply_type: Any) -> None:
+        async for reply in self.client.stream(payload, timeout=10, reply_type=reply_type):
+            self.replies.append(reply)
+
+
 @pytest.fixture
-async def asked(ring: shmring.Ring, connect: Any) -> AsyncIterator[tuple[EngineRequest, asyncio.Task[Any]]]:
-    """A claimed request of 5,000 bytes, and whoever waits for its answer."""
-    client = await connect()
-    payload = EncodeRequest([Picture(torch.full((5000,), 3, dtype=torch.uint8))])
-    waiting = asyncio.create_task(client.request(payload, timeout=10, reply_type=EncodeReply))
-    yield EngineRequest(await ring.claim(), claimed_at=1.0), waiting
-    waiting.cancel()
-    await asyncio.wait([waiting])
+async def ask(ring: shmring.Ring, connect: Any) -> AsyncIterator[Any]:
+    """``await ask(payload)``: a claimed request, and whoever reads its replies."""
+    asked: list[Asked] = []
+
+    async def ask_one(payload: Any = None, reply_type: Any = EncodeReply) -> Asked:
+        one = Asked(await connect())
+        one.task = asyncio.create_task(one.read(payload or EncodeRequest([PICTURE]), reply_type))
+        one.request = EngineRequest(1, await ring.claim())
+        asked.append(one)
+        return one
+
+    yield ask_one
+    for one in asked:
+        one.task.cancel()
+        await asyncio.wait([one.task])
 
 
-async def test_it_knows_its_payload_and_its_size(asked: tuple[EngineRequest, asyncio.Task[Any]]) -> None:
-    request, _ = asked
-    assert request.nbytes == 5000
-    assert request.payload.pictures[0].pixels.sum() == 15_000
-    request.claim.done()
+def occupy_the_reply_reserve(ring: shmring.Ring, client_id: int) -> Any:
+    """Takes nearly all of it; returns what frees it."""
+    blocking = ring._ledger.acquire_reply(client_id, 60_000)
+    assert blocking is not None
+    return lambda: ring._carry_out(ring._ledger.discard_reply(client_id, blocking.generation))
 
 
-async def test_an_answer_ends_it_and_releases_its_slot(
-    ring: shmring.Ring, asked: tuple[EngineRequest, asyncio.Task[Any]]
-) -> None:
-    request, waiting = asked
-    request.answer_nowait(REPLY)
+async def test_it_knows_its_payload_and_its_size(ask: Any) -> None:
+    request = (await ask(EncodeRequest([Text("not counted"), PICTURE, PICTURE], priority=3, deadline=4.5))).request
+    assert (request.nbytes, request.priority, request.deadline) == (10_000, 3, 4.5)
+    assert request.payload.inputs[1].pixels.sum() == 15_000
+    request.claim.release()
+    assert request.payload is None
+
+
+async def test_a_finished_one_releases_its_slot_and_is_answered(ring: shmring.Ring, ask: Any) -> None:
+    asked = await ask()
+    assert asked.request.deliver(REPLY, finished=True)
+    assert asked.request.over
     assert ring.statistics().slots_in_use == 0
-    assert torch.equal((await waiting).embeddings, REPLY.embeddings)
+    await asked.task
+    assert torch.equal(asked.replies[0].embeddings, REPLY.embeddings)
 
 
-async def test_an_error_is_told(asked: tuple[EngineRequest, asyncio.Task[Any]]) -> None:
-    request, waiting = asked
-    request.answer_nowait(ValueError("no good"))
+async def test_an_error_is_told(ask: Any) -> None:
+    asked = await ask()
+    asked.request.fail(ValueError("no good"))
     with pytest.raises(shmring.RemoteError, match="ValueError: no good"):
-        await waiting
+        await asked.task
 
 
-async def test_an_aborted_one_is_released_in_silence(
-    ring: shmring.Ring, asked: tuple[EngineRequest, asyncio.Task[Any]], eventually: Any
-) -> None:
-    request, waiting = asked
-    waiting.cancel()
-    await eventually(lambda: request.claim.aborted)
+async def test_the_end_of_its_time_is_told_as_a_timeout(ring: shmring.Ring, ask: Any) -> None:
+    asked = await ask()
+    asked.request.time_out()
+    with pytest.raises(TimeoutError, match="deadline"):
+        await asked.task
+    assert ring.statistics().slots_in_use == 0
+
+
+async def test_an_aborted_one_is_released_in_silence(ring: shmring.Ring, ask: Any, eventually: Any) -> None:
+    asked = await ask()
+    asked.task.cancel()
+    await eventually(lambda: asked.request.claim.aborted)
     assert ring.statistics().slots_claimed == 1
-    request.answer_nowait(REPLY)
+    assert asked.request.deliver(REPLY, finished=True)
+    asked.request.leave()
     assert ring.statistics().slots_in_use == 0
     assert ring.statistics().replies == 0
 
 
-async def test_what_can_not_be_sent_now_is_sent_later_without_its_slot(
-    ring: shmring.Ring, asked: tuple[EngineRequest, asyncio.Task[Any]]
-) -> None:
-    request, waiting = asked
-    client_id = request.claim.client_id
-    blocking = ring._ledger.acquire_reply(client_id, 60_000)
-    assert blocking is not None
-    with pytest.raises(shmring.WouldBlock):
-        request.answer_nowait(LARGE_REPLY)
-    assert ring.statistics().slots_in_use == 0, "it must not wait with its slot"
-    answering = asyncio.create_task(request.answer(LARGE_REPLY))
+async def test_what_can_not_be_sent_now_is_sent_later_without_its_slot(ring: shmring.Ring, ask: Any) -> None:
+    asked = await ask()
+    free = occupy_the_reply_reserve(ring, asked.request.client_id)
+    asked.request.claim.release()
+    assert not asked.request.deliver(LARGE_REPLY, finished=True)
+    flushing = asyncio.create_task(asked.request.flush())
     await asyncio.sleep(0)
-    assert not answering.done()
-    ring._carry_out(ring._ledger.discard_reply(client_id, blocking.generation))
-    await answering
-    assert torch.equal((await waiting).embeddings, LARGE_REPLY.embeddings)
+    assert not flushing.done()
+    assert ring.statistics().slots_in_use == 0, "it must not wait with its slot"
+    free()
+    await flushing
+    await asked.task
+    assert torch.equal(asked.replies[0].embeddings, LARGE_REPLY.embeddings)
+
+
+async def test_a_reply_that_never_fits_fails_the_request(ask: Any) -> None:
+    asked = await ask()
+    assert asked.request.deliver(EncodeReply(torch.ones(1, 100_000)), finished=True)
+    with pytest.raises(shmring.RemoteError, match="CapacityError"):
+        await asked.task
+
+
+def piece(number: int, reason: Any = None) -> GenerateReply:
+    return GenerateReply(f"{number} ", [number], 7, number, reason)
+
+
+@pytest.mark.parametrize("finished_while_sending", [True, False])
+async def test_pieces_for_a_slow_reader_become_one_in_order(
+    ring: shmring.Ring, ask: Any, monkeypatch: pytest.MonkeyPatch, finished_while_sending: bool
+) -> None:
+    """Its connection takes nothing for a while; then what has been kept goes as one piece, behind what was being sent."""
+    asked = await ask(GenerateRequest([]), GenerateReply)
+    may_send = asyncio.Event()
+    real_reply = asked.request.claim.reply
+
+    async def slow_reply(claim: Any, payload: Any) -> None:
+        await may_send.wait()
+        await real_reply(payload)
+
+    def blocked(claim: Any, payload: Any) -> None:
+        raise shmring.WouldBlock("it reads slowly")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shmring.Claim, "reply", slow_reply)
+        patched.setattr(shmring.Claim, "reply_nowait", blocked)
+        assert not asked.request.deliver(piece(1), finished=False)
+        flushing = asyncio.create_task(asked.request.flush())
+        await asyncio.sleep(0)
+        for number in (2, 3, 4):
+            assert asked.request.deliver(piece(number), finished=False), "somebody is sending already"
+        if finished_while_sending:
+            assert asked.request.deliver(piece(5, "length"), finished=True)
+        may_send.set()
+        await flushing
+    if not finished_while_sending:
+        assert not asked.request.over
+        assert asked.request.deliver(piece(5, "length"), finished=True)
+    await asked.task
+    assert "".join(reply.text for reply in asked.replies) == "1 2 3 4 5 "
+    assert [token for reply in asked.replies for token in reply.token_ids] == [1, 2, 3, 4, 5]
+    assert len(asked.replies) == (2 if finished_while_sending else 3)
+    assert (asked.replies[-1].finish_reason, asked.replies[-1].completion_tokens) == ("length", 5)
+
+
+async def test_a_request_that_is_aborted_while_its_pieces_are_kept_lets_go_of_them(
+    ring: shmring.Ring, ask: Any, eventually: Any
+) -> None:
+    asked = await ask()
+    free = occupy_the_reply_reserve(ring, asked.request.client_id)
+    assert not asked.request.deliver(LARGE_REPLY, finished=True)
+    flushing = asyncio.create_task(asked.request.flush())
+    asked.task.cancel()
+    await flushing
+    assert asked.request.claim.aborted
+    asked.request.leave()
+    free()
+    await eventually(lambda: ring.statistics().slots_in_use == 0)
+
+
+@pytest.mark.parametrize("index", [-1, 1, 99])
+def test_a_message_must_name_media_that_are_there(index: int) -> None:
+    request = GenerateRequest([ChatMessage("user", [MediumPart(0)]), ChatMessage("user", [MediumPart(index)])], [PICTURE])
+    with pytest.raises(ValueError, match=r"messages\[1\] names medium"):
+        check_media_indices(request)
+    request.messages.pop()
+    check_media_indices(request)

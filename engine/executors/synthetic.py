@@ -1,0 +1,193 @@
+"""The ``synthetic`` executor: made-up answers at a set pace, for load tests of everything around a model.
+
+It streams as many tokens as it is asked for, one a step, and takes a set time for each step and for each medium that it
+sees for the first time, sleeping where a model would compute. What it does in earnest is to read its input: every medium must
+arrive with the checksum that its frontend made, and a wrong one fails the request. So a benchmark with it is also a test
+of the transport.
+
+Whatever it answers says that it is synthetic: its text, its model's name, its description.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from engine.protocol import (
+    EncodeReply,
+    EncodeRequest,
+    ExecutorOptions,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    InputSpec,
+    Medium,
+    ModelDescription,
+    PictureSpec,
+    SoundSpec,
+    StepInput,
+    StepOutput,
+    Text,
+    TextPart,
+    VideoSpec,
+    checksum_of,
+    tensor_of,
+)
+
+__all__ = ["SyntheticExecutor", "SyntheticOptions"]
+
+_Options = TypeVar("_Options", bound=msgspec.Struct)
+
+_LABEL = "[synthetic]"
+_TOKENS_PER_MEDIUM = 64  # what usage counts say; a real model takes tens to thousands
+
+
+class SyntheticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ``--executor-options`` takes.
+
+    Attributes:
+        step_s: seconds that a step takes.
+        item_s: seconds more for each medium in its first step.
+        tokens: of an answer whose request does not say how many.
+        embedding_size: of an embedding.
+        max_batch_size: requests in a step.
+    """
+
+    step_s: float = 0.0
+    item_s: float = 0.0
+    tokens: int = 128
+    embedding_size: int = 512
+    max_batch_size: int = 256
+
+
+class _MediaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ``--mm-processor-kwargs`` takes here: frames of a clip, pixels of a picture or frame."""
+
+    num_frames: int = 10
+    max_pixels: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    """An answer that is being streamed."""
+
+    prompt_tokens: int
+    max_tokens: int
+    sent: int = 0
+
+
+class SyntheticExecutor:
+    """Answers without a model; see the head of this file.
+
+    Args:
+        options: as :class:`SyntheticOptions`.
+
+    Raises:
+        ValueError: an option is unknown or wrong.
+    """
+
+    def __init__(self, options: ExecutorOptions) -> None:
+        self._options = _converted(options.options, SyntheticOptions)
+        self._media = _converted(options.mm_processor_kwargs, _MediaOptions)
+        if options.model is not None:
+            raise ValueError("the synthetic executor has no model; leave --model out")
+        if self._options.step_s < 0 or self._options.item_s < 0 or self._options.tokens < 1 or self._options.embedding_size < 1:
+            raise ValueError("the synthetic executor's times can't be negative, nor its counts less than 1")
+        self._answers: dict[int, _Answer] = {}
+
+    def describe(self) -> ModelDescription:
+        return ModelDescription(
+            executor="synthetic",
+            model="shmring-synthetic",
+            tasks=["encode", "generate"],
+            input=InputSpec(
+                text=True,
+                picture=PictureSpec(self._media.max_pixels),
+                sound=SoundSpec("waveform"),
+                video=VideoSpec(self._media.num_frames, self._media.max_pixels),
+                checksum=True,
+            ),
+            max_batch_size=self._options.max_batch_size,
+            embedding_size=self._options.embedding_size,
+            synthetic=True,
+        )
+
+    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
+        media = sum(len(_media_of(one.payload)) for one in batch)
+        time.sleep(self._options.step_s + self._options.item_s * media)
+        return [self._advance(one) for one in batch]
+
+    def forget(self, request_id: int) -> None:
+        self._answers.pop(request_id, None)
+
+    def close(self) -> None:
+        self._answers.clear()
+
+    def _advance(self, one: StepInput) -> StepOutput | Exception:
+        try:
+            for medium in _media_of(one.payload):
+                _verify(medium)
+        except ValueError as error:
+            return ValueError(str(error))  # without its traceback, whose frames would keep the media's slots
+        match one.payload:
+            case EncodeRequest():
+                return StepOutput(self._embed(one.payload))
+            case GenerateRequest():
+                self._answers[one.request_id] = self._begin(one.payload)
+        return self._next_token(self._answers[one.request_id])
+
+    def _begin(self, request: GenerateRequest) -> _Answer:
+        texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
+        prompt_tokens = sum(len(text.split()) for text in texts) + _TOKENS_PER_MEDIUM * len(request.media)
+        return _Answer(prompt_tokens, request.sampling.max_tokens or self._options.tokens)
+
+    def _next_token(self, answer: _Answer) -> StepOutput:
+        answer.sent += 1
+        finished = answer.sent == answer.max_tokens
+        text = _LABEL if answer.sent == 1 else f" token{answer.sent}"
+        reason: FinishReason | None = "length" if finished else None
+        return StepOutput(GenerateReply(text, [answer.sent], answer.prompt_tokens, answer.sent, reason), finished=finished)
+
+    def _embed(self, request: EncodeRequest) -> EncodeReply:
+        """Random directions: the same for the same input, and without any other meaning."""
+        rows = [torch.randn(self._options.embedding_size, generator=_generator(one)) for one in request.inputs]
+        embeddings = torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, 1)
+        return EncodeReply(embeddings, sum(len(one.text.split()) for one in request.inputs if isinstance(one, Text)))
+
+
+def _media_of(payload: EncodeRequest | GenerateRequest | None) -> list[Medium]:
+    match payload:
+        case EncodeRequest():
+            return [one for one in payload.inputs if not isinstance(one, Text)]
+        case GenerateRequest():
+            return payload.media
+    return []
+
+
+def _verify(medium: Medium) -> None:
+    tensor = tensor_of(medium)
+    if medium.checksum is None:
+        raise ValueError("the synthetic executor verifies its input; send each medium with its checksum_of()")
+    found = checksum_of(tensor)
+    if found != medium.checksum:
+        raise ValueError(
+            f"a {type(medium).__name__.lower()} of {tensor.nbytes} bytes arrived with checksum {found:08x}, "
+            f"sent was {medium.checksum:08x}"
+        )
+
+
+def _generator(one: Text | Medium) -> torch.Generator:
+    seed = zlib.crc32(one.text.encode()) if isinstance(one, Text) else one.checksum
+    assert seed is not None, "verified before"
+    return torch.Generator().manual_seed(seed)
+
+
+def _converted(values: Mapping[str, object], kind: type[_Options]) -> _Options:
+    try:
+        return msgspec.convert(dict(values), kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the synthetic executor's options: {error}; it takes {', '.join(kind.__struct_fields__)}") from None

@@ -1,0 +1,57 @@
+"""Choosing an executor: by name, or one's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.executors import EXECUTORS, create_executor
+from engine.protocol import Executor, ExecutorOptions
+
+
+@pytest.mark.parametrize("name", ["features", "synthetic"])
+def test_a_built_in_one_is_named_as_it_describes_itself(name: str) -> None:
+    executor = create_executor(name)
+    assert isinstance(executor, Executor)
+    assert executor.describe().executor == name
+
+
+def test_a_name_that_is_none_is_told_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"no executor 'feature'; choose one of .*features.*or write module:Class"):
+        create_executor("feature")
+
+
+def test_ones_own_is_made_with_the_options() -> None:
+    executor = create_executor("engine.executors.synthetic:SyntheticExecutor", ExecutorOptions(options={"embedding_size": 7}))
+    assert executor.describe().embedding_size == 7
+
+
+def test_a_module_without_the_class_is_told() -> None:
+    with pytest.raises(ValueError, match=r"engine\.protocol has no Nothing"):
+        create_executor("engine.protocol:Nothing")
+
+
+def test_a_module_that_is_not_there_is_told() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        create_executor("no_such_module:Executor")
+
+
+def test_what_is_no_executor_is_told() -> None:
+    with pytest.raises(TypeError, match="must have describe, execute, forget and close"):
+        create_executor("builtins:type")
+
+
+def test_only_the_chosen_one_is_imported() -> None:
+    """The others may need packages that are not installed."""
+    code = (
+        "import sys, engine.executors\n"
+        "engine.executors.create_executor('synthetic')\n"
+        "print([name for name in sys.modules if 'executors.' in name])\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "['engine.executors.synthetic']\n"
+    assert "transformers" in EXECUTORS

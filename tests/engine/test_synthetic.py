@@ -1,0 +1,156 @@
+"""The synthetic executor: what it streams, how long it takes, what it verifies, and that it says what it is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from engine.executors.synthetic import SyntheticExecutor
+from engine.protocol import (
+    ChatMessage,
+    EncodeRequest,
+    ExecutorOptions,
+    GenerateReply,
+    GenerateRequest,
+    MediumPart,
+    Picture,
+    SamplingParams,
+    Spectrogram,
+    StepInput,
+    Text,
+    TextPart,
+    Video,
+    Waveform,
+    checksum_of,
+)
+
+
+def executor(**options: Any) -> SyntheticExecutor:
+    return SyntheticExecutor(ExecutorOptions(options=options))
+
+
+def picture(value: int) -> Picture:
+    pixels = torch.full((20, 30, 3), value, dtype=torch.uint8)
+    return Picture(pixels, checksum_of(pixels))
+
+
+def answer(one: SyntheticExecutor, request: GenerateRequest, number: int = 1) -> list[GenerateReply]:
+    replies: list[GenerateReply] = []
+    payload: GenerateRequest | None = request
+    while True:
+        [output] = one.execute([StepInput(number, payload)])
+        assert not isinstance(output, Exception)
+        assert isinstance(output.reply, GenerateReply)
+        assert not output.keep_inputs
+        replies.append(output.reply)
+        if output.finished:
+            return replies
+        payload = None
+
+
+def test_it_streams_as_many_tokens_as_it_is_asked_for() -> None:
+    message = ChatMessage("user", [TextPart("two words"), MediumPart(0)])
+    replies = answer(executor(), GenerateRequest([message], [picture(1)], SamplingParams(max_tokens=4)))
+    assert "".join(reply.text for reply in replies) == "[synthetic] token2 token3 token4"
+    assert [reply.completion_tokens for reply in replies] == [1, 2, 3, 4]
+    assert [reply.finish_reason for reply in replies] == [None, None, None, "length"]
+    assert {reply.prompt_tokens for reply in replies} == {2 + 64}
+
+
+def test_an_answer_has_a_set_length_unless_it_is_asked_for_another() -> None:
+    assert len(answer(executor(tokens=7), GenerateRequest([]))) == 7
+    assert len(answer(executor(), GenerateRequest([]))) == 128
+
+
+def test_several_answers_are_told_apart_and_forgotten() -> None:
+    one = executor()
+    batch = [StepInput(number, GenerateRequest([], [], SamplingParams(max_tokens=number))) for number in (1, 2, 3)]
+    assert [output.finished for output in one.execute(batch)] == [True, False, False]  # type: ignore[union-attr]
+    one.forget(1)
+    outputs = one.execute([StepInput(3, None), StepInput(2, None)])
+    assert [output.reply.text for output in outputs] == [" token2", " token2"]  # type: ignore[union-attr]
+    for number in (2, 3, 99):
+        one.forget(number)
+    assert one._answers == {}
+
+
+def test_steps_and_new_items_take_their_time() -> None:
+    one = executor(step_s=0.02, item_s=0.03)
+    started = time.monotonic()
+    one.execute([StepInput(1, GenerateRequest([], [picture(1), picture(2)]))])
+    first_s = time.monotonic() - started
+    one.execute([StepInput(1, None)])
+    second_s = time.monotonic() - started - first_s
+    assert first_s >= 0.08
+    assert second_s >= 0.02
+
+
+MEDIA = {
+    "picture": lambda tensor, checksum: Picture(tensor, checksum),
+    "waveform": lambda tensor, checksum: Waveform(tensor.float(), 16_000, checksum and checksum_of(tensor.float())),
+    "spectrogram": lambda tensor, checksum: Spectrogram(tensor.float(), 1.0, checksum and checksum_of(tensor.float())),
+    "video": lambda tensor, checksum: Video(tensor, [0.0], 1.0, checksum),
+}
+
+
+@pytest.mark.parametrize("kind", MEDIA)
+def test_every_medium_must_be_as_it_was_sent(kind: str) -> None:
+    tensor = torch.arange(240, dtype=torch.uint8).reshape(1, 8, 10, 3)
+    good = MEDIA[kind](tensor, checksum_of(tensor))
+    [fine] = executor().execute([StepInput(1, EncodeRequest([good]))])
+    assert not isinstance(fine, Exception)
+    [unsigned] = executor().execute([StepInput(1, EncodeRequest([MEDIA[kind](tensor, None)]))])
+    assert isinstance(unsigned, ValueError)
+    assert "checksum_of" in str(unsigned)
+    good.checksum ^= 1
+    other = StepInput(2, EncodeRequest([Text("beside it")]))
+    wrong, beside = executor().execute([StepInput(1, EncodeRequest([good])), other])
+    assert isinstance(wrong, ValueError)
+    assert f"a {kind} of {240 if kind in ('picture', 'video') else 960} bytes arrived with checksum" in str(wrong)
+    assert wrong.__traceback__ is None
+    assert not isinstance(beside, Exception)
+
+
+def test_embeddings_are_unit_vectors_that_tell_inputs_apart() -> None:
+    inputs = [picture(1), picture(2), picture(1), Text("a text"), Text("another")]
+    [output] = executor(embedding_size=64).execute([StepInput(1, EncodeRequest(inputs))])
+    embeddings = output.reply.embeddings  # type: ignore[union-attr]
+    assert embeddings.shape == (5, 64)
+    assert torch.allclose(embeddings.norm(dim=1), torch.ones(5))
+    alike = embeddings @ embeddings.T
+    assert alike[0, 2] == pytest.approx(1.0)
+    assert (alike.fill_diagonal_(0).abs() > 0.9).sum() == 2
+    assert output.reply.prompt_tokens == 3  # type: ignore[union-attr]
+
+
+def test_it_says_that_it_is_synthetic() -> None:
+    description = executor().describe()
+    assert description.synthetic
+    assert "synthetic" in description.model
+    assert description.input.checksum
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (ExecutorOptions(options={"steps": 1}), "unknown field.*it takes step_s, item_s"),
+        (ExecutorOptions(options={"step_s": "soon"}), r"Expected `float`.*\$\.step_s"),
+        (ExecutorOptions(options={"step_s": -1}), "can't be negative"),
+        (ExecutorOptions(options={"tokens": 0}), "less than 1"),
+        (ExecutorOptions(mm_processor_kwargs={"pixels": 1}), "it takes num_frames, max_pixels"),
+        (ExecutorOptions(model="some/model"), "leave --model out"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: ExecutorOptions, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        SyntheticExecutor(options)
+
+
+def test_media_are_prepared_as_it_is_told() -> None:
+    spec = SyntheticExecutor(ExecutorOptions(mm_processor_kwargs={"num_frames": 3, "max_pixels": 99})).describe().input
+    assert spec.video is not None
+    assert spec.picture is not None
+    assert (spec.video.num_frames, spec.video.max_pixels, spec.picture.max_pixels) == (3, 99, 99)
