@@ -1,9 +1,11 @@
 """One connection: frames in, frames out, batched writes, flow control.
 
-The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. Messages sent
-within one loop iteration leave in one write (large ones in several). ``drain`` waits while the peer reads slower than we
-write: whoever sends what may be large awaits it *before*, so that many at once can't add up. Messages that can't wait
-(releases, terminal replies) may go past that, up to a limit that says that the peer does not read at all.
+The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. The first message
+of a loop iteration leaves at once, by a system call of ours, if nothing is before it: whoever waits for it should not wait
+for all that this iteration has to do besides (uvloop writes at its very end). Those that follow in the same iteration leave
+together at its end, in one write (large ones in several). ``drain`` waits while the peer reads slower than we write: whoever
+sends what may be large awaits it *before*, so that many at once can't add up. Messages that can't wait (releases, terminal
+replies) may go past that, up to a limit that says that the peer does not read at all.
 
 A forked child inherits the socket and the loop's epoll descriptor. It must touch neither: what it wrote would reach its
 parent's peer, and what it stopped watching its parent would miss.
@@ -71,6 +73,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._pid = os.getpid()
         self._outgoing: list[bytes] = []
         self._outgoing_nbytes = 0
+        self._fd = -1
+        self._sent_in_this_iteration = False
         self._writable = asyncio.Event()
         self._writable.set()
         self._deaf = False  # nothing is delivered any more
@@ -84,6 +88,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has the interface, not the class
         self._transport.set_write_buffer_limits(high=self._write_buffer_nbytes)
+        self._fd = transport.get_extra_info("socket").fileno()
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -118,7 +123,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         return self._writable.is_set()
 
     def send(self, message: FrontendMessage | EngineMessage) -> None:
-        """Queues a message for the end of this loop iteration. On a connection that has ended it goes nowhere.
+        """Sends a message, at the end of this loop iteration at the latest. On a connection that has ended it goes nowhere.
 
         Raises:
             CapacityError: it is larger than a frame may be. Nothing was sent.
@@ -126,11 +131,16 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         frame = encode_frame(encode_message(message), self._max_frame_nbytes)
         if self.lost or self._closing:
             return
-        if not self._outgoing:
+        self.frames_sent += 1
+        if not self._sent_in_this_iteration:
+            self._sent_in_this_iteration = True
             self._loop.call_soon(self._flush)
+            if not self._outgoing and self._transport is not None:
+                frame = self._write_at_once(frame)
+                if not frame:
+                    return
         self._outgoing.append(frame)
         self._outgoing_nbytes += len(frame)
-        self.frames_sent += 1
         if self._outgoing_nbytes > self._write_buffer_nbytes:
             self._write()  # now, so that `can_write` counts it before the next sender asks
 
@@ -183,7 +193,18 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         if frames and not self.lost and os.getpid() == self._pid:
             self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
+    def _write_at_once(self, frame: bytes) -> bytes:
+        """Returns what of a frame could not be written past the transport, which has nothing to write itself."""
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size() or self._transport.is_closing() or os.getpid() != self._pid:
+            return frame
+        try:
+            return frame[os.write(self._fd, frame) :]
+        except OSError:
+            return frame  # would block, or the peer has gone, which the transport finds out in its own way
+
     def _flush(self) -> None:
+        self._sent_in_this_iteration = False
         self._write()
         if self._transport is None or self._deaf:
             return

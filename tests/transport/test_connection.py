@@ -124,26 +124,59 @@ async def test_a_frame_may_come_in_any_pieces(open_end: Any, eventually: Any) ->
     assert end.owner.messages == [large(300), Abort(2)]
 
 
-async def test_what_is_sent_in_one_iteration_leaves_in_one_write(open_end: Any) -> None:
+async def received_now(end: End) -> bytes:
+    try:
+        return end.peer.recv(1 << 20)
+    except BlockingIOError:
+        return b""
+
+
+async def test_the_first_message_of_an_iteration_leaves_at_once_and_the_others_in_one_write(open_end: Any) -> None:
     end = await open_end()
     writes: list[bytes] = []
 
-    class Recording(asyncio.Transport):
+    class Recording:
         def write(self, data: bytes) -> None:
             writes.append(data)
 
         def get_write_buffer_size(self) -> int:
             return 0
 
+        def is_closing(self) -> bool:
+            return False
+
     transport, end.connection._transport = end.connection._transport, Recording()
-    for number in range(3):
-        end.connection.send(Abort(number))
-    assert writes == []
-    await asyncio.sleep(0)
-    end.connection.send(Abort(3))
-    await asyncio.sleep(0)
-    assert writes == [b"".join(frame(Abort(number)) for number in range(3)), frame(Abort(3))]
-    end.connection._transport = transport
+    try:
+        for number in range(3):
+            end.connection.send(Abort(number))
+        assert await received_now(end) == frame(Abort(0))
+        assert writes == []
+        await asyncio.sleep(0)
+        assert writes == [frame(Abort(1)) + frame(Abort(2))]
+        end.connection.send(Abort(3))
+        assert await received_now(end) == frame(Abort(3))
+    finally:
+        end.connection._transport = transport
+
+
+async def test_nothing_overtakes_what_the_transport_has_not_written(open_end: Any) -> None:
+    """A full socket, then room in it before the transport has noticed: what comes next waits behind what is there."""
+    end = await open_end(write_buffer_nbytes=1024 * KIB)
+    sent: list[FrontendMessage] = []
+    while not end.connection._transport.get_write_buffer_size():
+        for _ in range(8):
+            sent.append(Call(len(sent), "large", bytes(60 * KIB)))
+            end.connection.send(sent[-1])
+        await asyncio.sleep(0)
+    head = end.peer.recv(1 << 20)
+    sent.append(Abort(7))
+    end.connection.send(sent[-1])
+    frames, messages = FrameDecoder(64 * KIB), []
+    messages += [decode_frontend_message(one) for one in frames.feed(head)]
+    while len(messages) < len(sent):
+        data = await asyncio.get_running_loop().sock_recv(end.peer, 1 << 20)
+        messages += [decode_frontend_message(one) for one in frames.feed(data)]
+    assert messages == sent
 
 
 async def test_messages_sent_before_the_connection_is_made_leave_when_it_is() -> None:
@@ -308,8 +341,9 @@ async def test_closing_in_the_middle_of_a_delivery_ends_it(open_end: Any, eventu
 async def test_aborting_drops_what_was_queued(open_end: Any, eventually: Any) -> None:
     end = await open_end()
     end.connection.send(Abort(1))
+    end.connection.send(Abort(2))
     end.connection.abort()
-    assert await end.drain_peer() == b""
+    assert await end.drain_peer() == frame(Abort(1)), "the first has left"
     await eventually(lambda: end.owner.losses)
 
 
