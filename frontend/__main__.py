@@ -2,6 +2,10 @@
 
 Alone, it listens on a host and port. Under the supervisor it gets a listening socket that it shares with its siblings, and
 a pipe on which it says that it is ready.
+
+Its end: it stops listening at once; requests may go on for ``--shutdown-timeout``; then those that still run are cancelled,
+and have a moment to say so (503, or a last event of a stream). A second signal ends the waiting. Last, it leaves the engine,
+and ends without unloading what it imported.
 """
 
 from __future__ import annotations
@@ -17,16 +21,15 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import uvicorn
 import uvloop
-from litestar.types import ASGIApp
 
 import shmring
 from engine.client import EngineClient
-from frontend.app import create_app
+from frontend.app import Application, create_app
 from frontend.memory import make_malloc_return_memory
 from frontend.options import LOG_LEVELS, frontend_options, settings_of
 from frontend.settings import FrontendSettings
@@ -34,8 +37,13 @@ from shmring.transport.liveness import ProcessWatch
 
 __all__ = ["main"]
 
-_CONNECT_TIMEOUT_S = 30.0  # for the engine to import torch and to fill its slab: about 1 s for each 4 GiB
-_GRACE_S = 2  # for requests in flight when the process is told to end; the supervisor kills after 5
+logger = logging.getLogger("frontend")
+
+_CONNECT_TIMEOUT_S = 30.0  # for the engine to import torch and to fill its slab: about 1 s for each 4 GiB; a model takes longer
+_SHUTDOWN_TIMEOUT_S = 2.0
+_INLINE_NBYTES = 128 << 20  # of media in one message, without shared memory; the engine's messages hold twice as much
+_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills a second later
+_POLL_S = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +57,8 @@ class _Place:
     listen_fd: int | None
     ready_fd: int | None
     parent_pid: int | None
+    connect_timeout_s: float
+    shutdown_timeout_s: float
     log_level: str
 
 
@@ -62,6 +72,22 @@ class _Place:
 @click.option("--listen-fd", type=int, default=None, help="A listening socket to inherit instead.")
 @click.option("--ready-fd", type=int, default=None, help="A pipe on which to say that requests are being served.")
 @click.option("--parent-pid", type=int, default=None, help="End when this process, the parent, has ended.")
+@click.option(
+    "--connect-timeout",
+    "connect_timeout_s",
+    default=_CONNECT_TIMEOUT_S,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds to wait for the engine, which may be loading a model.",
+)
+@click.option(
+    "--shutdown-timeout",
+    "shutdown_timeout_s",
+    default=_SHUTDOWN_TIMEOUT_S,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Seconds that requests may go on when the process is told to end; with 0 they are aborted at once.",
+)
 @click.option("--log-level", default="info", show_default=True, type=LOG_LEVELS, help="What to log.")
 @frontend_options
 def main(
@@ -72,6 +98,8 @@ def main(
     listen_fd: int | None,
     ready_fd: int | None,
     parent_pid: int | None,
+    connect_timeout_s: float,
+    shutdown_timeout_s: float,
     log_level: str,
     **values: Any,
 ) -> None:
@@ -87,22 +115,37 @@ def main(
         listen_fd=listen_fd,
         ready_fd=ready_fd,
         parent_pid=parent_pid,
+        connect_timeout_s=connect_timeout_s,
+        shutdown_timeout_s=shutdown_timeout_s,
         log_level=log_level,
     )
     try:
         uvloop.run(_serve(place, settings_of(values)))
     except (shmring.ShmringError, OSError, ValueError) as error:
         raise SystemExit(f"shmring frontend: {error}") from None
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """Ends the process without unloading torch (half a second, and twice that on busy cores) and without waiting for threads.
+
+    Everything of ours is closed by now, and the engine takes back what a thread may still be writing to when we are dead.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, except that it ends by returning, and says when it is ready.
+    """uvicorn's server, except that it says when it is ready, ends by returning, and does not lose what it cancels.
 
     uvicorn's own signal handling raises the signal once more after the shutdown, which would end the process before the
-    engine's client has said goodbye.
+    engine's client has said goodbye. Its own shutdown takes whole seconds only, and goes on at once after it has cancelled
+    requests, so that their answers could not be sent.
     """
 
-    def __init__(self, app: ASGIApp, place: _Place) -> None:
+    def __init__(self, app: Application, place: _Place) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -115,10 +158,11 @@ class _Server(uvicorn.Server):
                 log_level="warning" if place.log_level == "info" else place.log_level,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=_GRACE_S,
             )
         )
+        self._app = app
         self._ready_fd = place.ready_fd
+        self._shutdown_timeout_s = place.shutdown_timeout_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -134,8 +178,10 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Ends it: what is in flight has a moment to end."""
+        """Ends it: what is in flight may end first. Called again, it may not."""
+        self.force_exit = self.should_exit
         self.should_exit = True
+        self._app.begin_shutdown()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts listening, and says so."""
@@ -144,13 +190,39 @@ class _Server(uvicorn.Server):
             os.write(self._ready_fd, b"\n")
             os.close(self._ready_fd)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops listening, waits for requests as long as they may take, cancels the others, and ends the application."""
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once, or after its answer
+        await self._wait_until_idle(self._shutdown_timeout_s)
+        if self.server_state.tasks:
+            logger.warning("requests aborted, since the server ends: %d", len(self.server_state.tasks))
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        self.force_exit = False
+        await self._wait_until_idle(_CANCELLED_GRACE_S)
+        await self.lifespan.shutdown()
+
+    async def _wait_until_idle(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        state = self.server_state
+        # uvicorn has no event for either.
+        while (state.tasks or state.connections) and loop.time() < deadline and not self.force_exit:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+
 
 async def _serve(place: _Place, settings: FrontendSettings) -> None:
     description = f"frontend {os.getpid()}"
+    config = shmring.ClientConfig(socket_dir=place.socket_dir, connect_timeout_s=place.connect_timeout_s)
+    if settings.disable_mm_shm:
+        config = dataclasses.replace(config, inline_nbytes=_INLINE_NBYTES, write_buffer_nbytes=2 * _INLINE_NBYTES)
     with _watching_parent(place.parent_pid):
-        async with await EngineClient.connect(
-            place.name, description=description, socket_dir=place.socket_dir, connect_timeout_s=_CONNECT_TIMEOUT_S
-        ) as engine:
+        async with await EngineClient.connect(place.name, config, description=description) as engine:
             server = _Server(create_app(engine, settings), place)
             sockets = [socket.socket(fileno=place.listen_fd)] if place.listen_fd is not None else None
             await server.serve(sockets)

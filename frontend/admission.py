@@ -1,12 +1,19 @@
-"""Admission: how many requests a process reads at a time, how large they may be, and what happens when a caller hangs up.
+"""Admission: how many requests a process takes, how many it reads and decodes at a time, how large they may be, how long
+they may take, and what happens when a caller hangs up.
 
-A request waits for its turn *before* its body is read. What has not been read stays in its socket, where flow control bounds
-it, so that two hundred callers with large pictures cost two hundred connections and not two hundred pictures.
+Two bounds, because they protect two things. Every request in flight takes a little memory, also one that is answered as a
+stream for minutes: ``max_concurrent_requests``. While its body is read and its media are decoded it takes a lot:
+``max_concurrent_media`` of them have a *turn* at a time, and give it back when all is in the slab and the engine is about to be
+asked. A request waits for its turn *before* its body is read. What has not been read stays in its socket, where flow control
+bounds it, so that two hundred callers with large pictures cost two hundred connections and not two hundred pictures. Only a
+body that is announced to be small, and so has arrived with its header or nearly so, is read without a turn: a conversation
+without media never waits for pictures. A place among those in flight is taken before a turn, never the other way round, so
+that neither can be waited for in a circle.
 
 The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So somebody must listen:
-while the body arrives that is the reading itself, afterwards a watcher beside the handler, which is cancelled when its
-caller has gone. A caller that hangs up while it waits for its turn is noticed when its turn comes (listening earlier would
-mean reading its body); it then costs no more than that.
+while the body arrives that is the reading itself, afterwards a watcher beside the handler, which is cancelled when its caller
+has gone. A caller that hangs up while it waits for its body's turn is noticed when its turn comes (listening earlier would mean
+reading its body); it then costs no more than that.
 
 After a refusal the rest of the body is read and dropped by the server, not cut off: closing a connection that still
 receives would reset it, and the caller would see that instead of the reason.
@@ -26,15 +33,83 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from frontend.errors import RETRY_AFTER_S, ApiError
 from frontend.settings import FrontendSettings
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "Admitted", "admitted_of"]
+
+_SMALL_NBYTES = 64 << 10  # what uvicorn reads ahead of a handler anyway
 
 
 class _HungUp(Exception):
     """The caller has gone; nobody is there to be answered."""
 
 
+class _Line:
+    """Requests that wait for a turn, or to be taken at all: so many, and for so long."""
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        self._most = settings.max_queued_requests
+        self._timeout_s = settings.queue_timeout_s
+        self._waiting = 0
+
+    async def acquire(self, turns: asyncio.Semaphore) -> None:
+        """Waits for one of some turns.
+
+        Raises:
+            ApiError: too many wait already, or it did not come in time.
+        """
+        if turns.locked() and self._waiting >= self._most:
+            raise _overloaded("too many requests are waiting")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await turns.acquire()
+        except TimeoutError:
+            raise _overloaded(f"the request's turn did not come within {self._timeout_s:g} s") from None
+        finally:
+            self._waiting -= 1
+
+
+def _overloaded(message: str) -> ApiError:
+    return ApiError(503, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+
+class Admitted:
+    """What a request's handler has of its admission.
+
+    Attributes:
+        deadline: when its last byte must have been sent, as a time of the loop's clock.
+    """
+
+    def __init__(self, line: _Line, turns: asyncio.Semaphore) -> None:
+        self.deadline = float("inf")
+        self._line = line
+        self._turns = turns
+        self._has_turn = False
+
+    async def take_turn(self) -> None:
+        """Waits until the request may use a lot of memory. Has no effect if it already may.
+
+        Raises:
+            ApiError: its turn does not come.
+        """
+        if not self._has_turn:
+            await self._line.acquire(self._turns)
+            self._has_turn = True
+
+    def release_turn(self) -> None:
+        """Lets the next one: what takes memory was let go of, or is in the slab. Twice is once."""
+        if self._has_turn:
+            self._has_turn = False
+            self._turns.release()
+
+
+def admitted_of(scope: Scope) -> Admitted:
+    """Returns what :class:`Admission` says of a request."""
+    admitted: Admitted = scope["state"]["admitted"]
+    return admitted
+
+
 class Admission(ASGIMiddleware):
-    """Middleware of routes that take bodies.
+    """Middleware of routes that take bodies. One for all of them: they share its bounds.
 
     Args:
         settings: the limits.
@@ -44,8 +119,9 @@ class Admission(ASGIMiddleware):
 
     def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
-        self._turns = asyncio.Semaphore(settings.max_concurrent_requests)
-        self._queued = 0
+        self._line = _Line(settings)
+        self._places = asyncio.Semaphore(settings.max_concurrent_requests)
+        self._turns = asyncio.Semaphore(settings.max_concurrent_media)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Waits for the request's turn, reads its body, and answers it unless its caller hangs up.
@@ -53,41 +129,32 @@ class Admission(ASGIMiddleware):
         Raises:
             ApiError: 413 too large, 408 its body took too long, 503 its turn did not come.
         """
-        self._check_announced(scope)
-        async with self._turn():
+        announced = _announced_nbytes(scope)
+        self._check_size(announced or 0)
+        async with self._admitted() as admitted:
+            scope.setdefault("state", {})["admitted"] = admitted
+            if announced is None or announced > _SMALL_NBYTES:
+                await admitted.take_turn()
             with contextlib.suppress(_HungUp):
                 body = await self._read_body(receive)
+                admitted.deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
                 responding = _Responding(send)
                 await _run_until_hang_up(next_app(scope, _replay(body), responding), receive, responding)
 
-    def _check_announced(self, scope: Scope) -> None:
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit():
-                self._check_size(int(value))
+    @contextlib.asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[Admitted]:
+        await self._line.acquire(self._places)
+        admitted = Admitted(self._line, self._turns)
+        try:
+            yield admitted
+        finally:
+            admitted.release_turn()
+            self._places.release()
 
     def _check_size(self, nbytes: int) -> None:
         limit = self._settings.max_body_nbytes
         if nbytes > limit:
             raise ApiError(413, f"the request's body is larger than the {limit} bytes that are accepted", code="body_too_large")
-
-    @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        settings = self._settings
-        if self._queued >= settings.max_queued_requests:
-            raise ApiError(503, "too many requests are waiting", code="overloaded", retry_after_s=RETRY_AFTER_S)
-        self._queued += 1
-        try:
-            async with asyncio.timeout(settings.queue_timeout_s):
-                await self._turns.acquire()
-        except TimeoutError:
-            message = f"the request's turn did not come within {settings.queue_timeout_s:g} s"
-            raise ApiError(503, message, code="overloaded", retry_after_s=RETRY_AFTER_S) from None
-        finally:
-            self._queued -= 1
-        try:
-            yield
-        finally:
-            self._turns.release()
 
     async def _read_body(self, receive: Receive) -> list[bytes]:
         """Reads a body.
@@ -112,6 +179,14 @@ class Admission(ASGIMiddleware):
         except TimeoutError:
             message_text = f"the request's body did not arrive within {self._settings.body_timeout_s:g} s"
             raise ApiError(408, message_text, code="body_timeout") from None
+
+
+def _announced_nbytes(scope: Scope) -> int | None:
+    """What a request's header says of its body; None: nothing, so that it may be of any size."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return None
 
 
 class _Responding:

@@ -1,27 +1,14 @@
-"""The HTTP application of one frontend process: routes, and how failures become statuses.
+"""The HTTP application of one frontend process: routes, and what each of them answers.
 
-=====================================================  ======  =====================================
-failure                                                status  code
-=====================================================  ======  =====================================
-not JSON; not such a request; bad media                400     invalid_json, invalid_value, invalid_image, ...
-``ValueError`` or ``ValidationError`` of the executor  400     rejected_by_engine
-no such model; no such route                           404     model_not_found, not_found
-no such method                                         405     method_not_allowed
-the body did not arrive in time                        408     body_timeout
-body too large; pictures that never fit the slab       413     body_too_large, slab_too_small
-any other failure of the executor; a bug               500     engine_error, internal_error
-no turn in time; no space in the slab in time          503     overloaded, slab_full (``Retry-After``)
-engine gone; request aborted at the engine; closing    503     engine_unavailable (``Retry-After``)
-the server shuts down, and its grace is over           503     shutting_down (``Retry-After``)
-the engine took too long                               504     engine_timeout
-=====================================================  ======  =====================================
+How failures become statuses: :mod:`frontend.failures`, whose table is also what the OpenAPI document says.
 
-503 says that the same request may succeed a moment later, 413 that it never will, 504 that trying again would most likely
-take as long again. All have OpenAI's error envelope. A caller that hangs up gets nothing, and its request is aborted.
+Answers that come whole say what they took: ``X-Shmring-Slab-Bytes``, the bytes of tensors that crossed through the slab, and
+``X-Shmring-Copies``, how many tensors this process copied for sending while the request was with the engine (other
+requests' included, so it is exact for a request that was alone, and an upper bound otherwise). ``X-Shmring-Synthetic: true``
+is on all answers that are made up, for load tests.
 
-Answers to ``POST /v1/embeddings`` say what they took: ``X-Shmring-Slab-Bytes``, the bytes of tensors that crossed through
-the slab, and ``X-Shmring-Copies``, how many tensors this process copied for sending while the request was with the
-engine (other requests' included, so it is exact for a request that was alone, and an upper bound otherwise).
+``/health`` says whether the engine works, ``/ready`` whether a request would be answered now: a paused engine is well and not
+ready. Neither needs a key, nor do ``/metrics``, ``/version`` and ``/docs``.
 
 Litestar was chosen because it speaks msgspec; it cancels cleanly, streams, and runs its middleware inside its error handling.
 """
@@ -30,57 +17,84 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import time
-import traceback
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from litestar import Litestar, Request, Response, get, post
 from litestar.datastructures import State
-from litestar.exceptions import HTTPException
-from litestar.types import ASGIApp
+from litestar.types import Receive, Scope, Send
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import shmring
 from engine.client import EngineClient
-from frontend.admission import Admission
-from frontend.embeddings import EmbeddingService
+from frontend.admission import Admission, admitted_of
+from frontend.authentication import Authentication
+from frontend.chat import ChatService, Completed, events_of
+from frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
+from frontend.embeddings import Embedded, EmbeddingService
 from frontend.errors import RETRY_AFTER_S, ApiError, ErrorEnvelope
+from frontend.failures import report
 from frontend.metrics import FrontendMetrics, Observation, request_id_of
-from frontend.openai import EmbeddingResponse, Model, ModelList, parse_embedding_request
+from frontend.multimodal import MediaIntake
+from frontend.openai.chat import CHAT_PARSER, ChatRequest
+from frontend.openai.embeddings import EMBEDDING_PARSER
+from frontend.openai.models import ModelList, Version
+from frontend.served import ServedModel
 from frontend.settings import FrontendSettings
+from frontend.sse import EventStream
 
-__all__ = ["create_app"]
-
-logger = logging.getLogger("frontend.app")
+__all__ = ["Application", "create_app"]
 
 _SAMPLING_S = 1.0  # how old the gauges of the other frontends may be in an answer to /metrics
 
 _AnyRequest = Request[Any, Any, State]
 
 
-def create_app(engine: EngineClient, settings: FrontendSettings) -> ASGIApp:
+class Application:
+    """An ASGI application. Made by :func:`create_app`."""
+
+    def __init__(self, app: Observation, routes: _Routes) -> None:
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or runs the lifespan."""
+        await self._app(scope, receive, send)
+
+    def begin_shutdown(self) -> None:
+        """Says to whoever asks that it is not ready any more. What is in flight, or still comes, is answered."""
+        self._routes.shutting_down = True
+
+
+def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
     """Makes the application of a frontend process.
 
     Args:
-        engine: who embeds; its owner closes it after the application.
+        engine: who computes; its owner closes it after the application.
         settings: limits, and the model's name.
     """
     routes = _Routes(engine, settings)
+    authentication = Authentication(settings.api_keys)
+    middleware = [authentication, Admission(settings)]
     app = Litestar(
         [
-            post("/v1/embeddings", status_code=200, middleware=[Admission(settings)])(routes.embed),
-            get("/v1/models", sync_to_thread=False)(routes.list_models),
+            post("/v1/chat/completions", status_code=200, middleware=middleware)(routes.chat),
+            post("/v1/embeddings", status_code=200, middleware=middleware)(routes.embed),
+            get("/v1/models", middleware=[authentication])(routes.list_models),
             get("/health")(routes.check_health),
+            get("/ready")(routes.check_ready),
             get("/metrics")(routes.render_metrics),
+            get("/version", sync_to_thread=False)(routes.version),
+            get(DOCS_PATH)(routes.documentation.page),
+            get(list(DOCUMENT_PATHS), sync_to_thread=False)(routes.documentation.document),
         ],
         exception_handlers={Exception: _answer_error},
         lifespan=[lambda _: routes.running()],
         openapi_config=None,
         logging_config=None,
     )
-    return Observation(app, routes.metrics)
+    return Application(Observation(app, routes.metrics), routes)
 
 
 class _Routes:
@@ -88,9 +102,13 @@ class _Routes:
 
     def __init__(self, engine: EngineClient, settings: FrontendSettings) -> None:
         self.metrics = FrontendMetrics()
+        self.documentation = Documentation(keys_needed=bool(settings.api_keys))
+        self.shutting_down = False
         self._engine = engine
-        self._service = EmbeddingService(engine, settings)
-        self._models = ModelList([Model(settings.model_name, int(time.time()))])
+        self._model = ServedModel(engine, settings.served_model_name)
+        self._intake = MediaIntake(engine, settings)
+        self._embeddings = EmbeddingService(engine, self._model, self._intake, settings)
+        self._chats = ChatService(engine, self._model, self._intake, settings)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -100,39 +118,90 @@ class _Routes:
             yield
         finally:
             sampling.cancel()
-            self._service.close()
+            await self._intake.close()
 
     async def _sample(self) -> None:
         while True:
             self.metrics.take_over(self._engine.ring.statistics())
             await asyncio.sleep(_SAMPLING_S)
 
-    async def embed(self, request: _AnyRequest) -> Response[EmbeddingResponse]:
+    async def chat(self, request: _AnyRequest) -> Response[Any]:
+        asked = CHAT_PARSER.parse(await _body(request))
+        if asked.stream:
+            return await self._stream(asked, request)
         try:
-            embedded = await self._service.embed(parse_embedding_request(await _body(request)), request_id_of(request.scope))
+            completed = await self._chats.complete(asked, admitted_of(request.scope), request_id_of(request.scope))
         finally:
             self.metrics.take_over(self._engine.ring.statistics())
-        headers = {"x-shmring-slab-bytes": str(embedded.slab_nbytes), "x-shmring-copies": str(embedded.copies)}
-        return Response(embedded.response, headers=headers)
+        return Response(completed.response, headers=_headers(completed))
 
-    def list_models(self) -> ModelList:
-        return self._models
+    async def _stream(self, asked: ChatRequest, request: _AnyRequest) -> EventStream:
+        admitted, request_id = admitted_of(request.scope), request_id_of(request.scope)
+        answer = await self._chats.begin(asked, admitted, request_id)
+        headers = {"x-shmring-synthetic": "true"} if answer.synthetic else {}
+        broken = functools.partial(self._broken_stream, request_id=request_id)
+        return EventStream(events_of(answer, asked), answer.aclose, admitted.deadline, broken, headers)
 
-    async def check_health(self) -> Response[None]:
+    def _broken_stream(self, error: Exception, request_id: str) -> ApiError:
+        told = report(error, request_id)
+        self.metrics.broken_streams.labels(told.code).inc()
+        return told
+
+    async def embed(self, request: _AnyRequest) -> Response[Any]:
+        asked = EMBEDDING_PARSER.parse(await _body(request))
         try:
+            embedded = await self._embeddings.embed(asked, admitted_of(request.scope), request_id_of(request.scope))
+        finally:
+            self.metrics.take_over(self._engine.ring.statistics())
+        return Response(embedded.response, headers=_headers(embedded))
+
+    async def list_models(self) -> ModelList:
+        return await self._model.list()
+
+    def version(self) -> Version:
+        return Version(shmring.__version__)
+
+    async def check_health(self) -> Response[bytes]:
+        with _unhealthy():
             await self._engine.check_health()
-        except TimeoutError:
-            raise ApiError(503, "the engine does not answer", code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from None
-        except shmring.RemoteError as error:
-            raise ApiError(503, str(error), code="engine_unhealthy", retry_after_s=RETRY_AFTER_S) from None
-        return Response(None)
+        return _well()
+
+    async def check_ready(self) -> Response[bytes]:
+        if self.shutting_down or self._engine.is_stopped:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+        with _unhealthy():
+            await self._engine.check_health()
+            paused = await self._engine.is_paused()
+        if paused:
+            raise ApiError(503, "the engine is paused; requests wait", code="paused", retry_after_s=RETRY_AFTER_S)
+        return _well()
 
     async def render_metrics(self) -> Response[bytes]:
         self.metrics.take_over(self._engine.ring.statistics())
         numbers: dict[str, float] | None = None
         with contextlib.suppress(shmring.ShmringError, TimeoutError):  # it is told as shmring_engine_up 0
             numbers = await self._engine.statistics()
-        return Response(await self.metrics.render(numbers), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self.metrics.render(numbers), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@contextlib.contextmanager
+def _unhealthy() -> Iterator[None]:
+    """What an engine's answer, or none, to a question of its health is to the caller."""
+    try:
+        yield
+    except TimeoutError:
+        raise ApiError(503, "the engine does not answer", code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from None
+    except shmring.RemoteError as error:
+        raise ApiError(503, str(error), code="engine_unhealthy", retry_after_s=RETRY_AFTER_S) from None
+
+
+def _well() -> Response[bytes]:
+    return Response(b"", media_type="text/plain")
+
+
+def _headers(taken: Completed | Embedded) -> dict[str, str]:
+    headers = {"x-shmring-slab-bytes": str(taken.slab_nbytes), "x-shmring-copies": str(taken.copies)}
+    return headers | ({"x-shmring-synthetic": "true"} if taken.synthetic else {})
 
 
 async def _body(request: _AnyRequest) -> bytes:
@@ -142,37 +211,5 @@ async def _body(request: _AnyRequest) -> bytes:
 
 
 def _answer_error(request: _AnyRequest, error: Exception) -> Response[ErrorEnvelope]:
-    answer = _api_error(error)
-    if answer.status >= 500:
-        known = isinstance(error, ApiError | shmring.ShmringError | TimeoutError)
-        # As text: a log handler that keeps the exception would keep its frames, and they the views of the request's slot.
-        told = str(error) or type(error).__name__ if known else "".join(traceback.format_exception(error))
-        logger.error("%s: %s", request_id_of(request.scope), told)
-    headers = {"retry-after": str(answer.retry_after_s)} if answer.retry_after_s is not None else {}
-    if isinstance(error, HTTPException) and error.headers:
-        headers |= error.headers
-    return Response(answer.envelope(), status_code=answer.status, headers=headers)
-
-
-def _api_error(error: Exception) -> ApiError:
-    """How failures become statuses; the table is at the head of this file."""
-    match error:
-        case ApiError():
-            return error
-        case HTTPException():
-            return ApiError(error.status_code, error.detail, code=_code_of_status(error.status_code))
-        case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
-            return ApiError(400, error.message, code="rejected_by_engine")
-        case shmring.RemoteError():
-            return ApiError(500, f"the engine failed with this request: {error}", code="engine_error")
-        case shmring.CapacityError():
-            return ApiError(413, f"the request can never fit this server's memory: {error}", code="slab_too_small")
-        case shmring.PeerLostError() | shmring.ClosedError() | shmring.AbortedError():
-            return ApiError(503, str(error), code="engine_unavailable", retry_after_s=RETRY_AFTER_S)
-        case TimeoutError():
-            return ApiError(504, "the engine took too long with this request", code="engine_timeout")
-    return ApiError(500, "internal error; the server's log has it under this request's X-Request-Id", code="internal_error")
-
-
-def _code_of_status(status: int) -> str:
-    return {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+    answer = report(error, request_id_of(request.scope))
+    return Response(answer.envelope(), status_code=answer.status, headers=answer.headers)

@@ -1,80 +1,43 @@
-"""The command ``shmring``."""
+"""The command ``shmring``: its commands, and what they need only when they are run.
+
+Importing torch takes a second or two, so nothing here does: ``shmring version`` and ``shmring --help`` answer at once.
+``serve``, whose options include those of frontends, lives in a module of its own, imported when it is asked for.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from typing import Any
+from importlib import metadata
 
 import click
-
-import shmring
-from frontend.options import LOG_LEVELS, NBYTES, frontend_arguments, frontend_options
-from frontend.supervisor import ServeError, ServeOptions
-from frontend.supervisor import serve as run_server
 
 __all__ = ["main"]
 
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
+_serve_stand_in = click.Command("serve", help="Serves OpenAI's API: one engine and several frontends behind one port.")
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Commands(click.Group):
+    """A group in which ``serve`` is listed without being imported."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command that is to be run."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is _serve_stand_in:
+            from frontend.serving import serve  # imports torch
+
+            command = serve
+        return name, command, rest
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Multimodal inference over shared memory: an engine, its HTTP frontends, and a demonstration of both."""
 
 
-@main.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen. 0.0.0.0 is everywhere.")
-@click.option(
-    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Where to listen; 0 is any free port."
-)
-@click.option(
-    "--api-server-count",
-    default=2,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Frontend processes that share the port.",
-)
-@click.option("--name", default="shmring", show_default=True, help="The engine's name. Two servers of a user need two.")
-@click.option("--socket-dir", default=None, help="Where the engine's socket lies.  [default: the user's runtime directory]")
-@click.option("--slab-nbytes", default="1GiB", show_default=True, type=NBYTES, help="Size of the slab in /dev/shm.")
-@click.option(
-    "--executor", default="features", show_default=True, help="What computes in the engine; see `shmring engine --help`."
-)
-@click.option("--log-level", default="warning", show_default=True, type=LOG_LEVELS, help="What all processes log, to stderr.")
-@frontend_options
-def serve(
-    host: str,
-    port: int,
-    api_server_count: int,
-    name: str,
-    socket_dir: str | None,
-    slab_nbytes: int,
-    executor: str,
-    log_level: str,
-    **values: Any,
-) -> None:
-    """Serves OpenAI's embeddings API: one engine and several frontends behind one port.
-
-    Stops on Ctrl-C or SIGTERM. Ends with an error if the engine ends; a frontend that ends is started again.
-    """
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s supervisor: %(message)s", stream=sys.stderr)
-    options = ServeOptions(
-        host=host,
-        port=port,
-        frontends=api_server_count,
-        name=name,
-        socket_dir=socket_dir,
-        slab_nbytes=slab_nbytes,
-        executor=executor,
-        log_level=log_level,
-        frontend_arguments=tuple(frontend_arguments(values)),
-    )
-    try:
-        run_server(options)
-    except ServeError as error:
-        raise SystemExit(f"shmring: {error}") from None
+main.add_command(_serve_stand_in)
 
 
 def _run_module(module: str, arguments: tuple[str, ...]) -> None:
@@ -97,6 +60,13 @@ def frontend(arguments: tuple[str, ...]) -> None:
     _run_module("frontend", arguments)
 
 
+@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measures, on this machine. All commands are its own: shmring bench --help."""
+    _run_module("bench", arguments)
+
+
 @main.command()
 def demo() -> None:
     """Shows that it works: pictures and altered copies of them through HTTP, slab and engine, in under a minute.
@@ -109,9 +79,44 @@ def demo() -> None:
 
 
 @main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects with name, status, found and advice.")
+@click.option("--slab-nbytes", default="1GiB", show_default=True, help="The slab that an engine is to have here.")
+@click.option("--socket-dir", default=None, help="Where its socket is to lie.  [default: the user's runtime directory]")
+def doctor(as_json: bool, slab_nbytes: str, socket_dir: str | None) -> None:
+    """Checks whether this machine is fit for an engine, and says what to do where it is not.
+
+    Ends with exit code 1 if there is a problem.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from frontend.doctor import has_problem, run_checks, show  # imports torch
+    from shmring.config import parse_nbytes
+
+    try:
+        checks = run_checks(parse_nbytes(slab_nbytes), socket_dir)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(checks)))
+    else:
+        show(checks, Console(width=None if sys.stdout.isatty() else 132))
+    raise SystemExit(1 if has_problem(checks) else 0)
+
+
+@main.command()
 def version() -> None:
     """Prints the version."""
-    click.echo(f"shmring {shmring.__version__}")
+    click.echo(f"shmring {_version()}")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("shmring")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        import shmring
+
+        return shmring.__version__
 
 
 if __name__ == "__main__":

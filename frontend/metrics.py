@@ -28,12 +28,14 @@ from prometheus_client.registry import Collector
 
 import shmring
 from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.sse import CONTENT_TYPE, event
 
 __all__ = ["FrontendMetrics", "Observation", "request_id_of"]
 
 _HUNG_UP = 499  # nobody is there to be told; what nginx logs for it
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -57,7 +59,8 @@ class FrontendMetrics:
         in_flight: requests being answered, those that wait for their turn included.
         requests: requests by route and status; 499 are those that hung up.
         seconds: how long they took.
-        aborted: requests that hung up before they were answered.
+        aborted: requests that hung up, or stopped reading, before their answer was complete.
+        broken_streams: answers that ended with an error after they had begun, by its code. Their status was 200 by then.
     """
 
     def __init__(self) -> None:
@@ -68,6 +71,9 @@ class FrontendMetrics:
             "shmring_http_request_seconds", "Time to answer.", ["route"], buckets=_BUCKETS, registry=self.registry
         )
         self.aborted = Counter("shmring_http_aborted", "Requests that hung up.", registry=self.registry)
+        self.broken_streams = Counter(
+            "shmring_http_broken_streams", "Streams that ended with an error.", ["code"], registry=self.registry
+        )
         self._counters = {
             field: Counter(name, documentation, registry=self.registry)
             for field, name, documentation in (
@@ -136,12 +142,16 @@ class Observation:
         request_id = _requested_id(scope) or secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status = _HUNG_UP
+        streaming = complete = False
 
         async def observed_send(message: Message) -> None:
-            nonlocal status
+            nonlocal status, streaming, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
+                streaming = (b"content-type", CONTENT_TYPE.encode("ascii")) in message["headers"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+            else:
+                complete = not message.get("more_body", False)
             await send(message)
 
         started = time.perf_counter()
@@ -150,28 +160,33 @@ class Observation:
                 await self._app(scope, receive, observed_send)
             except asyncio.CancelledError:
                 # Only the server does that, when it shuts down and the grace for what is in flight is over.
-                if status != _HUNG_UP:
+                if status == _HUNG_UP:
+                    await _refuse(observed_send)
+                elif streaming:
+                    self._metrics.broken_streams.labels(_SHUTTING_DOWN.code).inc()
+                    last = event(_SHUTTING_DOWN.envelope())
+                    await observed_send({"type": "http.response.body", "body": last, "more_body": False})
+                else:
+                    complete = True  # as far as its caller is to blame
                     raise
-                await _refuse(observed_send)
             except Exception:
-                status = 500  # a bug, or a response that broke off; the server logs it and says 500
+                status, complete = 500, True  # a bug, or a response that broke off; the server logs it and says 500
                 raise
             finally:
                 self._count(scope, status, time.perf_counter() - started)
+                if not complete:
+                    self._metrics.aborted.inc()
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         route = str(scope.get("path_template") or _UNMATCHED)
         self._metrics.requests.labels(route, str(status)).inc()
         self._metrics.seconds.labels(route).observe(seconds)
-        if status == _HUNG_UP:
-            self._metrics.aborted.inc()
 
 
 async def _refuse(send: Send) -> None:
-    error = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
     headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER_S).encode("ascii"))]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": msgspec.json.encode(error.envelope()), "more_body": False})
+    await send({"type": "http.response.start", "status": _SHUTTING_DOWN.status, "headers": headers})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(_SHUTTING_DOWN.envelope()), "more_body": False})
 
 
 def request_id_of(scope: Scope) -> str:

@@ -1,12 +1,76 @@
-"""What a frontend process can be told: one frozen object, every limit with its reason."""
+"""What a frontend process can be told: frozen objects, every limit with its reason."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
-from frontend.media.image import PictureLimits
+from frontend.media.fetch import FetchSettings
+from frontend.media.loader import MediaKind
+from frontend.media.options import MediaIoKwargs, MediaLimits
 
-__all__ = ["FrontendSettings"]
+__all__ = ["FrontendSettings", "MediaCounts"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaCounts:
+    """How many media of each modality a request may have. All of a request's media share one slot.
+
+    Attributes:
+        image: 64 pictures of two megapixels take 384 MB of the slab.
+        audio: 16 recordings of ten minutes take 300 MB of it as mel bands.
+        video: 8 clips of 16 frames of 1280 x 720 take 354 MB of it.
+    """
+
+    image: int = 64
+    audio: int = 16
+    video: int = 8
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            count = getattr(self, field.name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"limit-mm-per-prompt: {field.name} must be a number of at least 0, not {str(count)[:64]!r}")
+
+    def of(self, kind: MediaKind) -> int:
+        """Returns how many of a kind are accepted."""
+        return {"image": self.image, "audio": self.audio, "video": self.video}[kind]
+
+    @classmethod
+    def parse(cls, text: str) -> MediaCounts:
+        """Reads vLLM's ``--limit-mm-per-prompt``: ``{"image": 16, "video": 2}`` or ``image=16,video=2``.
+
+        What is not named keeps its default.
+
+        Raises:
+            ValueError: it is neither, or it names a modality that there is not.
+        """
+        counts = _json_counts(text) if text.lstrip().startswith("{") else _listed_counts(text)
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = counts.keys() - set(known)
+        if unknown:
+            raise ValueError(f"limit-mm-per-prompt: there is no modality {min(unknown)[:64]!r}; there are {', '.join(known)}")
+        return cls(**counts)
+
+
+def _json_counts(text: str) -> dict[str, Any]:
+    try:
+        counts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"limit-mm-per-prompt is not JSON: {error}") from None
+    assert isinstance(counts, dict), "it begins with a brace"
+    return counts
+
+
+def _listed_counts(text: str) -> dict[str, int]:
+    counts = {}
+    for item in text.split(","):
+        name, equals, count = item.partition("=")
+        if not equals or not count.strip().isdecimal():
+            raise ValueError(f"limit-mm-per-prompt: write image=16,video=2 or a JSON object, not {text[:64]!r}")
+        counts[name.strip()] = int(count)
+    return counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,30 +78,46 @@ class FrontendSettings:
     """Limits of one frontend process, and what it calls its model.
 
     Attributes:
-        model_name: what requests must name as ``model``.
-        max_concurrent_requests: requests whose body is read, decoded or embedded at a time. A request with a picture of
-            12 megapixels takes up to 20 MB before its slot is there, and 50 MB more while it is decoded; the others
-            wait in their sockets, where flow control bounds them.
-        max_queued_requests: requests that wait for that; further ones are turned away. Each costs a connection and
+        served_model_name: what requests must name as ``model``; None: as the engine's executor calls it.
+        api_keys: what callers of ``/v1`` must have one of; none: anybody may call.
+        max_concurrent_requests: requests in flight, from those that wait for their turn to streams that are being answered.
+            1024 is what the engine takes from one frontend (``RingConfig.max_inflight``).
+        max_concurrent_media: requests whose body is read or whose media are loaded or decoded at a time. A request with a
+            picture of 12 megapixels takes up to 20 MB before its slot is there, and 50 MB more while it is decoded; the
+            others wait in their sockets, where flow control bounds them.
+        max_queued_requests: requests that wait for either; further ones are turned away. Each costs a connection and
             up to 320 KB of body that arrived with its header.
         queue_timeout_s: how long they wait. Shorter than the 600 s after which the ``openai`` client gives up.
         body_timeout_s: how long a body may take to arrive, because it keeps others waiting meanwhile.
         slot_timeout_s: how long a request waits for space in the slab.
-        request_timeout_s: how long the engine may take with it.
+        request_timeout_s: from the end of a request's body to the last byte of its answer: media, slot, engine and sending.
+            600 s are what the ``openai`` client waits.
         max_body_nbytes: of a request. 64 MiB hold six pictures of 12 megapixels as JPEG in base64.
-        max_pictures: of a request; a slot is acquired for all of them together.
-        decode_threads: pictures decoded at a time.
-        picture_limits: what a picture may be.
+        max_media_nbytes: of the files of a request's media together, wherever they come from; for clips that are fetched.
+        max_inputs: texts and media of an embedding request, as in OpenAI's API.
+        limit_mm_per_prompt: how many media a request may have.
+        decode_threads: media decoded at a time.
+        disable_mm_shm: media travel inside the messages to the engine instead of through the slab; to compare with.
+        media_limits: what media may be.
+        media_io_kwargs: how they are prepared, where that is not the executor's choice.
+        fetch: where they may come from.
     """
 
-    model_name: str = "shmring-features"
-    max_concurrent_requests: int = 8
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    max_concurrent_requests: int = 1024
+    max_concurrent_media: int = 8
     max_queued_requests: int = 1024
     queue_timeout_s: float = 300.0
     body_timeout_s: float = 60.0
     slot_timeout_s: float = 30.0
-    request_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0
     max_body_nbytes: int = 64 << 20
-    max_pictures: int = 64
+    max_media_nbytes: int = 512 << 20
+    max_inputs: int = 2048
+    limit_mm_per_prompt: MediaCounts = dataclasses.field(default_factory=MediaCounts)
     decode_threads: int = 4
-    picture_limits: PictureLimits = dataclasses.field(default_factory=PictureLimits)
+    disable_mm_shm: bool = False
+    media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
+    media_io_kwargs: MediaIoKwargs = dataclasses.field(default_factory=MediaIoKwargs)
+    fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)

@@ -14,6 +14,9 @@ floats. Squeezing to a square forgets the aspect ratio on purpose: a crop change
 Bins and cells overlap like triangles (a value counts partly for each of its two neighbours), so that a small change of
 the picture is a small change of the descriptor.
 
+What the descriptors of sounds (:mod:`.sounds`), clips (:mod:`.clips`) and texts (:mod:`.texts`) have in common with them lies
+here too: their size, how parts are normalised, how bins overlap, and what keeps the kinds apart (:func:`place_in_space`).
+
 Invariants:
 
 - the picture is only read, and the descriptor shares no memory with it;
@@ -22,11 +25,25 @@ Invariants:
 - equal pictures give equal bits on one machine: nothing here is random or depends on what was described before.
 """
 
+from __future__ import annotations
+
 import functools
+import hashlib
 import math
 
+import numpy as np
 import torch
 from torch.nn import functional
+
+__all__ = [
+    "DESCRIPTOR_SIZE",
+    "cosine_waves",
+    "count_up_to",
+    "describe_picture",
+    "normalise_above",
+    "place_in_space",
+    "share_on_line",
+]
 
 # Small enough that fine grain, which recompression and scaling change, is gone. Anything from 64 to 192 ranks the
 # sample pictures about equally well.
@@ -131,9 +148,9 @@ def _luminance(thumbnail: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_layout(luminance: torch.Tensor) -> torch.Tensor:
-    basis = _cosine_basis()
+    basis = cosine_waves(_LAYOUT_FREQUENCIES, _THUMBNAIL_SIDE)
     coefficients = basis @ luminance @ basis.T
-    return _normalise_above(_CONTRAST_FLOOR, coefficients.flatten()[_layout_order()])
+    return normalise_above(_CONTRAST_FLOOR, coefficients.flatten()[_layout_order()])
 
 
 def _describe_edges(luminance: torch.Tensor) -> torch.Tensor:
@@ -145,7 +162,7 @@ def _describe_edges(luminance: torch.Tensor) -> torch.Tensor:
     cells = windows @ strengths @ windows.T
     balanced = cells / (torch.linalg.vector_norm(cells, dim=0) + _CONTRAST_FLOOR)
     # Histograms are nowhere negative, so without this any two textures would look alike.
-    return _normalise_above(_EDGES_FLOOR, (balanced - balanced.mean()).flatten())
+    return normalise_above(_EDGES_FLOOR, (balanced - balanced.mean()).flatten())
 
 
 def _describe_colour(thumbnail: torch.Tensor, luminance: torch.Tensor) -> torch.Tensor:
@@ -155,57 +172,24 @@ def _describe_colour(thumbnail: torch.Tensor, luminance: torch.Tensor) -> torch.
     red_green = _share_chroma((red - green) / total)
     yellow_blue = _share_chroma(((red + green) / 2 - blue) / total)
     relative_luminance = luminance.flatten() / (luminance.mean() + _CONTRAST_FLOOR)
-    brightness = _share_on_line(relative_luminance * ((_LUMINANCE_BINS - 1) / 2), _LUMINANCE_BINS)
+    brightness = share_on_line(relative_luminance * ((_LUMINANCE_BINS - 1) / 2), _LUMINANCE_BINS)
     counts = (brightness.unsqueeze(1) * red_green).flatten(0, 1) @ yellow_blue.T
     return (counts.flatten() / counts.sum()).sqrt()
 
 
-def _normalise_above(floor: float, part: torch.Tensor) -> torch.Tensor:
-    """Brings a part to a length near one if it is well above the floor, and near nought if it is well below."""
-    length: torch.Tensor = torch.linalg.vector_norm(part)
-    return part / (length + floor)
-
-
 def _share_chroma(chroma: torch.Tensor) -> torch.Tensor:
-    return _share_on_line((chroma / _CHROMA_LIMIT + 1) * ((_CHROMA_BINS - 1) / 2), _CHROMA_BINS)
-
-
-def _share_on_line(position: torch.Tensor, bins: int) -> torch.Tensor:
-    """Shares each position out between its two nearest bins; what lies beyond an end counts for that end.
-
-    Args:
-        position: float32 of shape (count,); bin `i` is centred at `i`.
-        bins: how many bins there are.
-
-    Returns:
-        float32 of shape (bins, count); each column adds up to one.
-    """
-    distance = (position.clamp(0, bins - 1) - _count_up_to(bins).unsqueeze(1)).abs()
-    return _triangle(distance)
+    return share_on_line((chroma / _CHROMA_LIMIT + 1) * ((_CHROMA_BINS - 1) / 2), _CHROMA_BINS)
 
 
 def _share_on_circle(position: torch.Tensor, bins: int) -> torch.Tensor:
     """Shares each position, of shape (height, width), out between two of `bins`; bin `bins` would be bin 0 again."""
-    turned = torch.remainder(position - _count_up_to(bins).reshape(-1, 1, 1), bins)
+    turned = torch.remainder(position - count_up_to(bins).reshape(-1, 1, 1), bins)
     distance = torch.minimum(turned, bins - turned)
     return _triangle(distance)
 
 
 def _triangle(distance: torch.Tensor) -> torch.Tensor:
     return (1 - distance).clamp(min=0)
-
-
-def _count_up_to(end: int) -> torch.Tensor:
-    # The device is named because a host process may have made another one torch's default.
-    return torch.arange(end, dtype=torch.float32, device="cpu")
-
-
-@functools.cache
-def _cosine_basis() -> torch.Tensor:
-    """Returns the lowest waves of a DCT-II, of shape (`_LAYOUT_FREQUENCIES`, `_THUMBNAIL_SIDE`), to average against."""
-    frequency = _count_up_to(_LAYOUT_FREQUENCIES).unsqueeze(1)
-    phase = (_count_up_to(_THUMBNAIL_SIDE) + 0.5) * (math.pi / _THUMBNAIL_SIDE)
-    return torch.cos(frequency * phase) / _THUMBNAIL_SIDE
 
 
 @functools.cache
@@ -219,5 +203,81 @@ def _layout_order() -> torch.Tensor:
 def _cell_windows() -> torch.Tensor:
     """Returns the weight of each line of the thumbnail in each row of cells, so that a cell averages over its lines."""
     cell_lines = _THUMBNAIL_SIDE / _CELLS_PER_SIDE
-    position = (_count_up_to(_THUMBNAIL_SIDE) + 0.5) / cell_lines - 0.5
-    return _share_on_line(position, _CELLS_PER_SIDE) / cell_lines
+    position = (count_up_to(_THUMBNAIL_SIDE) + 0.5) / cell_lines - 0.5
+    return share_on_line(position, _CELLS_PER_SIDE) / cell_lines
+
+
+# -- what descriptors of every kind are made with ---------------------------------------------------------------------------
+
+
+def normalise_above(floor: float, part: torch.Tensor) -> torch.Tensor:
+    """Brings a part to a length near one if it is well above the floor, and near nought if it is well below."""
+    length: torch.Tensor = torch.linalg.vector_norm(part)
+    return part / (length + floor)
+
+
+def share_on_line(position: torch.Tensor, bins: int) -> torch.Tensor:
+    """Shares each position out between its two nearest bins; what lies beyond an end counts for that end.
+
+    Args:
+        position: float32 of shape (count,); bin `i` is centred at `i`.
+        bins: how many bins there are.
+
+    Returns:
+        float32 of shape (bins, count); each column adds up to one.
+    """
+    distance = (position.clamp(0, bins - 1) - count_up_to(bins).unsqueeze(1)).abs()
+    return _triangle(distance)
+
+
+def count_up_to(end: int) -> torch.Tensor:
+    """Returns 0, 1, 2, ... below `end`, as float32 in host memory."""
+    # The device is named because a host process may have made another one torch's default.
+    return torch.arange(end, dtype=torch.float32, device="cpu")
+
+
+@functools.cache
+def cosine_waves(count: int, length: int) -> torch.Tensor:
+    """Returns the `count` lowest waves of a DCT-II, of shape (count, length), to average a signal of that length against."""
+    frequency = count_up_to(count).unsqueeze(1)
+    phase = (count_up_to(length) + 0.5) * (math.pi / length)
+    return torch.cos(frequency * phase) / length
+
+
+def place_in_space(space: str, descriptors: torch.Tensor) -> torch.Tensor:
+    """Turns descriptors into a space of their own, always the same for the same name.
+
+    Lengths and the cosines within a space stay what they were. Between two spaces, and to pictures, which are not turned,
+    cosines are near nought, like those of random vectors (1 / sqrt(512) = 0.04): one index can hold things of several
+    kinds, and each finds its own. First each number is spread over all places, so that this also holds for descriptors that
+    have little in them but one number, as those of silence or a short text; then signs make the spaces differ.
+
+    Args:
+        space: its name.
+        descriptors: float32 of shape (..., `DESCRIPTOR_SIZE`).
+
+    Returns:
+        float32 of the same shape.
+
+    Source:
+        Ailon and Chazelle, "The Fast Johnson-Lindenstrauss Transform" (SIAM Journal on Computing, 2009): random signs and a
+        Hadamard transform. Kanerva, "Hyperdimensional Computing" (Cognitive Computation, 2009): binding to a role by signs.
+    """
+    return (descriptors @ _hadamard_matrix()) * _signs_of(space)
+
+
+@functools.cache
+def _hadamard_matrix() -> torch.Tensor:
+    """Returns an orthonormal matrix of equal numbers of either sign: Sylvester's, whose side is a power of two."""
+    smallest = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu") / math.sqrt(2)
+    matrix = torch.ones((1, 1), device="cpu")
+    while len(matrix) < DESCRIPTOR_SIZE:
+        matrix = torch.kron(matrix, smallest)
+    return matrix
+
+
+@functools.cache
+def _signs_of(space: str) -> torch.Tensor:
+    digest = hashlib.blake2b(space.encode(), digest_size=DESCRIPTOR_SIZE // 8).digest()
+    bits = torch.from_numpy(np.unpackbits(np.frombuffer(digest, np.uint8)))
+    return bits.to(torch.float32) * 2 - 1

@@ -1,42 +1,137 @@
-"""The ``features`` executor: pictures into descriptors, on the CPU, without a model.
+"""The ``features`` executor: pictures, sounds, clips and texts into descriptors, on the CPU, without a model.
 
-A descriptor says what a picture looks like (see :mod:`.descriptors`); copies of a picture that were recompressed, scaled,
-brightened or cropped a little stay close to it. It makes the whole path testable where there is no accelerator, and is
-useful by itself for finding near-duplicates.
+A descriptor says what a thing looks or sounds like, or how it is worded; altered copies of it stay close (see
+:mod:`.descriptors`, :mod:`.sounds`, :mod:`.clips`, :mod:`.texts`). It makes the whole path testable where there is no
+accelerator, and is useful by itself for finding near-duplicates. All descriptors have one size, and each kind of thing has a
+space of its own, so that one index can hold them all; a picture of a dog is not near the word for it.
+
+Invariants: deterministic and stateless; a request fails alone, and its error holds no view of the slab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from engine.executors.clips import FRAMES_LIMIT, describe_clip
 from engine.executors.descriptors import DESCRIPTOR_SIZE, describe_picture
-from engine.protocol import EncodeReply, EncodeRequest, ModelDescription
+from engine.executors.sounds import MEL_BANDS, describe_sound
+from engine.executors.texts import count_words, describe_text
+from engine.protocol import (
+    EncodeReply,
+    EncodeRequest,
+    ExecutorOptions,
+    GenerateRequest,
+    InputSpec,
+    ModelDescription,
+    Picture,
+    PictureSpec,
+    SoundSpec,
+    Spectrogram,
+    StepInput,
+    StepOutput,
+    Text,
+    Video,
+    VideoSpec,
+    Waveform,
+)
 
 __all__ = ["FeaturesExecutor"]
 
 _MAX_BATCH_SIZE = 32  # a step of a few milliseconds each; more would only delay the first answer
 
+# Descriptors look at 96 lines a side: more pixels of a frame would only fill the slab.
+_FRAME_PIXELS = 512 * 512
+_FRAMES = 16  # as many as moments are described
+
+_PIXELS_LIMIT = 1 << 40  # a million squared: no picture has more, so a larger number is a mistake
+
 
 class FeaturesExecutor:
-    """Describes pictures; deterministic, stateless."""
+    """Describes things; deterministic, stateless.
+
+    Args:
+        options: of these it takes ``mm_processor_kwargs`` only: ``max_pixels``, to which pictures and frames are scaled down
+            before they come (default: pictures as they are, frames 512 * 512), and ``num_frames`` of a clip (default: 16).
+
+    Raises:
+        ValueError: there is an option that it does not have, or one that makes no sense.
+    """
+
+    def __init__(self, options: ExecutorOptions = ExecutorOptions()) -> None:  # noqa: B008  it is frozen
+        if options.model is not None:
+            raise ValueError("the features executor loads no model; leave the model out, or choose another executor")
+        if options.options:
+            raise ValueError(f"the features executor has no options; remove {', '.join(sorted(options.options))}")
+        self._input = _input_spec(options.mm_processor_kwargs)
 
     def describe(self) -> ModelDescription:
-        return ModelDescription("features", ["encode"], DESCRIPTOR_SIZE, _MAX_BATCH_SIZE)
+        return ModelDescription(
+            executor="features",
+            model="shmring-features",
+            tasks=["encode"],
+            input=self._input,
+            max_batch_size=_MAX_BATCH_SIZE,
+            embedding_size=DESCRIPTOR_SIZE,
+        )
 
-    def execute(self, batch: Sequence[EncodeRequest]) -> Sequence[EncodeReply | Exception]:
-        return [_encode(request) for request in batch]
+    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
+        return [_execute(step.payload) for step in batch]
+
+    def forget(self, request_id: int) -> None:
+        """Remembers none."""
 
     def close(self) -> None:
         """Holds nothing."""
 
 
-def _encode(request: EncodeRequest) -> EncodeReply | Exception:
-    if not request.pictures:
-        return ValueError("a request to encode holds at least one picture")
+def _input_spec(mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
+    limits = {"max_pixels": _PIXELS_LIMIT, "num_frames": FRAMES_LIMIT}
+    for name, value in mm_processor_kwargs.items():
+        if name not in limits:
+            raise ValueError(
+                f"the features executor does not know {name!r} of mm_processor_kwargs; it knows {', '.join(limits)}"
+            )
+        if type(value) is not int or not 1 <= value <= limits[name]:
+            raise ValueError(f"{name} of mm_processor_kwargs is a whole number from 1 to {limits[name]}; got {value!r}")
+    max_pixels = mm_processor_kwargs.get("max_pixels")
+    return InputSpec(
+        text=True,
+        picture=PictureSpec(max_pixels=max_pixels),
+        sound=SoundSpec(form="log_mel", mel_bands=MEL_BANDS),
+        video=VideoSpec(
+            num_frames=mm_processor_kwargs.get("num_frames", _FRAMES),
+            max_pixels=_FRAME_PIXELS if max_pixels is None else max_pixels,
+        ),
+    )
+
+
+def _execute(payload: EncodeRequest | GenerateRequest | None) -> StepOutput | Exception:
+    assert payload is not None, "every request is finished by its first step"
+    if isinstance(payload, GenerateRequest):
+        return ValueError("the features executor embeds; it does not generate: ask for embeddings, or choose another executor")
+    if not payload.inputs:
+        return ValueError("a request to encode holds at least one input")
     try:
-        return EncodeReply(torch.stack([describe_picture(picture.pixels) for picture in request.pictures]))
+        embeddings = torch.stack([_describe(item) for item in payload.inputs])
     except ValueError as error:
-        # Without its traceback, whose frames would keep the pictures' slots.
+        # Without its traceback, whose frames would keep the slots of the inputs.
         return ValueError(str(error))
+    words = sum(count_words(item.text) for item in payload.inputs if isinstance(item, Text))
+    return StepOutput(EncodeReply(embeddings, prompt_tokens=words))
+
+
+def _describe(item: Text | Picture | Waveform | Spectrogram | Video) -> torch.Tensor:
+    match item:
+        case Text():
+            return describe_text(item.text)
+        case Picture():
+            return describe_picture(item.pixels)
+        case Spectrogram():
+            return describe_sound(item.log_mel)
+        case Video():
+            return describe_clip(item.frames, item.timestamps_s, item.duration_s)
+        case Waveform():
+            raise ValueError("the features executor takes sounds as log-mel spectrograms; got a waveform")

@@ -1,32 +1,172 @@
-"""From the URL of a medium to its bytes. So far only ``data:`` URLs (RFC 2397): nothing is fetched from anywhere.
+"""From the URL of a medium to its bytes: ``data:`` URLs always, other hosts and local files where the operator allows it.
 
-What is in them is checked strictly: whatever a lenient decoder would skip is more likely a caller's mistake.
+What is in a URL is checked strictly: whatever a lenient reader would skip is more likely a caller's mistake, or an attack.
+By default nothing is fetched from anywhere. What other hosts may do to us is bounded in :mod:`frontend.media.network`; what
+remains here are ``data:`` URLs (RFC 2397), base64 by itself, and files.
+
+Files are looked up once, without opening them (``O_PATH``): only what that turned out to be, a regular file whose real place is
+below the allowed directory, is opened, through ``/proc/self/fd``. So neither a symbolic link that changes meanwhile nor a FIFO
+or a device can be opened by naming it. Hard links and mounts inside of the directory are the operator's word.
 """
 
 from __future__ import annotations
 
+import asyncio
 import binascii
+import dataclasses
+import errno
+import os
 import re
+import ssl
+import stat
 import urllib.parse
+from concurrent.futures import Executor
+from typing import Literal, TypeAlias
 
 from frontend.media.errors import MediaError
+from frontend.media.network import RemoteClient, Resolver, parse_networks
+from frontend.media.urls import FORBIDDEN_CHARACTERS, AllowedHosts
 
-__all__ = ["decode_data_url"]
+__all__ = ["FetchSettings", "Fetcher", "LocalDirectory", "MediaKind", "decode_base64", "decode_data_url"]
+
+#: What a medium is meant to be.
+MediaKind: TypeAlias = Literal["image", "audio", "video"]
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]{0,31}):", re.IGNORECASE | re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FetchSettings:
+    """From where media may come, besides ``data:`` URLs. By default from nowhere.
+
+    Attributes:
+        allowed_media_domains: hosts that are fetched from: ``example.org``, ``*.example.org`` (every name below it, but
+            not itself), both at the ports 80 and 443, or ``example.org:9000``. None: no host is.
+        allowed_media_networks: addresses, in CIDR form, that may be connected to although they are not of the public Internet,
+            for an object store in the cluster. Its name must be among the domains all the same.
+        allowed_local_media_path: a directory; ``file:`` URLs of regular files below it are read. None: no file is.
+        fetch_timeout_s: for all of a fetch from a host, redirects and waiting for its turn included. At 30 s, 64 MiB arrive
+            over 18 Mbit/s.
+        max_redirects: of one fetch. Object stores and mirrors use one or two.
+
+    Raises:
+        ValueError: one of them is not what it should be; says which.
+    """
+
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_media_networks: tuple[str, ...] = ()
+    allowed_local_media_path: str | None = None
+    fetch_timeout_s: float = 30.0
+    max_redirects: int = 3
+
+    def __post_init__(self) -> None:
+        for name, parse in (("allowed_media_domains", AllowedHosts), ("allowed_media_networks", parse_networks)):
+            try:
+                parse(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if not self.fetch_timeout_s > 0:
+            raise ValueError(f"fetch_timeout_s must be positive, not {self.fetch_timeout_s}")
+        if self.max_redirects < 0:
+            raise ValueError(f"max_redirects must not be negative, not {self.max_redirects}")
+
+
+class Fetcher:
+    """Gets media by their URLs. One for a process; close it with :meth:`close`.
+
+    Args:
+        settings: from where they may come.
+        pool: threads to decode and to read files on.
+        resolver: from a host's name to its addresses; the system's if None.
+        ssl_context: how hosts of ``https:`` URLs must prove who they are; certificates of the usual authorities if None.
+
+    Raises:
+        ValueError: ``allowed_local_media_path`` is not a directory.
+    """
+
+    def __init__(
+        self,
+        settings: FetchSettings,
+        pool: Executor,
+        *,
+        resolver: Resolver | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._pool = pool
+        path = settings.allowed_local_media_path
+        self._directory = None if path is None else LocalDirectory(path)
+        self._remote: RemoteClient | None = None
+        if settings.allowed_media_domains:
+            self._remote = RemoteClient(
+                AllowedHosts(settings.allowed_media_domains),
+                parse_networks(settings.allowed_media_networks),
+                timeout_s=settings.fetch_timeout_s,
+                max_redirects=settings.max_redirects,
+                resolver=resolver,
+                ssl_context=ssl_context,
+            )
+
+    async def fetch(self, url: str, kind: MediaKind, max_nbytes: int) -> bytes:
+        """Returns the bytes of a medium. Whether they are one is for its decoder to say.
+
+        Args:
+            url: ``data:``, or what the settings allow of ``https:``, ``http:`` and ``file:``.
+            kind: what is expected; it matters for the types of ``data:`` URLs only.
+            max_nbytes: refused above, and before anything is decoded or read where its size is known by then.
+
+        Raises:
+            MediaError: the URL, its host or its file is to blame; the text is for the caller.
+        """
+        match = _SCHEME.match(url)
+        scheme = match[1].lower() if match else ""
+        loop = asyncio.get_running_loop()
+        if scheme == "data":
+            return await loop.run_in_executor(self._pool, decode_data_url, url, max_nbytes, kind)
+        if scheme in ("http", "https") and self._remote is not None:
+            return await self._remote.get(url, max_nbytes)
+        if scheme == "file" and self._directory is not None:
+            return await loop.run_in_executor(self._pool, self._directory.read, url, max_nbytes)
+        problem = f"{scheme}: URLs are not accepted" if scheme else "this is not a URL"
+        raise MediaError(f"{problem}; {self._accepted()}")
+
+    async def close(self) -> None:
+        """Closes all connections; fetches that are under way fail."""
+        if self._remote is not None:
+            await self._remote.close()
+
+    def _accepted(self) -> str:
+        schemes = ["data:"]
+        if self._remote is not None:
+            schemes += ["https:", "http:"]
+        if self._directory is not None:
+            schemes.append("file:")
+        return f"this server takes media from {', '.join(schemes)} URLs" + (" only" if len(schemes) == 1 else "")
+
+
+# -- data: --------------------------------------------------------------------------------------------------------------
 
 # The decoder holds the interpreter lock: 11 MB at once would stop the event loop for about 20 ms, a piece for 1 ms.
 _PIECE_CHARACTERS = 512 << 10
 _MAX_HEADER_CHARACTERS = 1024  # of "data:image/png;charset=...;base64": before the comma
 
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_ACCEPTED_TYPES = re.compile(r"(?:image/[\w.+-]+|application/octet-stream)?", re.ASCII | re.IGNORECASE)
+
+# A container is often called by what it can hold and not by what it does: sound comes as video/mp4, a clip as image/gif.
+_EXPECTED_TYPES: dict[MediaKind, re.Pattern[str]] = {
+    "image": re.compile(r"image/[\w.+-]+", re.ASCII | re.IGNORECASE),
+    "audio": re.compile(r"(?:audio|video)/[\w.+-]+|application/ogg", re.ASCII | re.IGNORECASE),
+    "video": re.compile(r"video/[\w.+-]+|application/ogg|image/gif", re.ASCII | re.IGNORECASE),
+}
+_UNTYPED = ("", "application/octet-stream")
 
 
-def decode_data_url(url: str, max_nbytes: int) -> bytes:
+def decode_data_url(url: str, max_nbytes: int, kind: MediaKind = "image") -> bytes:
     """Returns the bytes of a ``data:`` URL. Takes a while: call it on a thread.
 
     Args:
-        url: base64 or percent-encoded, of an image type, of ``application/octet-stream`` or of none.
+        url: base64 or percent-encoded, of a type that fits the kind, of ``application/octet-stream`` or of none.
         max_nbytes: refused above, before anything is decoded.
+        kind: what it is meant to be.
 
     Raises:
         MediaError: it is another kind of URL, too large, or damaged.
@@ -37,44 +177,143 @@ def decode_data_url(url: str, max_nbytes: int) -> bytes:
     if comma < 0:
         raise MediaError("the data: URL has no comma that ends its header")
     media_type, *parameters = url[5:comma].split(";")
-    if not _ACCEPTED_TYPES.fullmatch(media_type.strip()):
-        raise MediaError(f"the data: URL is of type {media_type[:64]!r}; pictures are image/...")
+    media_type = media_type.strip()
+    if media_type.lower() not in _UNTYPED and not _EXPECTED_TYPES[kind].fullmatch(media_type):
+        raise MediaError(f"the data: URL is of type {media_type[:64]!r}, where {kind}/... is expected")
     if parameters and parameters[-1].strip().lower() == "base64":
-        return _decode_base64(url, comma + 1, max_nbytes)
+        start = comma + 1
+        if url.find("%", start) >= 0:  # URLs may spell "+", "/" and "=" that way
+            url, start = _unquote(url[start:], "the data: URL").decode("latin-1"), 0
+        return _decode_base64(url, start, max_nbytes, "the data: URL")
     return _decode_percent(url, comma + 1, max_nbytes)
 
 
-def _decode_base64(url: str, start: int, max_nbytes: int) -> bytes:
-    if url.find("%", start) >= 0:  # URLs may spell "+", "/" and "=" that way
-        url, start = _unquote(url[start:]).decode("latin-1"), 0
-    nbytes = (len(url) - start) // 4 * 3
-    _check_size(nbytes, max_nbytes)
+def decode_base64(text: str, max_nbytes: int) -> bytes:
+    """Returns the bytes of a medium that comes as base64 and not as a URL. Takes a while: call it on a thread.
+
+    Args:
+        text: base64 with padding, and nothing else.
+        max_nbytes: refused above, before anything is decoded.
+
+    Raises:
+        MediaError: it is too large, or damaged.
+    """
+    if text[:5].lower() == "data:":
+        raise MediaError("the data is a data: URL; only the base64 after its comma is accepted here")
+    return _decode_base64(text, 0, max_nbytes, "the data")
+
+
+def _decode_base64(text: str, start: int, max_nbytes: int, name: str) -> bytes:
+    _check_size((len(text) - start) // 4 * 3, max_nbytes, name)
     pieces = []
-    for offset in range(start, len(url), _PIECE_CHARACTERS):
+    for offset in range(start, len(text), _PIECE_CHARACTERS):
         try:
-            piece = binascii.a2b_base64(url[offset : offset + _PIECE_CHARACTERS], strict_mode=True)
+            piece = binascii.a2b_base64(text[offset : offset + _PIECE_CHARACTERS], strict_mode=True)
         except ValueError as error:  # binascii.Error is one; characters beyond ASCII raise it plainly
-            raise MediaError(f"the data: URL is not valid base64: {error}") from None
-        if offset + _PIECE_CHARACTERS < len(url) and len(piece) < _PIECE_CHARACTERS // 4 * 3:
-            raise MediaError("the data: URL is not valid base64: padding before its end")
+            raise MediaError(f"{name} is not valid base64: {error}") from None
+        if offset + _PIECE_CHARACTERS < len(text) and len(piece) < _PIECE_CHARACTERS // 4 * 3:
+            raise MediaError(f"{name} is not valid base64: padding before its end")
         pieces.append(piece)
     return b"".join(pieces)
 
 
 def _decode_percent(url: str, start: int, max_nbytes: int) -> bytes:
     escapes = url.count("%", start)
-    _check_size(len(url) - start - 2 * escapes, max_nbytes)
-    return _unquote(url[start:])
+    _check_size(len(url) - start - 2 * escapes, max_nbytes, "the data: URL")
+    return _unquote(url[start:], "the data: URL")
 
 
-def _unquote(text: str) -> bytes:
+def _unquote(text: str, name: str) -> bytes:
     if _BAD_ESCAPE.search(text):
-        raise MediaError("the data: URL is not valid: '%' without two hexadecimal digits")
+        raise MediaError(f"{name} is not valid: '%' without two hexadecimal digits")
     if not text.isascii():
-        raise MediaError("the data: URL is not valid: it has characters beyond ASCII")
+        raise MediaError(f"{name} is not valid: it has characters beyond ASCII")
     return urllib.parse.unquote_to_bytes(text)
 
 
-def _check_size(nbytes: int, max_nbytes: int) -> None:
+def _check_size(nbytes: int, max_nbytes: int, name: str) -> None:
     if nbytes > max_nbytes:
-        raise MediaError(f"the data: URL holds about {nbytes} bytes, more than the {max_nbytes} that are accepted")
+        raise MediaError(f"{name} holds about {nbytes} bytes, more than the {max_nbytes} that are accepted")
+
+
+# -- file: --------------------------------------------------------------------------------------------------------------
+
+_FILE_URL = re.compile(r"file:(?://(?:localhost)?|(?!//))(/[^?#]*)", re.IGNORECASE | re.ASCII)
+_MAX_FILE_URL_CHARACTERS = 3 * 4096 + 64  # Linux takes paths of 4096 bytes; each can be spelled as %xx
+
+# One answer for all of these: what there is outside of the directory is nobody's business.
+_NO_SUCH_FILE = "the file: URL names no readable file in the directory that this server takes media from"
+_CALLERS_FAULT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG})
+
+
+class LocalDirectory:
+    """The directory whose files may be read.
+
+    Args:
+        path: of the directory; it may be a symbolic link.
+
+    Raises:
+        ValueError: it is not a directory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._named = os.path.abspath(os.fsencode(path))
+        self._real = os.path.realpath(self._named)
+        if not os.path.isdir(self._real):
+            raise ValueError(f"allowed_local_media_path: {path!r} is not a directory")
+
+    def read(self, url: str, max_nbytes: int) -> bytes:
+        """Returns the bytes of a file. Takes a while: call it on a thread.
+
+        Args:
+            url: ``file:///path``, absolute and percent-encoded.
+            max_nbytes: refused above, before it is read.
+
+        Raises:
+            MediaError: it names no file that may be read, or one that is too large.
+        """
+        path = _path_of(url)
+        if not (_is_below(path, self._named) or _is_below(path, self._real)):
+            raise MediaError(_NO_SUCH_FILE)
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            try:
+                return self._read_place(f"/proc/self/fd/{place}", max_nbytes)
+            finally:
+                os.close(place)
+        except OSError as error:
+            if error.errno not in _CALLERS_FAULT:
+                raise
+            raise MediaError(_NO_SUCH_FILE) from None
+
+    def _read_place(self, itself: str, max_nbytes: int) -> bytes:
+        """Reads what a descriptor refers to, if it may be read."""
+        if not _is_below(os.fsencode(os.readlink(itself)), self._real):
+            raise MediaError(_NO_SUCH_FILE)
+        found = os.stat(itself)
+        if not stat.S_ISREG(found.st_mode):
+            raise MediaError("the file: URL names something that is not a regular file")
+        if found.st_size > max_nbytes:
+            raise MediaError(f"the file has {found.st_size} bytes, more than the {max_nbytes} that are accepted")
+        # Without O_NONBLOCK, somebody who has a lease on the file (fcntl) could keep this thread for 45 s.
+        with os.fdopen(os.open(itself, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            data = file.read(found.st_size + 1)
+        if len(data) != found.st_size:
+            raise MediaError("the file changed while it was read")
+        return data
+
+
+def _path_of(url: str) -> bytes:
+    if len(url) > _MAX_FILE_URL_CHARACTERS:
+        raise MediaError(f"the file: URL has {len(url)} characters; at most {_MAX_FILE_URL_CHARACTERS} are accepted")
+    match = _FILE_URL.fullmatch(url)
+    if match is None or FORBIDDEN_CHARACTERS.search(url):
+        raise MediaError("the file: URL is not of the form file:///path, with special characters percent-encoded")
+    path = _unquote(match[1], "the file: URL")
+    if b"\0" in path or b".." in path.split(b"/"):
+        raise MediaError("the file: URL has '..' or a null character in its path")
+    return path
+
+
+def _is_below(path: bytes, directory: bytes) -> bool:
+    return path.startswith(directory.rstrip(b"/") + b"/")

@@ -5,11 +5,15 @@ it from the header, turned as EXIF asks; :func:`decode_into` decodes and refuses
 keeps its own copy of the whole picture; beyond it there are only bands of rows, small enough for the cache: each is
 converted, and written through a view of the target that is turned the opposite way, so that turning costs no memory.
 
+Pictures that are to be scaled down are first reduced, by whole numbers and averaging, to at least twice the size that is wanted
+(JPEGs while they are decoded, others band by band), and then resampled. So what is decoded full size is Pillow's copy alone.
+
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out. Pillow's plugins raise nearly anything
 (``OSError``, ``SyntaxError``, ``struct.error``, ``EOFError``, ``DecompressionBombError``, ...) when bytes are damaged.
 
-What is decoded how: palettes by their colours; transparency over white; CMYK, YCbCr and Lab as Pillow converts them; 16-bit
-grey by its high byte; of animations the first frame. Floating point and 32-bit greys have no agreed range and are refused.
+What is decoded how: palettes by their colours; transparency over a colour, white by default; CMYK, YCbCr and Lab as Pillow
+converts them; 16-bit grey by its high byte; of animations the first frame. Floating point and 32-bit greys have no agreed range
+and are refused.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from PIL import (
 from PIL.ExifTags import Base as ExifTag
 
 from frontend.media.errors import MediaError
+from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
 
 __all__ = ["FORMATS", "PictureHeader", "PictureLimits", "decode_into", "probe"]
 
@@ -45,7 +50,8 @@ __all__ = ["FORMATS", "PictureHeader", "PictureLimits", "decode_into", "probe"]
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 _BAND_NBYTES = 512 << 10  # a band and its conversion stay in a core's second-level cache
-_SWAPPING_ORIENTATIONS = (5, 6, 7, 8)
+_REDUCING_GAP = 2  # what Pillow calls it: resampling from twice the size looks like resampling from the whole
+_WHITE = (255, 255, 255)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,24 +62,30 @@ class PictureLimits:
         max_nbytes: of its file. 64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
         max_pixels: width times height. Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab. Pillow itself
             refuses more than about 179 million.
+        max_aspect_ratio: of the longer side to the shorter one. Models scale pictures to about a square's area, where a
+            line of one pixel is nothing.
     """
 
     max_nbytes: int = 64 << 20
     max_pixels: int = 64_000_000
+    max_aspect_ratio: float = 200.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PictureHeader:
-    """What a picture's header says.
+    """What a picture's header says, and what is made of it.
 
     Attributes:
-        width, height: in pixels, after turning it as EXIF asks.
+        width, height: in pixels, after turning it as EXIF asks and scaling it down.
+        stored_width, stored_height: in pixels, as it is stored.
         orientation: EXIF's, 1 to 8; 1 is as stored.
         format: Pillow's name of its format.
     """
 
     width: int
     height: int
+    stored_width: int
+    stored_height: int
     orientation: int
     format: str
 
@@ -83,8 +95,13 @@ class PictureHeader:
         return self.height, self.width, 3
 
 
-def probe(data: bytes, limits: PictureLimits) -> PictureHeader:
+def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> PictureHeader:
     """Reads a picture's size from its header; nothing is decoded.
+
+    Args:
+        data: its file.
+        limits: what it may be.
+        max_pixels: a larger one will be scaled down to it.
 
     Raises:
         MediaError: it is no picture of an accepted format, it is too large, or its header is damaged.
@@ -94,23 +111,33 @@ def probe(data: bytes, limits: PictureLimits) -> PictureHeader:
     if not data:
         raise MediaError("the picture is empty: it has no bytes")
     with _media_errors(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        width, height = image.size
+        stored_width, stored_height = image.size
         orientation = _orientation(image)
         name = image.format or "unknown"
-    if width * height > limits.max_pixels:
-        raise MediaError(f"the picture has {width} x {height} pixels, more than the {limits.max_pixels} that are accepted")
-    if orientation in _SWAPPING_ORIENTATIONS:
+    check_size("the picture", stored_width, stored_height, limits.max_pixels, limits.max_aspect_ratio)
+    width, height = scaled_size(stored_width, stored_height, max_pixels)
+    if orientation in SWAPPING_ORIENTATIONS:
         width, height = height, width
-    return PictureHeader(width=width, height=height, orientation=orientation, format=name)
+    return PictureHeader(
+        width=width,
+        height=height,
+        stored_width=stored_width,
+        stored_height=stored_height,
+        orientation=orientation,
+        format=name,
+    )
 
 
-def decode_into(data: bytes, header: PictureHeader, target: NDArray[np.uint8]) -> None:
+def decode_into(
+    data: bytes, header: PictureHeader, target: NDArray[np.uint8], background: tuple[int, int, int] = _WHITE
+) -> None:
     """Decodes a picture into the caller's memory.
 
     Args:
         data: what :func:`probe` was given.
         header: what it returned.
         target: (height, width, 3), uint8; becomes RGB. After an error its content is undefined.
+        background: what is seen through transparent pixels.
 
     Raises:
         MediaError: the picture is damaged or truncated, or not what its header says.
@@ -118,17 +145,53 @@ def decode_into(data: bytes, header: PictureHeader, target: NDArray[np.uint8]) -
     """
     if target.shape != header.shape or target.dtype != np.uint8:
         raise ValueError(f"the target is {target.dtype} {target.shape}, the picture needs uint8 {header.shape}")
-    stored = _as_stored(target, header.orientation)
+    stored = as_stored(target, header.orientation)
     height, width = stored.shape[:2]
-    rows = max(1, _BAND_NBYTES // (4 * width))
     with _media_errors(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        image.load()
-        if image.size != (width, height):
-            raise MediaError(f"the picture has {image.width} x {image.height} pixels, its header promised {width} x {height}")
-        transparent = image.has_transparency_data
-        for top in range(0, height, rows):
-            band = image.crop((0, top, width, min(top + rows, height)))
-            stored[top : top + rows] = _rgb(band, transparent)
+        scaled = (width, height) != (header.stored_width, header.stored_height)
+        if scaled and image.format == "JPEG":
+            _check_promise(image, header)
+            # In eighths of the size, while it is decoded; Pillow takes the next larger one.
+            image.draft(image.mode, (width * _REDUCING_GAP, height * _REDUCING_GAP))
+            image.load()
+        else:
+            image.load()
+            _check_promise(image, header)
+        if not scaled:
+            _convert(image, stored, background)
+        else:
+            stored[:] = np.asarray(_flat(image, width, height, background).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def _check_promise(image: Image.Image, header: PictureHeader) -> None:
+    promised = (header.stored_width, header.stored_height)
+    if image.size != promised:
+        raise MediaError(
+            f"the picture has {image.width} x {image.height} pixels, its header promised {promised[0]} x {promised[1]}"
+        )
+
+
+def _convert(image: Image.Image, stored: NDArray[np.uint8], background: tuple[int, int, int]) -> None:
+    """Writes a picture as RGB, band by band."""
+    transparent = image.has_transparency_data
+    rows = max(1, _BAND_NBYTES // (4 * image.width))
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(top + rows, image.height)))
+        stored[top : top + rows] = _rgb(band, transparent, background)
+
+
+def _flat(image: Image.Image, width: int, height: int, background: tuple[int, int, int]) -> Image.Image:
+    """Returns a picture as RGB, band by band reduced to no less than twice the size that is wanted."""
+    factor = max(1, min(image.width // (_REDUCING_GAP * width), image.height // (_REDUCING_GAP * height)))
+    reduced = np.empty((-(-image.height // factor), -(-image.width // factor), 3), np.uint8)
+    transparent = image.has_transparency_data
+    rows = max(1, _BAND_NBYTES // (4 * image.width) // factor) * factor
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(top + rows, image.height)))
+        flat = Image.fromarray(np.ascontiguousarray(_rgb(band, transparent, background)))
+        place = top // factor
+        reduced[place : place + -(-band.height // factor)] = np.asarray(flat.reduce(factor) if factor > 1 else flat)
+    return Image.fromarray(reduced)
 
 
 @contextlib.contextmanager
@@ -160,15 +223,7 @@ def _orientation(image: Image.Image) -> int:
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
-def _as_stored(target: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """A view of the turned picture's memory in which the rows of the stored picture lie in order."""
-    turned = target.transpose(1, 0, 2) if orientation in _SWAPPING_ORIENTATIONS else target
-    flip_rows = orientation in (3, 4, 6, 7)
-    flip_columns = orientation in (2, 3, 7, 8)
-    return turned[:: -1 if flip_rows else 1, :: -1 if flip_columns else 1]
-
-
-def _rgb(band: Image.Image, transparent: bool) -> NDArray[np.uint8]:
+def _rgb(band: Image.Image, transparent: bool, background: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Converts rows of a picture to (rows, width, 3)."""
     if band.mode.startswith("I;16"):
         grey = (np.asarray(band) >> 8).astype(np.uint8)  # Pillow would clip, and make nearly everything white
@@ -176,5 +231,5 @@ def _rgb(band: Image.Image, transparent: bool) -> NDArray[np.uint8]:
     if band.mode in ("I", "F"):
         raise MediaError(f"pictures of mode {band.mode} (32 bits a sample) have no agreed range; send 8 or 16 bits")
     if transparent:
-        band = Image.alpha_composite(Image.new("RGBA", band.size, "white"), band.convert("RGBA"))
+        band = Image.alpha_composite(Image.new("RGBA", band.size, background), band.convert("RGBA"))
     return np.asarray(band if band.mode == "RGB" else band.convert("RGB"))

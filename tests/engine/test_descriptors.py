@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.executors.descriptors import DESCRIPTOR_SIZE, describe_picture
+from engine.executors.descriptors import DESCRIPTOR_SIZE, describe_picture, place_in_space
 
 MEDIA = Path(__file__).resolve().parents[2] / "frontend" / "samples"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -274,3 +274,19 @@ def test_twelve_megapixels_need_far_less_memory_than_a_copy(shape: tuple[int, in
 def test_what_is_no_picture_is_refused_with_what_was_expected_and_got(pixels: torch.Tensor, got: str) -> None:
     with pytest.raises(ValueError, match=rf"expected .*uint8 of shape \(height, width, 3\).*; got .*{got}"):
         describe_picture(pixels)
+
+
+def test_within_a_space_cosines_stay_and_between_spaces_they_vanish() -> None:
+    vectors = torch.randn(20, DESCRIPTOR_SIZE, generator=torch.Generator().manual_seed(1))
+    # Also such as have little in them but one number.
+    vectors = torch.nn.functional.normalize(torch.cat([vectors, torch.eye(DESCRIPTOR_SIZE)[:20]]), dim=1)
+    here, there = place_in_space("here", vectors), place_in_space("there", vectors)
+    assert torch.allclose(here @ here.T, vectors @ vectors.T, atol=1e-5)
+    for one, other in ((here, there), (here, vectors), (there, vectors)):
+        assert float((one @ other.T).abs().max()) < 0.25
+
+
+def test_a_space_is_the_same_for_ever() -> None:
+    # Embeddings that somebody stored are compared with those of later versions.
+    turned = place_in_space("sound", torch.eye(DESCRIPTOR_SIZE)[0]) * math.sqrt(DESCRIPTOR_SIZE)
+    assert turned[:16].round().tolist() == [-1, -1, -1, 1, 1, -1, 1, -1, 1, 1, -1, 1, -1, 1, -1, -1]

@@ -1,5 +1,8 @@
-"""What the frontend's tests share: requests, an engine that is a real ring with a small handler, and the application as it
-runs, over httpx."""
+"""What the frontend's tests share: requests, engines in the test's process, and the application as it runs, over httpx.
+
+There are two engines: a real ring with a small handler, for what an executor might do, and the real engine core with the
+synthetic executor, for what depends on its steps.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,49 @@ import asyncio
 import base64
 import dataclasses
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from PIL import Image
 
 import shmring
 from engine.client import EngineClient
-from engine.protocol import CALL_DESCRIBE, CALL_HEALTH, CALL_STATISTICS, EncodeReply, EncodeRequest, ModelDescription
+from engine.core import EngineCore
+from engine.executors.synthetic import SyntheticExecutor
+from engine.protocol import (
+    Calls,
+    EncodeReply,
+    EncodeRequest,
+    EngineRequestPayload,
+    ExecutorOptions,
+    InputSpec,
+    ModelDescription,
+    Picture,
+    PictureSpec,
+)
 from frontend.app import create_app
 from frontend.settings import FrontendSettings
 
 Handler = Callable[[shmring.Claim], Awaitable[None]]
 Pixels = np.ndarray[Any, Any]
+
+DESCRIPTION = ModelDescription(
+    executor="test",
+    model="shmring-features",
+    tasks=["encode"],
+    input=InputSpec(picture=PictureSpec()),
+    max_batch_size=8,
+    embedding_size=4,
+)
 
 
 @dataclasses.dataclass
@@ -34,6 +61,7 @@ class RunningEngine:
 
     client: EngineClient
     ring: shmring.Ring
+    core: EngineCore | None = None
 
 
 OpenEngine = Callable[..., Awaitable[RunningEngine]]
@@ -75,6 +103,18 @@ def body_of() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
+def chat_of() -> Callable[..., dict[str, Any]]:
+    """``chat_of(pixels, file, stream=True)``: the JSON of a conversation about pictures, with the synthetic model."""
+
+    def make(*pictures: Pixels | bytes, **fields: Any) -> dict[str, Any]:
+        body = _body(*pictures) | {"model": "shmring-synthetic"}
+        body["messages"][0]["content"].insert(0, {"type": "text", "text": "What is this?"})
+        return body | fields
+
+    return make
+
+
+@pytest.fixture
 def embedding_of() -> Callable[[Pixels], list[float]]:
     """``embedding_of(pixels)``: what the engine of these tests makes of a picture: anything that tells them apart."""
     return _embedding
@@ -85,30 +125,63 @@ def embedding_of() -> Callable[[Pixels], list[float]]:
 
 async def _embed(claim: shmring.Claim) -> None:
     request: EncodeRequest = claim.payload
-    await claim.reply(EncodeReply(torch.tensor([_embedding(picture.pixels.numpy()) for picture in request.pictures])))
+    pictures = [one for one in request.inputs if isinstance(one, Picture)]
+    await claim.reply(EncodeReply(torch.tensor([_embedding(picture.pixels.numpy()) for picture in pictures])))
 
 
 @pytest.fixture
 async def open_engine(serve: Any, socket_dir: Path) -> AsyncIterator[OpenEngine]:
-    """``await open_engine(handler, **ring_options)``: an engine in this process, and a client of it."""
+    """``await open_engine(handler, description, **ring_options)``: an engine in this process, and a client of it."""
     async with AsyncExitStack() as stack:
 
-        async def open_one(handler: Handler = _embed, **options: Any) -> RunningEngine:
+        async def open_one(
+            handler: Handler = _embed, description: ModelDescription = DESCRIPTION, **options: Any
+        ) -> RunningEngine:
             async def health() -> None:
                 return None
 
-            async def describe() -> ModelDescription:
-                return ModelDescription("test", ["encode"], 4, 8)
+            async def describe() -> Any:
+                return msgspec.to_builtins(description)
 
             async def statistics() -> dict[str, float]:
                 return {"ring_slots_in_use": ring.statistics().slots_in_use}
 
-            calls = {CALL_HEALTH: health, CALL_DESCRIBE: describe, CALL_STATISTICS: statistics}
-            ring = await serve(handler, payload_type=EncodeRequest, calls=calls, **{"slab_nbytes": "4MiB", **options})
+            async def is_paused() -> bool:
+                return False
+
+            calls = {
+                Calls.HEALTH: health,
+                Calls.DESCRIBE: describe,
+                Calls.STATISTICS: statistics,
+                Calls.IS_PAUSED: is_paused,
+            }
+            ring = await serve(handler, payload_type=EngineRequestPayload, calls=calls, **{"slab_nbytes": "4MiB", **options})
             client = await EngineClient.connect("test", socket_dir=str(socket_dir), lease_nbytes="64KiB")
             return RunningEngine(await stack.enter_async_context(client), ring)
 
         yield open_one
+
+
+@pytest.fixture
+async def open_core(socket_dir: Path) -> AsyncIterator[OpenEngine]:
+    """``await open_core({"tokens": 5}, **options)``: the engine core with the synthetic executor, and a client of it."""
+    async with AsyncExitStack() as stack:
+
+        async def open_one(executor: dict[str, Any] | None = None, **options: Any) -> RunningEngine:
+            settings: dict[str, Any] = {"slab_nbytes": "4MiB", "socket_dir": str(socket_dir), **options}
+            core = await EngineCore.create("core", SyntheticExecutor(ExecutorOptions(options=executor or {})), **settings)
+            await stack.enter_async_context(core)
+            running = asyncio.create_task(core.run())
+            stack.push_async_callback(_ended, running)
+            client = await EngineClient.connect("core", socket_dir=str(socket_dir), lease_nbytes="64KiB")
+            return RunningEngine(await stack.enter_async_context(client), core.ring, core)
+
+        yield open_one
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 @asynccontextmanager
@@ -126,14 +199,57 @@ async def _lifespan(app: Any) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-async def open_app(open_engine: OpenEngine) -> AsyncIterator[Callable[..., Awaitable[httpx.AsyncClient]]]:
+async def start_app() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """``await start_app(engine, **settings)``: the application, started."""
+    async with AsyncExitStack() as stack:
+
+        async def start(engine: RunningEngine, **settings: Any) -> Any:
+            app: Any = create_app(engine.client, FrontendSettings(**settings))
+            await stack.enter_async_context(_lifespan(app))
+            return app
+
+        yield start
+
+
+@pytest.fixture
+async def open_app(start_app: Any) -> AsyncIterator[Callable[..., Awaitable[httpx.AsyncClient]]]:
     """``await open_app(engine, **settings)``: the application, started, and an HTTP client of it."""
     async with AsyncExitStack() as stack:
 
         async def open_one(engine: RunningEngine, **settings: Any) -> httpx.AsyncClient:
-            app: Any = create_app(engine.client, FrontendSettings(**settings))
-            await stack.enter_async_context(_lifespan(app))
+            app = await start_app(engine, **settings)
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30)
             return await stack.enter_async_context(client)
 
         yield open_one
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the signals of the test's process alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+async def open_server() -> AsyncIterator[Callable[..., Awaitable[str]]]:
+    """``await open_server(engine, **settings)``: the application behind uvicorn, as it runs; its address."""
+    async with AsyncExitStack() as stack:
+
+        async def open_one(engine: RunningEngine, **settings: Any) -> str:
+            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            app: Any = create_app(engine.client, FrontendSettings(**settings))
+            config = uvicorn.Config(
+                app, http="httptools", ws="none", lifespan="on", log_config=None, timeout_graceful_shutdown=1
+            )
+            server = _QuietServer(config)
+            stack.push_async_callback(_stopped, server, asyncio.create_task(server.serve([listening])))
+            return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        yield open_one
+
+
+async def _stopped(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await task

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frontend.admission import Admission
+from frontend.admission import Admission, admitted_of
 from frontend.errors import ApiError
 from frontend.settings import FrontendSettings
 
@@ -113,7 +113,7 @@ async def test_hanging_up_cancels_the_handler(run: Run, eventually: Any) -> None
 
 
 async def test_the_server_s_own_cancellation_ends_the_handler_too(run: Run, eventually: Any) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
+    admission, handler = Admission(FrontendSettings(max_concurrent_media=1)), Handler(proceed=False)
     task = run(admission, Caller(b"body"), handler)
     await eventually(lambda: handler.running == 1)
     task.cancel()
@@ -129,14 +129,14 @@ async def test_a_handler_s_error_comes_through_and_frees_its_turn(run: Run) -> N
     async def fail(scope: Any, receive: Any, send: Any) -> None:
         raise KeyError("what went wrong")
 
-    admission = Admission(FrontendSettings(max_concurrent_requests=1))
+    admission = Admission(FrontendSettings(max_concurrent_media=1))
     for _ in range(2):
         with pytest.raises(KeyError, match="what went wrong"):
             await run(admission, Caller(b"body"), fail)  # type: ignore[arg-type]
 
 
 async def test_who_waits_for_a_turn_is_not_read(run: Run, eventually: Any) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_requests=2)), Handler(proceed=False)
+    admission, handler = Admission(FrontendSettings(max_concurrent_media=2)), Handler(proceed=False)
     callers = [Caller(b"body") for _ in range(5)]
     tasks = [run(admission, caller, handler) for caller in callers]
     await eventually(lambda: handler.running == 2)
@@ -147,7 +147,7 @@ async def test_who_waits_for_a_turn_is_not_read(run: Run, eventually: Any) -> No
 
 
 async def test_who_hung_up_while_waiting_is_gone_when_its_turn_comes(run: Run, eventually: Any) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
+    admission, handler = Admission(FrontendSettings(max_concurrent_media=1)), Handler(proceed=False)
     first = run(admission, Caller(b"first"), handler)
     await eventually(lambda: handler.running == 1)
     gone = Caller(complete=False)
@@ -165,7 +165,7 @@ async def refusal(task: Awaitable[None]) -> ApiError:
 
 
 async def test_a_turn_that_does_not_come_is_a_503(run: Run, eventually: Any) -> None:
-    admission = Admission(FrontendSettings(max_concurrent_requests=1, queue_timeout_s=0.01))
+    admission = Admission(FrontendSettings(max_concurrent_media=1, queue_timeout_s=0.01))
     handler = Handler(proceed=False)
     first = run(admission, Caller(b"first"), handler)
     await eventually(lambda: handler.running == 1)
@@ -176,7 +176,7 @@ async def test_a_turn_that_does_not_come_is_a_503(run: Run, eventually: Any) -> 
 
 
 async def test_too_many_that_wait_are_a_503_at_once(run: Run, eventually: Any) -> None:
-    admission = Admission(FrontendSettings(max_concurrent_requests=1, max_queued_requests=1))
+    admission = Admission(FrontendSettings(max_concurrent_media=1, max_queued_requests=1))
     handler = Handler(proceed=False)
     tasks = [run(admission, Caller(b"body"), handler) for _ in range(3)]
     error = await refusal(tasks.pop())
@@ -186,7 +186,7 @@ async def test_too_many_that_wait_are_a_503_at_once(run: Run, eventually: Any) -
 
 
 async def test_a_body_that_does_not_arrive_is_a_408_and_frees_its_turn(run: Run) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1, body_timeout_s=0.01)), Handler()
+    admission, handler = Admission(FrontendSettings(max_concurrent_media=1, body_timeout_s=0.01)), Handler()
     error = await refusal(run(admission, Caller(b"half", complete=False), handler))
     assert (error.status, error.code) == (408, "body_timeout")
     await run(admission, Caller(b"whole"), handler)
@@ -203,3 +203,55 @@ async def test_a_body_that_grows_too_large_is_refused_while_it_comes(run: Run) -
     caller = Caller(*[b"x" * 4] * 10)
     error = await refusal(run(Admission(FrontendSettings(max_body_nbytes=10)), caller, Handler()))
     assert (error.status, caller.asked) == (413, 3)
+
+
+SMALL = {b"content-length": b"4"}
+
+
+async def test_a_small_body_is_read_without_a_turn(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_media=1)), Handler(proceed=False)
+    tasks = [run(admission, Caller(b"body"), handler)]
+    await eventually(lambda: handler.running == 1)
+    tasks += [run(admission, Caller(b"tiny", headers=SMALL), handler) for _ in range(3)]
+    await eventually(lambda: handler.running == 4)
+    handler.proceed.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_requests_in_flight_are_bounded_whatever_their_size(run: Run, eventually: Any) -> None:
+    settings = FrontendSettings(max_concurrent_requests=2, max_queued_requests=1)
+    admission, handler = Admission(settings), Handler(proceed=False)
+    tasks = [run(admission, Caller(b"tiny", headers=SMALL), handler) for _ in range(3)]
+    await eventually(lambda: handler.running == 2)
+    error = await refusal(run(admission, Caller(b"tiny", headers=SMALL), handler))
+    assert (error.status, error.code, error.headers) == (503, "overloaded", {"retry-after": "1"})
+    handler.proceed.set()
+    await asyncio.gather(*tasks)
+    assert (handler.finished, handler.most_running) == (3, 2)
+
+
+async def test_a_turn_that_is_given_back_early_is_the_next_one_s(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_media=1)), Handler(proceed=False)
+
+    async def give_back(scope: Any, receive: Any, send: Any) -> None:
+        admitted = admitted_of(scope)
+        admitted.release_turn()
+        admitted.release_turn()  # twice is once
+        await handler(scope, receive, send)
+
+    tasks = [run(admission, Caller(b"body"), give_back) for _ in range(3)]  # type: ignore[arg-type]
+    await eventually(lambda: handler.running == 3)
+    handler.proceed.set()
+    await asyncio.gather(*tasks)
+    assert admission._turns._value == 1
+
+
+async def test_the_deadline_begins_with_the_end_of_the_body(run: Run) -> None:
+    admission = Admission(FrontendSettings(request_timeout_s=5))
+    deadlines = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        deadlines.append(admitted_of(scope).deadline)
+
+    await run(admission, Caller(b"body"), note)  # type: ignore[arg-type]
+    assert deadlines[0] == pytest.approx(asyncio.get_running_loop().time() + 5, abs=1)

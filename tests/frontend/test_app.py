@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmring
-from frontend import app as app_module
+from frontend import embeddings as embeddings_module
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -73,7 +75,7 @@ async def test_base64_is_what_the_official_client_asks_for(
 
 
 async def test_the_model_is_listed_under_the_name_it_is_asked_for_by(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
-    http = await open_app(await open_engine(), model_name="a model")
+    http = await open_app(await open_engine(), served_model_name="a model")
     [model] = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"]) == ("a model", "model")
     assert (await http.post("/v1/embeddings", json=body_of(PIXELS[0], model="a model"))).status_code == 200
@@ -105,7 +107,8 @@ async def test_bad_requests_say_what_is_bad(
     cases: list[tuple[bytes | dict[str, Any], str, str | None]] = [
         (b'{"model": ', "invalid_json", None),
         ({"model": 7}, "invalid_value", "model"),
-        (body_of(PIXELS[0], input="text"), "unsupported_input", "input"),
+        (body_of(PIXELS[0], input="text"), "invalid_value", "input"),
+        ({"model": "shmring-features", "input": "text"}, "unsupported_input", "input"),
         (body_of(PIXELS[0], dimensions=5), "invalid_value", "dimensions"),
         (body_of(PIXELS[0], b"no picture", file[:-30]), "invalid_image", "messages[0].content[1].image_url"),
         (body_of(PIXELS[0], PIXELS[1], file[:-30]), "invalid_image", "messages[0].content[2].image_url"),
@@ -173,22 +176,28 @@ async def test_an_engine_that_takes_too_long(open_engine: Any, open_app: OpenApp
 
     engine = await open_engine(dawdle)
     http = await open_app(engine, request_timeout_s=0.05)
-    assert error_of(await http.post("/v1/embeddings", json=body_of(PIXELS[0])), 504)["code"] == "engine_timeout"
+    assert error_of(await http.post("/v1/embeddings", json=body_of(PIXELS[0])), 504)["code"] == "request_timeout"
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
 
 
 async def test_without_an_engine_all_say_503(open_engine: Any, open_app: OpenApp, body_of: Any, eventually: Any) -> None:
     engine = await open_engine()
-    http = await open_app(engine)
+    http, late = await open_app(engine), await open_app(engine)
     assert (await http.get("/health")).status_code == 200
+    models = (await http.get("/v1/models")).json()
     assert numbers_of(await http.get("/metrics"))["shmring_engine_up"] == 1
     await engine.ring.close()
     await eventually(lambda: not engine.client.is_running)
-    for response in (await http.get("/health"), await http.post("/v1/embeddings", json=body_of(PIXELS[0]))):
+    for response in (
+        await http.get("/health"),
+        await http.get("/ready"),
+        await http.post("/v1/embeddings", json=body_of(PIXELS[0])),
+    ):
         assert error_of(response, 503)["code"] == "engine_unavailable"
         assert int(response.headers["retry-after"]) >= 1
     assert numbers_of(await http.get("/metrics"))["shmring_engine_up"] == 0
-    assert (await http.get("/v1/models")).status_code == 200
+    assert (await http.get("/v1/models")).json() == models  # as the last engine said
+    error_of(await late.get("/v1/models"), 503)  # which this one has never asked
 
 
 async def test_an_engine_that_goes_while_it_works_is_503(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
@@ -206,14 +215,14 @@ async def test_an_engine_that_goes_while_it_works_is_503(open_engine: Any, open_
 
 
 async def test_a_bug_is_500_and_tells_nothing(
-    open_engine: Any, open_app: OpenApp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    open_engine: Any, open_app: OpenApp, body_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def break_down(body: bytes) -> None:
+    def break_down(*_: object) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(app_module, "parse_embedding_request", break_down)
+    monkeypatch.setattr(embeddings_module, "take_inputs", break_down)
     http = await open_app(await open_engine())
-    response = await http.post("/v1/embeddings", json={}, headers={"x-request-id": "the-one"})
+    response = await http.post("/v1/embeddings", json=body_of(PIXELS[0]), headers={"x-request-id": "the-one"})
     error = error_of(response, 500)
     assert error["code"] == "internal_error"
     assert "secret" not in response.text
@@ -259,9 +268,54 @@ async def test_many_requests_at_once_are_all_answered(
 ) -> None:
     pictures = np.random.default_rng(4).integers(0, 256, (24, 150, 200, 3), np.uint8)
     engine = await open_engine(slab_nbytes="512KiB")  # four at a time
-    http = await open_app(engine, max_concurrent_requests=6)
+    http = await open_app(engine, max_concurrent_media=6)
     responses = await asyncio.gather(*(http.post("/v1/embeddings", json=body_of(pixels)) for pixels in pictures))
     for response, pixels in zip(responses, pictures, strict=True):
         [item] = response.json()["data"]
         np.testing.assert_allclose(item["embedding"], embedding_of(pixels), rtol=1e-6)
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_a_server_that_shuts_down_is_not_ready(open_engine: Any, start_app: Any) -> None:
+    app = await start_app(await open_engine())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        assert (await http.get("/ready")).status_code == 200
+        app.begin_shutdown()
+        assert error_of(await http.get("/ready"), 503)["code"] == "shutting_down"
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_step_that_hangs_is_unhealthy(open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any) -> None:
+    engine = await open_core({"step_s": 0.5}, step_timeout_s=0.01)
+    http = await open_app(engine)
+    asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=1)))
+    await eventually(lambda: engine.core._step_started is not None)
+    await eventually(lambda: engine.core._step_started + 0.02 < time.monotonic())
+    for path in ("/health", "/ready"):
+        assert error_of(await http.get(path), 503)["code"] == "engine_unhealthy"
+    assert (await asking).status_code == 200
+    assert (await http.get("/health")).status_code == 200
+
+
+async def test_answers_that_are_made_up_say_so(open_core: Any, open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+    http = await open_app(await open_core())
+    made_up = await http.post("/v1/embeddings", json={"model": "shmring-synthetic", "input": "x"})
+    assert made_up.headers["x-shmring-synthetic"] == "true"
+    http = await open_app(await open_engine())
+    assert "x-shmring-synthetic" not in (await http.post("/v1/embeddings", json=body_of(PIXELS[0]))).headers
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
+async def test_media_are_in_no_log_and_in_no_answer(
+    open_core: Any, open_app: OpenApp, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    http = await open_app(await open_core())
+    secret = base64.b64encode(b"a secret that is no picture, and longer than sixty-four characters in all").decode("ascii")
+    for url in (f"data:image/png;base64,{secret}", f"data:image/{secret};base64,AA==", f"nothing:{secret}", secret):
+        parts = [{"type": "image_url", "image_url": {"url": url}}]
+        body = {"model": "shmring-synthetic", "messages": [{"role": "user", "content": parts}]}
+        with caplog.at_level(logging.DEBUG):
+            response = await http.post(path, json=body)
+        assert response.status_code == 400
+        for text in (response.text, "".join(record.getMessage() for record in caplog.records if record.name != "httpx")):
+            assert secret[:70] not in text

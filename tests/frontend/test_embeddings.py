@@ -1,23 +1,35 @@
-"""The way of a request's pictures: sizes first, one slot, in place, and back whatever happens."""
+"""Embedding requests by way of the service: what the engine gets, and what comes back."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 import shmring
-from frontend import embeddings as embeddings_module
+from engine.protocol import EncodeReply, EncodeRequest, InputSpec, ModelDescription, Picture, PictureSpec, Text
+from frontend.admission import Admission, Admitted
 from frontend.embeddings import EmbeddingService
 from frontend.errors import ApiError
-from frontend.openai import EmbeddingRequest
+from frontend.multimodal import MediaIntake
+from frontend.openai.embeddings import EmbeddingRequest
+from frontend.served import ServedModel
 from frontend.settings import FrontendSettings
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
+
+BOTH = ModelDescription(
+    executor="test",
+    model="shmring-features",
+    tasks=["encode"],
+    input=InputSpec(text=True, picture=PictureSpec()),
+    max_batch_size=8,
+    embedding_size=2,
+)
 
 
 @pytest.fixture
@@ -31,37 +43,88 @@ def request_of(body_of: Any) -> Any:
 
 
 @pytest.fixture
-def open_service() -> Iterator[Any]:
+def admitted() -> Admitted:
+    """A request that was just admitted."""
+    admission = Admission(FrontendSettings())
+    return Admitted(admission._line, admission._turns)
+
+
+@pytest.fixture
+async def open_service() -> AsyncIterator[Any]:
     """``open_service(engine, **settings)``: a service, closed at the end."""
-    services: list[EmbeddingService] = []
+    intakes: list[MediaIntake] = []
 
     def make(engine: Any, **settings: Any) -> EmbeddingService:
-        services.append(EmbeddingService(engine.client, FrontendSettings(**settings)))
-        return services[-1]
+        told = FrontendSettings(**settings)
+        intakes.append(MediaIntake(engine.client, told))
+        return EmbeddingService(engine.client, ServedModel(engine.client, None), intakes[-1], told)
 
     yield make
-    for service in services:
-        service.close()
+    for intake in intakes:
+        await intake.close()
 
 
 async def test_all_pictures_share_one_slot_and_none_is_copied(
-    open_engine: Any, open_service: Any, request_of: Any, embedding_of: Any, eventually: Any
+    open_engine: Any, open_service: Any, request_of: Any, embedding_of: Any, eventually: Any, admitted: Admitted
 ) -> None:
     engine = await open_engine()
     request = request_of(*PIXELS)
-    embedded = await open_service(engine).embed(request, "the-id")
+    embedded = await open_service(engine).embed(request, admitted, "the-id")
     np.testing.assert_allclose(
         [item.embedding for item in embedded.response.data], [embedding_of(pixels) for pixels in PIXELS], rtol=1e-6
     )
-    assert (embedded.slab_nbytes, embedded.copies) == (PIXELS.nbytes, 0)
-    assert request.messages == []
+    assert (embedded.slab_nbytes, embedded.copies, embedded.synthetic) == (PIXELS.nbytes, 0, False)
+    assert request.messages is None
     statistics = engine.client.ring.statistics()
     assert (statistics.in_place, statistics.copies, statistics.inline_payloads) == (3, 0, 0)
     assert statistics.slot_nbytes_submitted == 1856 * 2 + 1800  # 1800 bytes each, on cache lines: one slot
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
 
 
-async def test_the_engine_knows_the_request_by_its_id(open_engine: Any, open_service: Any, request_of: Any) -> None:
+async def test_texts_and_media_stay_in_order(open_engine: Any, open_service: Any, request_of: Any, admitted: Admitted) -> None:
+    async def note(claim: shmring.Claim) -> None:
+        request: EncodeRequest = claim.payload
+        kinds = [one.text if isinstance(one, Text) else one.pixels.sum().item() for one in request.inputs]
+        assert all(isinstance(one, Text | Picture) for one in request.inputs)
+        seen.append(kinds)
+        await claim.reply(EncodeReply(torch.eye(2)[[0, 1, 0]], 5))
+
+    seen: list[Any] = []
+    service = open_service(await open_engine(note, BOTH))
+    request = request_of(PIXELS[0], PIXELS[1])
+    request.messages[0].content.insert(1, msgspec.convert({"type": "text", "text": "between"}, dict))
+    request = msgspec.convert(msgspec.to_builtins(request), EmbeddingRequest)
+    embedded = await service.embed(request, admitted, "x")
+    assert seen == [[PIXELS[0].sum(), "between", PIXELS[1].sum()]]
+    assert embedded.response.usage.prompt_tokens == 5
+    assert [item.embedding for item in embedded.response.data] == [[1, 0], [0, 1], [1, 0]]
+
+
+async def test_texts_need_no_slot(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        await claim.reply(EncodeReply(torch.eye(2), 2))
+
+    engine = await open_engine(answer, BOTH)
+    embedded = await open_service(engine).embed(EmbeddingRequest("shmring-features", ["a", "b"]), admitted, "x")
+    assert (embedded.slab_nbytes, len(embedded.response.data)) == (0, 2)
+
+
+async def test_what_the_model_does_not_do_is_refused(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
+    engine = await open_engine()
+    for request, param in (
+        (EmbeddingRequest("shmring-features", "text"), "input"),
+        (EmbeddingRequest("shmring-features", "text", dimensions=5), "dimensions"),
+        (EmbeddingRequest("another", "text"), "model"),
+    ):
+        with pytest.raises(ApiError) as raised:
+            await open_service(engine).embed(request, admitted, "x")
+        assert raised.value.param == param
+    assert engine.client.ring.statistics().submitted == 0
+
+
+async def test_the_engine_knows_the_request_by_its_id(
+    open_engine: Any, open_service: Any, request_of: Any, admitted: Admitted
+) -> None:
     names = []
 
     async def note(claim: shmring.Claim) -> None:
@@ -69,83 +132,5 @@ async def test_the_engine_knows_the_request_by_its_id(open_engine: Any, open_ser
         raise ValueError("enough")
 
     with pytest.raises(shmring.RemoteError):
-        await open_service(await open_engine(note)).embed(request_of(PIXELS[0]), "the-id")
+        await open_service(await open_engine(note)).embed(request_of(PIXELS[0]), admitted, "the-id")
     assert names == ["the-id"]
-
-
-async def test_a_picture_that_is_damaged_behind_its_header_gives_the_slot_back(
-    open_engine: Any, open_service: Any, request_of: Any, encoded: Any, eventually: Any
-) -> None:
-    engine = await open_engine()
-    service = open_service(engine)
-    with pytest.raises(ApiError, match="truncated") as raised:
-        await service.embed(request_of(PIXELS[0], encoded(PIXELS[1])[:-30]), "x")
-    assert raised.value.param == "messages[0].content[1].image_url"
-    del raised  # its traceback has the frames that made the views
-    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
-    assert engine.client.ring.statistics().submitted == 0
-
-
-async def test_no_slot_is_taken_for_what_is_no_picture(open_engine: Any, open_service: Any, request_of: Any) -> None:
-    engine = await open_engine(slab_nbytes="1MiB")
-    service = open_service(engine, slot_timeout_s=0.01)
-    async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
-        with pytest.raises(ApiError, match="not a picture"):
-            await service.embed(request_of(np.zeros((300, 300, 3), np.uint8), b"no picture"), "x")
-        with pytest.raises(ApiError, match="no space for 270000 bytes"):
-            await service.embed(request_of(np.zeros((300, 300, 3), np.uint8)), "x")
-
-
-async def test_nothing_is_decoded_before_there_is_a_slot(
-    open_engine: Any, open_service: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def decode(*arguments: object) -> None:
-        raise AssertionError("there was no slot yet")
-
-    engine = await open_engine(slab_nbytes="1MiB")
-    service = open_service(engine, slot_timeout_s=0.05)
-    monkeypatch.setattr(embeddings_module.MediaLoader, "decode", decode)
-    async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
-        with pytest.raises(ApiError, match="no space"):
-            await service.embed(request_of(np.zeros((300, 300, 3), np.uint8)), "x")
-
-
-@pytest.mark.parametrize("moment", ["loading", "waiting for a slot", "decoding", "embedding"])
-async def test_cancelling_at_any_moment_gives_everything_back(
-    open_engine: Any, open_service: Any, request_of: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    reached = asyncio.Event()
-
-    async def stay(*arguments: object) -> Any:
-        reached.set()
-        await asyncio.Event().wait()
-
-    async def dawdle(claim: shmring.Claim) -> None:
-        aborted = asyncio.Event()
-        claim.on_abort(aborted.set)
-        reached.set()
-        await aborted.wait()
-
-    engine = await open_engine(dawdle, slab_nbytes="1MiB")
-    service = open_service(engine)
-    blocker = None
-    if moment == "loading":
-        monkeypatch.setattr(embeddings_module.MediaLoader, "load", stay)
-    elif moment == "decoding":
-        monkeypatch.setattr(embeddings_module.MediaLoader, "decode", stay)
-    elif moment == "waiting for a slot":
-        blocker = await engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
-    task = asyncio.create_task(service.embed(request_of(np.zeros((300, 300, 3), np.uint8)), "x"))
-    if blocker is None:
-        await reached.wait()
-    else:
-        await eventually(lambda: engine.client.ring.statistics().waiting == 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    del task
-    if blocker is not None:
-        blocker.close()
-    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
-    await eventually(lambda: engine.ring.statistics().slots_in_use == 0)
-    assert engine.client.ring.statistics().waiting == 0

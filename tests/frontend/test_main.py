@@ -1,8 +1,9 @@
-"""``python -m frontend`` as a process, attached to a ring of this process."""
+"""``python -m frontend`` as a process attached to a ring of this process; and how its server ends, with a small application."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
+import shmring
+from frontend.__main__ import _Place, _Server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,3 +86,173 @@ async def test_a_port_in_use_is_a_clear_line(start: Start, open_engine: Any) -> 
     assert process.returncode != 0
     assert b"address already in use" in errors
     assert b"Traceback" not in errors
+
+
+async def test_it_waits_for_an_engine_that_is_late(start: Start, open_engine: Any, eventually: Any) -> None:
+    process = await start("--port=0", "--connect-timeout=60")
+    await eventually(lambda: b"uvloop" in Path(f"/proc/{process.pid}/maps").read_bytes(), 60)  # it has been imported
+    engine = await open_engine()
+    await eventually(lambda: engine.ring.statistics().clients == 2, 60)
+
+
+async def test_it_does_not_wait_for_ever(start: Start) -> None:
+    process = await start("--port=0", "--connect-timeout=0.1")
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert errors.startswith(b"shmring frontend: no engine")
+    assert b"Traceback" not in errors
+
+
+async def test_it_leaves_with_an_answer_for_whoever_still_waits(
+    start: Start, open_engine: Any, body_of: Any, eventually: Any
+) -> None:
+    release = asyncio.Event()
+
+    async def wait(claim: shmring.Claim) -> None:
+        await release.wait()
+
+    engine = await open_engine(wait)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        process = await start(f"--listen-fd={listening.fileno()}", "--shutdown-timeout=0.25", pass_fds=(listening.fileno(),))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{address[1]}", timeout=60) as http:
+            asking = asyncio.create_task(http.post("/v1/embeddings", json=body_of(np.zeros((4, 4, 3), np.uint8))))
+            await eventually(lambda: engine.ring.statistics().running == 1, 60)
+            process.send_signal(signal.SIGTERM)
+            response = await asyncio.wait_for(asking, 30)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+    release.set()
+    await eventually(lambda: engine.ring.statistics().slots_in_use == 0)
+    assert engine.ring.statistics().departed_clients == 0  # it said goodbye
+
+
+# -- how a server ends --------------------------------------------------------------------------------------------------
+
+
+class Application:
+    """Answers ``/slow`` once it may, ``/stream`` with a piece at once and the rest once it may; what is cancelled says so."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.in_flight = 0
+        self.left_at_the_end: int | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            for word in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{word}.complete"})
+                self.left_at_the_end = self.in_flight
+            return
+        self.in_flight += 1
+        try:
+            await self._answer(scope["path"] == "/stream", send)
+        finally:
+            self.in_flight -= 1
+
+    async def _answer(self, streamed: bool, send: Any) -> None:
+        if streamed:
+            await self._say(send, 200, b"first ", more=True)
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            if not streamed:
+                await self._say(send, 503, b"")
+                return
+            await asyncio.sleep(0.05)  # telling callers may take a moment
+            await send({"type": "http.response.body", "body": b"cancelled"})
+            return
+        if streamed:
+            await send({"type": "http.response.body", "body": b"last"})
+        else:
+            await self._say(send, 200, b"done")
+
+    @staticmethod
+    async def _say(send: Any, status: int, body: bytes, *, more: bool = False) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": [(b"transfer-encoding", b"chunked")]})
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+OpenServer = Callable[..., Awaitable[tuple[_Server, Application, httpx.AsyncClient]]]
+
+
+@pytest.fixture
+async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
+    """``await open_server(shutdown_timeout_s)``: a server in this process, its application, and a client of it."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_one(shutdown_timeout_s: float) -> tuple[_Server, Application, httpx.AsyncClient]:
+            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            application = Application()
+            place = _Place(
+                name="test",
+                socket_dir=None,
+                host="127.0.0.1",
+                port=0,
+                listen_fd=None,
+                ready_fd=None,
+                parent_pid=None,
+                connect_timeout_s=1.0,
+                shutdown_timeout_s=shutdown_timeout_s,
+                log_level="warning",
+            )
+            server = _Server(application, place)
+            running = asyncio.create_task(server.serve([listening]))
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+            stack.push_async_callback(end, server, application, running)
+            await eventually(lambda: server.started)
+            return server, application, client
+
+        async def end(server: _Server, application: Application, running: asyncio.Task[None]) -> None:
+            server.stop()
+            await asyncio.wait_for(running, 30)
+            assert application.left_at_the_end == 0
+
+        yield open_one
+
+
+async def test_what_runs_may_end(open_server: OpenServer, eventually: Any) -> None:
+    server, application, client = await open_server(600)
+    asking = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
+    await eventually(lambda: application.in_flight == 2)
+    server.stop()
+
+    async def is_refused() -> bool:
+        try:
+            async with httpx.AsyncClient(base_url=client.base_url) as another:
+                await another.get("/slow", timeout=1)
+        except httpx.ConnectError:
+            return True
+        except httpx.TransportError:  # accepted just before the port was closed
+            pass
+        return False
+
+    while not await is_refused():
+        await asyncio.sleep(0.01)
+    assert not any(task.done() for task in asking)
+    application.may_answer.set()
+    assert [response.text for response in await asyncio.gather(*asking)] == ["done", "first last"]
+
+
+@pytest.mark.parametrize("shutdown_timeout_s", [0, 0.05])
+async def test_what_does_not_end_is_cancelled_and_can_say_so(
+    open_server: OpenServer, eventually: Any, shutdown_timeout_s: float
+) -> None:
+    server, application, client = await open_server(shutdown_timeout_s)
+    asking = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
+    await eventually(lambda: application.in_flight == 2)
+    server.stop()
+    slow, stream = await asyncio.wait_for(asyncio.gather(*asking), 30)
+    assert (slow.status_code, stream.text) == (503, "first cancelled")
+
+
+async def test_told_twice_it_waits_no_longer(open_server: OpenServer, eventually: Any) -> None:
+    server, application, client = await open_server(600)
+    asking = asyncio.create_task(client.get("/slow"))
+    await eventually(lambda: application.in_flight == 1)
+    server.stop()
+    assert not server.force_exit
+    server.stop()
+    assert (await asyncio.wait_for(asking, 30)).status_code == 503

@@ -65,6 +65,18 @@ async def test_a_request_without_an_answer_hung_up() -> None:
     assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 1
 
 
+async def test_an_answer_that_is_not_complete_hung_up() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+
+    async def leave(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"so far", "more_body": True})
+
+    await observe(metrics, leave, exchange)
+    assert count(metrics, 200) == 1
+    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 1
+
+
 async def test_a_bug_is_counted_and_comes_through() -> None:
     metrics, exchange = FrontendMetrics(), Exchange()
 
@@ -110,6 +122,27 @@ async def test_a_shutdown_during_an_answer_breaks_it_off() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(exchange.sent) == 1
+
+
+async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+    entered = asyncio.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        entered.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(observe(metrics, stream, exchange))
+    await entered.wait()
+    task.cancel()
+    await task
+    _, last = exchange.sent
+    assert last["body"].startswith(b'data: {"error":')
+    assert b'"code":"shutting_down"' in last["body"]
+    assert not last["more_body"]
+    assert metrics.registry.get_sample_value("shmring_http_broken_streams_total", {"code": "shutting_down"}) == 1
 
 
 async def test_what_is_no_request_passes_through() -> None:

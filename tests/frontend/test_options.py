@@ -1,20 +1,22 @@
-"""Command line options of a frontend: what the supervisor writes is what a frontend understands."""
+"""Command line options of a frontend: what the supervisor writes is what a frontend understands, and no key is among it."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from frontend.media.image import PictureLimits
-from frontend.options import frontend_arguments, frontend_options, settings_of
-from frontend.settings import FrontendSettings
+from frontend.media.fetch import FetchSettings
+from frontend.media.options import MediaIoKwargs, MediaLimits
+from frontend.options import frontend_arguments, frontend_environment, frontend_options, settings_of
+from frontend.settings import FrontendSettings, MediaCounts
 
 
-def understood(arguments: list[str]) -> dict[str, Any]:
+def understood(arguments: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     @click.command()
@@ -22,9 +24,20 @@ def understood(arguments: list[str]) -> dict[str, Any]:
     def command(**values: Any) -> None:
         found.update(values)
 
-    result = CliRunner().invoke(command, arguments)
+    result = CliRunner(env={"SHMRING_API_KEY": None, **(environment or {})}).invoke(command, arguments)
     assert result.exit_code == 0, result.output
     return found
+
+
+def refused(*arguments: str) -> str:
+    @click.command()
+    @frontend_options
+    def command(**values: Any) -> None:
+        raise AssertionError("not reached")
+
+    result = CliRunner(env={"SHMRING_API_KEY": None}).invoke(command, list(arguments))
+    assert result.exit_code == 2, result.output
+    return result.output
 
 
 def test_without_options_the_settings_are_the_defaults() -> None:
@@ -32,11 +45,13 @@ def test_without_options_the_settings_are_the_defaults() -> None:
 
 
 def test_every_setting_has_an_option() -> None:
-    fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"picture_limits"}
-    assert set(understood([])) == fields | {"max_pixels"}
+    fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"media_limits", "fetch"}
+    limits = {field.name for field in dataclasses.fields(MediaLimits)} - {"max_coded_frames", "max_decoded_pixels"}
+    fetch = {field.name for field in dataclasses.fields(FetchSettings)} - {"max_redirects"}
+    assert set(understood([])) == fields | limits | fetch | {"api_key_file"}
 
 
-def test_options_survive_being_handed_on() -> None:
+def test_options_survive_being_handed_on(tmp_path: Path) -> None:
     values = understood(
         [
             "--model-name",
@@ -46,22 +61,76 @@ def test_options_survive_being_handed_on() -> None:
             "3MiB",
             "--max-pixels=100",
             "--decode-threads=3",
+            "--max-concurrent-media=5",
+            "--disable-mm-shm",
+            "--limit-mm-per-prompt=image=3",
+            '--media-io-kwargs={"video": {"num_frames": 7}}',
+            "--allowed-media-domains=a.org,*.b.org",
+            "--allowed-media-domains=c.org:9000",
+            "--allowed-media-networks=10.0.0.0/8",
+            f"--allowed-local-media-path={tmp_path}",
+            "--media-fetch-timeout=2",
+            "--max-video-duration=7.5",
         ]
     )
     assert understood(frontend_arguments(values)) == values
     settings = settings_of(values)
-    assert settings.queue_timeout_s == 1.5
-    assert settings.max_body_nbytes == 3 << 20
-    assert settings.picture_limits == PictureLimits(max_pixels=100, max_nbytes=3 << 20)
+    assert settings.served_model_name == "a model"
+    assert (settings.queue_timeout_s, settings.max_body_nbytes) == (1.5, 3 << 20)
+    assert (settings.max_concurrent_media, settings.disable_mm_shm) == (5, True)
+    assert settings.limit_mm_per_prompt == MediaCounts(image=3)
+    assert settings.media_io_kwargs == MediaIoKwargs(num_frames=7)
+    assert settings.media_limits == MediaLimits(max_image_pixels=100, max_video_duration_s=7.5)
+    assert settings.fetch == FetchSettings(
+        allowed_media_domains=("a.org", "*.b.org", "c.org:9000"),
+        allowed_media_networks=("10.0.0.0/8",),
+        allowed_local_media_path=str(tmp_path),
+        fetch_timeout_s=2,
+    )
+
+
+def test_keys_go_through_the_environment_and_not_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("from-a-file\n\n another \n")
+    values = understood(["--api-key=one", "--api-key", "two", f"--api-key-file={file}"])
+    assert settings_of(values).api_keys == ("one", "two", "from-a-file", "another")
+    arguments = frontend_arguments(values)
+    assert not any(key in argument for argument in arguments for key in (*settings_of(values).api_keys, str(file)))
+    handed_on = understood(arguments, frontend_environment(values))
+    assert settings_of(handed_on) == settings_of(values)
+
+
+def test_keys_are_taken_from_the_environment() -> None:
+    assert settings_of(understood([], {"SHMRING_API_KEY": "one two"})).api_keys == ("one", "two")
+    assert frontend_environment(understood([])) == {}
+
+
+def test_a_file_without_keys_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    for text, problem in (("\n", "has no keys"), ("two words\n", "no spaces")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=problem):
+            settings_of(understood([f"--api-key-file={file}"]))
 
 
 @pytest.mark.parametrize(
-    "argument", ["--max-body-nbytes=many", "--max-concurrent-requests=0", "--slot-timeout=0", "--max-pixels=-1"]
+    "argument",
+    [
+        "--max-body-nbytes=many",
+        "--max-concurrent-requests=0",
+        "--max-concurrent-media=0",
+        "--slot-timeout=0",
+        "--max-pixels=-1",
+        "--limit-mm-per-prompt=images=3",
+        "--media-io-kwargs={",
+        '--media-io-kwargs={"video": {"frames": 3}}',
+        "--allowed-media-domains=http://a.org",
+        "--allowed-media-networks=10.0.0.0/99",
+        "--allowed-local-media-path=/does/not/exist",
+        "--api-key=two words",
+        "--api-key=",
+        "--api-key-file=/does/not/exist",
+    ],
 )
 def test_nonsense_is_refused(argument: str) -> None:
-    @click.command()
-    @frontend_options
-    def command(**values: Any) -> None:
-        raise AssertionError("not reached")
-
-    assert CliRunner().invoke(command, [argument]).exit_code == 2
+    assert "Error" in refused(argument)

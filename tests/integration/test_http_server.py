@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import av
 import httpx
 import numpy as np
 import openai
@@ -202,9 +203,12 @@ def test_the_official_client_understands_errors(server: Server) -> None:
         with pytest.raises(openai.NotFoundError) as unknown:
             client.embeddings.create(model="another", input=[], extra_body={"messages": messages_of(b"x")})
         assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
-        with pytest.raises(openai.BadRequestError) as text:
-            client.embeddings.create(model=MODEL, input="hello")
-        assert text.value.param == "input"
+        with pytest.raises(openai.BadRequestError) as tokens:
+            client.embeddings.create(model=MODEL, input=[1, 2, 3])
+        assert tokens.value.param == "input[0]"
+        with pytest.raises(openai.BadRequestError) as chat:
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}])
+        assert chat.value.code == "unsupported_task"
         good = (SAMPLES / "coffee.jpg").read_bytes()
         with pytest.raises(openai.BadRequestError) as damaged:
             client.embeddings.create(model=MODEL, input=[], extra_body={"messages": messages_of(good, good[:5000])})
@@ -213,6 +217,55 @@ def test_the_official_client_understands_errors(server: Server) -> None:
             model=MODEL, input=[], dimensions=7, encoding_format="float", extra_body={"messages": messages_of(good)}
         )
         assert len(short.data[0].embedding) == 7
+
+
+def clip(size: tuple[int, int], rate: int, codec: str, seed: int) -> bytes:
+    """Two seconds of pictures that move over a larger one."""
+    picture = Image.open(sorted(SAMPLES.glob("*.jpg"))[seed]).convert("RGB").resize((480, 360))
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for index in range(2 * rate):
+            left = 160 * index // (2 * rate)
+            frame = av.VideoFrame.from_image(picture.crop((left, 60, left + 320, 300)).resize(size))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def test_sounds_clips_and_texts_find_their_like(server: Server) -> None:
+    """Each is asked for in one request with all the others, in each of the ways in which it can be sent."""
+
+    def data_url(mime: str, file: bytes) -> str:
+        return f"data:{mime};base64,{base64.b64encode(file).decode('ascii')}"
+
+    def part(kind: str, url: str) -> dict[str, Any]:
+        return {"type": kind, kind: {"url": url}}
+
+    recordings = [path.read_bytes() for path in sorted(SAMPLES.glob("speech-*.wav"))]
+    clips = [clip((320, 240), 12, "mpeg4", seed) for seed in range(3)]
+    again = [clip((240, 180), 8, "mpeg4", seed) for seed in range(3)]
+    texts = ["A dog runs over the grass.", "Stars and galaxies far away.", "A cup of coffee, please."]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        parts = [
+            *(part("audio_url", data_url("audio/wav", file)) for file in recordings),
+            *(part("video_url", data_url("video/mp4", file)) for file in clips),
+            *({"type": "text", "text": text} for text in texts),
+        ]
+        messages = {"messages": [{"role": "user", "content": parts}]}
+        found = client.embeddings.create(model=MODEL, input=[], extra_body=messages).data
+        originals = np.array([item.embedding for item in found])
+        recording = base64.b64encode(recordings[0]).decode("ascii")
+        audio = {"type": "input_audio", "input_audio": {"data": recording, "format": "wav"}}
+        messages = {"messages": [{"role": "user", "content": [audio]}]}
+        [same] = client.embeddings.create(model=MODEL, input=[], extra_body=messages).data
+        inputs = [*(data_url("video/mp4", file) for file in again), *(text.upper().rstrip(".") for text in texts)]
+        copies = client.embeddings.create(model=MODEL, input=inputs)
+    np.testing.assert_allclose(same.embedding, originals[0], atol=1e-6)
+    nearest = (np.array([item.embedding for item in copies.data]) @ originals.T).argmax(axis=1)
+    count = len(recordings)
+    assert nearest.tolist() == list(range(count, count + 6))
 
 
 async def test_both_frontends_answer_for_all(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
@@ -290,6 +343,113 @@ async def test_hanging_up_while_the_engine_works_aborts_there_too(server: Server
     assert after["shmring_engine_ring_aborted"] == before["shmring_engine_ring_aborted"] + 1
 
 
+# -- chats -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat_server() -> Iterator[Server]:
+    """A server that answers conversations, without a model, and for those only who have a key."""
+    with (
+        tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as place,
+        serving(
+            Path(place),
+            "--slab-nbytes=64MiB",
+            "--api-server-count=1",
+            "--executor=synthetic",
+            '--executor-options={"step_s": 0.005}',
+            "--served-model-name=made-up",
+            "--api-key=sesame",
+        ) as running,
+    ):
+        yield running
+
+
+@pytest.fixture
+async def chat_http(chat_server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain HTTP client of it, with its key."""
+    headers = {"authorization": "Bearer sesame"}
+    async with httpx.AsyncClient(base_url=chat_server.url, timeout=60, headers=headers) as client:
+        yield client
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": "What is this?"}, *messages_of((SAMPLES / "coffee.jpg").read_bytes())[0]["content"]]
+    return {"model": "made-up", "messages": [{"role": "user", "content": content}], **fields}
+
+
+def test_the_official_client_chats(chat_server: Server) -> None:
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="sesame", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["made-up"]
+        whole = client.chat.completions.create(**chat_body(max_tokens=4, seed=1, stop=["never"]))
+        assert whole.choices[0].message.content == "[synthetic] token2 token3 token4"
+        assert whole.choices[0].finish_reason == "length"
+        assert whole.usage is not None
+        assert (whole.usage.completion_tokens, whole.usage.prompt_tokens) == (4, 3 + 64)
+        stream = client.chat.completions.create(**chat_body(max_tokens=4, stream=True, stream_options={"include_usage": True}))
+        chunks = list(stream)
+        assert chunks[-1].usage == whole.usage
+        pieces = [chunk.choices[0] for chunk in chunks[:-1]]
+        assert pieces[0].delta.role == "assistant"
+        assert "".join(piece.delta.content or "" for piece in pieces) == whole.choices[0].message.content
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**chat_body(n=2))
+        assert (refused.value.param, refused.value.code) == ("n", "unsupported_value")
+        raw = client.chat.completions.with_raw_response.create(**chat_body(max_tokens=1))
+        assert (raw.headers["x-shmring-synthetic"], raw.headers["x-shmring-copies"]) == ("true", "0")
+
+
+def test_the_official_client_needs_the_key_and_the_key_is_on_no_frontend_s_command_line(chat_server: Server) -> None:
+    with openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            client.chat.completions.create(**chat_body())
+        assert refused.value.code == "invalid_api_key"
+    commands = children_of(chat_server.process.pid)
+    assert len(commands) == 2
+    assert not any("sesame" in command for command in commands.values())
+
+
+async def test_hanging_up_on_a_stream_ends_it_in_the_engine(chat_http: httpx.AsyncClient) -> None:
+    before = await settled(chat_http)
+    for _ in range(5):
+        body = chat_body(stream=True, max_tokens=100_000)
+        async with chat_http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if "token3" in line:
+                    break
+    after = await settled(chat_http)
+    assert after["shmring_http_aborted_total"] == before["shmring_http_aborted_total"] + 5
+    deadline = time.monotonic() + 10
+    while (await numbers(chat_http))["shmring_engine_running_requests"]:
+        assert time.monotonic() < deadline
+    assert after["shmring_engine_ring_aborted"] == before["shmring_engine_ring_aborted"] + 5
+
+
+def test_an_engine_that_is_killed_ends_streams_with_an_error(socket_dir: Path) -> None:
+    options = ("--slab-nbytes=64MiB", "--api-server-count=1", "--executor=synthetic", '--executor-options={"step_s": 0.005}')
+    with (
+        serving(socket_dir, *options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        body = chat_body(stream=True, max_tokens=100_000) | {"model": "shmring-synthetic"}
+        stream = client.chat.completions.create(**body)
+        received = 0
+
+        def read() -> None:
+            nonlocal received
+            for _ in stream:
+                received += 1
+                if received == 5:
+                    os.kill(server.engine, signal.SIGKILL)
+
+        with pytest.raises(openai.APIError) as raised:
+            read()
+        assert raised.value.code == "engine_unavailable"
+        assert received >= 5
+        assert server.process.wait(20) == 1
+
+
 # -- processes that die ---------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +487,7 @@ def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Pa
 
         async def ask() -> httpx.Response:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+                await http.get("/v1/models")  # or it would wait for the engine to say what it does
                 os.kill(server.engine, signal.SIGSTOP)
                 asking = asyncio.create_task(http.post("/v1/embeddings", content=body))
                 deadline = time.monotonic() + 20

@@ -230,9 +230,85 @@ def test_too_large_a_file_is_refused() -> None:
 
 def test_a_picture_that_is_not_what_its_header_says_is_refused() -> None:
     data = encoded(Image.fromarray(noise()), "PNG")
-    header = PictureHeader(width=10, height=10, orientation=1, format="PNG")
+    header = PictureHeader(width=10, height=10, stored_width=10, stored_height=10, orientation=1, format="PNG")
     with pytest.raises(MediaError, match="its header promised 10 x 10"):
         decode_into(data, header, np.empty(header.shape, np.uint8))
+
+
+def test_a_line_is_no_picture() -> None:
+    data = encoded(Image.new("L", (1005, 5)), "PNG")
+    with pytest.raises(MediaError, match="1005 x 5 pixels: sides of more than 200 to 1"):
+        probe(data, LIMITS)
+    assert probe(data, PictureLimits(max_aspect_ratio=201)).width == 1005
+
+
+@pytest.mark.parametrize("name", ["PNG", "WEBP", "GIF"])
+def test_transparency_lies_over_the_colour_that_is_asked_for(name: str) -> None:
+    pixels = np.array([[[255, 0, 0, 255], [0, 0, 255, 0]]], np.uint8)
+    data = encoded(Image.fromarray(pixels, "RGBA"), name, **({"lossless": True} if name == "WEBP" else {}))
+    target = np.zeros((1, 2, 3), np.uint8)
+    decode_into(data, probe(data, LIMITS), target, (10, 20, 30))
+    np.testing.assert_array_equal(target, [[[255, 0, 0], [10, 20, 30]]])
+
+
+# -- scaling ------------------------------------------------------------------------------------------------------------
+
+
+def scaled(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:
+    header = probe(data, LIMITS, max_pixels)
+    target = np.full(header.shape, 77, np.uint8)
+    decode_into(data, header, target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("PNG", "RGB"), ("PNG", "RGBA"), ("GIF", "P"), ("TIFF", "CMYK")]
+)
+@pytest.mark.parametrize("size", [(640, 400), (150, 241), (3000, 40)])
+def test_larger_pictures_are_scaled_down(name: str, mode: str, size: tuple[int, int]) -> None:
+    picture = Image.fromarray(noise(40, 40)).resize(size, Image.Resampling.BICUBIC).convert(mode)
+    data = encoded(picture, name)
+    found = scaled(data, 10_000)
+    height, width = found.shape[:2]
+    assert 9_000 < width * height <= 10_000
+    assert width / height == pytest.approx(size[0] / size[1], rel=0.1)
+    whole = Image.fromarray(as_pillow_shows_it(data))
+    expected = np.asarray(whole.resize((width, height), Image.Resampling.LANCZOS))
+    assert np.abs(found.astype(int) - expected).mean() < 2.5
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("name", ["JPEG", "PNG"])
+def test_scaled_pictures_are_turned_too(name: str, orientation: int) -> None:
+    picture = Image.fromarray(noise(20, 15)).resize((400, 300), Image.Resampling.BICUBIC)
+    data = encoded(picture, name, exif=with_orientation(orientation))
+    found = scaled(data, 1200)
+    assert found.shape == ((40, 30, 3) if orientation >= 5 else (30, 40, 3))
+    expected = Image.fromarray(as_pillow_shows_it(data)).resize(found.shape[1::-1], Image.Resampling.LANCZOS)
+    assert np.abs(found.astype(int) - np.asarray(expected)).mean() < 3
+
+
+def test_smaller_pictures_are_not_scaled() -> None:
+    data = encoded(Image.fromarray(noise()), "PNG")
+    np.testing.assert_array_equal(scaled(data, WIDTH * HEIGHT), noise())
+
+
+def test_sixteen_bit_grey_is_scaled_by_its_high_byte() -> None:
+    data = encoded(Image.fromarray(np.full((40, 40), 0x80FF, np.uint16)), "PNG")
+    np.testing.assert_array_equal(scaled(data, 100), np.full((10, 10, 3), 0x80))
+
+
+def test_scaling_a_jpeg_does_not_decode_it_full_size(peak_nbytes: Any) -> None:
+    data = encoded(Image.new("RGB", (6000, 6000), "teal"), "JPEG")
+    header = probe(data, LIMITS, 250_000)
+    target = np.zeros(header.shape, np.uint8)
+    assert peak_nbytes(lambda: decode_into(data, header, target)) < 40 << 20  # its pixels take 108 MB
+    assert np.abs(target.astype(int) - [0, 128, 128]).max() <= 3
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 150), (150, 1)])
+def test_no_side_becomes_nothing(size: tuple[int, int]) -> None:
+    assert 1 <= scaled(encoded(Image.new("L", size), "PNG"), 20).size // 3 <= 20
 
 
 SEEDS = [

@@ -6,7 +6,8 @@ import asyncio
 import base64
 import io
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,43 +16,172 @@ import torch
 from PIL import Image
 
 import shmring
+from engine.protocol import InputSpec, Picture, PictureSpec, SoundSpec, Spectrogram, Video, VideoSpec, Waveform
 from frontend.media import loader as loader_module
 from frontend.media.errors import MediaError
-from frontend.media.image import PictureHeader, PictureLimits
-from frontend.media.loader import MediaLoader
+from frontend.media.fetch import Fetcher, FetchSettings
+from frontend.media.loader import MediaLoader, MediaSource, PreparedMedium
+from frontend.media.options import MediaIoKwargs, MediaLimits
+
+Array = np.ndarray[Any, Any]
+OpenLoader = Callable[..., MediaLoader]
+
+SPEC = InputSpec(picture=PictureSpec(), sound=SoundSpec(form="waveform"), video=VideoSpec(num_frames=4))
 
 
 @pytest.fixture
-def loader() -> Iterator[MediaLoader]:
-    made = MediaLoader(2, PictureLimits())
-    yield made
-    made.close()
+async def open_loader() -> AsyncIterator[OpenLoader]:
+    """``open_loader(io_kwargs, **limits)``: a loader of two threads, which is closed in the end."""
+    pool = ThreadPoolExecutor(1)
+    fetcher = Fetcher(FetchSettings(), pool)
+    made: list[MediaLoader] = []
+
+    def open_one(io_kwargs: MediaIoKwargs | None = None, **limits: Any) -> MediaLoader:
+        made.append(MediaLoader(2, MediaLimits(**limits), io_kwargs or MediaIoKwargs(), fetcher))
+        return made[-1]
+
+    yield open_one
+    for one in made:
+        one.close()
+    await fetcher.close()
+    pool.shutdown()
 
 
-def picture(width: int = 40, height: int = 30) -> tuple[np.ndarray[Any, Any], str]:
-    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
+@pytest.fixture
+def loader(open_loader: OpenLoader) -> MediaLoader:
+    return open_loader()
+
+
+def picture(width: int = 40, height: int = 30, alpha: bool = False) -> tuple[Array, MediaSource]:
+    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 4 if alpha else 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
-    return pixels, f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return pixels, MediaSource("image", "messages[0]", url=url)
+
+
+def memory_for(prepared: PreparedMedium) -> torch.Tensor:
+    return torch.full(prepared.shape, 7, dtype=prepared.dtype)
+
+
+def truncate(prepared: PreparedMedium) -> None:
+    prepared.data = prepared.data[:-40]
 
 
 async def test_a_picture_is_decoded_into_the_callers_memory(loader: MediaLoader) -> None:
-    pixels, url = picture()
-    loaded = await loader.load(url)
-    assert loaded.header.shape == (30, 40, 3)
-    target = np.zeros(loaded.header.shape, np.uint8)
-    await loader.decode(loaded, target)
-    np.testing.assert_array_equal(target, pixels)
-    assert loaded.data == b""  # its file is let go of
+    pixels, source = picture()
+    prepared = await loader.load(source, SPEC)
+    assert (prepared.source_param, prepared.kind) == ("messages[0]", "image")
+    assert (prepared.shape, prepared.dtype, prepared.nbytes) == ((30, 40, 3), torch.uint8, 3600)
+    target = memory_for(prepared)
+    medium = await loader.decode(prepared, target)
+    assert isinstance(medium, Picture)
+    assert medium.pixels is target
+    np.testing.assert_array_equal(target.numpy(), pixels)
+
+
+async def test_files_are_let_go_of(loader: MediaLoader) -> None:
+    _, source = picture()
+    prepared = await loader.load(source, SPEC)
+    assert source.url is None
+    assert "data=" not in repr(prepared)
+    await loader.decode(prepared, memory_for(prepared))
+    assert prepared.data == b""
+
+
+async def test_a_recording_is_as_long_as_it_is(loader: MediaLoader, recording_of: Callable[..., bytes]) -> None:
+    samples = np.sin(np.arange(16_000) / 10) / 2
+    text = base64.b64encode(recording_of(samples, 16_000, codec="pcm_f32le")).decode()
+    prepared = await loader.load(MediaSource("audio", "input[0]", base64=text), SPEC)
+    assert prepared.dtype == torch.float32
+    assert prepared.shape[0] > 16_000
+    target = memory_for(prepared)
+    medium = await loader.decode(prepared, target)
+    assert isinstance(medium, Waveform)
+    assert medium.sample_rate == 16_000
+    assert medium.samples.data_ptr() == target.data_ptr()
+    np.testing.assert_allclose(medium.samples.numpy(), samples, atol=1e-6)
+
+
+async def test_an_executor_may_want_a_spectrogram(loader: MediaLoader, recording_of: Callable[..., bytes]) -> None:
+    text = base64.b64encode(recording_of(np.zeros(16_000), 16_000)).decode()
+    prepared = await loader.load(MediaSource("audio", "x", base64=text), InputSpec(sound=SoundSpec(mel_bands=64)))
+    target = memory_for(prepared)
+    medium = await loader.decode(prepared, target)
+    assert isinstance(medium, Spectrogram)
+    assert medium.log_mel.shape == (98, 64)
+    assert medium.log_mel.data_ptr() == target.data_ptr()
+    assert medium.duration_s == 1.0
+
+
+async def test_a_clip_has_as_many_frames_as_it_has(loader: MediaLoader, clip_of: Callable[..., bytes]) -> None:
+    for count, expected in ((3, 3), (25, 4)):
+        url = "data:video/mp4;base64," + base64.b64encode(clip_of([50] * count)).decode()
+        prepared = await loader.load(MediaSource("video", "x", url=url), SPEC)
+        assert prepared.shape == (expected, 64, 96, 3)
+        target = memory_for(prepared)
+        medium = await loader.decode(prepared, target)
+        assert isinstance(medium, Video)
+        assert medium.frames.shape == (expected, 64, 96, 3)
+        assert medium.frames.data_ptr() == target.data_ptr()
+        assert len(medium.timestamps_s) == expected
+        assert medium.duration_s == pytest.approx(count / 25)
+
+
+async def test_the_server_s_own_wishes_are_heard(open_loader: OpenLoader, clip_of: Callable[..., bytes]) -> None:
+    loader = open_loader(MediaIoKwargs(num_frames=2, rgba_background_color=(1, 2, 3)))
+    url = "data:video/mp4;base64," + base64.b64encode(clip_of([50] * 10)).decode()
+    assert (await loader.load(MediaSource("video", "x", url=url), SPEC)).shape[0] == 2
+    pixels, source = picture(alpha=True)
+    prepared = await loader.load(source, SPEC)
+    target = memory_for(prepared)
+    await loader.decode(prepared, target)
+    transparent = pixels[..., 3] == 0
+    assert transparent.any()
+    assert (target.numpy()[transparent] == [1, 2, 3]).all()
+
+
+async def test_pictures_are_scaled_to_what_the_executor_takes(loader: MediaLoader) -> None:
+    prepared = await loader.load(picture(80, 60)[1], InputSpec(picture=PictureSpec(max_pixels=1200)))
+    assert prepared.shape == (30, 40, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "reason"),
+    [
+        ("image", InputSpec(text=True), "takes text; it does not take image"),
+        ("audio", InputSpec(picture=PictureSpec(), video=VideoSpec()), "takes image, video; it does not take audio"),
+        ("video", InputSpec(), "takes no media; it does not take video"),
+    ],
+)
+async def test_what_the_executor_does_not_take_is_not_even_fetched(
+    loader: MediaLoader, kind: Any, spec: InputSpec, reason: str
+) -> None:
+    with pytest.raises(MediaError, match=reason):
+        await loader.load(MediaSource(kind, "x", url="not a URL"), spec)
+
+
+async def test_limits_are_of_the_kind(open_loader: OpenLoader) -> None:
+    loader = open_loader(max_image_nbytes=100, max_audio_nbytes=200)
+    with pytest.raises(MediaError, match="more than the 100"):
+        await loader.load(picture()[1], SPEC)
+    with pytest.raises(MediaError, match="more than the 200"):
+        await loader.load(MediaSource("audio", "x", base64="A" * 1000), SPEC)
 
 
 async def test_bad_media_is_a_media_error(loader: MediaLoader) -> None:
-    with pytest.raises(MediaError, match="only data"):
-        await loader.load("http://127.0.0.1/")
-    loaded = await loader.load(picture()[1])
-    loaded.data = loaded.data[:-40]
+    with pytest.raises(MediaError):
+        await loader.load(MediaSource("image", "x", url="http://127.0.0.1/"), SPEC)
+    prepared = await loader.load(picture()[1], SPEC)
+    truncate(prepared)
     with pytest.raises(MediaError, match="truncated"):
-        await loader.decode(loaded, np.zeros(loaded.header.shape, np.uint8))
+        await loader.decode(prepared, memory_for(prepared))
+
+
+async def test_memory_of_another_shape_is_the_caller_s_mistake(loader: MediaLoader) -> None:
+    prepared = await loader.load(picture()[1], SPEC)
+    with pytest.raises(ValueError, match="the medium needs"):
+        await loader.decode(prepared, torch.empty(40, 30, 3, dtype=torch.uint8))
 
 
 async def test_a_cancelled_decode_keeps_its_slot_until_the_thread_is_done(
@@ -63,17 +193,17 @@ async def test_a_cancelled_decode_keeps_its_slot_until_the_thread_is_done(
 ) -> None:
     entered, proceed = threading.Event(), threading.Event()
 
-    def slow_decode(data: bytes, header: PictureHeader, target: np.ndarray[Any, Any]) -> None:
+    def slow_decode(data: bytes, header: Any, target: Array, *options: Any) -> None:
         entered.set()
         assert proceed.wait(30)
         target[:] = 9  # into memory that must not be somebody else's yet
 
-    monkeypatch.setattr(loader_module, "decode_into", slow_decode)
+    monkeypatch.setattr(loader_module.image, "decode_into", slow_decode)
     await serve()
     client = await connect()
-    loaded = await loader.load(picture()[1])
-    async with client.slot(shmring.nbytes_for((loaded.header.shape, torch.uint8)), drain=True) as slot:
-        decoding = asyncio.create_task(loader.decode(loaded, slot.tensor(loaded.header.shape, torch.uint8).numpy()))
+    prepared = await loader.load(picture()[1], SPEC)
+    async with client.slot(shmring.nbytes_for((prepared.shape, prepared.dtype)), drain=True) as slot:
+        decoding = asyncio.create_task(loader.decode(prepared, slot.tensor(prepared.shape, prepared.dtype)))
         await eventually(entered.is_set)
         decoding.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -84,19 +214,91 @@ async def test_a_cancelled_decode_keeps_its_slot_until_the_thread_is_done(
     await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
+@pytest.mark.parametrize("kind", ["audio", "video"])
+async def test_a_cancelled_decode_ends_soon(
+    loader: MediaLoader,
+    clip_of: Callable[..., bytes],
+    recording_of: Callable[..., bytes],
+    eventually: Callable[..., Awaitable[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Any,
+) -> None:
+    entered, proceed = threading.Event(), threading.Event()
+    ended: list[object] = []
+    decode = loader_module._decode
+
+    def watched(data: bytes, header: Any, target: torch.Tensor, io_kwargs: Any, is_cancelled: Callable[[], bool]) -> Any:
+        def asked() -> bool:
+            entered.set()
+            assert proceed.wait(30)
+            return is_cancelled()
+
+        ended.append(decode(data, header, target, io_kwargs, asked))
+        return ended[-1]
+
+    monkeypatch.setattr(loader_module, "_decode", watched)
+    data = clip_of([50] * 25) if kind == "video" else recording_of(np.zeros(16_000), 16_000)
+    prepared = await loader.load(MediaSource(kind, "x", base64=base64.b64encode(data).decode()), SPEC)
+    decoding = asyncio.create_task(loader.decode(prepared, memory_for(prepared)))
+    await eventually(entered.is_set)
+    decoding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await decoding
+    proceed.set()
+    await eventually(lambda: ended)
+    assert ended == [loader_module._Failure("decoding was cancelled", expected=True)]
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
 async def test_an_error_does_not_keep_the_slot(
     loader: MediaLoader,
     serve: Callable[..., Awaitable[shmring.Ring]],
     connect: Callable[..., Awaitable[shmring.RingClient]],
     eventually: Callable[..., Awaitable[Any]],
+    clip_of: Callable[..., bytes],
+    recording_of: Callable[..., bytes],
+    kind: Any,
 ) -> None:
+    samples = np.zeros(16_000)
+    samples[9000] = np.nan
+    sources = {
+        "image": picture()[1],
+        "audio": MediaSource("audio", "x", base64=base64.b64encode(recording_of(samples, 16_000, codec="pcm_f32le")).decode()),
+        "video": MediaSource("video", "x", base64=base64.b64encode(clip_of([50] * 25, codec="mpeg4")).decode()),
+    }
     await serve()
     client = await connect()
-    loaded = await loader.load(picture()[1])
-    loaded.data = loaded.data[:-40]
-    slot = await client.slot(shmring.nbytes_for((loaded.header.shape, torch.uint8)), drain=True)
-    with pytest.raises(MediaError) as kept:  # as a log or a debugger would keep it
-        await loader.decode(loaded, slot.array(loaded.header.shape, np.uint8))
+    prepared = await loader.load(sources[kind], SPEC)
+    if kind != "audio":
+        prepared.data = prepared.data[: len(prepared.data) * 2 // 3]
+    slot = await client.slot(shmring.nbytes_for((prepared.shape, prepared.dtype)), drain=True)
+    with pytest.raises(MediaError, match=r"truncated|damaged") as kept:  # as a log or a debugger would keep it
+        await loader.decode(prepared, slot.tensor(prepared.shape, prepared.dtype))
     slot.close()
     await eventually(lambda: client.statistics().slots_in_use == 0)
-    assert "truncated" in str(kept.value)
+    assert str(kept.value)
+
+
+async def test_a_fault_of_ours_is_reported_and_does_not_keep_the_slot_either(
+    loader: MediaLoader,
+    serve: Callable[..., Awaitable[shmring.Ring]],
+    connect: Callable[..., Awaitable[shmring.RingClient]],
+    eventually: Callable[..., Awaitable[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(data: bytes, header: Any, target: Array, *options: Any) -> None:
+        target[0] = 1
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(loader_module.image, "decode_into", broken)
+    await serve()
+    client = await connect()
+    prepared = await loader.load(picture()[1], SPEC)
+    slot = await client.slot(shmring.nbytes_for((prepared.shape, prepared.dtype)), drain=True)
+    with pytest.raises(RuntimeError, match="KeyError") as kept:
+        await loader.decode(prepared, slot.tensor(prepared.shape, prepared.dtype))
+    slot.close()
+    await eventually(lambda: client.statistics().slots_in_use == 0)
+    assert "a bug" in caplog.text
+    assert str(kept.value)

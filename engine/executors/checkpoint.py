@@ -1,0 +1,180 @@
+"""Loading a model and what belongs to it from a directory or the Hugging Face hub.
+
+Weights are taken from safetensors files only, and no code is ever run that comes with a model: nothing here unpickles or
+trusts remote code. A directory is loaded without a look at the network. A model some of whose weights are missing is refused;
+transformers would fill them with noise and say so in a log.
+
+transformers is imported here, and only when a checkpoint is loaded: it takes seconds, and is an extra
+(``shmring[transformers]``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Checkpoint", "LoadSettings", "import_transformers", "load_checkpoint"]
+
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_DEVICES = ("auto", "cpu", "cuda")
+
+# For a model that names no limit, so that an answer without max_tokens ends some time.
+_DEFAULT_MAX_MODEL_LEN = 4096
+
+_MISSING_SHOWN = 3  # names of missing weights in an error; there can be hundreds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """How a model is loaded.
+
+    Attributes:
+        dtype: ``"auto"`` is the checkpoint's own.
+        device: ``"auto"`` is CUDA where there is one, otherwise the CPU.
+        attn_implementation: as transformers names it (``"sdpa"``, ``"eager"``, ``"flash_attention_2"``); None: its choice.
+        max_model_len: tokens of prompt and answer together; None: what the model was made for.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    attn_implementation: str | None = None
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        if self.device not in _DEVICES and not str(self.device).startswith("cuda:"):
+            raise ValueError(f"device must be one of {', '.join(_DEVICES)} or cuda:INDEX, got {self.device!r}")
+        if self.max_model_len is not None and (type(self.max_model_len) is not int or self.max_model_len < 2):
+            raise ValueError(f"max_model_len must be a whole number of at least 2, got {self.max_model_len!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model, ready to be used.
+
+    Attributes:
+        name: what requests call it: the last part of a directory's path, or the hub's name.
+        model: a ``PreTrainedModel`` in evaluation mode, on its device.
+        tokenizer: of its text.
+        processor: of its text and media; None: it takes text only.
+        eos_token_ids: tokens that end an answer.
+        max_model_len: tokens of prompt and answer together.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    processor: Any | None
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+
+
+def import_transformers() -> Any:
+    """Imports transformers.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        importlib.import_module("jinja2")  # chat templates need it; transformers would say so at the first request
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"the transformers executor needs {error.name}: pip install 'shmring[transformers]'") from None
+
+
+def load_checkpoint(model: str | None, settings: LoadSettings) -> Checkpoint:
+    """Loads a model.
+
+    Args:
+        model: a directory, or a name on the hub.
+        settings: how.
+
+    Raises:
+        ImportError: transformers, or a package that this model needs, is not installed.
+        OSError: it is not there, or has no safetensors weights.
+        ValueError: there is no model named, or it is none that answers prompts, or it is incomplete.
+    """
+    if not model:
+        raise ValueError("the transformers executor needs a model: a directory, or a name on the Hugging Face hub")
+    directory = Path(model).expanduser()
+    is_local = directory.is_dir()
+    if not is_local and (directory.is_absolute() or model.startswith((".", "~"))):
+        raise FileNotFoundError(f"there is no directory {model!r} to load a model from")
+    transformers = import_transformers()
+    source = str(directory) if is_local else model
+    try:
+        return _load(transformers, source, directory.resolve().name if is_local else model, is_local, settings)
+    except ImportError as error:
+        raise ImportError(f"model {model!r} needs a package that is not installed: {_first_line(error)}") from error
+    except OSError as error:
+        raise OSError(f"can't load model {model!r}: {_first_line(error)}") from error
+
+
+def _load(transformers: Any, source: str, name: str, is_local: bool, settings: LoadSettings) -> Checkpoint:
+    transformers.utils.logging.disable_progress_bar()  # an engine's log is no terminal
+    common = {"local_files_only": is_local, "trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(source, **common)
+    is_multimodal = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if (not is_multimodal and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING) or config.is_encoder_decoder:
+        raise ValueError(f"model {name!r} ({config.model_type}) is none that answers prompts token by token")
+    processor = transformers.AutoProcessor.from_pretrained(source, **common) if is_multimodal else None
+    tokenizer = processor.tokenizer if processor is not None else transformers.AutoTokenizer.from_pretrained(source, **common)
+    factory = transformers.AutoModelForImageTextToText if is_multimodal else transformers.AutoModelForCausalLM
+    attention = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
+    model, report = factory.from_pretrained(
+        source, dtype=settings.dtype, use_safetensors=True, output_loading_info=True, **attention, **common
+    )
+    _check_complete(name, report)
+    return Checkpoint(
+        name,
+        model.to(_choose_device(settings.device)).eval(),
+        tokenizer,
+        processor,
+        _find_eos(model, tokenizer),
+        _choose_max_model_len(name, config, settings.max_model_len),
+    )
+
+
+def _check_complete(name: str, report: dict[str, Any]) -> None:
+    for problem in ("missing_keys", "mismatched_keys"):
+        weights = sorted(map(str, report.get(problem) or ()))
+        if weights:
+            shown = ", ".join(weights[:_MISSING_SHOWN])
+            raise ValueError(f"model {name!r} is damaged or incomplete: {len(weights)} weights are {problem[:-5]}: {shown}")
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} is asked for, and torch finds no CUDA device")
+    return torch.device(device)
+
+
+def _find_eos(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The generation's configuration comes first: chat models end with a token of their own."""
+    tokens = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if tokens is None:
+        tokens = tokenizer.eos_token_id
+    if tokens is None:
+        return frozenset()
+    return frozenset([tokens] if isinstance(tokens, int) else tokens)
+
+
+def _choose_max_model_len(name: str, config: Any, wanted: int | None) -> int:
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return wanted or _DEFAULT_MAX_MODEL_LEN
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"max_model_len {wanted} is more than the {limit} tokens that model {name!r} was made for")
+    return wanted or limit
+
+
+def _first_line(error: Exception) -> str:
+    """Says what transformers says, without its advice about the network."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,107 @@
+"""Clip descriptors: the frames of a video in, a unit vector out, such that altered copies of a clip stay near it.
+
+A frame is described as a picture (see :mod:`.descriptors`), which takes care of other sizes, codecs and qualities. Time is
+taken relative to the clip's length, and descriptors are interpolated between frames, so the frame rate does not matter. The
+course of the frames' descriptors over time is then broken into cosine waves:
+
+- appearance: the slowest wave, which is their mean. What is seen, whenever it is seen.
+- change: the next waves. They tell how the pictures follow each other, and vanish where nothing moves.
+
+Each wave is turned into a space of its own and all are added up, so that 512 numbers hold them with little crosstalk.
+
+Invariants:
+
+- frames are only read, and the descriptor shares no memory with them;
+- a descriptor is finite and of length one for every clip: appearance outweighs change, so they can't cancel out;
+- at most `2 * _MOMENTS` frames are looked at, however many there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from engine.executors.descriptors import cosine_waves, describe_picture, normalise_above, place_in_space
+
+__all__ = ["FRAMES_LIMIT", "describe_clip"]
+
+FRAMES_LIMIT = 4096
+"""Frames that a clip may have: more than anybody needs who asks what a clip looks like, two minutes of every single one."""
+
+# Each moment costs the descriptors of up to two frames. Waves need two moments each at the least.
+_MOMENTS = 16
+_WAVES = 6
+
+# Shares of the squared length; appearance must have more than half, see the invariants.
+_APPEARANCE_SHARE = 0.55
+_CHANGE_SHARE = 0.45
+
+# Length of the change part below which it is mostly what codecs do to a still picture.
+_CHANGE_FLOOR = 0.1
+
+
+def describe_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> torch.Tensor:
+    """Describes a clip by a unit vector; the cosine between two such vectors says how alike two clips are.
+
+    Args:
+        frames: uint8 of shape (frames, height, width, 3), RGB, in host memory, in order of time. It is only read, and may be a
+            view of shared memory.
+        timestamps_s: when each frame is shown, in seconds from the start.
+        duration_s: of the whole clip, in seconds; where it is shorter than the timestamps say, they are believed.
+
+    Returns:
+        float32 of shape (`DESCRIPTOR_SIZE`,) and Euclidean length one, in memory of its own.
+
+    Raises:
+        ValueError: `frames` is of another rank, channel count, dtype or device, empty or too many, or the times do not fit
+            them.
+
+    Source:
+        Coskun, Sankur and Memon, "Spatio-Temporal Transform Based Video Hashing" (IEEE Transactions on Multimedia, 2006): the
+        lowest cosine waves over time. Adding them up: see :func:`.descriptors.place_in_space`.
+    """
+    _check_clip(frames, timestamps_s, duration_s)
+    moments = _describe_moments(frames, timestamps_s, max(duration_s, timestamps_s[-1]))
+    waves = math.sqrt(2) * (cosine_waves(_WAVES, _MOMENTS) @ moments)
+    appearance, *changes = (place_in_space(f"clip, wave {number}", wave) for number, wave in enumerate(waves))
+    change = normalise_above(_CHANGE_FLOOR, torch.stack(changes).sum(0))
+    descriptor = math.sqrt(_APPEARANCE_SHARE) * functional.normalize(appearance, dim=0) + math.sqrt(_CHANGE_SHARE) * change
+    return functional.normalize(descriptor, dim=0)
+
+
+def _check_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> None:
+    is_clip = frames.dtype == torch.uint8 and frames.ndim == 4 and frames.shape[3] == 3
+    if not is_clip or frames.device.type != "cpu" or frames.numel() == 0:
+        raise ValueError(
+            "expected a clip as uint8 of shape (frames, height, width, 3), not empty, on the cpu; "
+            f"got {frames.dtype} of shape {tuple(frames.shape)} on {frames.device}"
+        )
+    if len(frames) > FRAMES_LIMIT:
+        raise ValueError(f"a clip has {len(frames)} frames; at most {FRAMES_LIMIT} are described: take fewer of them")
+    if len(timestamps_s) != len(frames):
+        raise ValueError(f"expected one timestamp for each frame; got {len(timestamps_s)} for {len(frames)} frames")
+    # What is not a number compares as false.
+    in_order = all(earlier <= later for earlier, later in itertools.pairwise(timestamps_s))
+    if not in_order or not 0 <= timestamps_s[0] <= timestamps_s[-1] < math.inf:
+        raise ValueError("expected timestamps in seconds from the start, finite and in order of time; got others")
+    if not 0 <= duration_s < math.inf:
+        raise ValueError(f"expected a duration in seconds, finite and not negative; got {duration_s}")
+
+
+def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> torch.Tensor:
+    """Returns what is seen at `_MOMENTS` even moments of a clip: float32 of shape (`_MOMENTS`, `DESCRIPTOR_SIZE`)."""
+    moments_s = (np.arange(_MOMENTS) + 0.5) * (duration_s / _MOMENTS)
+    # Where between two frames each moment lies; before the first and after the last there are only these.
+    positions = np.interp(moments_s, timestamps_s, np.arange(len(frames)))
+    before = np.floor(positions).astype(np.int64)
+    after = np.minimum(before + 1, len(frames) - 1)
+    needed, places = np.unique(np.concatenate([before, after]), return_inverse=True)
+    described = torch.stack([describe_picture(frames[index]) for index in needed.tolist()])
+    place_before, place_after = torch.from_numpy(places).reshape(2, _MOMENTS)
+    way = torch.from_numpy((positions - before).astype(np.float32)).unsqueeze(1)
+    return torch.lerp(described[place_before], described[place_after], way)

@@ -1,0 +1,278 @@
+"""From a conversation, or from one thing to be embedded, to a model's inputs, by the model's own chat template and processor.
+
+Pixels go to the processor as they lie in the slab; it reads them there and makes its own arrays, scaled and normalised.
+The layout is named (channels last), since transformers would guess it, and takes a picture one pixel high for a planar one.
+
+What callers write is text and nothing else: what looks like a control token in it, ``<|im_end|>`` or ``<image>``, is tokenised
+as ordinary characters, so that nobody can close a message or forge a medium's place (``sanitize_control_tokens``); where a
+processor can't do that, such a text is refused. Content is given as a list of parts where there is a processor, and as one
+string where there is only a tokenizer: that is what their templates expect.
+
+A text to be embedded is tokenised by itself, with what the tokenizer adds at its ends and without a template; a medium to be
+embedded is all that a user's message holds, which no answer follows. Without a template only such things can be taken, and a
+medium is then no more than its place.
+
+Source: the chat form of vLLM's embeddings, which by default ends the prompt with the message as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from engine.executors.checkpoint import Checkpoint
+from engine.protocol import GenerateRequest, InputSpec, Medium, Picture, PictureSpec, Text, TextPart, Video, VideoSpec
+
+__all__ = ["PromptBuilder"]
+
+# Ticks of the clock that clips' frames are placed on: transformers counts time in frames, so a clip is one of 1000 frames a
+# second.
+_TICKS_PER_S = 1000
+
+# A processor that scales every picture to one size loses nothing visible if it starts from four times its edges.
+# That also leaves room for aspect ratios up to 16 before the shorter edge falls below the target.
+_OVERSAMPLING = 4
+
+# Clips: what a model of some billions reads in a second or so. 16 frames of half a megapixel are 12.6 MB in the slab.
+_NUM_FRAMES = 16
+_MAX_FRAME_PIXELS = 512 * 512
+
+# What of the processor's arguments is not for users: it is what makes the outputs fit the model.
+_RESERVED = frozenset(
+    {"data_format", "device", "do_sample_frames", "input_data_format", "return_metadata", "return_tensors", "video_metadata"}
+)
+_MODALITIES = {"images_kwargs": "image_processor", "videos_kwargs": "video_processor"}
+
+
+class PromptBuilder:
+    """Makes model inputs of requests.
+
+    Args:
+        checkpoint: the model.
+        mm_processor_kwargs: arguments of the processor's call, as vLLM spells them; ``num_frames`` says how many frames of a
+            clip are taken.
+
+    Raises:
+        ValueError: the processor does not know one of them.
+
+    Attributes:
+        input: what can be asked about and embedded.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, mm_processor_kwargs: Mapping[str, Any]) -> None:
+        self._name = checkpoint.name
+        self._processor = checkpoint.processor
+        self._tokenizer = checkpoint.tokenizer
+        self._media_settings = dict(mm_processor_kwargs)
+        _check_media_settings(self._processor, self._media_settings)
+        self._num_frames = self._media_settings.pop("num_frames", None) or _NUM_FRAMES
+        self._template_error = importlib.import_module("jinja2").TemplateError
+        self._sanitizes = _sanitizes(self._processor)
+        self._control_tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        self.input = self._describe_input()
+
+    def build(self, request: GenerateRequest) -> dict[str, Any]:
+        """Makes a request's inputs: ``input_ids`` of shape (1, tokens), and what the model takes of its media.
+
+        Raises:
+            ValueError: the conversation or its media are not what this model takes.
+        """
+        if not request.messages:
+            raise ValueError("a conversation has at least one message")
+        if not self.has_template:
+            raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
+        conversation, videos = self._lay_out(request)
+        if not self._sanitizes:
+            self._refuse_control_tokens(request)
+        return self._apply_template(conversation, videos, add_generation_prompt=True)
+
+    def build_single(self, one: Text | Medium) -> dict[str, Any]:
+        """Makes the inputs of one thing to be embedded, as :meth:`build` does of a request.
+
+        Raises:
+            ValueError: it is not what this model takes, or is empty.
+        """
+        if isinstance(one, Text):
+            return self._tokenize(one.text)
+        part = self._place(one)
+        videos = [one] if isinstance(one, Video) else []
+        if self.has_template:
+            return self._apply_template([{"role": "user", "content": [part]}], videos, add_generation_prompt=False)
+        assert self._processor is not None, "it has a place for this medium"
+        place = self._processor.video_token if videos else self._processor.image_token
+        media = {"videos": [part["video"]]} if videos else {"images": [part["image"]]}
+        return dict(self._processor(text=[place], **media, return_tensors="pt", **self._call_settings(videos)))
+
+    def _apply_template(
+        self, conversation: list[dict[str, Any]], videos: list[Video], *, add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "return_dict": True,
+            "return_tensors": "pt",
+            "sanitize_control_tokens": self._sanitizes,
+        }
+        try:
+            if self._processor is None:
+                inputs = self._tokenizer.apply_chat_template(conversation, **options)
+            else:
+                inputs = self._processor.apply_chat_template(
+                    conversation, tokenize=True, processor_kwargs=self._call_settings(videos), **options
+                )
+        except self._template_error as error:
+            raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+        return dict(inputs)
+
+    def _tokenize(self, text: str) -> dict[str, Any]:
+        tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
+        if not tokens:
+            raise ValueError("a text to be embedded can't be empty")
+        return {"input_ids": torch.tensor([tokens])}
+
+    # -- what a model takes --------------------------------------------------------------------------------------------
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be laid out."""
+        return bool(self._template)
+
+    @property
+    def _template(self) -> Any:
+        return (self._tokenizer if self._processor is None else self._processor).chat_template
+
+    def _describe_input(self) -> InputSpec:
+        image_processor = getattr(self._processor, "image_processor", None)
+        video_processor = getattr(self._processor, "video_processor", None)
+        picture = video = None
+        if image_processor is not None and self._has_place("image"):
+            picture = PictureSpec(_find_max_pixels(image_processor, self._media_settings))
+        if video_processor is not None and self._has_place("video"):
+            video = VideoSpec(num_frames=self._num_frames, max_pixels=_MAX_FRAME_PIXELS)
+        return InputSpec(text=True, picture=picture, video=video)
+
+    def _has_place(self, kind: str) -> bool:
+        """Whether a prompt can hold an image or video: by the template, or without one by a token that stands for it."""
+        if self.has_template:
+            return kind in str(self._template)
+        return bool(getattr(self._processor, f"{kind}_token", None))
+
+    # -- a conversation ------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, request: GenerateRequest) -> tuple[list[dict[str, Any]], list[Video]]:
+        """Returns the conversation as templates take it, and its clips in the order of their places."""
+        conversation: list[dict[str, Any]] = []
+        videos: list[Video] = []
+        places: list[int] = []
+        for message in request.messages:
+            parts: list[dict[str, Any]] = []
+            for part in message.parts:
+                if isinstance(part, TextPart):
+                    parts.append({"type": "text", "text": part.text})
+                    continue
+                if not 0 <= part.index < len(request.media):
+                    raise ValueError(f"a message names medium {part.index}, and there are {len(request.media)}")
+                places.append(part.index)
+                medium = request.media[part.index]
+                parts.append(self._place(medium))
+                if isinstance(medium, Video):
+                    videos.append(medium)
+            texts = [part["text"] for part in parts if part["type"] == "text"]
+            conversation.append({"role": message.role, "content": "\n".join(texts) if self._processor is None else parts})
+        if sorted(places) != list(range(len(request.media))):
+            raise ValueError(f"each of the {len(request.media)} media has one place in the messages, got places {places}")
+        return conversation, videos
+
+    def _refuse_control_tokens(self, request: GenerateRequest) -> None:
+        for message in request.messages:
+            for text in [message.role, *(part.text for part in message.parts if isinstance(part, TextPart))]:
+                token = next((token for token in self._control_tokens if token in text), None)
+                if token is not None:
+                    raise ValueError(f"{token!r} is a control token of the model {self._name!r} and can't be part of a text")
+
+    def _place(self, medium: object) -> dict[str, Any]:
+        if isinstance(medium, Picture) and self.input.picture is not None:
+            _check_pixels(medium.pixels, "a picture", ndim=3)
+            return {"type": "image", "image": medium.pixels}
+        if isinstance(medium, Video) and self.input.video is not None:
+            _check_pixels(medium.frames, "a clip", ndim=4)
+            if len(medium.timestamps_s) != len(medium.frames):
+                raise ValueError(f"a clip has {len(medium.frames)} frames, and times of {len(medium.timestamps_s)}")
+            return {"type": "video", "video": medium.frames}
+        raise ValueError(f"the model {self._name!r} takes no {type(medium).__name__.lower()}")
+
+    def _call_settings(self, videos: list[Video]) -> dict[str, Any]:
+        settings = dict(self._media_settings)
+        settings["images_kwargs"] = {**settings.get("images_kwargs", {}), "input_data_format": "channels_last"}
+        if videos:
+            settings["videos_kwargs"] = {
+                **settings.get("videos_kwargs", {}),
+                "input_data_format": "channels_last",
+                "do_sample_frames": False,
+                "video_metadata": [_describe_clip(video) for video in videos],
+            }
+        return settings
+
+
+def _sanitizes(processor: Any | None) -> bool:
+    """Whether control tokens in texts can be made harmless. Processors with a call of their own do not go along with it."""
+    return processor is None or type(processor).__call__ is importlib.import_module("transformers").ProcessorMixin.__call__
+
+
+def _check_pixels(pixels: torch.Tensor, what: str, ndim: int) -> None:
+    if pixels.dtype != torch.uint8 or pixels.ndim != ndim or pixels.shape[-1] != 3 or pixels.numel() == 0:
+        shape = "(height, width, 3)" if ndim == 3 else "(frames, height, width, 3)"
+        raise ValueError(
+            f"expected {what} as uint8 of shape {shape}, not empty; got {pixels.dtype} of shape {tuple(pixels.shape)}"
+        )
+
+
+def _describe_clip(video: Video) -> dict[str, Any]:
+    """Says when frames are shown, in the terms of transformers: as if they were taken from a clip of a frame per tick."""
+    _, height, width, _ = video.frames.shape
+    ticks = [round(timestamp_s * _TICKS_PER_S) for timestamp_s in video.timestamps_s]
+    return {
+        "total_num_frames": max(round(video.duration_s * _TICKS_PER_S), ticks[-1] + 1),
+        "fps": float(_TICKS_PER_S),
+        "duration": video.duration_s,
+        "width": width,
+        "height": height,
+        "frames_indices": ticks,
+    }
+
+
+def _check_media_settings(processor: Any | None, settings: Mapping[str, Any]) -> None:
+    """Refuses what the processor does not know; transformers would only log it, or not."""
+    known: dict[str, set[str]] = {}
+    for modality, attribute in _MODALITIES.items():
+        valid = getattr(getattr(processor, attribute, None), "valid_kwargs", None)
+        known[modality] = set(getattr(valid, "__annotations__", {})) - _RESERVED
+    anywhere = set().union(*known.values()) | ({"num_frames"} if known["videos_kwargs"] else set())
+    for name, value in settings.items():
+        unknown = set(value) - known[name] if name in known and isinstance(value, Mapping) else {name} - anywhere
+        if unknown:
+            listed = ", ".join(sorted(anywhere)) or "nothing"
+            raise ValueError(f"mm_processor_kwargs: the processor does not know {sorted(unknown)[0]!r}; it knows {listed}")
+    num_frames = settings.get("num_frames")
+    if num_frames is not None and (type(num_frames) is not int or num_frames < 1):
+        raise ValueError(f"mm_processor_kwargs: num_frames must be a whole number of at least 1, got {num_frames!r}")
+
+
+def _find_max_pixels(image_processor: Any, settings: Mapping[str, Any]) -> int | None:
+    """Returns how many pixels of a picture the processor makes use of; None if it does not say."""
+    overrides = {**settings, **settings.get("images_kwargs", {})}
+    if isinstance(overrides.get("max_pixels"), int):
+        return int(overrides["max_pixels"])
+    size = overrides.get("size") or getattr(image_processor, "size", None)
+    edges = {name: value for name, value in dict(size or {}).items() if isinstance(value, int)}
+    if "max_pixels" in getattr(image_processor.valid_kwargs, "__annotations__", {}):
+        return edges.get("longest_edge")  # these processors call an area an edge
+    if "longest_edge" in edges:
+        return edges["longest_edge"] ** 2
+    if {"height", "width"} <= set(edges):
+        return edges["height"] * edges["width"] * _OVERSAMPLING**2
+    if "shortest_edge" in edges:
+        return (edges["shortest_edge"] * _OVERSAMPLING) ** 2
+    return None

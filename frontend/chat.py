@@ -1,0 +1,188 @@
+"""Answering a conversation: its media through the slab, the answer whole or as it is made.
+
+The slot is left when the first piece has come. The request has been sent by then, and the engine, which needs its media for
+the first step only, gives their memory back when that is done. What is left of the request meanwhile are texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import msgspec
+from msgspec import UNSET
+
+import shmring
+from engine.client import EngineClient
+from engine.protocol import FinishReason, GenerateOutput, GenerateRequest, InputSpec, tensor_of
+from frontend.admission import Admitted
+from frontend.media.loader import MediaSource
+from frontend.multimodal import MediaIntake
+from frontend.openai.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatRequest,
+    Choice,
+    ChunkChoice,
+    Delta,
+    ResponseMessage,
+    Usage,
+    engine_request,
+)
+from frontend.served import ServedModel
+from frontend.settings import FrontendSettings
+from frontend.sse import DONE, event
+
+__all__ = ["Answer", "ChatService", "Completed", "events_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completed:
+    """A whole answer, and what it took: as :class:`frontend.embeddings.Embedded`."""
+
+    response: ChatCompletion
+    slab_nbytes: int
+    copies: int
+    synthetic: bool
+
+
+class Answer:
+    """An answer that has begun. Close it, or read it to its end.
+
+    Attributes:
+        slab_nbytes: bytes of tensors that crossed through the slab.
+        synthetic: whether it is made up.
+    """
+
+    def __init__(
+        self, first: GenerateOutput, others: AsyncGenerator[GenerateOutput, None], slab_nbytes: int, synthetic: bool
+    ) -> None:
+        self._first = first
+        self._others = others
+        self.slab_nbytes = slab_nbytes
+        self.synthetic = synthetic
+
+    async def __aiter__(self) -> AsyncIterator[GenerateOutput]:
+        """Iterates over all pieces, the first one included; once."""
+        yield self._first
+        async for output in self._others:
+            yield output
+
+    async def aclose(self) -> None:
+        """Aborts the request, unless it has ended."""
+        await self._others.aclose()
+
+
+class ChatService:
+    """Answers conversations.
+
+    Args:
+        engine: who generates.
+        model: what it is called, and what it takes.
+        intake: for media; its owner closes it.
+        settings: limits.
+    """
+
+    def __init__(self, engine: EngineClient, model: ServedModel, intake: MediaIntake, settings: FrontendSettings) -> None:
+        self._engine = engine
+        self._model = model
+        self._intake = intake
+        self._settings = settings
+
+    async def complete(self, request: ChatRequest, admitted: Admitted, request_id: str) -> Completed:
+        """Answers a request whole; it is left without its messages.
+
+        Raises:
+            ApiError: what the caller did wrong, or that there is no space.
+            shmring.ShmringError, TimeoutError: from the engine.
+        """
+        before = self._engine.ring.statistics()
+        async with asyncio.timeout_at(admitted.deadline):
+            answer = await self.begin(request, admitted, request_id)
+            async with contextlib.aclosing(answer):
+                found = [piece async for piece in answer]
+        copies = self._engine.ring.statistics().copies - before.copies
+        choice = Choice(ResponseMessage("".join(piece.text for piece in found)), _finish_reason(found[-1]))
+        completion = ChatCompletion(_new_id(), int(time.time()), request.model, [choice], _usage(found[-1]))
+        return Completed(completion, answer.slab_nbytes, copies, answer.synthetic)
+
+    async def begin(self, request: ChatRequest, admitted: Admitted, request_id: str) -> Answer:
+        """Asks the engine, and returns when the first piece of the answer has come.
+
+        Arguments and errors are those of :meth:`complete`.
+        """
+        async with asyncio.timeout_at(admitted.deadline):
+            description = await self._model.check(request.model, "generate")
+            asked, sources = engine_request(request)
+            return await self._begin(asked, sources, description.input, admitted, request_id, description.synthetic)
+
+    async def _begin(
+        self,
+        asked: GenerateRequest,
+        sources: list[MediaSource],
+        spec: InputSpec,
+        admitted: Admitted,
+        request_id: str,
+        synthetic: bool,
+    ) -> Answer:
+        async with self._intake.take(sources, spec, admitted, "messages") as media:
+            slab_nbytes = 0 if self._settings.disable_mm_shm else sum(tensor_of(medium).nbytes for medium in media)
+            asked.media = media  # not a copy: it is emptied when the block is left
+            timeout = admitted.deadline - asyncio.get_running_loop().time()
+            outputs = self._engine.generate(asked, request_id=request_id, timeout=timeout)
+            try:
+                first = await anext(outputs, None)
+            except BaseException:
+                await outputs.aclose()
+                raise
+        if first is None:
+            raise _unfinished()
+        return Answer(first, outputs, slab_nbytes, synthetic)
+
+
+async def events_of(answer: Answer, request: ChatRequest) -> AsyncGenerator[bytes, None]:
+    """Yields an answer as OpenAI's events: its role, its text as it comes, why it ended, what it took if asked for.
+
+    Args:
+        answer: stays its owner's, who closes it.
+        request: says what else is to be told.
+    """
+    usage_asked = request.stream_options is not None and bool(request.stream_options.include_usage)
+    nothing = None if usage_asked else UNSET
+    template = ChatCompletionChunk(_new_id(), int(time.time()), request.model, [], nothing)
+
+    def chunk(delta: Delta, reason: FinishReason | None = None) -> bytes:
+        return event(msgspec.structs.replace(template, choices=[ChunkChoice(delta, reason)]))
+
+    yield chunk(Delta("assistant", ""))
+    async for piece in answer:
+        last = piece
+        if last.text:
+            yield chunk(Delta(content=last.text))
+    yield chunk(Delta(), _finish_reason(last))
+    if usage_asked:
+        yield event(msgspec.structs.replace(template, usage=_usage(last)))
+    yield DONE
+
+
+def _finish_reason(last: GenerateOutput) -> FinishReason:
+    """Why an answer ended. Raises shmring.RemoteError if its last piece does not say so: the executor has a bug."""
+    if last.finish_reason is None:
+        raise _unfinished()
+    return last.finish_reason
+
+
+def _unfinished() -> shmring.RemoteError:
+    return shmring.RemoteError("NoReply", "the engine ended the answer without saying why")
+
+
+def _usage(last: GenerateOutput) -> Usage:
+    return Usage(last.prompt_tokens, last.completion_tokens, last.prompt_tokens + last.completion_tokens)
+
+
+def _new_id() -> str:
+    return f"chatcmpl-{secrets.token_hex(12)}"

@@ -1,0 +1,175 @@
+"""``shmring demo``: pictures, recordings and clips through HTTP, slab and engine.
+
+First, embeddings: altered copies of each find their originals. Then, an answer about a picture, a recording and a clip,
+streamed by the synthetic executor. Everything is what a user would run: ``shmring serve`` with two frontends as a process of
+its own, and the official ``openai`` client. What the tables show was measured: the similarity from the embeddings, bytes and
+copies from the frontends' counters before and after each request, the milliseconds by the clock of this process, encoding and
+decoding of HTTP included.
+
+The demonstration fails, with exit code 1, unless every altered copy finds its original first, no tensor was copied, the
+slab is empty at the end, and nothing is left: no process, nothing in ``/dev/shm``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from frontend.demo.client import COPIES, IN_PLACE, IN_USE, SLAB_BYTES, Answer, Client
+from frontend.demo.media import Kind, Sample, clips, pictures, recordings
+from frontend.demo.server import left_behind, serving
+
+__all__ = ["run_demo"]
+
+_TITLES: dict[Kind, str] = {"picture": "Pictures", "recording": "Recordings", "video": "Clips"}
+_ANSWER_TOKENS = 24
+_STEP_S = 0.04  # of the synthetic executor, so that a person can see the answer stream
+
+
+def run_demo() -> int:
+    """Runs the demonstration.
+
+    Returns:
+        The exit code: 0 if all of it went as it must.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    try:
+        problems = _embed_all(console) + _chat(console)
+    except (RuntimeError, openai.OpenAIError) as error:
+        problems = [str(error)]
+    for problem in problems:
+        console.print(f"[bold red]FAILED[/] {problem}", highlight=False)
+    if not problems:
+        console.print("Everything was stopped; nothing is left in /dev/shm, and no process survives.")
+    return 1 if problems else 0
+
+
+def _arguments(*more: str) -> list[str]:
+    return ["--port=0", "--api-server-count=2", f"--name=demo-{os.getpid()}", "--slab-nbytes=64MiB", *more]
+
+
+def _announce(console: Console, arguments: list[str]) -> None:
+    console.print(f"Starting an engine and two frontends: [bold]shmring serve {shlex.join(arguments)}[/]", highlight=False)
+
+
+# -- embeddings -----------------------------------------------------------------------------------------------------------
+
+
+def _embed_all(console: Console) -> list[str]:
+    arguments = _arguments("--executor=features")
+    _announce(console, arguments)
+    problems: list[str] = []
+    with serving(arguments) as server:
+        client = Client(server.url)
+        console.print(f"Serving {client.model} on {server.url}\n", highlight=False)
+        for families in (pictures(), recordings(), clips()):
+            table, wrong = _find_originals(client, list(families))
+            console.print(table)
+            problems += wrong
+        problems += _account(console, client)
+    return problems + left_behind(server)
+
+
+def _find_originals(client: Client, families: Sequence[list[Sample]]) -> tuple[Table, list[str]]:
+    """Embeds originals and copies of one kind of medium.
+
+    Returns:
+        A table of what was found, and what went wrong.
+    """
+    originals = {family[0].name: client.embed(family[0]) for family in families}
+    table, problems = _table(families[0][0].kind), []
+    for original, *copies in families:
+        _add_row(table, original, originals[original.name], *_nearest(originals[original.name], originals, but=original.name))
+        for sample in copies:
+            answer = client.embed(sample)
+            found, similarity = _nearest(answer, originals)
+            _add_row(table, sample, answer, found, similarity)
+            if found != sample.name:
+                problems.append(f"{sample.name}, {sample.alteration}: its nearest neighbour is {found}")
+            if answer.copies or not answer.slab_nbytes:
+                problems.append(
+                    f"{sample.name}, {sample.alteration}: {answer.copies} copies, {answer.slab_nbytes} bytes through the slab"
+                )
+        table.add_section()
+    return table, problems
+
+
+def _nearest(answer: Answer, originals: dict[str, Answer], but: str | None = None) -> tuple[str, float]:
+    similarities = {name: float(answer.embedding @ other.embedding) for name, other in originals.items() if name != but}
+    name = max(similarities, key=lambda candidate: similarities[candidate])
+    return name, similarities[name]
+
+
+def _table(kind: Kind) -> Table:
+    table = Table(
+        title=f"{_TITLES[kind]}: altered copies find their originals", caption="similarity is the cosine of two embeddings"
+    )
+    for heading in (kind, "alteration"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("size", "bytes in", "bytes in the slab", "copies"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("nearest original", no_wrap=True)
+    table.add_column("similarity", justify="right")
+    table.add_column("ms", justify="right")
+    return table
+
+
+def _add_row(table: Table, sample: Sample, answer: Answer, found: str, similarity: float) -> None:
+    if not sample.alteration:
+        shown = f"[dim]other:[/] {found}"
+    else:
+        shown = f"{'[green]✓[/]' if found == sample.name else '[bold red]✗[/]'} {found}"
+    table.add_row(
+        sample.name,
+        sample.alteration or "original",
+        sample.size,
+        f"{len(sample.file):,}",
+        f"{answer.slab_nbytes:,}",
+        str(answer.copies),
+        shown,
+        f"{similarity:.3f}",
+        f"{answer.milliseconds:.1f}",
+    )
+
+
+def _account(console: Console, client: Client) -> list[str]:
+    """Says what crossed, and returns what should not be."""
+    counters = client.settled()
+    console.print(
+        f"{counters[SLAB_BYTES]:,.0f} bytes crossed through the slab, in {counters[IN_PLACE]:.0f} "
+        f"tensors decoded in place; {counters[COPIES]:.0f} were copied.\n",
+        highlight=False,
+    )
+    return [f"{name} is {counters[name]:g} at the end, not 0" for name in (*IN_USE, COPIES) if counters[name]]
+
+
+# -- a streamed answer ------------------------------------------------------------------------------------------------------
+
+
+def _chat(console: Console) -> list[str]:
+    arguments = _arguments("--executor=synthetic", f'--executor-options={{"step_s": {_STEP_S}}}')
+    _announce(console, arguments)
+    with serving(arguments) as server:
+        client = Client(server.url)
+        console.print(f"Serving {client.model} on {server.url}\n", highlight=False)
+        samples = [next(family)[0] for family in (pictures(), recordings(), clips())]
+        console.print("A question about a picture, a recording and a clip; its answer streams (made up, no model is loaded):")
+        chat = client.chat(
+            "What do these have in common?", samples, _ANSWER_TOKENS, lambda piece: console.print(piece, end="", markup=False)
+        )
+        console.print(
+            f"\n{chat.slab_nbytes:,} bytes crossed through the slab, {chat.copies} copies; first token after "
+            f"{chat.first_token_ms:.0f} ms, {chat.completion_tokens} tokens after {chat.total_ms:.0f} ms.\n",
+            highlight=False,
+        )
+        problems = [] if chat.completion_tokens == _ANSWER_TOKENS else [f"the answer has {chat.completion_tokens} tokens"]
+        if chat.copies or not chat.slab_nbytes:
+            problems.append(f"the chat: {chat.copies} copies, {chat.slab_nbytes} bytes through the slab")
+        problems += [f"{name} is {value:g} at the end, not 0" for name in IN_USE if (value := client.settled()[name])]
+    return problems + left_behind(server)

@@ -1,0 +1,78 @@
+"""The server that the demonstration talks to: ``shmring serve`` as a process, and what must be gone after it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+__all__ = ["Server", "left_behind", "serving"]
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 10.0
+_READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
+
+
+@dataclasses.dataclass(slots=True)
+class Server:
+    """A running server, and the processes that it said it has."""
+
+    process: subprocess.Popen[str]
+    url: str
+    pids: list[int]
+
+
+@contextlib.contextmanager
+def serving(arguments: list[str]) -> Iterator[Server]:
+    """Runs ``shmring serve`` with these arguments; ends it, whatever happens.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "frontend.cli", "serve", *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        yield _wait_until_ready(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[str]) -> Server:
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        line = process.stdout.readline() if selector.select(_START_TIMEOUT_S) else ""
+    found = _READY.search(line)
+    if found is None:
+        raise RuntimeError(f"the server did not start within {_START_TIMEOUT_S:g} s; its own message is above")
+    pids = [process.pid, int(found["engine"]), *map(int, found["frontends"].split())]
+    return Server(process, found["url"], pids)
+
+
+def left_behind(server: Server) -> list[str]:
+    """Returns what should have gone with a server and has not."""
+    problems = []
+    if server.process.returncode != 0:
+        problems.append(f"the server ended with exit code {server.process.returncode}")
+    problems += [f"process {pid} survives" for pid in server.pids if _exists(pid)]
+    mine = f"shmring-{os.getuid()}-demo-{os.getpid()}-"
+    problems += [f"/dev/shm/{name} is left" for name in os.listdir("/dev/shm") if name.startswith(mine)]
+    return problems
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,472 @@
+"""``shmring doctor``: what this machine offers to an engine, before one fails on it.
+
+Each check looks at one thing and returns a row: what was found, and what to do about it. What a check reads is an argument (a
+file's text, a limit, a directory), so that each can be tried with what other machines have; :func:`run_checks` reads it here. A
+check never raises for what it finds: a machine that lacks something is what this is for.
+
+A *problem* keeps an engine from starting or from being safe; a *warning* costs speed, or will be a problem under load.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import dataclasses
+import fcntl
+import os
+import platform
+import re
+import resource
+import socket
+import stat
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+import uvloop
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import shmring
+from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
+from shmring.transport.endpoint import socket_path
+
+__all__ = ["Check", "Status", "has_problem", "run_checks", "show"]
+
+Status = Literal["ok", "warning", "problem"]
+
+_OLDEST_KERNEL = (5, 3)  # pidfd_open
+_POPULATING_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
+_SO_PEERPIDFD = 77  # Linux 6.5, from the kernel's asm-generic/socket.h
+_SEGMENT_INODES = 16  # a slab is one file; the rest is for whatever else lives there
+_FEW_FILES = 1024  # 2 for each of 256 frontends (RingConfig.max_clients) or one for each HTTP connection, and some to spare
+_TOO_FEW_FILES = 128  # an engine with two frontends, and torch's own
+_PRIVATE_NBYTES = 1 << 30  # what the processes take beside the slab: some 250 MB each for an engine and three frontends
+_TEST_NBYTES = 1 << 20
+_TEST_SLAB_NBYTES = 8 << 20
+_TEST_REPETITIONS = 20
+_TEST_TIMEOUT_S = 10.0
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+# What is imported under another name than it is installed by is listed by the latter. Only the last two can be missing.
+_PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", "av", "pillow")
+_FOR_MEDIA = frozenset({"av", "pillow"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """A row of the report.
+
+    Attributes:
+        name: what was looked at.
+        status: ``"ok"``, ``"warning"`` or ``"problem"``.
+        found: what it is like.
+        advice: what to do; empty if there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def run_checks(slab_nbytes: int, socket_dir: str | None = None) -> list[Check]:
+    """Looks at this machine.
+
+    Args:
+        slab_nbytes: size of the slab that an engine is to have here.
+        socket_dir: where its socket is to lie; None: the default.
+    """
+    filesystem = os.statvfs(SHM_DIRECTORY) if SHM_DIRECTORY.is_dir() else None
+    mounts = _text_of(Path("/proc/self/mounts")) or ""
+    cuda = torch.cuda.is_available()
+    soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft_memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return [
+        check_kernel(platform.release()),
+        check_shm_mount(mounts, SHM_DIRECTORY),
+        check_shm_space(filesystem, slab_nbytes),
+        check_shm_inodes(filesystem),
+        check_memory(_text_of(Path("/proc/meminfo")) or "", slab_nbytes),
+        check_cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), slab_nbytes),
+        check_huge_pages(_text_of(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))),
+        check_memlock(soft_memlock, slab_nbytes, cuda=cuda),
+        check_open_files(soft_files),
+        check_pidfd(),
+        check_peer_pidfd(),
+        check_descriptor_passing(),
+        check_socket_directory(socket_path("doctor", socket_dir).parent),
+        check_leftovers(SHM_DIRECTORY),
+        *(check_package(name) for name in _PACKAGES),
+        check_torch(cuda=cuda),
+        check_exchange(),
+    ]
+
+
+def has_problem(checks: list[Check]) -> bool:
+    """Says whether an engine would fail here."""
+    return any(check.status == "problem" for check in checks)
+
+
+def show(checks: list[Check], console: Console) -> None:
+    """Prints the report as a table."""
+    table = Table(show_lines=False)
+    for heading in ("check", "status", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for check in checks:
+        # As text: what was found may hold brackets, which would be taken for markup.
+        table.add_row(check.name, Text(check.status, _STYLES[check.status]), Text(check.found), Text(check.advice))
+    console.print(table, highlight=False)
+
+
+def _text_of(path: Path) -> str | None:
+    """Returns a file's text, or None where the kernel has no such file, or does not show it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+# -- the kernel and its memory ------------------------------------------------------------------------------------------
+
+
+def check_kernel(release: str) -> Check:
+    """Looks at the kernel's version, as ``uname -r`` says it."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if version < _OLDEST_KERNEL:
+        return Check("kernel", "problem", release, "Linux 5.3 or later is needed: proof that a process is dead is a pidfd")
+    if version < _POPULATING_KERNEL:
+        return Check("kernel", "ok", release, "from Linux 5.14 on, attaching maps the slab faster")
+    return Check("kernel", "ok", release)
+
+
+def check_shm_mount(mounts: str, directory: Path) -> Check:
+    """Looks at what is mounted where slabs are made; ``mounts`` is the text of ``/proc/self/mounts``."""
+    name = f"{directory} mount"
+    places = [os.fspath(place) for place in (directory, *directory.parents)]
+    found = [line.split(" ")[1:4] for line in mounts.splitlines() if line.split(" ")[1] in places]
+    if not found:
+        return Check(name, "problem", "nothing is mounted there", f"mount -t tmpfs tmpfs {directory}")
+    # The nearest decides, and of several at one place the last, which hides the others.
+    _, kind, options = max(reversed(found), key=lambda mount: len(mount[0]))
+    described = f"{kind} ({options})"
+    if kind not in ("tmpfs", "devtmpfs"):
+        return Check(name, "problem", described, f"the slab must be memory: mount a tmpfs at {directory}")
+    if "ro" in options.split(","):
+        return Check(name, "problem", described, f"mount -o remount,rw {directory}")
+    return Check(name, "ok", described)
+
+
+def check_shm_space(filesystem: os.statvfs_result | None, slab_nbytes: int) -> Check:
+    """Compares the space for slabs with the slab that is to be made."""
+    name = f"{SHM_DIRECTORY} space"
+    if filesystem is None:
+        return Check(name, "problem", f"{SHM_DIRECTORY} does not exist", "mount a tmpfs there")
+    size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
+    if not size:  # mounted without a limit; the machine's memory is one, and has a check of its own
+        return Check(name, "ok", "not limited")
+    found = f"{_size(free)} of {_size(size)} are free; the slab takes {_size(slab_nbytes)}"
+    if slab_nbytes <= free:
+        return Check(name, "ok", found)
+    larger = "docker run --shm-size=, in Kubernetes an emptyDir with medium: Memory, else mount -o remount,size="
+    if slab_nbytes <= size:
+        return Check(
+            name, "problem", found, f"remove what fills {SHM_DIRECTORY}, lower --slab-nbytes, or enlarge it ({larger})"
+        )
+    return Check(name, "problem", found, f"lower --slab-nbytes, or enlarge {SHM_DIRECTORY} ({larger})")
+
+
+def check_shm_inodes(filesystem: os.statvfs_result | None) -> Check:
+    """Looks whether files can be made there."""
+    name = f"{SHM_DIRECTORY} inodes"
+    if filesystem is None:
+        return Check(name, "problem", f"{SHM_DIRECTORY} does not exist", "mount a tmpfs there")
+    if not filesystem.f_files:
+        return Check(name, "ok", "not limited")
+    found = f"{filesystem.f_favail} of {filesystem.f_files} are free"
+    if filesystem.f_favail < _SEGMENT_INODES:
+        return Check(name, "problem", found, f"remove what fills {SHM_DIRECTORY}, or mount it with a larger nr_inodes=")
+    return Check(name, "ok", found)
+
+
+def check_memory(meminfo: str, slab_nbytes: int) -> Check:
+    """Compares the machine's memory with the slab; ``meminfo`` is the text of ``/proc/meminfo``."""
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
+    if "MemAvailable" not in found:
+        return Check("memory", "warning", "/proc/meminfo does not say what is available", "mount /proc")
+    available, total = int(found["MemAvailable"]) << 10, int(found.get("MemTotal", 0)) << 10
+    text = f"{_size(available)} of {_size(total)} are available"
+    return Check("memory", *_compare(text, available, slab_nbytes, "lower --slab-nbytes, or take a machine with more"))
+
+
+def _compare(found: str, available_nbytes: int, slab_nbytes: int, advice: str) -> tuple[Status, str, str]:
+    """What to say of memory that slab and processes come from."""
+    if available_nbytes < slab_nbytes:
+        return "problem", f"{found}; the slab takes {_size(slab_nbytes)}", advice
+    if available_nbytes < slab_nbytes + _PRIVATE_NBYTES:
+        more = f"beside the slab of {_size(slab_nbytes)}, {_size(available_nbytes - slab_nbytes)} are left for the processes"
+        return "warning", f"{found}; {more}", advice
+    return "ok", found, ""
+
+
+def check_cgroup(membership: Path, root: Path, slab_nbytes: int) -> Check:
+    """Compares what a container may take with the slab, which is charged to whoever touches it first: the engine.
+
+    Args:
+        membership: ``/proc/self/cgroup``.
+        root: where the control groups are mounted.
+        slab_nbytes: size of the slab.
+    """
+    limits = list(_cgroup_limits(_text_of(membership) or "", root))
+    if not limits:
+        return Check("cgroup memory", "ok", "not limited")
+    limit = min(limits)
+    advice = "raise the container's memory limit (docker run --memory=, resources.limits.memory), or lower --slab-nbytes"
+    return Check("cgroup memory", *_compare(f"limited to {_size(limit)}", limit, slab_nbytes, advice))
+
+
+def _cgroup_limits(membership: str, root: Path) -> Iterator[int]:
+    """Yields the limits of our group and of all above it. Version 2 has one tree, version 1 one for each controller."""
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, file = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
+        group = top / path.lstrip("/")
+        for place in (group, *group.parents):
+            if place == top.parent:
+                break
+            text = _text_of(place / file)
+            # "max" is no limit; version 1 says the largest multiple of a page instead.
+            if text is not None and text.strip().isdigit() and int(text) < 1 << 62:
+                yield int(text)
+
+
+def check_huge_pages(text: str | None) -> Check:
+    """Looks whether a slab can have huge pages; ``text`` is that of ``transparent_hugepage/shmem_enabled``."""
+    name = "huge pages"
+    selected = re.search(r"\[(\w+)\]", text or "")
+    if selected is None:
+        return Check(name, "ok", "the kernel has none for shared memory")
+    if selected[1] in ("advise", "always", "within_size", "force"):
+        return Check(name, "ok", f"{selected[1]}: the slab gets them where memory is not too fragmented")
+    advice = (
+        "optional: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; large slabs then take fewer page faults"
+    )
+    return Check(name, "ok", f"{selected[1]}: the slab has pages of 4 KiB", advice)
+
+
+# -- limits -------------------------------------------------------------------------------------------------------------
+
+
+def check_memlock(limit_nbytes: int, slab_nbytes: int, *, cuda: bool) -> Check:
+    """Looks at how much memory may be locked (``RLIMIT_MEMLOCK``), which matters where the slab is pinned for a GPU."""
+    name = "locked memory"
+    if limit_nbytes == resource.RLIM_INFINITY:
+        return Check(name, "ok", "not limited")
+    found = f"limited to {_size(limit_nbytes)}"
+    if not cuda:
+        return Check(name, "ok", f"{found}; nothing is pinned without a GPU")
+    if limit_nbytes >= slab_nbytes:
+        return Check(name, "ok", found)
+    return Check(name, "warning", found, "if pinning the slab fails: ulimit -l unlimited, docker run --ulimit memlock=-1")
+
+
+def check_open_files(limit: int) -> Check:
+    """Looks at the limit of open files: an engine takes two for each frontend, a frontend one for each connection."""
+    name = "open files"
+    if limit == resource.RLIM_INFINITY:
+        return Check(name, "ok", "not limited")
+    found = f"limited to {limit}"
+    advice = f"ulimit -n {max(_FEW_FILES, 65536)}: 2 for each frontend, and in a frontend 1 for each connection"
+    if limit < _FEW_FILES:
+        return Check(name, "problem" if limit < _TOO_FEW_FILES else "warning", found, advice)
+    return Check(name, "ok", found)
+
+
+# -- what frontends and engine know each other by ---------------------------------------------------------------------
+
+
+def check_pidfd() -> Check:
+    """Tries ``pidfd_open``."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        advice = "it is the only proof that a process is dead: allow it in the container's seccomp profile, or use Linux 5.3"
+        return Check("pidfd_open", "problem", str(error), advice)
+    return Check("pidfd_open", "ok", "works")
+
+
+def check_peer_pidfd() -> Check:
+    """Tries whether a socket tells the very process at its other end."""
+    name = "SO_PEERPIDFD"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+        except OSError as error:
+            advice = "fine while engine and frontends share a process namespace; across containers Linux 6.5 is needed"
+            return Check(name, "warning", f"not there ({error.strerror}): the peer's pid is opened instead", advice)
+    return Check(name, "ok", "works: frontends may live in another process namespace")
+
+
+def check_descriptor_passing() -> Check:
+    """Tries to pass a descriptor of memory over a socket, which is how frontends get the slab."""
+    name = "descriptor passing"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            fd = os.memfd_create("shmring-doctor", os.MFD_CLOEXEC)
+            try:
+                socket.send_fds(ours, [b"x"], [fd])
+                return _compare_received(name, theirs, fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return Check(name, "problem", str(error), "allow memfd_create and sendmsg in the container's seccomp profile")
+
+
+def _compare_received(name: str, receiving: socket.socket, sent: int) -> Check:
+    _, ancillary, _, _ = receiving.recvmsg(1, socket.CMSG_SPACE(array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC)
+    received = array.array("i", b"".join(data for _, kind, data in ancillary if kind == socket.SCM_RIGHTS))
+    try:
+        if len(received) == 1 and os.path.samestat(os.fstat(received[0]), os.fstat(sent)):
+            return Check(name, "ok", "works")
+        return Check(
+            name, "problem", "the descriptor did not arrive", "the sandbox strips it: run engine and frontends without"
+        )
+    finally:
+        for fd in received:
+            os.close(fd)
+
+
+def check_socket_directory(directory: Path) -> Check:
+    """Looks whether only we can put a socket where frontends look for it."""
+    name = "socket directory"
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return _check_parent(name, directory)
+    except OSError as error:
+        return Check(name, "problem", str(error), "give --socket-dir another place")
+    found = f"{directory} (mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
+    if not stat.S_ISDIR(status.st_mode):
+        return Check(name, "problem", f"{directory} is no directory", "remove it, or give --socket-dir another place")
+    if status.st_uid != os.getuid():
+        return Check(name, "problem", found, f"it must belong to uid {os.getuid()}; give --socket-dir another place")
+    if status.st_mode & 0o022:
+        return Check(name, "problem", found, f"others could put a socket there: chmod 700 {directory}")
+    if status.st_mode & 0o077:
+        return Check(name, "ok", found, "other users can see which engines run; only allowed ones can connect")
+    return Check(name, "ok", found)
+
+
+def _check_parent(name: str, directory: Path) -> Check:
+    parent = next(place for place in directory.parents if place.exists())
+    if os.access(parent, os.W_OK | os.X_OK):
+        return Check(name, "ok", f"{directory} is made by the first engine")
+    return Check(name, "problem", f"{directory} can't be made: {parent} is not writable", "give --socket-dir another place")
+
+
+def check_leftovers(directory: Path) -> Check:
+    """Looks for segments of this user's dead engines. A living engine's has a name for microseconds only, and is locked."""
+    name = "left segments"
+    left = {path: path.lstat().st_blocks * 512 for path in directory.glob(f"{NAME_PREFIX}-{os.getuid()}-*") if _is_left(path)}
+    if not left:
+        return Check(name, "ok", "none")
+    names = ", ".join(sorted(path.name for path in left))
+    return Check(name, "warning", f"{_size(sum(left.values()))} in {names}", "the next engine of this user removes them")
+
+
+def _is_left(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False  # gone meanwhile, or none of ours
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return os.fstat(fd).st_nlink > 0 and stat.S_ISREG(os.fstat(fd).st_mode)
+    except BlockingIOError:
+        return False  # its engine lives
+    finally:
+        os.close(fd)
+
+
+# -- what is installed --------------------------------------------------------------------------------------------------
+
+
+def check_package(name: str) -> Check:
+    """Looks up an installed package's version."""
+    try:
+        return Check(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        if name == "shmring":
+            return Check(name, "ok", f"{shmring.__version__}, from {Path(shmring.__file__).parent}, not installed")
+        if name in _FOR_MEDIA:
+            return Check(name, "warning", "not installed", "serving needs it: pip install 'shmring[serve]'")
+        return Check(name, "problem", "not installed", f"pip install {name}")
+
+
+def check_torch(*, cuda: bool) -> Check:
+    """Says what torch computes with."""
+    threads = f"{torch.get_num_threads()} threads on {len(os.sched_getaffinity(0))} cores"
+    if not cuda:
+        built = f"built for CUDA {torch.version.cuda}, which sees no device" if torch.version.cuda else "built without CUDA"
+        return Check("devices", "ok", f"CPU, {threads}; {built}")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Check("devices", "ok", f"{names} (CUDA {torch.version.cuda}); CPU, {threads}")
+
+
+def check_exchange() -> Check:
+    """Sends a tensor from a client to an engine, both in this process, and compares what comes back with what it is."""
+    name = "self-test"
+    try:
+        with tempfile.TemporaryDirectory(prefix="shmring-doctor-") as place:
+            seconds = uvloop.run(_exchange(place))
+    except TimeoutError:
+        return Check(name, "problem", f"no answer within {_TEST_TIMEOUT_S:g} s", "is the machine overloaded?")
+    except (shmring.ShmringError, OSError, ValueError) as error:
+        return Check(name, "problem", str(error), "see the problems above")
+    return Check(name, "ok", f"a tensor of {_size(_TEST_NBYTES)} and its answer take {seconds * 1e6:.0f} us (median)")
+
+
+async def _exchange(socket_dir: str) -> float:
+    async with (
+        asyncio.timeout(_TEST_TIMEOUT_S),
+        shmring.serve(f"doctor-{os.getpid()}", slab_nbytes=_TEST_SLAB_NBYTES, socket_dir=socket_dir) as ring,
+    ):
+        answering = asyncio.create_task(ring.run(_answer))
+        try:
+            async with shmring.connect(f"doctor-{os.getpid()}", socket_dir=socket_dir) as client:
+                return statistics.median([await _ask(client, number) for number in range(_TEST_REPETITIONS)])
+        finally:
+            answering.cancel()
+
+
+async def _ask(client: shmring.RingClient, number: int) -> float:
+    numbers = torch.full((_TEST_NBYTES // 4,), number, dtype=torch.int32)
+    started = time.perf_counter()
+    total = await client.request(numbers)
+    elapsed_s = time.perf_counter() - started
+    if total != number * len(numbers):
+        raise ValueError(f"a tensor with the sum {number * len(numbers)} arrived with the sum {total}")
+    return elapsed_s
+
+
+async def _answer(claim: shmring.Claim) -> None:
+    await claim.reply(int(claim.payload.numpy().sum()))

@@ -1,0 +1,221 @@
+"""The OpenAPI document, and a page that shows it.
+
+The document is made of the very types that requests are decoded into and answers are encoded from, so it can't say otherwise
+than the server does. Statuses and headers are said here; tests generate requests from the document and compare every answer
+with it.
+
+The page works without any other server: Swagger UI's files come with the package ``offapi``, where Litestar's own pages load
+them from a CDN, which stays blank in a cluster without internet. Its content security policy keeps it from asking anybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from litestar import Response
+
+import shmring
+from frontend.errors import ErrorEnvelope
+from frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
+from frontend.openai.models import ModelList, Version
+
+__all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
+
+DOCS_PATH = "/docs"
+DOCUMENT_PATHS = ("/openapi.json", "/docs/openapi.json")
+
+_SPEC_URL = "openapi.json"  # relative to /docs, which is beside it, wherever a proxy puts both
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src 'self' data:; font-src data:; "
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+_TYPES = (
+    ChatRequest,
+    ChatCompletion,
+    ChatCompletionChunk,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    ModelList,
+    Version,
+    ErrorEnvelope,
+)
+
+_DESCRIPTION = (
+    "OpenAI's API for chats and embeddings, with pictures, recordings and clips. All errors have OpenAI's envelope, those of "
+    "paths (404) and methods (405) that there are not included. A status of 503 comes with Retry-After: the same request may "
+    "succeed a moment later."
+)
+_ERRORS = {
+    400: "The request is wrong, or asks for what this server does not do; `param` says where.",
+    401: "The server needs a key, and this is none of them.",
+    404: "There is no such model.",
+    408: "The body did not arrive in time.",
+    413: "The body or its media are too large, or can never fit the slab.",
+    500: "The engine failed with this request, or the server has a bug.",
+    503: "Too many requests, no space in the slab, or no engine at the moment.",
+    504: "The request took longer than the server allows.",
+}
+_BODY_ERRORS = (400, 401, 404, 408, 413, 500, 503, 504)
+
+_STREAM = (
+    "With `stream`: events of the form `data: {...}`, each a ChatCompletionChunk, and `data: [DONE]` at the end. If it fails "
+    'on the way, the last event is `data: {"error": {...}}`, and no `[DONE]` follows.'
+)
+_REQUEST_ID = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "description": "The caller's name for the request, sent back: up to 128 visible ASCII characters, or else it is replaced.",
+    "schema": {"type": "string"},
+}
+
+_PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+_PICTURE_PART = {"type": "image_url", "image_url": {"url": _PICTURE}}
+_CHAT_EXAMPLE = {
+    "model": "MODEL",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, _PICTURE_PART]}],
+}
+_EMBEDDING_EXAMPLE = {"model": "MODEL", "messages": [{"role": "user", "content": [_PICTURE_PART]}]}
+
+
+class Documentation:
+    """The document and its page.
+
+    Args:
+        keys_needed: whether callers of ``/v1`` need a key.
+    """
+
+    def __init__(self, keys_needed: bool) -> None:
+        self._document = msgspec.json.encode(openapi_document(keys_needed))
+
+    def document(self) -> Response[bytes]:
+        """Answers ``GET /openapi.json``."""
+        return Response(self._document, media_type="application/json")
+
+    async def page(self) -> Response[str]:
+        """Answers ``GET /docs``."""
+        text = await asyncio.to_thread(_page)  # two megabytes of scripts and styles are read
+        return Response(text, media_type="text/html", headers={"content-security-policy": _POLICY})
+
+
+@functools.cache
+def _page() -> str:
+    from offapi import OpenAPITemplate  # it holds 10 MB of scripts from then on, which most servers are never asked for
+
+    return str(OpenAPITemplate.SWAGGER.value.format(spec_url=_SPEC_URL))
+
+
+def openapi_document(keys_needed: bool) -> dict[str, Any]:
+    """Returns the document.
+
+    Args:
+        keys_needed: whether callers of ``/v1`` need a key.
+    """
+    _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    components: dict[str, Any] = {"schemas": schemas}
+    if keys_needed:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    security: dict[str, Any] = {"security": [{"key": []}]} if keys_needed else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "shmring", "version": shmring.__version__, "description": _DESCRIPTION},
+        "components": components,
+        "paths": {
+            "/v1/chat/completions": {"post": _chat() | security},
+            "/v1/embeddings": {"post": _embeddings() | security},
+            "/v1/models": {"get": _models() | security},
+            **_operations(),
+        },
+    }
+
+
+# -- operations ---------------------------------------------------------------------------------------------------------
+
+
+def _chat() -> dict[str, Any]:
+    content = {"application/json": _schema("ChatCompletion"), "text/event-stream": _stream()}
+    taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
+    answer = _answer("The answer.", content, taken | _SYNTHETIC)
+    return _operation(
+        "Answer a conversation", "v1", answer, _errors(_BODY_ERRORS), requestBody=_body("ChatRequest", _CHAT_EXAMPLE)
+    )
+
+
+def _embeddings() -> dict[str, Any]:
+    answer = _answer("The embeddings.", {"application/json": _schema("EmbeddingResponse")}, _TAKEN | _SYNTHETIC)
+    body = _body("EmbeddingRequest", _EMBEDDING_EXAMPLE)
+    return _operation("Embed media and texts", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+
+
+def _models() -> dict[str, Any]:
+    answer = _answer("The models.", {"application/json": _schema("ModelList")})
+    return _operation("List the models", "v1", answer, _errors((401, 500, 503, 504)))
+
+
+def _operations() -> dict[str, Any]:
+    """Returns the paths for those who look after the server."""
+    version = {"application/json": _schema("Version")}
+    plain = {"text/plain": {"schema": {"type": "string"}}}
+    unwell, bugs = _errors((500, 503)), _errors((500,))
+    return {
+        "/health": {"get": _operation("Whether the engine works", "operations", _answer("It does."), unwell)},
+        "/ready": {"get": _operation("Whether requests are answered now", "operations", _answer("They are."), unwell)},
+        "/metrics": {"get": _operation("Numbers for Prometheus", "operations", _answer("The numbers.", plain), bugs)},
+        "/version": {"get": _operation("The version", "operations", _answer("The version.", version), bugs)},
+    }
+
+
+def _operation(
+    summary: str, tag: str, answer: dict[str, Any], errors: dict[str, Any], **further: dict[str, Any]
+) -> dict[str, Any]:
+    return {"summary": summary, "tags": [tag], "parameters": [_REQUEST_ID], "responses": {"200": answer} | errors, **further}
+
+
+def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": _schema(name) | {"example": example}}}
+
+
+def _schema(name: str) -> dict[str, Any]:
+    return {"schema": {"$ref": f"#/components/schemas/{name}"}}
+
+
+def _stream() -> dict[str, Any]:
+    # What an event is can be said from OpenAPI 3.2 on (itemSchema), which tools do not know yet.
+    return {
+        "schema": {"type": "string", "description": _STREAM},
+        "x-itemSchema": {"$ref": "#/components/schemas/ChatCompletionChunk"},
+    }
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------
+
+
+def _header(description: str, kind: str = "string", *, required: bool = False) -> dict[str, Any]:
+    return {"description": description, "schema": {"type": kind}, "required": required}
+
+
+_NAMED = {"X-Request-Id": _header("The request's name.", required=True)}
+_SYNTHETIC = {"X-Shmring-Synthetic": _header("`true` if the answer is made up, for load tests.")}
+_TAKEN = {
+    "X-Shmring-Slab-Bytes": _header("Bytes of tensors that crossed through the slab.", "integer", required=True),
+    "X-Shmring-Copies": _header("Tensors that were copied for sending, at most.", "integer", required=True),
+}
+_HEADERS_OF_STATUS = {
+    401: {"WWW-Authenticate": _header("How to say who one is.", required=True)},
+    503: {"Retry-After": _header("Seconds to wait.", "integer", required=True)},
+}
+
+
+def _answer(description: str, content: dict[str, Any] | None = None, headers: dict[str, Any] | None = None) -> dict[str, Any]:
+    answer: dict[str, Any] = {"description": description, "headers": _NAMED | (headers or {})}
+    return answer if content is None else answer | {"content": content}
+
+
+def _errors(statuses: Iterable[int]) -> dict[str, Any]:
+    content = {"application/json": _schema("ErrorEnvelope")}
+    return {str(status): _answer(_ERRORS[status], content, _HEADERS_OF_STATUS.get(status)) for status in statuses}

@@ -1,0 +1,249 @@
+"""Recordings: how long they are from their packets, and their samples or spectrogram straight into the caller's memory.
+
+Theory of operation: a slot is acquired before a recording is decoded, so an upper bound of its length must be known before.
+What the header says is not one. :func:`probe` reads all packets without decoding them and adds up how long they last, which
+costs about a thousandth of decoding. :func:`decode_into` decodes a packet at a time, mixes down, resamples and writes; so in
+private memory there is a packet and a block, however long the recording is. If there is more than was promised, somebody lies,
+and that is an error; if there is less, the target is filled as far as it goes.
+
+How: the first stream of sound that can be decoded, also of a clip. Channels are mixed to one such that no full scale input
+overflows (stereo: their mean), as libswresample weighs them; rate conversion is libswresample's. The delay that codecs add is
+removed where the container says so. Packets that can't be decoded are left out, as players do, unless they are many.
+
+Invariant: whatever the bytes are, :class:`MediaError` is all that comes out, and no sample is NaN or infinite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import av
+import av.container
+import av.error
+import numpy as np
+from av.audio.frame import AudioFrame
+from av.audio.resampler import AudioResampler
+from av.audio.stream import AudioStream
+from numpy.typing import NDArray
+
+from engine.protocol import SoundSpec
+from frontend.media.container import SOUND_DECODERS, opened, prepare_decoder
+from frontend.media.errors import MediaError
+from frontend.media.mel import LogMelWriter, num_mel_frames
+from frontend.media.options import MediaLimits
+
+__all__ = ["DecodedSound", "SoundHeader", "decode_into", "probe"]
+
+# Codecs begin and end with some milliseconds that no packet's duration tells of: 23 for AAC, 27 for MP3, 80 for Opus' preroll.
+_SLACK_S = 0.25
+# Beyond, libswresample's filters grow with the ratio of rates: 3 GB for 100 MHz.
+_MIN_SAMPLE_RATE, _MAX_SAMPLE_RATE = 1_000, 768_000
+_MAX_CHANNELS = 64  # libswresample's own limit
+_MIXABLE_CHANNELS = (*range(1, 9), 10, 12, 14, 16, 24)  # numbers for which libav knows where the channels stand
+# 96 dB over full scale. Recordings in floating point pass 1 at times; this only keeps their power finite.
+_MAX_AMPLITUDE = 65_536.0
+_MAX_PACKETS = 500_000  # ten minutes of Opus in its shortest frames, 2.5 ms, are 240 000
+_TOLERATED_PACKETS = 2  # a stream that was cut out of another begins with a packet that needs the one before
+_TOLERATED_SHARE = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoundHeader:
+    """What a recording will be decoded to.
+
+    Attributes:
+        num_samples: at most, at ``sample_rate``.
+        sample_rate: of what is decoded, in Hz.
+        mel_bands: of the spectrogram; None: a waveform is wanted.
+    """
+
+    num_samples: int
+    sample_rate: int
+    mel_bands: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the memory it needs: (samples,) or (frames, bands); float32."""
+        if self.mel_bands is None:
+            return (self.num_samples,)
+        return num_mel_frames(self.num_samples, self.sample_rate), self.mel_bands
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodedSound:
+    """What a recording turned out to be.
+
+    Attributes:
+        length: of the target's first dimension, how much was written.
+        duration_s: of the recording.
+    """
+
+    length: int
+    duration_s: float
+
+
+def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
+    """Finds out how much memory a recording needs; nothing is decoded.
+
+    Args:
+        data: its file, in any of the containers of :mod:`frontend.media.container`.
+        spec: what it is to become.
+        limits: what it may be.
+
+    Raises:
+        MediaError: it holds no sound that can be decoded, is too long, or is damaged.
+    """
+    if len(data) > limits.max_audio_nbytes:
+        raise MediaError(f"the recording takes {len(data)} bytes, more than the {limits.max_audio_nbytes} that are accepted")
+    if not data:
+        raise MediaError("the recording is empty: it has no bytes")
+    with opened(data, "recording", SOUND_DECODERS, limits.max_frame_pixels) as container:
+        stream = _sound_of(container)
+        _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
+        duration_s = _packets_duration(container, stream, limits.max_audio_duration_s)
+    num_samples = math.ceil((duration_s + _SLACK_S) * spec.sample_rate)
+    mel_bands = spec.mel_bands if spec.form == "log_mel" else None
+    return SoundHeader(num_samples=num_samples, sample_rate=spec.sample_rate, mel_bands=mel_bands)
+
+
+def decode_into(
+    data: bytes, header: SoundHeader, target: NDArray[np.float32], is_cancelled: Callable[[], bool] = lambda: False
+) -> DecodedSound:
+    """Decodes a recording into the caller's memory.
+
+    Args:
+        data: what :func:`probe` was given.
+        header: what it returned.
+        target: of ``header.shape``, float32. After an error its content is undefined.
+        is_cancelled: asked between packets.
+
+    Raises:
+        MediaError: it is damaged, or longer than its packets said, or was cancelled.
+        ValueError: the target has another shape or dtype.
+    """
+    if target.shape != header.shape or target.dtype != np.float32:
+        raise ValueError(f"the target is {target.dtype} {target.shape}, the recording needs float32 {header.shape}")
+    writer = LogMelWriter(target, header.sample_rate) if header.mel_bands is not None else _WaveformWriter(target)
+    num_samples = 0
+    with opened(data, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels) as container:
+        for frame in _resampled(_frames(container, _sound_of(container), is_cancelled), header.sample_rate):
+            samples = frame.to_ndarray()[0]
+            num_samples += len(samples)
+            if num_samples > header.num_samples:
+                raise MediaError("the recording is damaged: there is more in it than its packets say")
+            # Written so that NaN fails as well.
+            if not np.abs(samples).max(initial=0.0) <= _MAX_AMPLITUDE:
+                raise MediaError("the recording is damaged: it has samples that are no numbers, or far over full scale")
+            writer.write(samples.astype(np.float32, copy=False))
+    if not num_samples:
+        raise MediaError("the recording is empty: it has no samples")
+    writer.finish()
+    return DecodedSound(length=writer.length, duration_s=num_samples / header.sample_rate)
+
+
+class _Writer(Protocol):
+    length: int
+
+    def write(self, samples: NDArray[np.float32]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class _WaveformWriter:
+    """Writes samples as they come."""
+
+    def __init__(self, target: NDArray[np.float32]) -> None:
+        self.length = 0
+        self._target = target
+
+    def write(self, samples: NDArray[np.float32]) -> None:
+        self._target[self.length : self.length + len(samples)] = samples
+        self.length += len(samples)
+
+    def finish(self) -> None:
+        """Has nothing left to write."""
+
+
+def _sound_of(container: av.container.InputContainer) -> AudioStream:
+    if not container.streams.audio:
+        raise MediaError(f"the file ({container.format.name}) holds no sound")
+    stream = container.streams.audio[0]
+    prepare_decoder(stream, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels)
+    return stream
+
+
+def _check_format(sample_rate: int, channels: int) -> None:
+    if not _MIN_SAMPLE_RATE <= sample_rate <= _MAX_SAMPLE_RATE:
+        raise MediaError(
+            f"the recording has {sample_rate} samples a second; {_MIN_SAMPLE_RATE} to {_MAX_SAMPLE_RATE} are accepted"
+        )
+    if not 1 <= channels <= _MAX_CHANNELS:
+        raise MediaError(f"the recording has {channels} channels; 1 to {_MAX_CHANNELS} are accepted")
+
+
+def _packets_duration(container: av.container.InputContainer, stream: AudioStream, max_duration_s: float) -> float:
+    """Returns how many seconds of sound the packets hold, at most."""
+    time_base = stream.time_base
+    if time_base is None:
+        raise MediaError("the recording is damaged: it has no unit of time")
+    max_duration = int(max_duration_s / time_base)
+    total, complete = 0, True
+    first: int | None = None
+    last = 0
+    for number, packet in enumerate(container.demux(stream)):
+        if number > _MAX_PACKETS:
+            raise MediaError(f"the recording has more than the {_MAX_PACKETS} packets that are accepted")
+        if not packet.size:
+            continue
+        duration = max(packet.duration or 0, 0)
+        total += duration
+        complete = complete and duration > 0
+        if packet.pts is not None:
+            first = packet.pts if first is None else min(first, packet.pts)
+            last = max(last, packet.pts + duration)
+        if total > max_duration:
+            raise MediaError(f"the recording is longer than the {max_duration_s:g} s that are accepted")
+    if not complete and first is not None:
+        total = max(total, last - first)  # some packets do not say how long they last
+    if total > max_duration:
+        raise MediaError(f"the recording is longer than the {max_duration_s:g} s that are accepted")
+    return float(total * time_base)
+
+
+def _frames(
+    container: av.container.InputContainer, stream: AudioStream, is_cancelled: Callable[[], bool]
+) -> Iterator[AudioFrame]:
+    packets, damaged = 0, 0
+    for packet in container.demux(stream):  # the last one is empty, and gets out what the decoder still has
+        if is_cancelled():
+            raise MediaError("decoding was cancelled")
+        packets += 1
+        try:
+            yield from packet.decode()
+        except av.error.InvalidDataError:
+            damaged += 1
+    if damaged > _TOLERATED_PACKETS + _TOLERATED_SHARE * packets:
+        raise MediaError(f"the recording is damaged: {damaged} of its {packets} packets can't be decoded")
+
+
+def _resampled(frames: Iterator[AudioFrame], sample_rate: int) -> Iterator[AudioFrame]:
+    """Mixes down to one channel, float32, and resamples. Some streams change their format on their way."""
+    resampler: AudioResampler | None = None
+    current: tuple[str, str, int] | None = None
+    for frame in frames:
+        found = (frame.format.name, frame.layout.name, frame.sample_rate)
+        if resampler is None or found != current:
+            if resampler is not None:
+                yield from resampler.resample(None)
+            _check_format(frame.sample_rate, frame.layout.nb_channels)
+            if frame.layout.nb_channels not in _MIXABLE_CHANNELS:
+                raise MediaError(f"the recording has {frame.layout.nb_channels} channels in an arrangement that can't be mixed")
+            # Mixing down is scaled such that full scale stays full scale; libswresample does not do that for floats.
+            resampler = AudioResampler("flt", "mono", sample_rate, options={"rematrix_maxval": "1.0"})
+            current = found
+        yield from resampler.resample(frame)
+    if resampler is not None:
+        yield from resampler.resample(None)

@@ -1,0 +1,126 @@
+"""Looks at the tables of an MP4 before libav does, which believes how many samples they claim.
+
+libav builds an index entry of 24 bytes for each sample, and the tables can claim samples without listing them: "a hundred
+million, all of one size". A file of 700 bytes then takes gigabytes and seconds in ``avformat_open_input``, before anybody could
+ask how long the clip is. So claims are compared with what an accepted file can hold. Compressed headers and the tables of
+encrypted files, which have the same property, are refused.
+
+This is no parser, on purpose: libav takes tables in places where they do not belong, so whoever walks the boxes as the standard
+has them walks past those. Their names are searched for everywhere but in the media data. The numbers of honest tables can't
+look like a name, as each of them is smaller than the file; only metadata such as a cover picture could, once in many thousands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from frontend.media.errors import MediaError
+
+__all__ = ["check_tables"]
+
+# Ten minutes of 240 frames and 94 blocks of sound a second are 200 000. Their index takes 12 MB.
+_MAX_SAMPLES = 500_000
+# libav makes one entry of so many samples of uncompressed sound.
+_SAMPLES_OF_AN_ENTRY = 1024
+
+_NAMES = re.compile(b"trak|stsz|stz2|stts|stsc|stco|co64|trun|soun|cmov|senc|saiz|saio")
+_ENCRYPTED = "encrypted MP4 files are not accepted"
+_REFUSED = {
+    b"cmov": "MP4 files with a compressed header are not accepted",
+    b"senc": _ENCRYPTED,
+    b"saiz": _ENCRYPTED,
+    b"saio": _ENCRYPTED,
+}
+
+
+def check_tables(data: bytes) -> None:
+    """Refuses an MP4 or QuickTime file whose tables claim what it can't hold.
+
+    Raises:
+        MediaError: they do, or it has a compressed header or is encrypted, or its media data are not all there.
+    """
+    num_samples = 0
+    track = _Track()
+    for start, end in _without_media_data(data):
+        for match in _NAMES.finditer(data, start, end):
+            name, place = match.group(), match.end()
+            if name == b"trak":
+                num_samples += track.num_entries(len(data))
+                track = _Track()
+            elif name == b"trun":
+                num_samples += _number(data, place + 4)
+            elif name in _REFUSED:
+                raise MediaError(_REFUSED[name])
+            else:
+                track.note(name, data, place)
+    num_samples += track.num_entries(len(data))
+    if num_samples > _MAX_SAMPLES:
+        raise MediaError(f"the MP4 claims {num_samples} samples, more than the {_MAX_SAMPLES} that are accepted")
+
+
+class _Track:
+    """What the tables of one track claim. There can be several of a kind; then the worst counts."""
+
+    def __init__(self) -> None:
+        self._listed = 0
+        self._of_one_size = 0
+        self._chunks = 0
+        self._in_chunks: list[tuple[int, int]] = []
+        self._is_sound = False
+        self._is_counted_in_samples = True
+
+    def note(self, name: bytes, data: bytes, place: int) -> None:
+        """Takes a table up. Each begins with 4 bytes of version and flags."""
+        if name == b"stsz" and _number(data, place + 4):
+            self._of_one_size = max(self._of_one_size, _number(data, place + 8))
+        elif name in (b"stsz", b"stz2"):
+            self._listed = max(self._listed, min(_number(data, place + 8), 2 * len(data)))
+        elif name in (b"stco", b"co64"):
+            self._chunks = max(self._chunks, min(_number(data, place + 4), len(data) // 4))
+        elif name == b"stts":
+            self._is_counted_in_samples &= _number(data, place + 4) == 1 and _number(data, place + 12) == 1
+        elif name == b"stsc":
+            self._note_chunks(data, place)
+        elif name == b"soun":
+            self._is_sound = True
+
+    def _note_chunks(self, data: bytes, place: int) -> None:
+        """Samples per chunk come as (first chunk, samples in it and in those that follow, ...)."""
+        count = min(_number(data, place + 4), (len(data) - place) // 12, _MAX_SAMPLES)
+        for entry in range(place + 8, place + 8 + 12 * count, 12):
+            self._in_chunks.append((_number(data, entry), _number(data, entry + 4)))
+
+    def num_entries(self, file_nbytes: int) -> int:
+        """Returns how many entries libav would make, at most."""
+        if not (self._is_sound and self._is_counted_in_samples):
+            return max(self._listed, self._of_one_size)
+        # Uncompressed sound: entries are made of chunks, and each sample takes a byte of the file at least.
+        total = 0
+        ends = [first for first, _ in self._in_chunks[1:]] + [self._chunks + 1]
+        for (first, samples), following in zip(self._in_chunks, ends, strict=False):
+            total += max(0, following - first) * -(-samples // _SAMPLES_OF_AN_ENTRY)
+        return max(total, self._listed, self._of_one_size if self._of_one_size > file_nbytes else 0)
+
+
+def _without_media_data(data: bytes) -> Iterator[tuple[int, int]]:
+    """The places of all outermost boxes but ``mdat``; of what is no box, whatever it is."""
+    place = 0
+    while place < len(data):
+        size, header = _number(data, place), 8
+        if size == 1:
+            size, header = int.from_bytes(data[place + 8 : place + 16], "big"), 16
+        elif size == 0:
+            size = len(data) - place
+        if size < header:
+            yield place, len(data)
+            return
+        if data[place + 4 : place + 8] != b"mdat":
+            yield place, min(place + size, len(data))
+        elif place + size > len(data):  # libav would take what there is for the whole
+            raise MediaError(f"the MP4 is truncated: {place + size - len(data)} bytes are missing")
+        place += size
+
+
+def _number(data: bytes, place: int) -> int:
+    return int.from_bytes(data[place : place + 4], "big")

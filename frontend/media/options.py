@@ -1,0 +1,150 @@
+"""What media may be, and how they are prepared where a server is told to do it differently than its executor asks.
+
+Both are frozen and hold no state. :class:`MediaLimits` is checked against headers before anything is decoded, and again against
+what comes out: headers lie. :class:`MediaIoKwargs` is vLLM's ``--media-io-kwargs``, so that a command line written for it means
+the same here; what is not known is refused, since an option that is quietly ignored is worse than none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from frontend.media.image import PictureLimits
+
+__all__ = ["MediaIoKwargs", "MediaLimits"]
+
+_WHITE = (255, 255, 255)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """What media may be.
+
+    Attributes:
+        max_image_nbytes: of a picture's file. 64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
+        max_image_pixels: width times height. Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab.
+        max_aspect_ratio: of the longer side to the shorter one, of pictures and frames. 200 is what vision models' own
+            preprocessing accepts at most (Qwen2-VL); a panorama has 10.
+        max_audio_nbytes: of a recording's file. 64 MiB holds 600 s of 16-bit stereo at 48 kHz less a little, and hours of MP3.
+        max_audio_duration_s: ten minutes at 16 kHz take 38 MB of the slab as a waveform and 19 MB as 80 mel bands.
+        max_video_nbytes: of a clip's file. 256 MiB holds 60 s as phones record 4K (35 Mbit/s).
+        max_video_duration_s: all its packets are read, and up to all its frames decoded, to show a few of them.
+        max_frame_pixels: width times height of a frame. 4096 x 2160, the largest that decoders of phones and cameras make; a
+            decoder holds up to 16 such frames of 13 MB for reference.
+        max_num_frames: frames handed to the engine, of one clip. 512 frames of 448 x 448 take 308 MB of the slab.
+        max_coded_frames: frames in a clip's file: 120 a second for the longest clip. Each costs a few microseconds and 32
+            bytes before anything is decoded.
+        max_decoded_pixels: width times height times frames that must be decoded for those that are shown. Ten minutes of
+            1920 x 1080 at 30 frames a second without any keyframe to start from: about two minutes of one core.
+    """
+
+    max_image_nbytes: int = 64 << 20
+    max_image_pixels: int = 64_000_000
+    max_aspect_ratio: float = 200.0
+    max_audio_nbytes: int = 64 << 20
+    max_audio_duration_s: float = 600.0
+    max_video_nbytes: int = 256 << 20
+    max_video_duration_s: float = 600.0
+    max_frame_pixels: int = 4096 * 2160
+    max_num_frames: int = 512
+    max_coded_frames: int = 72_000
+    max_decoded_pixels: int = 40_000_000_000
+
+    @property
+    def picture(self) -> PictureLimits:
+        """Those of pictures."""
+        return PictureLimits(
+            max_nbytes=self.max_image_nbytes,
+            max_pixels=self.max_image_pixels,
+            max_aspect_ratio=self.max_aspect_ratio,
+        )
+
+    def max_nbytes(self, kind: str) -> int:
+        """Returns how large the file of an ``"image"``, ``"audio"`` or ``"video"`` may be."""
+        return {"image": self.max_image_nbytes, "audio": self.max_audio_nbytes, "video": self.max_video_nbytes}[kind]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaIoKwargs:
+    """How media are prepared, beyond what the executor asks for.
+
+    Attributes:
+        rgba_background_color: what lies behind transparent pictures.
+        num_frames: of a clip, instead of the executor's number; -1: all, up to :attr:`MediaLimits.max_num_frames`.
+        fps: frames a second of the clip, at most; the smaller of the two counts.
+
+    Source: vLLM's ``--media-io-kwargs``.
+    """
+
+    rgba_background_color: tuple[int, int, int] = _WHITE
+    num_frames: int | None = None
+    fps: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> MediaIoKwargs:
+        """Reads the option's text, such as ``{"video": {"num_frames": 32}, "image": {"rgba_background_color": [0, 0, 0]}}``.
+
+        Raises:
+            ValueError: it is no such JSON, or names what there is not.
+        """
+        try:
+            kinds = json.loads(text)
+        except ValueError as error:  # json.JSONDecodeError is one
+            raise ValueError(f"media-io-kwargs is not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError("media-io-kwargs is not what is expected: it is nested too deeply") from None
+        if not isinstance(kinds, dict):
+            raise ValueError(f"media-io-kwargs must be a JSON object of kinds of media, not {text[:64]}")
+        _refuse_unknown("media-io-kwargs", kinds, _READERS)
+        found: dict[str, Any] = {}
+        for kind, values in kinds.items():
+            if not isinstance(values, dict):
+                raise ValueError(f"media-io-kwargs: {kind} must be a JSON object")
+            readers = _READERS[kind]
+            _refuse_unknown(f"media-io-kwargs: {kind}", values, readers)
+            for name, value in values.items():
+                found[name] = readers[name](f"media-io-kwargs: {kind}.{name}", value)
+        return cls(**found)
+
+
+def _refuse_unknown(place: str, values: dict[str, Any], known: dict[str, Any]) -> None:
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        names = ", ".join(known) or "nothing so far"
+        raise ValueError(f"{place} does not know {', '.join(map(repr, unknown))}; it knows {names}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _colour(place: str, value: object) -> tuple[int, int, int]:
+    channels = value if isinstance(value, list) else []
+    if len(channels) != 3 or not all(_is_number(one) and one in range(256) for one in channels):
+        raise ValueError(f"{place} must be three numbers from 0 to 255: red, green, blue")
+    red, green, blue = (int(one) for one in channels)
+    return red, green, blue
+
+
+def _num_frames(place: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and value < 1):
+        raise ValueError(f"{place} must be a number of frames, 1 or more, or -1 for all")
+    return value
+
+
+def _fps(place: str, value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if value == -1:
+            return None
+        if 0 < value <= 1000:  # also refuses NaN and infinity, which Python's JSON has
+            return float(value)
+    raise ValueError(f"{place} must be a number of frames a second above 0, or -1 for no limit")
+
+
+_READERS: dict[str, dict[str, Any]] = {
+    "image": {"rgba_background_color": _colour},
+    "audio": {},  # how recordings are prepared is said by the executor alone
+    "video": {"num_frames": _num_frames, "fps": _fps},
+}

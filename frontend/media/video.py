@@ -1,0 +1,319 @@
+"""Clips: some of their frames, evenly taken, scaled and turned, straight into the caller's memory.
+
+Theory of operation: :func:`probe` reads all packets without decoding them, which says for each frame when it is shown and where
+decoding can begin; and it decodes one frame, as only that says how large frames are and how they are turned. From this
+:mod:`frontend.media.timeline` chooses frames. :func:`decode_into` reads the packets again and decodes those which the chosen
+frames need: it leaves out everything up to the keyframe before the next chosen one. Leaving out packets that lie in memory
+costs nothing to speak of, and needs none of the seeking that containers do approximately, or not at all. One frame is converted
+at a time, so in private memory there are the decoder's reference frames and one converted one.
+
+Frames are scaled to one size, also if it changes on the way. Their colours are converted as the stream says, or else as BT.601;
+transparency is ignored, and so are pixels that are not square.
+
+Invariant: whatever the bytes are, :class:`MediaError` is all that comes out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+import av
+import av.container
+import av.error
+import numpy as np
+from av.buffer import Buffer
+from av.packet import Packet
+from av.sidedata.sidedata import Type as SideDataType
+from av.stream import Disposition
+from av.video.frame import VideoFrame
+from av.video.reformatter import Interpolation, VideoReformatter
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from engine.protocol import VideoSpec
+from frontend.media.container import VIDEO_DECODERS, opened, prepare_decoder
+from frontend.media.errors import MediaError
+from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
+from frontend.media.options import MediaIoKwargs, MediaLimits
+from frontend.media.timeline import Selection, Timeline
+
+__all__ = ["ClipHeader", "DecodedClip", "decode_into", "probe"]
+
+# In these a packet that is marked as a keyframe is one. A GIF marks frames that are drawn over the one before.
+_TRUSTED_KEYFRAMES = ("mov", "matroska")
+# These store frames at a constant rate and no timestamps; what libav makes up is wrong where frames refer to later ones.
+_WITHOUT_TIMESTAMPS = ("avi",)
+
+# Bicubic, which swscale widens when it scales down, so that nothing is skipped. Without the other two it darkens: 255 to 253.
+_SCALING = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
+
+# Display matrices that only turn and mirror, by the signs of a, b, c, d (x' = a x + c y, y' = b x + d y), as EXIF numbers them.
+_ORIENTATIONS = {
+    (1, 0, 0, 1): 1,
+    (-1, 0, 0, 1): 2,
+    (-1, 0, 0, -1): 3,
+    (1, 0, 0, -1): 4,
+    (0, 1, 1, 0): 5,
+    (0, 1, -1, 0): 6,
+    (0, -1, -1, 0): 7,
+    (0, -1, 1, 0): 8,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClipHeader:
+    """What a clip will be decoded to.
+
+    Attributes:
+        width, height: of its frames, turned as the container asks and scaled down.
+        orientation: EXIF's number for how they are turned; 1 is as stored.
+        selection: which frames.
+        max_frame_pixels: of a frame as it is stored.
+    """
+
+    width: int
+    height: int
+    orientation: int
+    selection: Selection
+    max_frame_pixels: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the memory it needs: (frames, height, width, 3); uint8."""
+        return len(self.selection.positions), self.height, self.width, 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodedClip:
+    """What a clip turned out to be.
+
+    Attributes:
+        timestamps_s: of each frame that was written, in seconds from the clip's first frame.
+        duration_s: of the clip.
+    """
+
+    timestamps_s: list[float]
+    duration_s: float
+
+
+def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoKwargs) -> ClipHeader:
+    """Finds out what frames a clip has and how much memory those need that are wanted; one frame is decoded.
+
+    Args:
+        data: its file, in any of the containers of :mod:`frontend.media.container`.
+        spec: what the executor wants.
+        limits: what it may be.
+        io_kwargs: what is wanted instead.
+
+    Raises:
+        MediaError: it holds no frames that can be decoded, exceeds a limit, or is damaged.
+    """
+    if len(data) > limits.max_video_nbytes:
+        raise MediaError(f"the clip takes {len(data)} bytes, more than the {limits.max_video_nbytes} that are accepted")
+    if not data:
+        raise MediaError("the clip is empty: it has no bytes")
+    num_frames = spec.num_frames if io_kwargs.num_frames is None else io_kwargs.num_frames
+    if num_frames < 0 or num_frames > limits.max_num_frames:
+        num_frames = limits.max_num_frames
+    with opened(data, "clip", VIDEO_DECODERS, limits.max_frame_pixels) as container:
+        stream = _frames_of(container, limits.max_frame_pixels)
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if width or height:
+            check_size("the clip", width, height, limits.max_frame_pixels, limits.max_aspect_ratio)
+        timeline, first = _scan(container, stream, limits)
+        selection = timeline.select(num_frames, io_kwargs.fps)
+        if selection is None or first is None:
+            raise MediaError("the clip is damaged or empty: none of its frames can be decoded")
+        check_size("the clip", first.width, first.height, limits.max_frame_pixels, limits.max_aspect_ratio)
+        if selection.duration_s > limits.max_video_duration_s:
+            raise _too_long(limits)
+        if selection.num_decoded * first.width * first.height > limits.max_decoded_pixels:
+            raise MediaError(
+                f"{selection.num_decoded} frames of {first.width} x {first.height} must be decoded for those that are wanted, "
+                "which is more than is accepted; send a smaller clip, or one with more keyframes"
+            )
+        orientation = _orientation(first)
+        width, height = scaled_size(first.width, first.height, spec.max_pixels)
+    if orientation in SWAPPING_ORIENTATIONS:
+        width, height = height, width
+    return ClipHeader(
+        width=width,
+        height=height,
+        orientation=orientation,
+        selection=selection,
+        max_frame_pixels=limits.max_frame_pixels,
+    )
+
+
+def decode_into(
+    data: bytes, header: ClipHeader, target: NDArray[np.uint8], is_cancelled: Callable[[], bool] = lambda: False
+) -> DecodedClip:
+    """Decodes the chosen frames of a clip into the caller's memory.
+
+    Args:
+        data: what :func:`probe` was given.
+        header: what it returned.
+        target: (frames, height, width, 3), uint8; becomes RGB. After an error its content is undefined.
+        is_cancelled: asked between packets.
+
+    Raises:
+        MediaError: it is damaged, or was cancelled.
+        ValueError: the target has another shape or dtype.
+    """
+    if target.shape != header.shape or target.dtype != np.uint8:
+        raise ValueError(f"the target is {target.dtype} {target.shape}, the clip needs uint8 {header.shape}")
+    writer = _FrameWriter(header, target)
+    with opened(data, "clip", VIDEO_DECODERS, header.max_frame_pixels) as container:
+        stream = _frames_of(container, header.max_frame_pixels)
+        _decode(container, stream, writer, is_cancelled)
+    if not writer.timestamps_s:
+        raise MediaError("the clip is damaged: none of its frames can be decoded")
+    return DecodedClip(timestamps_s=writer.timestamps_s, duration_s=header.selection.duration_s)
+
+
+def _frames_of(container: av.container.InputContainer, max_frame_pixels: int) -> VideoStream:
+    for stream in container.streams.video:
+        if not stream.disposition & Disposition.attached_pic:  # a recording's cover
+            prepare_decoder(stream, "clip", VIDEO_DECODERS, max_frame_pixels)
+            return stream
+    raise MediaError(f"the file ({container.format.name}) holds no clip")
+
+
+def _too_long(limits: MediaLimits) -> MediaError:
+    return MediaError(f"the clip is longer than the {limits.max_video_duration_s:g} s that are accepted")
+
+
+def _packets(container: av.container.InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
+    """All packets that hold anything; both passes count these. The decoder is emptied by whoever reads them."""
+    for packet in container.demux(stream):
+        if packet.size:
+            yield packet
+
+
+def _scan(
+    container: av.container.InputContainer, stream: VideoStream, limits: MediaLimits
+) -> tuple[Timeline, VideoFrame | None]:
+    """Reads all packets, and decodes until there is a frame."""
+    if stream.time_base is None:
+        raise MediaError("the clip is damaged: it has no unit of time")
+    demuxer = container.format.name.split(",")[0]
+    timeline = Timeline(stream.time_base, stream.average_rate or stream.guessed_rate, demuxer in _TRUSTED_KEYFRAMES)
+    first: VideoFrame | None = None
+    for packet in _packets(container, stream):
+        if packet.is_corrupt:
+            raise MediaError("the clip is truncated: a frame is there in part only")
+        if timeline.num_packets >= limits.max_coded_frames:
+            raise MediaError(f"the clip has more than the {limits.max_coded_frames} frames that are accepted")
+        position = packet.pts if demuxer not in _WITHOUT_TIMESTAMPS else None
+        is_shown = not packet.is_discard and not (stream.codec_context.name == "vp8" and _is_hidden_vp8(packet))
+        timeline.add(position, packet.duration or 0, packet.is_keyframe, is_shown)
+        if timeline.span_s() > limits.max_video_duration_s:
+            raise _too_long(limits)
+        if first is None:
+            first = _first_frame(stream, packet)
+    return timeline, first if first is not None else _first_frame(stream, None)
+
+
+def _first_frame(stream: VideoStream, packet: Packet[VideoStream] | None) -> VideoFrame | None:
+    """What of a clip is not decodable before its first keyframe is no error."""
+    try:
+        frames = stream.codec_context.decode(packet)
+    except (av.error.InvalidDataError, av.error.EOFError):
+        return None
+    return frames[0] if frames else None
+
+
+def _is_hidden_vp8(packet: Packet[VideoStream]) -> bool:
+    """VP8 stores frames that others refer to and nobody sees in packets of their own (RFC 6386, 9.1: ``show_frame``)."""
+    return not bytes(memoryview(packet)[:1])[0] & 0x10
+
+
+def _orientation(frame: VideoFrame) -> int:
+    """How a frame must be turned, as EXIF numbers it; 1 where it is by anything but quarter turns."""
+    side_data = cast("Mapping[SideDataType, Buffer]", frame.side_data)  # PyAV's stub tells of motion vectors only
+    if SideDataType.DISPLAYMATRIX not in side_data:
+        return 1
+    matrix = bytes(side_data[SideDataType.DISPLAYMATRIX])
+    if len(matrix) < 36:
+        return 1
+    a, b, _, c, d, *_ = struct.unpack("=9i", matrix[:36])
+    signs = tuple((number > 0) - (number < 0) for number in (a, b, c, d))
+    return _ORIENTATIONS.get(signs, 1)
+
+
+def _decode(
+    container: av.container.InputContainer, stream: VideoStream, writer: _FrameWriter, is_cancelled: Callable[[], bool]
+) -> None:
+    decoder = stream.codec_context
+    is_decoding = False
+    for number, packet in enumerate(_packets(container, stream)):
+        if is_cancelled():
+            raise MediaError("decoding was cancelled")
+        if writer.is_complete:
+            return
+        if number < writer.next_start:
+            is_decoding = False
+            continue
+        if not is_decoding:
+            decoder.flush_buffers()
+            is_decoding = True
+        for frame in decoder.decode(packet):
+            writer.take(frame)
+    if is_decoding and not writer.is_complete:
+        for frame in decoder.decode(None):
+            writer.take(frame)
+
+
+class _FrameWriter:
+    """Takes frames in the order in which they are shown, and writes those that are wanted.
+
+    A frame that is wanted may never come: then the next one is taken for it.
+    """
+
+    def __init__(self, header: ClipHeader, target: NDArray[np.uint8]) -> None:
+        self.timestamps_s: list[float] = []
+        self._header = header
+        self._selection = header.selection
+        self._target = target
+        self._reformatter = VideoReformatter()
+        self._next = 0
+        self._num_taken = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self._next == len(self._selection.positions)
+
+    @property
+    def next_start(self) -> int:
+        """The number of the packet from which the next wanted frame is decoded."""
+        return self._selection.starts[self._next]
+
+    def take(self, frame: VideoFrame) -> None:
+        selection = self._selection
+        position = self._num_taken
+        self._num_taken += 1
+        if selection.has_timestamps:
+            if frame.pts is None:
+                return
+            position = frame.pts
+        if self.is_complete or position < selection.positions[self._next]:
+            return
+        if frame.is_corrupt:
+            raise MediaError("the clip is damaged: frames of it can be decoded in part only")
+        self._write(frame)
+        self.timestamps_s.append(selection.time_of(position))
+        self._next = bisect.bisect_right(selection.positions, position)
+
+    def _write(self, frame: VideoFrame) -> None:
+        if frame.width * frame.height > self._header.max_frame_pixels:
+            raise MediaError(f"a frame of the clip has {frame.width} x {frame.height} pixels, more than are accepted")
+        stored = as_stored(self._target[len(self.timestamps_s)], self._header.orientation)
+        height, width = stored.shape[:2]
+        picture = self._reformatter.reformat(frame, width, height, "rgb24", interpolation=_SCALING, threads=1)
+        plane = picture.planes[0]
+        rows = np.frombuffer(memoryview(plane), np.uint8).reshape(height, plane.line_size)  # padded to whole cache lines
+        stored[:] = rows[:, : 3 * width].reshape(height, width, 3)

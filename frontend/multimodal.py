@@ -1,0 +1,158 @@
+"""The media of a request, from where they come from to the slab: load, acquire, decode in place.
+
+In this order: all files are there and their headers have said how large they are, then one slot is acquired for all of them,
+and each is decoded straight into it. So memory of the slab is what waits and not decoded pictures in private memory, and the
+engine reads the very bytes that the decoders wrote.
+
+The views that decoders wrote through are in one list, which the engine's request shares and which is emptied when the block is
+left: a slot that was left drains until its last view has died, and the answer may go on for minutes. By then the request must
+have been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import shmring
+from engine.client import EngineClient
+from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
+from frontend.admission import Admitted
+from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.media.errors import MediaError
+from frontend.media.fetch import Fetcher
+from frontend.media.loader import MediaLoader, MediaSource, PreparedMedium
+from frontend.openai.messages import check_counts
+from frontend.settings import FrontendSettings
+
+__all__ = ["MediaIntake"]
+
+_FETCH_THREADS = 2  # for base64 and local files: they hold the interpreter lock, or wait for a disk
+
+
+class MediaIntake:
+    """Takes in the media of requests. Make it in a running loop, and close it.
+
+    Args:
+        engine: whose slab they go to.
+        settings: limits.
+    """
+
+    def __init__(self, engine: EngineClient, settings: FrontendSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="fetch")
+        self._fetcher = Fetcher(settings.fetch, self._pool)
+        self._loader = MediaLoader(settings.decode_threads, settings.media_limits, settings.media_io_kwargs, self._fetcher)
+
+    async def close(self) -> None:
+        """Starts nothing more."""
+        self._loader.close()
+        await self._fetcher.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.asynccontextmanager
+    async def take(
+        self, sources: list[MediaSource], spec: InputSpec, admitted: Admitted, param: str
+    ) -> AsyncIterator[list[Medium]]:
+        """Has media in the slab for as long as the block lasts.
+
+        Args:
+            sources: where they come from; emptied, because ``data:`` URLs hold the files once more.
+            spec: what the executor takes.
+            admitted: the request; it has a turn from here until the block begins.
+            param: what errors about all of them together name.
+
+        Yields:
+            The media in the order of their sources, with checksums if the executor wants them. The list is emptied when the
+            block is left.
+
+        Raises:
+            ApiError: what the caller did wrong, or that there is no space.
+            shmring.ShmringError: from the engine.
+        """
+        media: list[Medium] = []
+        if not sources:
+            admitted.release_turn()
+            yield media
+            return
+        check_counts(sources, self._settings.limit_mm_per_prompt, param)
+        await admitted.take_turn()
+        prepared = await self._load(sources, spec, param)
+        sources.clear()
+        async with contextlib.AsyncExitStack() as stack:
+            targets: list[torch.Tensor] = []
+            try:
+                targets += await self._acquire(prepared, stack)
+                media += await self._decode(prepared, targets)
+                targets.clear()
+                if spec.checksum:
+                    await self._add_checksums(media)
+                admitted.release_turn()
+                yield media
+            finally:
+                targets.clear()  # a slot that is left without views needs not wait for these frames to end
+                media.clear()
+
+    async def _load(self, sources: Sequence[MediaSource], spec: InputSpec, param: str) -> list[PreparedMedium]:
+        """Loads all, a few at a time: what they may be together is known only one by one."""
+        at_a_time = asyncio.Semaphore(self._settings.decode_threads)
+        limit = self._settings.max_media_nbytes
+        loaded_nbytes = 0
+
+        async def load(source: MediaSource) -> PreparedMedium:
+            nonlocal loaded_nbytes
+            async with at_a_time:
+                if loaded_nbytes > limit:
+                    message = f"the request's media are larger together than the {limit} bytes that are accepted"
+                    raise ApiError(413, message, code="media_too_large", param=param)
+                medium = await self._loader.load(source, spec)
+                loaded_nbytes += len(medium.data)
+                return medium
+
+        results = await asyncio.gather(*map(load, sources), return_exceptions=True)
+        _raise_first(results, sources)
+        return [result for result in results if isinstance(result, PreparedMedium)]
+
+    async def _acquire(self, prepared: Sequence[PreparedMedium], stack: contextlib.AsyncExitStack) -> list[torch.Tensor]:
+        """Returns memory for each, of a slot that is the stack's to leave."""
+        shapes = [(one.shape, one.dtype) for one in prepared]
+        if self._settings.disable_mm_shm:
+            return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        nbytes = shmring.nbytes_for(*shapes)
+        try:
+            slot = await self._engine.slot(nbytes, timeout=self._settings.slot_timeout_s)
+        except TimeoutError:
+            message = f"no space for {nbytes} bytes came free in the slab within {self._settings.slot_timeout_s:g} s"
+            raise ApiError(503, message, code="slab_full", retry_after_s=RETRY_AFTER_S) from None
+        await stack.enter_async_context(slot)
+        return [slot.tensor(shape, dtype) for shape, dtype in shapes]
+
+    async def _decode(self, prepared: Sequence[PreparedMedium], targets: Sequence[torch.Tensor]) -> list[Medium]:
+        decoding = (self._loader.decode(one, target) for one, target in zip(prepared, targets, strict=True))
+        results = await asyncio.gather(*decoding, return_exceptions=True)
+        try:
+            _raise_first(results, prepared)
+            return [result for result in results if not isinstance(result, BaseException)]
+        finally:
+            results.clear()  # this frame is in the traceback
+
+    async def _add_checksums(self, media: Sequence[Medium]) -> None:
+        loop = asyncio.get_running_loop()
+        summing = (loop.run_in_executor(self._pool, checksum_of, tensor_of(medium)) for medium in media)
+        for medium, checksum in zip(media, await asyncio.gather(*summing), strict=True):
+            medium.checksum = checksum
+
+
+def _raise_first(results: Sequence[object], media: Sequence[MediaSource | PreparedMedium]) -> None:
+    """Raises the error of the first medium that has one; which of several fails first is chance."""
+    for result, medium in zip(results, media, strict=True):
+        if isinstance(result, MediaError):
+            param = medium.param if isinstance(medium, MediaSource) else medium.source_param
+            raise ApiError(400, str(result), code=f"invalid_{medium.kind}", param=param)
+        if isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,260 @@
+"""Chats: requests and answers of ``POST /v1/chat/completions``, whole and in pieces.
+
+What a caller may ask for and this server does not do is in :data:`_UNSUPPORTED`, with the values that ask for nothing: clients
+often send those. Everything else that is not named here is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPart, SamplingParams
+from engine.protocol import TextPart as EngineTextPart
+from frontend.errors import ApiError
+from frontend.media.loader import MediaSource
+from frontend.openai.messages import ContentPart, TextPart, source_of
+from frontend.openai.parsing import BodyParser
+
+__all__ = [
+    "CHAT_PARSER",
+    "ChatCompletion",
+    "ChatCompletionChunk",
+    "ChatRequest",
+    "Choice",
+    "ChunkChoice",
+    "Delta",
+    "ResponseMessage",
+    "Usage",
+    "engine_request",
+]
+
+_INT64 = 2**63  # seeds and priorities travel as msgpack's integers
+_MAX_TOKENS = 2**31 - 1
+_MAX_STOP_TEXTS = 4  # as in OpenAI's API
+
+_TokenCount = Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+_StopText = Annotated[str, Meta(min_length=1)]
+_NotBuilt = Annotated[Any, Meta(description="Not supported: leave it out.")]
+
+
+class ChatMessageParam(msgspec.Struct):
+    """A message of the conversation. Messages of tools and functions are not supported."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    tool_calls: _NotBuilt = None
+    function_call: _NotBuilt = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream is to tell besides the answer: with `include_usage`, its last chunk says how many tokens were used."""
+
+    include_usage: bool | None = None
+
+
+class ChatRequest(msgspec.Struct):
+    """The body of `POST /v1/chat/completions`; `priority` and `ignore_eos` as in vLLM."""
+
+    model: str
+    messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: _TokenCount | None = None
+    max_completion_tokens: _TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Meta(max_length=_MAX_STOP_TEXTS)] | None = None
+    user: str | None = None
+    priority: Annotated[Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None, Meta(description="Lower is sooner.")] = None
+    ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
+    n: Annotated[Any, Meta(description="Only 1 is supported.")] = None
+    tools: _NotBuilt = None
+    tool_choice: _NotBuilt = None
+    functions: _NotBuilt = None
+    function_call: _NotBuilt = None
+    response_format: Annotated[Any, Meta(description="Only {'type': 'text'} is supported.")] = None
+    logprobs: _NotBuilt = None
+    top_logprobs: _NotBuilt = None
+    logit_bias: _NotBuilt = None
+    presence_penalty: _NotBuilt = None
+    frequency_penalty: _NotBuilt = None
+    repetition_penalty: _NotBuilt = None
+    modalities: Annotated[Any, Meta(description="Only ['text'] is supported.")] = None
+    audio: _NotBuilt = None
+    web_search_options: _NotBuilt = None
+    best_of: _NotBuilt = None
+    use_beam_search: _NotBuilt = None
+    top_k: _NotBuilt = None
+    min_p: _NotBuilt = None
+    min_tokens: _NotBuilt = None
+    stop_token_ids: _NotBuilt = None
+    guided_json: _NotBuilt = None
+    guided_regex: _NotBuilt = None
+    guided_choice: _NotBuilt = None
+    guided_grammar: _NotBuilt = None
+    structured_outputs: _NotBuilt = None
+    continue_final_message: _NotBuilt = None
+
+
+#: What is not built, by field: the values that ask for nothing. (``None`` always does.)
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "continue_final_message": (False,),
+}
+
+
+class Usage(msgspec.Struct):
+    """Tokens used; those of media count in the prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ResponseMessage(msgspec.Struct):
+    """The answer."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+
+
+class Choice(msgspec.Struct):
+    """The one answer of a request."""
+
+    message: ResponseMessage
+    finish_reason: FinishReason
+    index: int = 0
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    """The answer to `POST /v1/chat/completions` without `stream`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    """What is new."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    """What is new of the one answer; `finish_reason` is in the last of them."""
+
+    delta: Delta
+    finish_reason: FinishReason | None = None
+    index: int = 0
+    logprobs: None = None
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    """An event of a stream. With `include_usage`, the last one has no choices and the usage."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+#: For bodies of requests.
+CHAT_PARSER = BodyParser(ChatRequest)
+
+
+def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSource]]:
+    """Takes a request apart, which is left without its messages: they are the bulk of its memory.
+
+    Returns:
+        What the engine is asked, its media still missing, and where those come from, in order.
+
+    Raises:
+        ApiError: it asks for what is not built.
+    """
+    _check_supported(request)
+    messages, request.messages = request.messages, []
+    sources: list[MediaSource] = []
+    asked = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
+    return GenerateRequest(asked, sampling=_sampling(request), priority=request.priority or 0), sources
+
+
+def _check_supported(request: ChatRequest) -> None:
+    for field, neutral in _UNSUPPORTED.items():
+        value = getattr(request, field)
+        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+            continue
+        only = f"; it can be {msgspec.json.encode(neutral[0]).decode()}, or left out" if neutral else ""
+        raise ApiError(400, f"{field} is not supported by this server{only}", code="unsupported_value", param=field)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
+
+
+def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSource]) -> ChatMessage:
+    """Returns a message as the engine takes it; its media are appended to the sources."""
+    if message.role in ("tool", "function"):
+        text = f"messages of the role {message.role!r} are not supported: this server does not call tools"
+        raise ApiError(400, text, code="unsupported_value", param=f"{param}.role")
+    for field in ("tool_calls", "function_call"):
+        if getattr(message, field) not in (None, []):
+            raise ApiError(400, f"{field} is not supported by this server", code="unsupported_value", param=f"{param}.{field}")
+    if message.content is None:
+        raise ApiError(400, "a message must have content", code="invalid_value", param=f"{param}.content")
+    if isinstance(message.content, str):
+        return ChatMessage(message.role, [EngineTextPart(message.content)])
+    parts: list[EngineTextPart | MediumPart] = []
+    for index, part in enumerate(message.content):
+        if isinstance(part, TextPart):
+            parts.append(EngineTextPart(part.text))
+        else:
+            parts.append(MediumPart(len(sources)))
+            sources.append(source_of(part, f"{param}.content[{index}]"))
+    return ChatMessage(message.role, parts)
+
+
+def _sampling(request: ChatRequest) -> SamplingParams:
+    most = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    stop = request.stop or []
+    return SamplingParams(
+        max_tokens=most,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        seed=request.seed,
+        stop=[stop] if isinstance(stop, str) else stop,
+        ignore_eos=bool(request.ignore_eos),
+    )

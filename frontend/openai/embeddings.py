@@ -1,0 +1,180 @@
+"""Embeddings: OpenAI's ``input``, and vLLM's ``messages`` for media.
+
+The official ``openai`` client sends ``encoding_format="base64"`` unless told otherwise, always an ``input``, and whatever is in
+``extra_body``; so ``client.embeddings.create(model=..., input=[], extra_body={"messages": [...]})`` is a request here. An
+``input`` that is empty therefore counts as none.
+
+One request has one embedding for each of its parts, media or text, in the order in which they appear. A text of ``input`` that
+is a ``data:`` URL of a picture, a recording or a clip is that medium. What the model does not embed is refused and not ignored:
+an embedding that leaves out half of what was sent is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from typing import Annotated, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from engine.protocol import Text
+from frontend.errors import ApiError
+from frontend.media.loader import MediaSource
+from frontend.openai.messages import ContentPart, TextPart, data_url_kind, source_of
+from frontend.openai.parsing import BodyParser
+
+__all__ = [
+    "EMBEDDING_PARSER",
+    "EmbeddingRequest",
+    "EmbeddingResponse",
+    "check_dimensions",
+    "embedding_response",
+    "take_inputs",
+]
+
+_INPUT = "One text or several. A text that is a data: URL of a picture, a recording or a clip is that medium."
+_TOKENS_REFUSED = "token numbers are not accepted as input; send the text"
+
+
+class EmbeddingMessage(msgspec.Struct):
+    """A message: one role's parts, each of which gets an embedding."""
+
+    content: str | list[ContentPart]
+    role: str = "user"
+
+
+class EmbeddingRequest(msgspec.Struct):
+    """The body of `POST /v1/embeddings`: a model, and either `input` or `messages`."""
+
+    model: str
+    input: Annotated[str | list[str | int | list[int]] | None, Meta(description=_INPUT)] = None
+    messages: Annotated[list[EmbeddingMessage] | None, Meta(description="Media and texts, as vLLM takes them.")] = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Keep as many of them, and make the length 1 again.")
+    ] = None
+    user: str | None = None
+
+
+class Embedding(msgspec.Struct):
+    """One embedding: numbers, or base64 of little-endian float32."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Tokens used."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+
+
+class EmbeddingResponse(msgspec.Struct):
+    """The answer to `POST /v1/embeddings`."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+#: For bodies of requests.
+EMBEDDING_PARSER = BodyParser(EmbeddingRequest)
+
+
+def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | MediaSource]:
+    """Takes the inputs out of a request, which is left without them: they are the bulk of its memory.
+
+    Raises:
+        ApiError: there are none, too many, or some that can't be embedded.
+    """
+    texts, messages = request.input, request.messages
+    request.input = request.messages = None
+    if texts and messages:
+        raise ApiError(400, "send either input or messages, not both", code="invalid_value", param="input")
+    inputs = _of_messages(messages) if messages else _of_input(texts)
+    param = "messages" if messages else "input"
+    if not inputs:
+        message = "the request has nothing to embed; send input, or messages with media"
+        raise ApiError(400, message, code="missing_input", param=param)
+    if len(inputs) > max_inputs:
+        message = f"the request has {len(inputs)} inputs, at most {max_inputs} are accepted"
+        raise ApiError(400, message, code="too_many_inputs", param=param)
+    return inputs
+
+
+def _of_input(texts: str | list[str | int | list[int]] | None) -> list[Text | MediaSource]:
+    if not texts:
+        return []
+    if isinstance(texts, str):
+        return [_of_text(texts, "input")]
+    inputs = []
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ApiError(400, _TOKENS_REFUSED, code="unsupported_input", param=f"input[{index}]")
+        inputs.append(_of_text(text, f"input[{index}]"))
+    return inputs
+
+
+def _of_text(text: str, param: str) -> Text | MediaSource:
+    if not text:
+        raise ApiError(400, "an empty text can't be embedded", code="invalid_value", param=param)
+    kind = data_url_kind(text)
+    return Text(text) if kind is None else MediaSource(kind, param, url=text)
+
+
+def _of_messages(messages: list[EmbeddingMessage]) -> list[Text | MediaSource]:
+    inputs: list[Text | MediaSource] = []
+    for position, message in enumerate(messages):
+        param = f"messages[{position}].content"
+        if isinstance(message.content, str):
+            inputs.append(_of_text(message.content, param))
+            continue
+        for index, part in enumerate(message.content):
+            place = f"{param}[{index}]"
+            inputs.append(_of_text(part.text, f"{place}.text") if isinstance(part, TextPart) else source_of(part, place))
+    return inputs
+
+
+def check_dimensions(request: EmbeddingRequest, size: int | None) -> None:
+    """Checks, before anything is computed, that the model has the dimensions that are asked for.
+
+    Raises:
+        ApiError: it has fewer.
+    """
+    if request.dimensions is not None and size is not None and request.dimensions > size:
+        message = f"dimensions is {request.dimensions}, the model's embeddings have {size}"
+        raise ApiError(400, message, code="invalid_value", param="dimensions")
+
+
+def embedding_response(embeddings: torch.Tensor, request: EmbeddingRequest, prompt_tokens: int) -> EmbeddingResponse:
+    """Makes the answer.
+
+    Args:
+        embeddings: (inputs, embedding size), float32.
+        request: says in which form, and how many dimensions to keep.
+        prompt_tokens: of all inputs.
+
+    Raises:
+        ApiError: it asks for more dimensions than there are.
+    """
+    check_dimensions(request, embeddings.shape[1])
+    if request.dimensions is not None:
+        embeddings = torch.nn.functional.normalize(embeddings[:, : request.dimensions], dim=1)
+    data = [
+        Embedding(index, _base64(row) if request.encoding_format == "base64" else row.tolist())
+        for index, row in enumerate(embeddings)
+    ]
+    usage = EmbeddingUsage(prompt_tokens, prompt_tokens)
+    return EmbeddingResponse(f"embd-{secrets.token_hex(12)}", int(time.time()), request.model, data, usage)
+
+
+def _base64(row: torch.Tensor) -> str:
+    return base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,108 @@
+"""Messages and their parts, which chats and embeddings share; OpenAI's, and vLLM's ``audio_url`` and ``video_url``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from frontend.errors import ApiError
+from frontend.media.loader import MediaKind, MediaSource
+from frontend.settings import MediaCounts
+
+__all__ = ["ContentPart", "TextPart", "check_counts", "data_url_kind", "source_of"]
+
+_URL = "A data: URL, or what the server is allowed to fetch."
+
+
+class MediaUrl(msgspec.Struct):
+    """Where a medium is. `detail` and other fields of the API mean nothing here."""
+
+    url: Annotated[str, Meta(description=_URL)]
+
+
+class InputAudio(msgspec.Struct):
+    """A recording's file. Its format is read from the file itself; `format` is there for clients that must send it."""
+
+    data: Annotated[str, Meta(description="The file, in base64.")]
+    format: str | None = None
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    """Text in a message."""
+
+    text: str
+
+
+class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
+    """A picture in a message."""
+
+    image_url: MediaUrl
+
+
+class InputAudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
+    """A recording in a message."""
+
+    input_audio: InputAudio
+
+
+class AudioPart(msgspec.Struct, tag_field="type", tag="audio_url"):
+    """A recording in a message, by its URL."""
+
+    audio_url: MediaUrl
+
+
+class VideoPart(msgspec.Struct, tag_field="type", tag="video_url"):
+    """A clip in a message."""
+
+    video_url: MediaUrl
+
+
+ContentPart: TypeAlias = TextPart | ImagePart | InputAudioPart | AudioPart | VideoPart
+
+_DATA_URL = re.compile(r"data:(?P<kind>image|audio|video)/", re.IGNORECASE)
+_KINDS: dict[str, MediaKind] = {"image": "image", "audio": "audio", "video": "video"}
+
+
+def source_of(part: ImagePart | InputAudioPart | AudioPart | VideoPart, param: str) -> MediaSource:
+    """Returns where a part's medium comes from.
+
+    Args:
+        part: of a message.
+        param: where in the request it stands.
+    """
+    match part:
+        case ImagePart():
+            return MediaSource("image", f"{param}.image_url", url=part.image_url.url)
+        case InputAudioPart():
+            return MediaSource("audio", f"{param}.input_audio", base64=part.input_audio.data)
+        case AudioPart():
+            return MediaSource("audio", f"{param}.audio_url", url=part.audio_url.url)
+        case VideoPart():
+            return MediaSource("video", f"{param}.video_url", url=part.video_url.url)
+
+
+def data_url_kind(text: str) -> MediaKind | None:
+    """Returns what a text holds if it is a ``data:`` URL of a medium. Other texts may well begin with ``data:``."""
+    found = _DATA_URL.match(text)
+    return _KINDS[found["kind"].lower()] if found else None
+
+
+def check_counts(sources: Iterable[MediaSource], accepted: MediaCounts, param: str) -> None:
+    """Checks how many media a request has.
+
+    Raises:
+        ApiError: more than are accepted of one kind.
+    """
+    counts = {field.name: 0 for field in dataclasses.fields(MediaCounts)}
+    for source in sources:
+        counts[source.kind] += 1
+    kinds: tuple[Literal["image", "audio", "video"], ...] = ("image", "audio", "video")
+    for kind in kinds:
+        if counts[kind] > accepted.of(kind):
+            message = f"the request has {counts[kind]} media of kind {kind}, at most {accepted.of(kind)} are accepted"
+            raise ApiError(400, message, code="too_many_media", param=param)

@@ -1,0 +1,87 @@
+"""The model that is served: what it is called, and what it does.
+
+Asked of the engine when a request needs it, never at the start: an engine that is slow to say so keeps no frontend from
+starting, and one that is replaced may say something else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import shmring
+from engine.client import EngineClient
+from engine.protocol import ModelDescription
+from frontend.errors import ApiError
+from frontend.openai.models import Model, ModelList
+
+__all__ = ["ServedModel"]
+
+_DESCRIBE_TIMEOUT_S = 10.0  # an engine answers between two events of its loop, whatever its executor does
+_SHOWN_CHARACTERS = 64  # of a name that does not exist
+
+_DONE_BY = {"encode": "embeddings", "generate": "chat completions"}
+
+
+class ServedModel:
+    """What requests can be made of.
+
+    Args:
+        engine: who says so.
+        name: what requests must call it; None: as the engine does.
+    """
+
+    def __init__(self, engine: EngineClient, name: str | None) -> None:
+        self._engine = engine
+        self._name = name
+        self._created = int(time.time())
+        self._asking = asyncio.Lock()  # a thousand requests to a new engine are one question
+        self._last: ModelDescription | None = None
+
+    async def describe(self) -> ModelDescription:
+        """Returns what the engine says of its executor; it is asked once in an engine's life.
+
+        Raises:
+            shmring.ShmringError, TimeoutError: it does not answer.
+        """
+        async with self._asking:
+            self._last = await self._engine.describe(_DESCRIBE_TIMEOUT_S)
+        return self._last
+
+    async def check(self, name: str, task: str) -> ModelDescription:
+        """Returns the description of the model that a request names, if it does what is asked for.
+
+        Args:
+            name: what the request calls it.
+            task: ``"encode"`` or ``"generate"``.
+
+        Raises:
+            ApiError: it is called otherwise, or does not do that.
+            shmring.ShmringError, TimeoutError: the engine does not say.
+        """
+        description = await self.describe()
+        served = self._name or description.model
+        if name != served:
+            message = f"the model {name[:_SHOWN_CHARACTERS]!r} does not exist; this server has {served!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        if task not in description.tasks:
+            done = " and ".join(_DONE_BY.get(one, one) for one in description.tasks)
+            message = f"the model {served!r} does not do {_DONE_BY[task]}, it does {done or 'nothing'}"
+            raise ApiError(400, message, code="unsupported_task", param="model")
+        return description
+
+    async def list(self) -> ModelList:
+        """Returns the list of models. Without an engine, what the last one said.
+
+        Raises:
+            shmring.ShmringError, TimeoutError: there is none, and there never was one.
+        """
+        try:
+            description = await self.describe()
+        except (shmring.ShmringError, TimeoutError):
+            if self._last is None:
+                raise
+            description = self._last
+        owner = "shmring (synthetic: answers are made up)" if description.synthetic else "shmring"
+        name = self._name or description.model
+        return ModelList([Model(name, self._created, owned_by=owner, max_model_len=description.max_model_len)])

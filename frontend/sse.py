@@ -1,0 +1,114 @@
+"""Answers as streams of events (``text/event-stream``), in OpenAI's form: ``data: {...}``, and ``data: [DONE]`` at the end.
+
+A failure before the first event is an ordinary answer with an error's status: the head is sent with the first event. Afterwards
+it is a last event with the envelope of errors, ``data: {"error": {...}}``, without a ``[DONE]`` behind it: the stream did not
+end as it should. The official ``openai`` client raises ``APIError`` for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.datastructures import State
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Scope, Send
+
+from frontend.errors import ApiError
+
+__all__ = ["CONTENT_TYPE", "DONE", "EventStream", "event"]
+
+#: Of streams.
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+#: The last event of a stream that ended as it should.
+DONE = b"data: [DONE]\n\n"
+
+# Neither caches nor proxies (nginx buffers answers by default) may keep events back.
+_HEADERS = {"content-type": CONTENT_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+_LAST_WORDS_TIMEOUT_S = 1.0  # for a caller that may not be reading, to be told why nothing more comes
+
+
+def event(content: object) -> bytes:
+    """Returns the event of something that msgspec can encode. (JSON has no line breaks, so one line is enough.)"""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+class EventStream(Response[None]):
+    """An answer that is sent as it is made.
+
+    Args:
+        events: as :func:`event` makes them.
+        close: called in the end, however that comes, also if it comes before the first event was asked for.
+        deadline: when the last of them must have been sent, as a time of the loop's clock.
+        report: what becomes of a failure of theirs: what the caller is told.
+        headers: further ones.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        deadline: float,
+        report: Callable[[Exception], ApiError],
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(None, headers={**_HEADERS, **headers})
+        self._events = events
+        self._close = close
+        self._deadline = deadline
+        self._report = report
+
+    def to_asgi_response(self, app: Any, request: Request[Any, Any, State], **options: Any) -> ASGIResponse:
+        """Returns what answers."""
+        return _Sending(self._events, self._close, self._deadline, self._report, self.headers)
+
+
+class _Sending(ASGIResponse):
+    """Sends a stream. ``receive`` is not looked at: whoever admitted the request notices that its caller hangs up."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        deadline: float,
+        report: Callable[[Exception], ApiError],
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(headers=dict(headers))
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+        self._deadline = deadline
+        self._report = report
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the head, the events, and what went wrong if something did."""
+        try:
+            try:
+                async with asyncio.timeout_at(self._deadline), aclosing(self._events):
+                    await self.start_response(send)
+                    async for one in self._events:
+                        await _send_body(send, one, more_body=True)
+            finally:
+                await self._close()
+            await _send_body(send, b"", more_body=False)
+        except Exception as error:  # noqa: BLE001 - its owner is the caller, who is told in the only way that is left
+            await self._break_off(self._report(error), send)
+
+    async def _break_off(self, error: ApiError, send: Send) -> None:
+        """A caller that reads nothing can't be told; the server then closes its connection."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
+                await _send_body(send, event(error.envelope()), more_body=False)
+        except TimeoutError:
+            return
+
+
+async def _send_body(send: Send, body: bytes, *, more_body: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more_body})

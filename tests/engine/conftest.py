@@ -1,0 +1,33 @@
+"""What the tests of the engine share: models of real architectures that are small enough for a test."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_model("llava")``: the directory of a model, written once; see tiny_models.py. Skips without transformers."""
+    pytest.importorskip("transformers")
+    place = Path(__file__).with_name("tiny_models.py")
+    specification = importlib.util.spec_from_file_location("tiny_models", place)
+    assert specification is not None
+    assert specification.loader is not None
+    tiny_models = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tiny_models)
+    written: dict[tuple[str, bool], Path] = {}
+
+    def write(architecture: str = "llava", *, chat_template: bool = True) -> Path:
+        if architecture in tiny_models.TORCHVISION_ARCHITECTURES:
+            pytest.importorskip("torchvision")
+        key = (architecture, chat_template)
+        if key not in written:
+            path = tmp_path_factory.mktemp("models") / f"tiny-{architecture}"
+            written[key] = tiny_models.write_tiny_model(path, architecture, chat_template=chat_template)
+        return written[key]
+
+    return write

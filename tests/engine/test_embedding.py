@@ -1,0 +1,474 @@
+"""Embeddings by the ``transformers`` executor: the hidden states of transformers itself, one input a step, beside answers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.client import EngineClient
+from engine.core import EngineCore
+from engine.protocol import (
+    ChatMessage,
+    EncodeReply,
+    EncodeRequest,
+    ExecutorOptions,
+    GenerateReply,
+    GenerateRequest,
+    MediumPart,
+    Picture,
+    SamplingParams,
+    StepInput,
+    StepOutput,
+    Text,
+    TextPart,
+    Video,
+    Waveform,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
+
+SEEING = ["llava", "gemma3", "idefics3", "qwen2_vl"]
+MANY = 50
+
+
+def noise(height: int = 60, width: int = 70, seed: int = 0) -> Picture:
+    generator = torch.Generator().manual_seed(seed)
+    return Picture(torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator))
+
+
+def clip() -> Video:
+    pixels = torch.randint(0, 256, (4, 40, 60, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    return Video(pixels, [0.0, 0.5, 1.0, 1.5], 2.0)
+
+
+def question(picture: Picture, max_tokens: int) -> GenerateRequest:
+    message = ChatMessage("user", [MediumPart(0), TextPart("What is it?")])
+    return GenerateRequest([message], [picture], SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+
+
+def encode(executor: TransformersExecutor, *inputs: Any) -> EncodeReply:
+    """Executes steps until the inputs are embedded, as the engine does."""
+    while True:
+        (output,) = executor.execute([StepInput(1, EncodeRequest(list(inputs)))])
+        if isinstance(output, Exception):
+            raise output
+        if output.finished:
+            assert isinstance(output.reply, EncodeReply)
+            return output.reply
+        assert output == StepOutput(None, finished=False, keep_inputs=True)
+
+
+class Reference:
+    """transformers' own way from an input to its hidden states."""
+
+    def __init__(self, path: Path) -> None:
+        has_eyes = (path / "processor_config.json").exists()
+        loader = transformers.AutoProcessor if has_eyes else transformers.AutoTokenizer
+        factory = transformers.AutoModelForImageTextToText if has_eyes else transformers.AutoModelForCausalLM
+        self.processor = loader.from_pretrained(path, local_files_only=True)
+        self.model = factory.from_pretrained(path, local_files_only=True).eval()
+
+    def prompt(self, one: Text | Picture | Video) -> Any:
+        if isinstance(one, Text):
+            return getattr(self.processor, "tokenizer", self.processor)(one.text, return_tensors="pt")
+        part = {"type": "image", "image": one.pixels} if isinstance(one, Picture) else {"type": "video", "video": one.frames}
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": [part]}],
+            tokenize=True,
+            return_dict=True,
+            processor_kwargs={
+                "return_tensors": "pt",
+                "images_kwargs": {"input_data_format": "channels_last"},
+                "videos_kwargs": {"input_data_format": "channels_last", "do_sample_frames": False},
+            },
+        )
+
+    def states(self, one: Text | Picture | Video) -> torch.Tensor:
+        """Returns the last hidden states: shape (tokens, hidden size)."""
+        with torch.inference_mode():
+            states: torch.Tensor = self.model(**self.prompt(one), output_hidden_states=True, use_cache=False).hidden_states[-1]
+        return states[0].clone()
+
+
+def unit(vector: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(vector, dim=0)
+
+
+@pytest.fixture(scope="module")
+def load(tiny_model: Callable[..., Path]) -> Callable[..., TransformersExecutor]:
+    """``load("llava", **options)``: an executor; the same one again for the same arguments."""
+    loaded: dict[tuple[Any, ...], TransformersExecutor] = {}
+
+    def make(architecture: str = "llava", **options: Any) -> TransformersExecutor:
+        key = (architecture, *options.items())
+        if key not in loaded:
+            model = str(tiny_model(architecture))
+            loaded[key] = TransformersExecutor(ExecutorOptions(model=model, options=options))
+        return loaded[key]
+
+    return make
+
+
+@pytest.fixture
+def executor(load: Callable[..., TransformersExecutor]) -> TransformersExecutor:
+    return load("llava")
+
+
+# -- the same vectors as by hand ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("architecture", ["llama", *SEEING])
+def test_embeddings_are_the_pooled_hidden_states_of_transformers(
+    architecture: str, pooling: str, load: Callable[..., TransformersExecutor], tiny_model: Callable[..., Path]
+) -> None:
+    executor = load(architecture, **({} if pooling == "last" else {"pooling": pooling}))
+    inputs: list[Any] = [Text("Hello there"), Text("日本 🙂")]
+    if architecture != "llama":
+        inputs += [noise(), noise(90, 40, 1), noise(seed=2)]
+    if architecture == "qwen2_vl":
+        inputs.append(clip())
+    reply = encode(executor, *inputs)
+    reference = Reference(tiny_model(architecture))
+    states = [reference.states(one) for one in inputs]
+    expected = torch.stack([unit(each[-1] if pooling == "last" else each.mean(dim=0)) for each in states])
+    assert reply.embeddings.dtype == torch.float32
+    torch.testing.assert_close(reply.embeddings, expected, rtol=1e-5, atol=1e-6)
+    assert reply.prompt_tokens == sum(len(each) for each in states)
+    torch.testing.assert_close(reply.embeddings.norm(dim=1), torch.ones(len(inputs)))
+    similarity = reply.embeddings @ reply.embeddings.T - torch.eye(len(inputs))
+    assert similarity.max() < 0.999, "different inputs have different embeddings"
+
+
+def test_equal_inputs_get_equal_bits_whatever_is_beside_them(executor: TransformersExecutor) -> None:
+    alone = encode(executor, noise()).embeddings
+    assert torch.equal(encode(executor, noise()).embeddings, alone)
+    among = encode(executor, Text("Hello"), noise(seed=1), noise(), noise()).embeddings
+    assert torch.equal(among[2:], alone.expand(2, -1))
+
+
+def test_an_embedding_of_other_numbers_than_float32_is_float32_and_of_length_one(
+    load: Callable[..., TransformersExecutor],
+) -> None:
+    for pooling in ("last", "mean"):
+        embeddings = encode(load("llava", dtype="bfloat16", pooling=pooling), noise(), Text("Hello there")).embeddings
+        assert embeddings.dtype == torch.float32
+        torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(2))
+
+
+def test_a_text_gets_the_tokens_that_the_tokenizer_adds_at_its_ends(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "with-beginning"
+    shutil.copytree(tiny_model("llama"), path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    processors = pytest.importorskip("tokenizers.processors")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", tokenizer.pad_token_id)]
+    )
+    tokenizer.save_pretrained(path)
+    executor = TransformersExecutor(ExecutorOptions(model=str(path)))
+    assert executor._prompts.build_single(Text("Hi"))["input_ids"][0, 0] == tokenizer.pad_token_id
+    reply = encode(executor, Text("Hello there"))
+    plain = encode(TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama")))), Text("Hello there"))
+    assert reply.prompt_tokens == plain.prompt_tokens + 1
+    torch.testing.assert_close(reply.embeddings[0], unit(Reference(path).states(Text("Hello there"))[-1]))
+
+
+@pytest.mark.parametrize("architecture", ["llava", "idefics3"])
+def test_control_tokens_in_a_text_to_be_embedded_are_text(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
+    executor = load(architecture)
+    tokens = executor._prompts.build_single(Text("an <image> of mine<|end|>"))["input_ids"][0].tolist()
+    tokenizer = executor._checkpoint.tokenizer
+    assert not {tokenizer.convert_tokens_to_ids("<image>"), tokenizer.eos_token_id} & set(tokens)
+    assert tokenizer.decode(tokens) == "an <image> of mine<|end|>"
+
+
+@pytest.mark.parametrize("architecture", SEEING)
+def test_without_a_chat_template_a_medium_is_its_place(architecture: str, tiny_model: Callable[..., Path]) -> None:
+    path = tiny_model(architecture, chat_template=False)
+    executor = TransformersExecutor(ExecutorOptions(model=str(path)))
+    description = executor.describe()
+    assert description.tasks == ["encode"]
+    assert description.input.picture is not None
+    first, second = encode(executor, noise()), encode(executor, noise(seed=1))
+    reference = Reference(path)
+    inputs = reference.processor(text=[reference.processor.image_token], images=[noise().pixels], return_tensors="pt")
+    with torch.inference_mode():
+        states = reference.model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(first.embeddings[0], unit(states[-1]).clone(), rtol=1e-5, atol=1e-6)
+    assert first.prompt_tokens == len(states)
+    assert (first.embeddings @ second.embeddings.T).item() < 0.999
+    if architecture == "qwen2_vl":
+        assert description.input.video is not None
+        torch.testing.assert_close(encode(executor, clip()).embeddings.norm(), torch.tensor(1.0))
+
+
+# -- steps ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_embeds_one_input_and_requests_take_turns(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = {
+        1: EncodeRequest([Text("a"), Text("b"), Text("c")]),
+        2: EncodeRequest([Text("d")]),
+        3: EncodeRequest([Text("e")]),
+    }
+    expected = {number: encode(executor, *request.inputs).embeddings for number, request in requests.items()}
+    order: list[str] = []
+    embedder: Any = executor._embedder
+    embed = embedder.embed
+
+    def note(one: Text) -> Any:
+        order.append(one.text)
+        return embed(one)
+
+    monkeypatch.setattr(embedder, "embed", note)
+    got: dict[int, torch.Tensor] = {}
+    running = dict(requests)
+    while running:
+        before = len(order)
+        outputs = executor.execute([StepInput(number, request) for number, request in running.items()])
+        assert len(order) == before + 1
+        for number, output in zip(list(running), outputs, strict=True):
+            assert isinstance(output, StepOutput)
+            if output.finished:
+                assert isinstance(output.reply, EncodeReply)
+                got[number] = output.reply.embeddings
+                del running[number]
+    assert order == ["a", "d", "e", "b", "c"]
+    assert all(torch.equal(got[number], expected[number]) for number in requests)
+    assert executor._encodings == {}
+
+
+def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: TransformersExecutor) -> None:
+    expected = encode(executor, Text("a"), noise(), Text("b")).embeddings
+    payload: GenerateRequest | None = question(noise(seed=4), 4)
+    request = EncodeRequest([Text("a"), noise(), Text("b")])
+    for step in range(1, 5):
+        outputs: Sequence[Any] = executor.execute([StepInput(1, request)] * (step < 4) + [StepInput(2, payload)])
+        payload = None
+        assert outputs[-1].finished == (step == 4)
+        if step == 3:
+            assert torch.equal(outputs[0].reply.embeddings, expected)
+    answered = outputs[-1]
+    assert isinstance(answered.reply, GenerateReply)
+    assert answered.reply.completion_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("one", "message"),
+    [
+        (Text(""), "can't be empty"),
+        (Text("Hi " * 600), r"a text to be embedded has \d{3,4} tokens; the model takes 512"),
+        (Picture(torch.zeros(8, 8, dtype=torch.uint8)), r"uint8 of shape \(height, width, 3\)"),
+        (Picture(torch.zeros(8, 8, 3)), "got torch.float32"),
+        (clip(), "takes no video"),
+        (Waveform(torch.zeros(99), 16_000), "takes no waveform"),
+    ],
+)
+def test_an_input_at_fault_fails_its_request_alone(executor: TransformersExecutor, one: Any, message: str) -> None:
+    requests = {1: EncodeRequest([Text("a")]), 2: EncodeRequest([Text("b"), one]), 3: EncodeRequest([Text("c")])}
+    outputs: dict[int, Any] = {}
+    while len(outputs) < len(requests):
+        batch = [StepInput(number, request) for number, request in requests.items() if number not in outputs]
+        for part, output in zip(batch, executor.execute(batch), strict=True):
+            if isinstance(output, Exception) or output.finished:
+                outputs[part.request_id] = output
+    with pytest.raises(ValueError, match=message):
+        raise outputs[2]
+    assert torch.equal(outputs[1].reply.embeddings, encode(executor, Text("a")).embeddings)
+    assert torch.equal(outputs[3].reply.embeddings, encode(executor, Text("c")).embeddings)
+    assert executor._encodings == {}
+
+
+def test_a_picture_of_too_many_tokens_is_refused(load: Callable[..., TransformersExecutor]) -> None:
+    with pytest.raises(ValueError, match=r"a picture to be embedded has \d+ tokens; the model takes 8"):
+        encode(load("llava", max_model_len=8), noise())
+
+
+def test_a_text_as_long_as_the_model_takes_is_embedded(load: Callable[..., TransformersExecutor]) -> None:
+    executor = load("llama")
+    tokens = encode(executor, Text("Hi " * 20)).prompt_tokens
+    assert encode(load("llama", max_model_len=tokens), Text("Hi " * 20)).prompt_tokens == tokens
+    with pytest.raises(ValueError, match=f"has {tokens} tokens; the model takes {tokens - 1}"):
+        encode(load("llama", max_model_len=tokens - 1), Text("Hi " * 20))
+
+
+def test_hidden_states_that_are_no_numbers_fail_the_request(executor: TransformersExecutor) -> None:
+    weight = executor._checkpoint.model.model.language_model.norm.weight
+    before = weight.detach().clone()
+    try:
+        for damage in (float("nan"), 0.0):
+            with torch.no_grad():
+                weight.fill_(damage)
+            with pytest.raises(RuntimeError, match="NaN or infinity, or nothing but noughts"):
+                encode(executor, Text("Hi"))
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+@pytest.mark.parametrize("architecture", ["llava", "idefics3", "qwen2_vl"])
+def test_pixels_are_let_go_after_each_step(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
+    executor = load(architecture)
+    first, second = noise(), noise(seed=1)
+    views = [weakref.ref(first.pixels), weakref.ref(second.pixels)]
+    request = EncodeRequest([first, second])
+    del first, second
+    (output,) = executor.execute([StepInput(1, request)])
+    assert isinstance(output, StepOutput)
+    assert output.keep_inputs
+    del request
+    gc.collect()
+    assert [view() for view in views] == [None, None], "whoever keeps the inputs is the engine"
+    executor.forget(1)
+    assert executor._encodings == {}
+
+
+def test_pixels_are_let_go_when_embedding_fails(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(executor._checkpoint.model.model, "forward", fail)
+    picture = noise()
+    view = weakref.ref(picture.pixels)
+    (output,) = executor.execute([StepInput(1, EncodeRequest([picture]))])
+    del picture
+    gc.collect()
+    assert isinstance(output, RuntimeError)
+    assert "out of memory (no room)" in str(output)
+    assert view() is None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2_vl"])
+def test_no_keys_and_values_are_made(
+    architecture: str, load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load(architecture)
+    inputs = [Text("Hello")] if architecture == "llama" else [noise(), Text("Hello")]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a cache is filled")
+
+    monkeypatch.setattr(transformers.cache_utils.DynamicLayer, "update", refuse)
+    encode(executor, *inputs)
+    assert getattr(executor._checkpoint.model.model, "rope_deltas", None) is None
+
+
+def test_a_model_without_a_backbone_answers_and_does_not_embed(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "base_model_prefix", "")
+    executor = TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
+    description = executor.describe()
+    assert (description.tasks, description.embedding_size, description.input.text) == (["generate"], None, False)
+    with pytest.raises(ValueError, match="it does not embed"):
+        encode(executor, Text("Hi"))
+
+
+# -- in the engine, through slots -----------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def engine_and_client(executor: TransformersExecutor, socket_dir: Path) -> AsyncIterator[tuple[EngineCore, EngineClient]]:
+    """A slab that holds a third of the pictures, so that the others wait for what is embedded."""
+    core = await EngineCore.create("core", executor, slab_nbytes="1MiB", socket_dir=str(socket_dir))
+    async with core:
+        running = asyncio.create_task(core.run())
+        async with await EngineClient.connect("core", socket_dir=str(socket_dir)) as client:
+            yield core, client
+    await running
+
+
+async def encode_in_slot(client: EngineClient, pictures: Sequence[Picture]) -> torch.Tensor:
+    async with client.slot(sum(picture.pixels.nbytes + 64 for picture in pictures)) as slot:
+        views = []
+        for picture in pictures:
+            views.append(Picture(slot.tensor(tuple(picture.pixels.shape), torch.uint8)))
+            views[-1].pixels.copy_(picture.pixels)
+        outputs = [output async for output in client.encode(EncodeRequest(list(views)))]
+        views.clear()
+    return outputs[0].embeddings
+
+
+@pytest.mark.parametrize("answer_first", [True, False], ids=["answer-first", "embeddings-first"])
+async def test_an_answer_streams_while_many_pictures_are_embedded(
+    answer_first: bool, executor: TransformersExecutor, socket_dir: Path
+) -> None:
+    pictures = [noise(140, 150, seed) for seed in range(MANY)]
+    expected = torch.cat([encode(executor, picture).embeddings for picture in pictures])
+    asked = question(noise(140, 150, 99), 20)
+    embedded: list[int] = []
+    pieces: list[tuple[str, int]] = []  # and how many embeddings there were then
+
+    async with asyncio.timeout(60), engine_and_client(executor, socket_dir) as (core, client):
+
+        async def embed(index: int) -> torch.Tensor:
+            embeddings = await encode_in_slot(client, [pictures[index]])
+            embedded.append(index)
+            return embeddings
+
+        async def listen() -> None:
+            async for output in client.generate(asked):
+                note = (output.text, len(embedded))
+                pieces.append(note)
+
+        alone = "".join([output.text async for output in client.generate(asked)])
+        tasks: list[asyncio.Task[Any]] = []
+        if answer_first:
+            tasks.append(asyncio.create_task(listen()))
+            while not pieces:
+                await asyncio.sleep(0)
+        tasks += [asyncio.create_task(embed(index)) for index in range(MANY)]
+        if not answer_first:
+            while not embedded:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(listen()))
+        results = await asyncio.gather(*tasks)
+        assert core.metrics.failed_requests == 0
+        assert client.ring.statistics().copies == 2, "of the questions' pictures, and of no other"
+    assert "".join(text for text, _ in pieces) == alone
+    embeddings = torch.cat([result for result in results if result is not None])
+    assert torch.equal(embeddings, expected)
+    # A token for each embedding, or more: 20 tokens pass while 20 pictures are embedded, not all fifty of them.
+    first, last = pieces[0][1], pieces[-1][1]
+    assert last - first <= 20 + 2
+    if answer_first:
+        assert last < MANY / 2 + 2
+
+
+async def test_a_long_batch_holds_its_slot_and_lets_others_through(executor: TransformersExecutor, socket_dir: Path) -> None:
+    pictures = [noise(60, 70, seed) for seed in range(40)]
+    async with asyncio.timeout(60), engine_and_client(executor, socket_dir) as (core, client):
+        batch = asyncio.create_task(encode_in_slot(client, pictures))
+        while not core.metrics.steps:
+            await asyncio.sleep(0)
+        (single,) = await asyncio.gather(encode_in_slot(client, [pictures[7]]))
+        assert not batch.done(), "requests take turns"
+        assert core.ring.statistics().slots_in_use == 1
+        embeddings = await batch
+    assert torch.equal(embeddings[7:8], single)
+    assert torch.equal(embeddings, encode(executor, *pictures).embeddings)
+
+
+async def test_a_batch_that_is_given_up_leaves_between_two_inputs(executor: TransformersExecutor, socket_dir: Path) -> None:
+    async with asyncio.timeout(60), engine_and_client(executor, socket_dir) as (core, client):
+        batch = asyncio.create_task(encode_in_slot(client, [noise(60, 70, seed) for seed in range(70)]))
+        while core.metrics.steps < 2:
+            await asyncio.sleep(0)
+        batch.cancel()
+        while core.ring.statistics().slots_in_use or executor._encodings:
+            await asyncio.sleep(0)
+        assert core.metrics.steps < 70
+        assert core.metrics.finished_requests == 0

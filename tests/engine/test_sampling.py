@@ -1,0 +1,111 @@
+"""Tokens are chosen greedily or by chance, as often as their probability says, and the same again for the same seed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.executors.sampling import Sampler
+from engine.protocol import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
+
+
+def draw(count: int, logits: torch.Tensor = LOGITS, **params: float | int | None) -> list[int]:
+    sampler = Sampler(SamplingParams(**params))
+    return [sampler.choose(logits) for _ in range(count)]
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-6])
+def test_without_temperature_the_likeliest_token_is_chosen(temperature: float) -> None:
+    assert draw(5, temperature=temperature, seed=1) == [0] * 5
+
+
+def test_equal_logits_are_no_problem_for_the_greedy() -> None:
+    assert draw(2, torch.zeros(7), temperature=0) == [0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
+    count = 4000
+    drawn = draw(count, temperature=temperature, seed=3)
+    for token, share in enumerate(torch.softmax(LOGITS / temperature, 0).tolist()):
+        deviation = math.sqrt(count * share * (1 - share))
+        assert abs(drawn.count(token) - count * share) < 5 * deviation
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.5, 0.75, 0.9, 0.999, 1.0])
+def test_top_p_leaves_the_tokens_that_transformers_leaves(top_p: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
+    warped = transformers.TopPLogitsWarper(top_p)(None, logits.unsqueeze(0))[0] if top_p < 1 else logits
+    left = set(torch.isfinite(warped).nonzero().flatten().tolist())
+    drawn = draw(3000, logits, temperature=1.0, top_p=top_p, seed=1)
+    assert set(drawn) <= left
+    probable = {token for token in left if torch.softmax(warped, 0)[token] > 0.005}
+    assert probable <= set(drawn)
+
+
+def test_a_seed_repeats_and_another_differs() -> None:
+    params = {"temperature": 1.5, "top_p": 0.95}
+    first = draw(60, seed=11, **params)
+    assert draw(60, seed=11, **params) == first
+    assert draw(60, seed=12, **params) != first
+
+
+def test_without_a_seed_answers_differ() -> None:
+    assert draw(60, temperature=1.5) != draw(60, temperature=1.5)
+
+
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**64 - 1, 2**80])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert draw(9, temperature=1.0, seed=seed) == draw(9, temperature=1.0, seed=seed)
+
+
+def test_requests_do_not_take_numbers_from_each_other_or_from_torch() -> None:
+    alone = draw(30, temperature=1.0, seed=4)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    one, other = (Sampler(SamplingParams(temperature=1.0, seed=seed)) for seed in (4, 5))
+    beside = []
+    for _ in range(30):
+        other.choose(LOGITS)
+        beside.append(one.choose(LOGITS))
+    assert beside == alone
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_has_no_probability_is_never_chosen() -> None:
+    logits = torch.full((50,), -math.inf)
+    logits[[3, 30]] = 0.0
+    assert set(draw(200, logits, temperature=1.0, seed=1)) == {3, 30}
+    assert draw(1, logits, temperature=0) == [3]
+
+
+def test_huge_logits_at_a_low_temperature_do_not_overflow() -> None:
+    assert draw(3, torch.tensor([3e38, 0.0, -3e38]), temperature=1e-3, seed=1) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float) -> None:
+    logits = LOGITS.clone()
+    logits[2] = bad
+    with pytest.raises(RuntimeError, match="NaN or infinity"):
+        draw(1, logits, temperature=temperature)
+    with pytest.raises(RuntimeError, match="NaN or infinity"):
+        draw(1, torch.full((4,), -math.inf), temperature=temperature)
+
+
+@pytest.mark.parametrize("params", [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}])
+def test_a_temperature_that_makes_no_sense_is_refused(params: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="temperature must be"):
+        Sampler(SamplingParams(**params))
+
+
+@pytest.mark.parametrize("top_p", [0, -1, 1.01, math.nan])
+def test_a_top_p_that_makes_no_sense_is_refused(top_p: float) -> None:
+    with pytest.raises(ValueError, match="top_p must be"):
+        Sampler(SamplingParams(top_p=top_p))

@@ -1,0 +1,124 @@
+"""Nearly the same text must stay nearer to its original than to any other text."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.executors.texts import count_words, describe_text
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "A fast auburn fox leapt across a sleeping hound.",
+    "The engine claims what waits, executes it on a thread, releases the slots and answers.",
+    "How do I reset the password of my account?",
+    "How do I change the battery of my phone?",
+    "What is the capital of France, and how many people live there?",
+    "Der schnelle braune Fuchs springt über den faulen Hund.",
+    "Le renard brun et rapide saute par-dessus le chien paresseux.",
+    "敏捷的棕色狐狸跳过了懒狗。今天天气很好。",
+    "Быстрая коричневая лиса прыгает через ленивую собаку.",
+]
+
+ALTERATIONS: dict[str, Callable[[str], str]] = {
+    "character-lost": lambda text: text[: len(text) // 2] + text[len(text) // 2 + 1 :],
+    "characters-swapped": lambda text: text[:6] + text[7] + text[6] + text[8:],
+    "no-full-stop": lambda text: text[:-1],
+    "quoted": lambda text: f"“{text}”",
+    "begun-anew": lambda text: f"Re: {text}",
+}
+
+# The worst margin measured is 0.54.
+MARGIN = 0.4
+
+
+def cosine(one: str, other: str) -> float:
+    return float(describe_text(one) @ describe_text(other))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("alteration", ALTERATIONS.values(), ids=ALTERATIONS.keys())
+def test_altered_text_is_nearest_to_its_original(alteration: Callable[[str], str], text: str) -> None:
+    altered = alteration(text)
+    assert cosine(altered, text) - max(cosine(altered, other) for other in TEXTS if other != text) > MARGIN
+
+
+@pytest.mark.parametrize("same", ["ﬁne  Straße\n\uff11\uff12\uff13", "FINE STRASSE 123", "\tfine strasse 123 "])
+def test_case_white_space_and_compatibility_forms_do_not_matter(same: str) -> None:
+    assert torch.equal(describe_text(same), describe_text("fine strasse 123"))
+
+
+def test_unrelated_texts_are_far_apart() -> None:
+    strangers = itertools.combinations([TEXTS[index] for index in (0, 2, 3, 6, 8, 9)], 2)
+    assert max(cosine(one, other) for one, other in strangers) < 0.25
+
+
+def test_long_texts_without_a_word_in_common_are_far_apart() -> None:
+    # Thousands of n-grams share 511 places: only that their signs cancel out keeps them apart.
+    letters = torch.randint(97, 123, (6, 3000), generator=torch.Generator().manual_seed(1))
+    texts = [bytes(row).decode() for row in letters.tolist()]
+    assert max(abs(cosine(one, other)) for one, other in itertools.combinations(texts, 2)) < 0.25
+
+
+def test_how_often_something_is_said_counts_but_does_not_drown_the_rest() -> None:
+    assert cosine("yes " * 20 + "no " * 2, "yes " * 2 + "no " * 20) < 0.9
+    assert cosine(TEXTS[0] + " again" * 30, TEXTS[0]) > 0.4
+
+
+def test_order_of_words_matters_a_little() -> None:
+    assert 0.5 < cosine("the dog bites the man", "the man bites the dog") < 0.97
+
+
+@pytest.mark.parametrize("text", ["a", "é", "狗", "👩‍👩‍👧", ".", "\ud800", "a b", "\0", "x" * 100_000, "ab " * 30_000])
+def test_any_text_gives_a_unit_vector(text: str) -> None:
+    descriptor = describe_text(text)
+    assert descriptor.shape == (512,)
+    assert descriptor.dtype == torch.float32
+    assert math.isclose(float(descriptor.norm()), 1, abs_tol=1e-6)
+
+
+def test_short_texts_are_told_apart() -> None:
+    assert max(cosine(one, other) for one, other in itertools.combinations("abcdefghij", 2)) < 0.5
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t\u3000"])
+def test_a_text_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a text with at least one character"):
+        describe_text(text)
+
+
+def test_a_text_too_long_is_refused_with_its_length_and_not_its_words() -> None:
+    with pytest.raises(ValueError, match=r"^a text has 100001 characters; at most 100000 are described: split it$"):
+        describe_text("secret" * 16_666 + "words")
+
+
+PRINT_DESCRIPTOR = """
+from engine.executors.texts import describe_text
+print(describe_text("The quick brown fox.").numpy().tobytes().hex())
+"""
+
+
+def test_another_process_gives_equal_bits() -> None:
+    command = [sys.executable, "-c", PRINT_DESCRIPTOR]  # Python hashes strings with a seed of each process
+    printed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=60).stdout
+    assert bytes.fromhex(printed.decode()) == describe_text("The quick brown fox.").numpy().tobytes()
+
+
+def test_descriptors_share_nothing_with_one_another() -> None:
+    first = describe_text("the same")
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(describe_text("the same"), kept)
+
+
+def test_words_are_what_white_space_keeps_apart() -> None:
+    assert [count_words(text) for text in ("", "one", " two\twords\n", "it's three, really")] == [0, 1, 2, 3]

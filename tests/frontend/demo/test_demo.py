@@ -1,0 +1,78 @@
+"""The demonstration, run as a user does, and how it tells that something is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frontend import demo
+from frontend.demo.client import Answer
+from frontend.demo.media import Sample
+from frontend.demo.server import Server, left_behind
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_it_shows_that_altered_copies_find_their_originals_and_that_an_answer_streams() -> None:
+    command = [sys.executable, "-m", "frontend.cli", "demo"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "150"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("✓") == 8 * 4 + 4 * 3 + 4 * 2
+    assert "✗" not in result.stdout
+    assert "in 68 tensors decoded in place; 0 were copied" in result.stdout
+    assert "[synthetic] token2" in result.stdout
+    assert "24 tokens after" in result.stdout
+    assert "nothing is left in /dev/shm" in result.stdout
+
+
+def answer(*embedding: float, copies: int = 0, slab_nbytes: int = 1) -> Answer:
+    return Answer(np.array(embedding), slab_nbytes, copies, 1.0)
+
+
+def test_the_nearest_is_the_most_similar() -> None:
+    originals = {"a": answer(1, 0), "b": answer(0, 1), "c": answer(0.6, 0.8)}
+    assert demo._nearest(answer(0, 1), originals) == ("b", 1.0)
+    assert demo._nearest(originals["b"], originals, but="b") == ("c", 0.8)
+
+
+@pytest.mark.parametrize(
+    ("copy", "problem"),
+    [
+        (answer(1, 0), None),
+        (answer(0, 1), "a, altered: its nearest neighbour is b"),
+        (answer(1, 0, copies=1), "a, altered: 1 copies, 1 bytes through the slab"),
+        (answer(1, 0, slab_nbytes=0), "a, altered: 0 copies, 0 bytes through the slab"),
+    ],
+)
+def test_what_goes_wrong_is_told(copy: Answer, problem: str | None) -> None:
+    answers = {"a": answer(1, 0), "b": answer(0, 1), "altered": copy}
+
+    class Client:
+        def embed(self, sample: Sample) -> Answer:
+            return answers[sample.alteration or sample.name]
+
+    def sample(name: str, alteration: str = "") -> Sample:
+        return Sample("picture", name, alteration, "1x1", b"")
+
+    client: Any = Client()
+    _, problems = demo._find_originals(client, [[sample("a"), sample("a", "altered")], [sample("b")]])
+    assert problems == ([problem] if problem else [])
+
+
+def test_what_is_left_behind_is_found() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], text=True)
+    process.wait()
+    segment = Path(f"/dev/shm/shmring-{os.getuid()}-demo-{os.getpid()}-0")
+    segment.touch()
+    try:
+        problems = left_behind(Server(process, "", [process.pid, os.getpid()]))
+    finally:
+        segment.unlink()
+    assert problems == [f"process {os.getpid()} survives", f"{segment} is left"]

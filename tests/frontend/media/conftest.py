@@ -1,0 +1,94 @@
+"""What the tests of media share: recordings and clips made by libav on the spot, and how much memory something took."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+Array = np.ndarray[Any, Any]
+
+
+def _recording(samples: Array, rate: int, container: str = "wav", codec: str = "pcm_s16le", layout: str = "mono") -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=rate)
+        stream.layout = layout
+        packed = np.ascontiguousarray(np.atleast_2d(samples).T, np.float32).reshape(1, -1)
+        frame = av.AudioFrame.from_ndarray(packed, format="flt", layout=layout)
+        frame.sample_rate, frame.pts = rate, 0
+        resampler = av.AudioResampler(stream.format, layout, rate, frame_size=stream.codec_context.frame_size or 1024)
+        for part in [*resampler.resample(frame), *resampler.resample(None)]:
+            output.mux(stream.encode(part))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def _clip(
+    levels: Sequence[int],
+    container: str = "mp4",
+    codec: str = "libx264",
+    *,
+    size: tuple[int, int] = (96, 64),
+    rate: int = 25,
+    times: Sequence[int] | None = None,
+    rotation: float | None = None,
+    pixel_format: str = "yuv420p",
+    container_options: dict[str, str] | None = None,
+    **options: str,
+) -> bytes:
+    width, height = size
+    file = io.BytesIO()
+    with av.open(file, "w", format=container, container_options=container_options or {}) as output:
+        stream = output.add_stream(codec, rate=rate, options={"threads": "1", **options})
+        stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
+        stream.bit_rate = 4_000_000  # much, so that levels are as they were given
+        stream.codec_context.time_base = Fraction(1, rate)
+        if rotation is not None:
+            stream.set_display_rotation(rotation)
+        for number, level in enumerate(levels):
+            pixels = np.full((height, width, 3), level, np.uint8)
+            pixels[: height // 2, : width // 2] = 255
+            frame = av.VideoFrame.from_ndarray(pixels)
+            frame.pts, frame.time_base = (times[number] if times else number), Fraction(1, rate)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.fixture(scope="session")
+def recording_of() -> Callable[..., bytes]:
+    """``recording_of(samples, rate, "mp3", "libmp3lame", "stereo")``: a file; samples are (samples,) or (channels, samples)."""
+    return _recording
+
+
+@pytest.fixture(scope="session")
+def clip_of() -> Callable[..., bytes]:
+    """``clip_of(levels, "mp4", "libx264", g="10")``: a file; each frame is of a level of grey, its upper left is white."""
+    return _clip
+
+
+def _peak_nbytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the kernel says nothing of VmHWM")
+
+
+@pytest.fixture
+def peak_nbytes() -> Callable[[Callable[[], Any]], int]:
+    """``peak_nbytes(function)``: calls it; by how many resident bytes this process grew meanwhile, at its peak."""
+
+    def measure(function: Callable[[], Any]) -> int:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is reset to what is resident now
+        before = _peak_nbytes()
+        function()
+        return _peak_nbytes() - before
+
+    return measure

@@ -1,0 +1,296 @@
+"""Recordings: of every container and codec that is accepted the samples come out, at the rate that was asked for."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tracemalloc
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.protocol import SoundSpec
+from frontend.media.audio import DecodedSound, SoundHeader, decode_into, probe
+from frontend.media.errors import MediaError
+from frontend.media.mel import LogMelWriter, num_mel_frames
+from frontend.media.options import MediaLimits
+
+Array = np.ndarray[Any, Any]
+SAMPLES = Path(__file__).resolve().parents[3] / "frontend" / "samples"
+LIMITS = MediaLimits()
+RATE = 16_000
+WAVEFORM = SoundSpec(form="waveform", sample_rate=RATE)
+SECONDS = 2
+
+
+def chirp(rate: int, seconds: float = SECONDS) -> Array:
+    """Sweeps from 200 Hz to 1.7 kHz: at each moment it is another tone, so that nothing can be out of place unnoticed."""
+    time = np.arange(int(seconds * rate)) / rate
+    return 0.5 * np.sin(2 * np.pi * (200 * time + 375 * time**2))
+
+
+def decoded(data: bytes, spec: SoundSpec = WAVEFORM, limits: MediaLimits = LIMITS) -> tuple[Array, DecodedSound]:
+    header = probe(data, spec, limits)
+    target = np.full(header.shape, np.nan, np.float32)
+    result = decode_into(data, header, target)
+    assert np.isnan(target[result.length :]).all()
+    return target[: result.length], result
+
+
+def wav(
+    payload: bytes, *, format_tag: int = 1, channels: int = 1, rate: int = RATE, bits: int = 16, claimed: int | None = None
+) -> bytes:
+    block = channels * bits // 8
+    head = struct.pack("<HHIIHH", format_tag, channels, rate, min(rate * block, 0xFFFFFFFF), block, bits)
+    size = len(payload) if claimed is None else claimed
+    chunks = b"fmt " + struct.pack("<I", len(head)) + head + b"data" + struct.pack("<I", size) + payload
+    return b"RIFF" + struct.pack("<I", min(size + 36, 0xFFFFFFFF)) + b"WAVE" + chunks
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "rate", "tolerance"),
+    [
+        ("wav", "pcm_s16le", 16_000, 1e-4),
+        ("wav", "pcm_s16le", 44_100, 1e-3),
+        ("wav", "pcm_u8", 16_000, 0.01),
+        ("wav", "pcm_s24le", 48_000, 1e-3),
+        ("wav", "pcm_f32le", 44_100, 1e-3),
+        ("wav", "pcm_f64le", 16_000, 1e-6),
+        ("wav", "pcm_mulaw", 8_000, 0.03),
+        ("aiff", "pcm_s16be", 44_100, 1e-3),
+        ("flac", "flac", 44_100, 1e-3),
+        ("ogg", "flac", 44_100, 1e-3),
+        ("matroska", "flac", 44_100, 1e-3),
+        ("ipod", "alac", 44_100, 1e-3),
+        ("mov", "pcm_s16le", 44_100, 1e-3),
+        ("mp3", "libmp3lame", 44_100, 0.1),
+        ("ogg", "libopus", 48_000, 0.05),
+        ("webm", "libopus", 48_000, 0.05),
+        ("mp4", "aac", 44_100, 0.2),
+        ("adts", "aac", 44_100, None),  # has no place to say how much the codec delays
+    ],
+)
+def test_every_format_is_decoded(
+    recording_of: Callable[..., bytes], container: str, codec: str, rate: int, tolerance: float | None
+) -> None:
+    samples, result = decoded(recording_of(chirp(rate), rate, container, codec))
+    assert result.duration_s == len(samples) / RATE == pytest.approx(SECONDS, abs=0.05)
+    if tolerance is not None:
+        middle = slice(RATE // 10, -RATE // 5)
+        np.testing.assert_allclose(samples[: SECONDS * RATE][middle], chirp(RATE)[middle], atol=tolerance)
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.wav")), ids=lambda path: path.stem)
+def test_samples_are_decoded_exactly(path: Path) -> None:
+    with wave.open(str(path)) as file:
+        rate = file.getframerate()
+        assert file.getnchannels() == 1
+        expected = np.frombuffer(file.readframes(file.getnframes()), np.int16) / 32768
+    samples, result = decoded(path.read_bytes(), SoundSpec(form="waveform", sample_rate=rate))
+    np.testing.assert_array_equal(samples, expected.astype(np.float32))
+    assert result.duration_s == len(expected) / rate
+
+
+@pytest.mark.parametrize(("layout", "channels"), [("stereo", 2), ("2.1", 3), ("4.0", 4), ("5.1", 6)])
+def test_channels_are_mixed_such_that_full_scale_stays_full_scale(
+    recording_of: Callable[..., bytes], layout: str, channels: int
+) -> None:
+    loud = np.where(np.arange(RATE) // 100 % 2, 0.999, -0.999)
+    samples, _ = decoded(recording_of(np.repeat(loud[np.newaxis], channels, 0), RATE, "wav", "pcm_f32le", layout))
+    assert 0.9 < np.abs(samples).max() <= 1.0
+
+
+def test_stereo_is_mixed_to_the_mean(recording_of: Callable[..., bytes]) -> None:
+    left, right = chirp(RATE), 0.2 * np.random.default_rng(0).normal(size=SECONDS * RATE).clip(-2, 2)
+    samples, _ = decoded(recording_of(np.stack([left, right]), RATE, "wav", "pcm_f32le", "stereo"))
+    np.testing.assert_allclose(samples, (left + right) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [3, 4, 7, 8, 16])
+def test_channels_that_are_only_counted_are_mixed_as_is_usual(channels: int) -> None:
+    payload = np.repeat(np.int16([8000]), channels * 1000).tobytes()
+    np.testing.assert_allclose(decoded(wav(payload, channels=channels))[0], 8000 / 32768, rtol=1e-3)
+
+
+def test_channels_in_no_known_arrangement_are_refused() -> None:
+    with pytest.raises(MediaError, match="11 channels in an arrangement"):
+        decoded(wav(bytes(22 * 1000), channels=11))
+
+
+@pytest.mark.parametrize("rate", [8_000, 24_000, 48_000])
+def test_the_rate_is_the_one_that_is_asked_for(recording_of: Callable[..., bytes], rate: int) -> None:
+    data = recording_of(chirp(44_100), 44_100)
+    samples, _ = decoded(data, SoundSpec(form="waveform", sample_rate=rate))
+    np.testing.assert_allclose(samples[100:-100], chirp(rate)[100 : len(samples) - 100], atol=2e-3)
+
+
+def test_a_spectrogram_is_that_of_the_samples(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(44_100), 44_100, "flac", "flac")
+    samples, _ = decoded(data)
+    found, result = decoded(data, SoundSpec(form="log_mel", sample_rate=RATE, mel_bands=64))
+    expected = np.empty((num_mel_frames(len(samples), RATE), 64), np.float32)
+    writer = LogMelWriter(expected, RATE)
+    writer.write(samples)
+    writer.finish()
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert result.duration_s == len(samples) / RATE
+
+
+def test_a_very_short_recording_has_one_window() -> None:
+    found, result = decoded(wav(np.int16([1000, -1000]).tobytes()), SoundSpec())
+    assert found.shape == (1, 80)
+    assert result.duration_s == 2 / RATE
+
+
+def test_the_sound_of_a_clip_is_taken(clip_of: Callable[..., bytes], recording_of: Callable[..., bytes]) -> None:
+    with pytest.raises(MediaError, match="holds no sound"):
+        probe(clip_of([0, 100, 200]), WAVEFORM, LIMITS)
+    import av
+
+    file = io.BytesIO()
+    with (
+        av.open(file, "w", format="mp4") as output,
+        av.open(io.BytesIO(recording_of(chirp(RATE), RATE, "mp4", "aac"))) as sound,
+    ):
+        video = output.add_stream("mpeg4", rate=25)
+        video.width, video.height, video.pix_fmt = 64, 48, "yuv420p"
+        audio = output.add_stream_from_template(sound.streams.audio[0])
+        for level in range(50):
+            output.mux(video.encode(av.VideoFrame.from_ndarray(np.full((48, 64, 3), level, np.uint8))))
+        output.mux(video.encode(None))
+        for packet in sound.demux(audio=0):
+            if packet.dts is not None:
+                packet.stream = audio
+                output.mux(packet)
+    samples, _ = decoded(file.getvalue())
+    middle = slice(RATE // 10, -RATE // 5)
+    np.testing.assert_allclose(samples[: SECONDS * RATE][middle], chirp(RATE)[middle], atol=0.05)
+
+
+def test_tags_are_skipped(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(RATE), RATE, "mp3", "libmp3lame")
+    tag = b"ID3\x04\0\0\0\0\x07\x68" + b"\xff" * 1000
+    assert decoded(tag + tag + data)[1].duration_s == pytest.approx(SECONDS, abs=0.1)
+
+
+# -- what is refused, and when --------------------------------------------------------------------------------------------
+
+
+def test_probing_decodes_nothing(recording_of: Callable[..., bytes]) -> None:
+    data = bytearray(recording_of(chirp(44_100), 44_100, "ipod", "alac"))
+    expected = probe(bytes(data), WAVEFORM, LIMITS)
+    start, end = data.index(b"mdat") + 1000, data.index(b"moov") - 1000
+    data[start:end] = b"\xff" * (end - start)
+    assert probe(bytes(data), WAVEFORM, LIMITS) == expected
+    with pytest.raises(MediaError, match=r"can't be decoded|no samples"):
+        decoded(bytes(data))
+
+
+@pytest.mark.parametrize("claimed", [0, 1 << 31, 0xFFFFFFFF])
+def test_what_a_header_claims_costs_nothing(claimed: int) -> None:
+    payload = (chirp(RATE) * 32767).astype(np.int16).tobytes()
+    header = probe(wav(payload, claimed=claimed), WAVEFORM, LIMITS)
+    assert header.num_samples <= (SECONDS + 0.3) * RATE
+    if claimed:
+        assert len(decoded(wav(payload, claimed=claimed))[0]) == SECONDS * RATE
+
+
+def test_more_than_the_packets_said_is_refused(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(RATE), RATE)
+    header = SoundHeader(num_samples=RATE, sample_rate=RATE, mel_bands=None)
+    with pytest.raises(MediaError, match="more in it than its packets say"):
+        decode_into(data, header, np.empty(header.shape, np.float32))
+
+
+def test_an_mp4_that_lies_about_durations_is_as_long_as_it_says(recording_of: Callable[..., bytes]) -> None:
+    data = bytearray(recording_of(chirp(44_100), 44_100, "mp4", "aac"))
+    table = data.index(b"stts") + 4
+    entries = int.from_bytes(data[table + 4 : table + 8], "big")
+    for entry in range(entries):
+        data[table + 12 + 8 * entry : table + 16 + 8 * entry] = (1).to_bytes(4, "big")  # each packet lasts a tick, not 1024
+    assert decoded(bytes(data))[1].duration_s < 0.3
+
+
+def test_too_long_is_refused(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(RATE), RATE, "ogg", "libopus")
+    with pytest.raises(MediaError, match=r"longer than the 1.5 s"):
+        probe(data, WAVEFORM, MediaLimits(max_audio_duration_s=1.5))
+    probe(data, WAVEFORM, MediaLimits(max_audio_duration_s=2.1))
+
+
+def test_too_large_a_file_is_refused() -> None:
+    with pytest.raises(MediaError, match="11 bytes, more than the 10"):
+        probe(b"x" * 11, WAVEFORM, MediaLimits(max_audio_nbytes=10))
+
+
+@pytest.mark.parametrize("data", [b"", wav(b"")])
+@pytest.mark.parametrize("form", ["waveform", "log_mel"])
+def test_nothing_is_refused(data: bytes, form: Any) -> None:
+    with pytest.raises(MediaError, match=r"empty|no samples|damaged"):
+        decoded(data, SoundSpec(form=form))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("form", ["waveform", "log_mel"])
+@pytest.mark.parametrize(("rate", "bits"), [(RATE, 32), (RATE, 64), (44_100, 32)])
+def test_samples_that_are_no_numbers_are_refused(value: float, form: Any, rate: int, bits: int) -> None:
+    samples = np.zeros(5000, np.dtype(f"<f{bits // 8}"))
+    samples[1234] = value
+    with pytest.raises(MediaError, match="no numbers"):
+        decoded(wav(samples.tobytes(), format_tag=3, rate=rate, bits=bits), SoundSpec(form=form))
+
+
+@pytest.mark.parametrize("rate", [1, 999, 768_001, 2**31 - 1])
+def test_absurd_rates_are_refused(rate: int) -> None:
+    with pytest.raises(MediaError, match=r"samples a second|damaged"):
+        decoded(wav(bytes(2000), rate=rate))
+
+
+def test_too_many_channels_are_refused() -> None:
+    with pytest.raises(MediaError, match="65 channels"):
+        decoded(wav(bytes(130 * 100), channels=65))
+
+
+def test_a_packet_that_is_damaged_is_left_out_but_not_many(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(44_100, 4), 44_100, "flac", "flac")
+    frames = [place for place in range(len(data)) if data[place : place + 2] == b"\xff\xf8"]
+    few, many = bytearray(data), bytearray(data)
+    few[frames[3] + 9 : frames[3] + 40] = bytes(31)
+    for place in frames[2:]:
+        many[place + 9 : place + 40] = bytes(31)
+    assert 3 < decoded(bytes(few))[1].duration_s <= 4
+    with pytest.raises(MediaError, match="damaged"):
+        decoded(bytes(many))
+
+
+def test_a_target_of_another_shape_is_the_caller_s_mistake(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(RATE), RATE)
+    with pytest.raises(ValueError, match="the recording needs float32"):
+        decode_into(data, probe(data, WAVEFORM, LIMITS), np.empty(5, np.float32))
+
+
+def test_it_can_be_cancelled(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(chirp(RATE), RATE)
+    header = probe(data, WAVEFORM, LIMITS)
+    asked = iter([False, False, True])
+    with pytest.raises(MediaError, match="cancelled"):
+        decode_into(data, header, np.empty(header.shape, np.float32), lambda: next(asked))
+
+
+@pytest.mark.parametrize("form", ["waveform", "log_mel"])
+def test_no_temporary_is_as_large_as_the_recording(recording_of: Callable[..., bytes], form: Any) -> None:
+    data = recording_of(np.tile(chirp(RATE), 60), RATE, "flac", "flac")
+    header = probe(data, SoundSpec(form=form), LIMITS)
+    target = np.empty(header.shape, np.float32)
+    tracemalloc.start()
+    try:
+        result = decode_into(data, header, target)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert result.duration_s == pytest.approx(120, abs=0.1)
+    assert peak_nbytes < 4 << 20  # its samples take 7.7 MB

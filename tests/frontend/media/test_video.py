@@ -1,0 +1,364 @@
+"""Clips: the frames that are wanted, at their times, from every container and codec that is accepted."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine.protocol import VideoSpec
+from frontend.media import video
+from frontend.media.errors import MediaError
+from frontend.media.options import MediaIoKwargs, MediaLimits
+from frontend.media.video import ClipHeader, DecodedClip, decode_into, probe
+
+Array = np.ndarray[Any, Any]
+Clip = Callable[..., bytes]
+
+LIMITS = MediaLimits()
+NUM_FRAMES = 50
+LEVELS = [16 + 4 * number for number in range(NUM_FRAMES)]
+
+
+def prepared(data: bytes, limits: MediaLimits = LIMITS, io_kwargs: MediaIoKwargs | None = None, **spec: Any) -> ClipHeader:
+    return probe(data, VideoSpec(**{"num_frames": 8, **spec}), limits, io_kwargs or MediaIoKwargs())
+
+
+def decoded(data: bytes, limits: MediaLimits = LIMITS, **spec: Any) -> tuple[Array, DecodedClip]:
+    header = prepared(data, limits, **spec)
+    target = np.full(header.shape, 77, np.uint8)
+    clip = decode_into(data, header, target)
+    assert (target[len(clip.timestamps_s) :] == 77).all()
+    return target[: len(clip.timestamps_s)], clip
+
+
+def numbers(frames: Array) -> list[int]:
+    """Which frames they are, by their level of grey in the lower right."""
+    return [round((float(frame[-12:, -12:].mean()) - 16) / 4) for frame in frames]
+
+
+def expected_numbers(count: int = 8, total: int = NUM_FRAMES) -> list[int]:
+    return np.linspace(0, total - 1, count).astype(int).tolist()
+
+
+FORMATS = [
+    ("mp4", "libx264", {}),
+    ("mp4", "libx264", {"g": "7"}),
+    ("mov", "libx264", {"g": "8", "x264-params": "open-gop=1:bframes=3"}),
+    ("mp4", "mpeg4", {}),
+    ("mp4", "libx265", {"x265-params": "log-level=none:pools=none", "g": "9"}),
+    ("matroska", "libx264", {"g": "12"}),
+    ("webm", "libvpx", {"auto-alt-ref": "1", "lag-in-frames": "16", "g": "20", "deadline": "realtime"}),
+    ("webm", "libvpx-vp9", {"deadline": "realtime"}),
+    ("matroska", "mjpeg", {"pixel_format": "yuvj420p"}),
+    ("avi", "mpeg4", {"bf": "2"}),
+    ("gif", "gif", {"pixel_format": "gray"}),
+]
+
+
+@pytest.mark.parametrize(("container", "codec", "options"), FORMATS)
+def test_the_frames_that_are_wanted_come_out(clip_of: Clip, container: str, codec: str, options: dict[str, str]) -> None:
+    frames, clip = decoded(clip_of(LEVELS, container, codec, **options))
+    assert numbers(frames) == expected_numbers()
+    np.testing.assert_allclose(clip.timestamps_s, [number / 25 for number in expected_numbers()], atol=0.002)
+    assert clip.duration_s == pytest.approx(NUM_FRAMES / 25, abs=0.05)
+    assert (frames[:, 5:20, 5:30] > 240).all()
+
+
+@pytest.mark.parametrize(("container", "codec", "options"), FORMATS)
+def test_every_frame_comes_out(clip_of: Clip, container: str, codec: str, options: dict[str, str]) -> None:
+    frames, _ = decoded(clip_of(LEVELS, container, codec, **options), num_frames=500)
+    assert numbers(frames) == list(range(NUM_FRAMES))
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 49, 50])
+def test_any_number_of_frames(clip_of: Clip, num_frames: int) -> None:
+    frames, _ = decoded(clip_of(LEVELS, g="10"), num_frames=num_frames)
+    assert numbers(frames) == expected_numbers(num_frames)
+
+
+def test_only_what_is_needed_is_decoded(clip_of: Clip, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clip_of(LEVELS * 10, "mp4", "libx264", g="10", bf="0")
+    header = prepared(data, num_frames=4)
+    assert header.selection.num_decoded <= 40
+    taken = []
+    take = video._FrameWriter.take
+    monkeypatch.setattr(video._FrameWriter, "take", lambda writer, frame: (taken.append(frame.pts), take(writer, frame)))
+    decode_into(data, header, np.empty(header.shape, np.uint8))
+    assert len(taken) <= 44
+
+
+# -- time -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_frames_may_come_at_any_rate(clip_of: Clip, container: str) -> None:
+    times = [0, 1, 2, 3, 50, 51, 100, 250]
+    frames, clip = decoded(clip_of(LEVELS[:8], container, times=times), num_frames=4)
+    assert numbers(frames) == [0, 2, 4, 7]
+    np.testing.assert_allclose(clip.timestamps_s, [0, 2 / 25, 2, 10], atol=0.002)
+
+
+@pytest.mark.parametrize("start", [-40, 1000])
+def test_time_begins_with_the_first_frame(clip_of: Clip, start: int) -> None:
+    data = clip_of(LEVELS, "matroska", "mpeg4", times=range(start, start + NUM_FRAMES))
+    frames, clip = decoded(data, num_frames=3)
+    assert numbers(frames) == [0, 24, 49]
+    np.testing.assert_allclose(clip.timestamps_s, [0, 24 / 25, 49 / 25], atol=0.002)
+
+
+def test_what_an_edit_list_cuts_is_not_shown(clip_of: Clip) -> None:
+    data = bytearray(clip_of(LEVELS, bf="0"))
+    edit = data.index(b"elst") + 12  # version, flags and the number of edits; then duration and media time
+    time = data.index(b"mdhd") + 16
+    scale = int.from_bytes(data[time : time + 4], "big")
+    data[edit + 4 : edit + 8] = (scale * 20 // 25).to_bytes(4, "big")  # begins with frame 20
+    frames, clip = decoded(bytes(data), num_frames=100)
+    assert numbers(frames)[0] == 20
+    assert clip.timestamps_s[:2] == pytest.approx([0, 1 / 25])
+
+
+def test_frames_that_nobody_sees_are_not_counted(clip_of: Clip) -> None:
+    file = io.BytesIO()
+    with (
+        av.open(io.BytesIO(clip_of(LEVELS, "webm", "libvpx", deadline="realtime"))) as source,
+        av.open(file, "w", format="webm") as output,
+    ):
+        stream = output.add_stream_from_template(source.streams.video[0])
+        for number, packet in enumerate(source.demux(video=0)):
+            if packet.dts is None:
+                continue
+            frame = bytearray(bytes(packet))
+            if number % 10 == 9:
+                frame[0] &= ~0x10  # VP8's show_frame
+            changed = av.Packet(bytes(frame))
+            changed.pts, changed.dts, changed.time_base = packet.pts, packet.dts, packet.time_base
+            changed.is_keyframe, changed.stream = packet.is_keyframe, stream
+            output.mux(changed)
+    frames, _ = decoded(file.getvalue(), num_frames=100)
+    assert numbers(frames) == [number for number in range(NUM_FRAMES) if number % 10 != 9]
+    assert prepared(file.getvalue(), num_frames=100).shape[0] == 45
+
+
+def test_a_clip_in_fragments_has_no_index(clip_of: Clip) -> None:
+    data = clip_of(LEVELS, g="10", container_options={"movflags": "frag_keyframe+empty_moov"})
+    frames, _ = decoded(data)
+    assert numbers(frames) == expected_numbers()
+
+
+def test_a_webm_that_was_streamed_has_no_duration(clip_of: Clip) -> None:
+    class Pipe(io.RawIOBase):
+        def __init__(self) -> None:
+            self.data = bytearray()
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.data += data
+            return len(data)
+
+    with av.open(io.BytesIO(clip_of(LEVELS, "webm", "libvpx", deadline="realtime"))) as whole:
+        pipe = Pipe()
+        with av.open(pipe, "w", format="webm", container_options={"live": "1"}) as output:
+            stream = output.add_stream_from_template(whole.streams.video[0])
+            for packet in whole.demux(video=0):
+                if packet.dts is not None:
+                    packet.stream = stream
+                    output.mux(packet)
+    with av.open(io.BytesIO(pipe.data)) as streamed:
+        assert streamed.duration is None
+    frames, clip = decoded(bytes(pipe.data))
+    assert numbers(frames) == expected_numbers()
+    assert clip.duration_s == pytest.approx(2, abs=0.05)
+
+
+# -- what frames look like ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rotation", "corner"), [(0, (0, 0)), (90, (1, 0)), (180, (1, 1)), (-90, (0, 1))])
+def test_frames_are_turned_as_the_container_asks(clip_of: Clip, rotation: int, corner: tuple[int, int]) -> None:
+    frames, _ = decoded(clip_of(LEVELS, rotation=rotation))
+    assert frames.shape[1:] == ((96, 64, 3) if rotation in (90, -90) else (64, 96, 3))
+    quarters = frames[0].reshape(2, frames.shape[1] // 2, 2, frames.shape[2] // 2, 3).mean(axis=(1, 3, 4))
+    assert np.unravel_index(quarters.argmax(), (2, 2)) == corner
+
+
+@pytest.mark.parametrize("max_pixels", [1000, 6143])
+def test_larger_frames_are_scaled_down(clip_of: Clip, max_pixels: int) -> None:
+    frames, _ = decoded(clip_of(LEVELS, size=(192, 128)), max_pixels=max_pixels)
+    _, height, width, _ = frames.shape
+    assert 0.9 * max_pixels < width * height <= max_pixels
+    assert width / height == pytest.approx(1.5, rel=0.05)
+    assert numbers(frames) == expected_numbers()
+
+
+def test_scaled_frames_are_turned_too(clip_of: Clip) -> None:
+    frames, _ = decoded(clip_of(LEVELS, size=(192, 128), rotation=90), max_pixels=192 * 128 // 4)
+    assert frames.shape[1:] == (96, 64, 3)
+    assert frames[0, 60:90, :25].min() > 240
+
+
+def test_smaller_frames_are_not_scaled(clip_of: Clip) -> None:
+    assert decoded(clip_of(LEVELS), max_pixels=96 * 64)[0].shape[1:] == (64, 96, 3)
+
+
+def test_odd_sizes_have_no_padding_in_them() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 37, 53), np.uint8)
+    file = io.BytesIO()
+    pictures = [Image.fromarray(one) for one in pixels]
+    pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=100)
+    frames, _ = decoded(file.getvalue())
+    np.testing.assert_array_equal(frames, np.repeat(pixels[..., np.newaxis], 3, axis=3))
+
+
+def test_an_animated_gif_is_a_clip() -> None:
+    pictures = [Image.new("RGB", (20, 10), colour) for colour in ("red", "lime", "blue", "white")]
+    file = io.BytesIO()
+    pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=[100, 200, 300, 400], loop=0)
+    frames, clip = decoded(file.getvalue())
+    np.testing.assert_array_equal(frames[:, 3, 3], [[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255]])
+    np.testing.assert_allclose(clip.timestamps_s, [0, 0.1, 0.3, 0.6], atol=0.011)
+    assert clip.duration_s == pytest.approx(1.0, abs=0.011)
+
+
+def test_frames_that_change_their_size_are_scaled_to_the_first(clip_of: Clip) -> None:
+    mjpeg = {"container": "matroska", "codec": "mjpeg", "pixel_format": "yuvj420p"}
+    parts = [clip_of(LEVELS[:5], **mjpeg), clip_of(LEVELS[5:10], **mjpeg, size=(48, 32))]
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output, av.open(io.BytesIO(parts[0])) as first:
+        stream = output.add_stream_from_template(first.streams.video[0])
+        for number, part in enumerate(parts):
+            with av.open(io.BytesIO(part)) as source:
+                for packet in source.demux(video=0):
+                    if packet.dts is not None:
+                        packet.pts += 200 * number
+                        packet.dts += 200 * number
+                        packet.stream = stream
+                        output.mux(packet)
+    frames, _ = decoded(file.getvalue(), num_frames=10)
+    assert frames.shape == (10, 64, 96, 3)
+    assert numbers(frames) == list(range(10))
+
+
+# -- how many -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_server_may_want_another_number(clip_of: Clip) -> None:
+    data = clip_of(LEVELS)
+    assert prepared(data, io_kwargs=MediaIoKwargs(num_frames=3)).shape[0] == 3
+    assert prepared(data, io_kwargs=MediaIoKwargs(num_frames=-1)).shape[0] == NUM_FRAMES
+    assert prepared(data, io_kwargs=MediaIoKwargs(fps=2.0)).shape[0] == 4
+    assert prepared(data, io_kwargs=MediaIoKwargs(num_frames=3, fps=2.0)).shape[0] == 3
+
+
+def test_all_frames_are_so_many_as_are_accepted(clip_of: Clip) -> None:
+    limits = MediaLimits(max_num_frames=20)
+    assert prepared(clip_of(LEVELS), limits, MediaIoKwargs(num_frames=-1)).shape[0] == 20
+    assert prepared(clip_of(LEVELS), limits, num_frames=30).shape[0] == 20
+
+
+# -- what is refused, and when --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        (MediaLimits(max_video_nbytes=100), "more than the 100"),
+        (MediaLimits(max_frame_pixels=6143), "96 x 64 pixels, more than the 6143"),
+        (MediaLimits(max_aspect_ratio=1.4), "96 x 64 pixels: sides"),
+        (MediaLimits(max_video_duration_s=1.5), r"longer than the 1.5 s"),
+        (MediaLimits(max_coded_frames=49), "more than the 49 frames"),
+        (MediaLimits(max_decoded_pixels=40 * 96 * 64), r"\d\d frames of 96 x 64 must be decoded"),
+    ],
+)
+def test_what_exceeds_a_limit_is_refused(clip_of: Clip, limits: MediaLimits, reason: str) -> None:
+    with pytest.raises(MediaError, match=reason):
+        prepared(clip_of(LEVELS), limits)
+
+
+def test_limits_themselves_are_accepted(clip_of: Clip) -> None:
+    limits = MediaLimits(
+        max_frame_pixels=6144,
+        max_video_duration_s=2.0,
+        max_coded_frames=50,
+        max_decoded_pixels=50 * 96 * 64,
+        max_aspect_ratio=1.5,
+    )
+    assert prepared(clip_of(LEVELS), limits).shape == (8, 64, 96, 3)
+
+
+def test_an_mp4_without_its_index_is_refused(clip_of: Clip) -> None:
+    data = clip_of(LEVELS)
+    with pytest.raises(MediaError, match="damaged or truncated"):
+        prepared(data[: data.index(b"moov") - 4])
+
+
+def test_an_mp4_without_its_end_is_refused(clip_of: Clip, tmp_path: Path) -> None:
+    path = tmp_path / "fast.mp4"  # libav moves the index to the front only of a file that has a name
+    with (
+        av.open(io.BytesIO(clip_of(LEVELS))) as source,
+        av.open(str(path), "w", container_options={"movflags": "faststart"}) as output,
+    ):
+        stream = output.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                output.mux(packet)
+    data = path.read_bytes()
+    assert numbers(decoded(data)[0]) == expected_numbers()
+    for nbytes in range(1, data[::-1].index(b"tadm")):
+        with pytest.raises(MediaError, match="truncated"):
+            prepared(data[:-nbytes])
+
+
+def test_fragments_without_their_end_are_refused(clip_of: Clip) -> None:
+    data = clip_of(LEVELS, g="10", container_options={"movflags": "frag_keyframe+empty_moov"})
+    last = data.rindex(b"mdat")
+    with pytest.raises(MediaError, match="truncated"):
+        prepared(data[: last + 50])
+
+
+def test_a_recording_is_no_clip(recording_of: Callable[..., bytes]) -> None:
+    with pytest.raises(MediaError, match="holds no clip"):
+        prepared(recording_of(np.zeros(8000), 8000))
+
+
+def test_a_codec_that_is_not_listed_is_refused(clip_of: Clip) -> None:
+    with pytest.raises(MediaError, match="encoded with ffv1, which is not accepted"):
+        prepared(clip_of(LEVELS, "matroska", "ffv1"))
+
+
+def test_a_target_of_another_shape_is_the_caller_s_mistake(clip_of: Clip) -> None:
+    data = clip_of(LEVELS)
+    with pytest.raises(ValueError, match="the clip needs uint8"):
+        decode_into(data, prepared(data), np.empty((8, 96, 64, 3), np.uint8))
+
+
+def test_it_can_be_cancelled(clip_of: Clip) -> None:
+    data = clip_of(LEVELS)
+    header = prepared(data)
+    asked = iter([False] * 10 + [True])
+    with pytest.raises(MediaError, match="cancelled"):
+        decode_into(data, header, np.empty(header.shape, np.uint8), lambda: next(asked))
+
+
+def test_a_long_clip_takes_no_more_memory_than_a_short_one(clip_of: Clip, peak_nbytes: Any) -> None:
+    data = clip_of(LEVELS * 4, size=(960, 540), codec="mpeg4", g="200", bf="0")
+    header = prepared(data, max_pixels=10_000)
+    target = np.zeros(header.shape, np.uint8)
+    decode_into(data, header, target)  # what is allocated once
+    assert header.selection.num_decoded > 100  # which would take 78 MB as they are decoded
+    assert peak_nbytes(lambda: decode_into(data, header, target)) < 20 << 20
+
+
+def test_times_are_fractions_of_the_stream_s_unit(clip_of: Clip) -> None:
+    selection = prepared(clip_of(LEVELS, "matroska")).selection
+    assert selection.seconds == Fraction(1, 1000)

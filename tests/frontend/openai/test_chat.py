@@ -1,0 +1,124 @@
+"""Requests for chats: what the engine is asked for them, and what is refused because it is not built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.protocol import ChatMessage, MediumPart, SamplingParams, TextPart
+from frontend.errors import ApiError
+from frontend.media.loader import MediaSource
+from frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
+
+
+def parse(messages: list[Any] | None = None, **fields: object) -> ChatRequest:
+    told = [{"role": "user", "content": "x"}] if messages is None else messages
+    return CHAT_PARSER.parse(msgspec.json.encode({"model": "m", "messages": told, **fields}))
+
+
+def test_media_are_numbered_over_all_messages() -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "a"}},
+                {"type": "text", "text": "or"},
+                {"type": "input_audio", "input_audio": {"data": "b", "format": "wav"}},
+            ],
+        },
+        {"role": "assistant", "content": "this", "refusal": None},
+        {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "c"}}]},
+    ]
+    request = parse(messages)
+    asked, sources = engine_request(request)
+    assert asked.messages == [
+        ChatMessage("system", [TextPart("be brief")]),
+        ChatMessage("user", [MediumPart(0), TextPart("or"), MediumPart(1)]),
+        ChatMessage("assistant", [TextPart("this")]),
+        ChatMessage("user", [MediumPart(2)]),
+    ]
+    assert sources == [
+        MediaSource("image", "messages[1].content[0].image_url", url="a"),
+        MediaSource("audio", "messages[1].content[2].input_audio", base64="b"),
+        MediaSource("video", "messages[3].content[0].video_url", url="c"),
+    ]
+    assert request.messages == []  # their URLs are held once
+
+
+def test_without_wishes_it_is_sampled_as_openai_does() -> None:
+    asked, _ = engine_request(parse())
+    assert (asked.sampling, asked.priority, asked.media) == (SamplingParams(), 0, [])
+
+
+def test_max_completion_tokens_is_the_newer_name() -> None:
+    assert engine_request(parse(max_tokens=3))[0].sampling.max_tokens == 3
+    assert engine_request(parse(max_tokens=3, max_completion_tokens=5))[0].sampling.max_tokens == 5
+
+
+def test_one_stop_text_is_a_list_of_one() -> None:
+    assert engine_request(parse(stop="end"))[0].sampling.stop == ["end"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("n", "1"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("logit_bias", {"1": 5}),
+        ("presence_penalty", 0.5),
+        ("modalities", ["text", "audio"]),
+        ("guided_json", {}),
+        ("top_k", 5),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ApiError, match=f"{field} is not supported") as raised:
+        engine_request(parse(**{field: value}))
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, "unsupported_value", field)
+
+
+@pytest.mark.parametrize("field", list(_UNSUPPORTED))
+def test_what_asks_for_nothing_is_taken(field: str) -> None:
+    engine_request(parse(**{field: None}))
+    for value in _UNSUPPORTED[field]:
+        engine_request(parse(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "tool", "content": "4", "tool_call_id": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x"}, {"role": "function", "content": "4"}], "messages[1].role"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
+        ([{"role": "user"}], "messages[0].content"),
+    ],
+)
+def test_messages_that_can_not_be_answered_are_refused(messages: list[Any], param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        engine_request(parse(messages))
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("messages", [[], "hello", [{"role": "nobody", "content": "x"}], [{"content": "x"}]])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    with pytest.raises(ApiError) as raised:
+        parse(messages)
+    assert raised.value.code == "invalid_value"
+
+
+def test_stream_options_are_for_streams() -> None:
+    engine_request(parse(stream=True, stream_options={"include_usage": True}))
+    with pytest.raises(ApiError) as raised:
+        engine_request(parse(stream_options={"include_usage": True}))
+    assert raised.value.param == "stream_options"

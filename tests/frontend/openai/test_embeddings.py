@@ -1,0 +1,143 @@
+"""Requests for embeddings: what is taken, what is refused and with which ``param``, and answers that the client can read."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from engine.protocol import Text
+from frontend.errors import ApiError
+from frontend.media.loader import MediaSource
+from frontend.openai.embeddings import (
+    EMBEDDING_PARSER,
+    EmbeddingRequest,
+    check_dimensions,
+    embedding_response,
+    take_inputs,
+)
+
+
+def image(url: str = "data:,x") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+
+def parse(messages: object = None, **fields: object) -> EmbeddingRequest:
+    body = {"model": "m", **fields} | ({} if messages is None else {"messages": messages})
+    return EMBEDDING_PARSER.parse(msgspec.json.encode(body))
+
+
+def user(*parts: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def test_inputs_come_out_in_order_and_with_their_place() -> None:
+    messages = [*user(image("data:,a"), {"type": "text", "text": "b"}), *user(image("data:,c")), {"content": "d"}]
+    request = parse(messages, input=[], user="somebody", something_unknown=[1])
+    assert take_inputs(request, 4) == [
+        MediaSource("image", "messages[0].content[0].image_url", url="data:,a"),
+        Text("b"),
+        MediaSource("image", "messages[1].content[0].image_url", url="data:,c"),
+        Text("d"),
+    ]
+    assert (request.messages, request.input) == (None, None)  # their URLs are held once
+
+
+def test_texts_and_data_urls_are_input() -> None:
+    assert take_inputs(parse(input="hello"), 1) == [Text("hello")]
+    assert take_inputs(parse(input=["a", "data:audio/wav;base64,AA==", "data:b"]), 3) == [
+        Text("a"),
+        MediaSource("audio", "input[1]", url="data:audio/wav;base64,AA=="),
+        Text("data:b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": 1}, "model"),
+        ({"model": "m", "dimensions": 0}, "dimensions"),
+        ({"model": "m", "dimensions": 1.5}, "dimensions"),
+        ({"model": "m", "encoding_format": "int8"}, "encoding_format"),
+        ({"model": "m", "messages": "hello"}, "messages"),
+        ({"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"model": "m", "messages": user({"type": "file", "file": {}})}, "messages[0].content[0].type"),
+        (
+            {"model": "m", "messages": user(image(), {"type": "image_url", "image_url": {"url": 3}})},
+            "messages[0].content[1].image_url.url",
+        ),
+        ({}, None),
+        ([], None),
+    ],
+)
+def test_what_is_not_such_a_request_is_refused_with_its_place(fields: object, param: str | None) -> None:
+    with pytest.raises(ApiError) as raised:
+        EMBEDDING_PARSER.parse(msgspec.json.encode(fields))
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, "invalid_value", param)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "code"),
+    [
+        (parse(input=[[1, 2]]), "input[0]", "unsupported_input"),
+        (parse(input=[1, 2]), "input[0]", "unsupported_input"),
+        (parse(input=["a", ""]), "input[1]", "invalid_value"),
+        (parse(input="a", messages=user(image())), "input", "invalid_value"),
+        (parse(input=[]), "input", "missing_input"),
+        (parse(), "input", "missing_input"),
+        (parse([]), "input", "missing_input"),
+        (parse(user()), "messages", "missing_input"),
+        (parse([{"role": "user", "content": ""}]), "messages[0].content", "invalid_value"),
+        (parse(user(image(), image(), image(), image())), "messages", "too_many_inputs"),
+        (parse(input=["a"] * 4), "input", "too_many_inputs"),
+    ],
+)
+def test_what_can_not_be_embedded_is_refused(request_: EmbeddingRequest, param: str, code: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        take_inputs(request_, 3)
+    assert (raised.value.status, raised.value.param, raised.value.code) == (400, param, code)
+
+
+def vectors() -> torch.Tensor:
+    return torch.nn.functional.normalize(torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5, dim=1)
+
+
+def test_numbers_come_out_as_they_are() -> None:
+    response = embedding_response(vectors(), parse(), 7)
+    assert [item.index for item in response.data] == [0, 1, 2]
+    assert [item.embedding for item in response.data] == vectors().tolist()
+    assert (response.object, response.data[0].object, response.model) == ("list", "embedding", "m")
+    assert (response.usage.prompt_tokens, response.usage.total_tokens) == (7, 7)
+    assert response.id.startswith("embd-")
+
+
+def test_base64_is_little_endian_float32() -> None:
+    response = embedding_response(vectors(), parse(encoding_format="base64"), 0)
+    for item, vector in zip(response.data, vectors(), strict=True):
+        assert isinstance(item.embedding, str)
+        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(item.embedding), "<f4"), vector.numpy())
+
+
+@pytest.mark.parametrize("dimensions", [1, 3, 4])
+def test_fewer_dimensions_are_made_length_one_again(dimensions: int) -> None:
+    [first, *_] = embedding_response(vectors(), parse(dimensions=dimensions), 0).data
+    expected = vectors()[0, :dimensions] / vectors()[0, :dimensions].norm()
+    np.testing.assert_allclose(first.embedding, expected, rtol=1e-6)
+
+
+def test_a_vector_that_is_cut_to_nothing_stays_finite() -> None:
+    [item] = embedding_response(torch.tensor([[0.0, 1.0]]), parse(dimensions=1), 0).data
+    assert item.embedding == [0.0]
+
+
+def test_more_dimensions_than_there_are_is_refused() -> None:
+    request = parse(dimensions=5)
+    check_dimensions(request, None)
+    for check in (lambda: embedding_response(vectors(), request, 0), lambda: check_dimensions(request, 4)):
+        with pytest.raises(ApiError, match="dimensions is 5, the model's embeddings have 4") as raised:
+            check()
+        assert (raised.value.status, raised.value.param) == (400, "dimensions")

@@ -1,0 +1,317 @@
+"""What the doctor says of machines of every kind: each check is given what such a machine would show."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import socket
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from frontend import doctor
+from frontend.cli import main
+from frontend.doctor import Check
+from shmring.memory.slab import NAME_PREFIX
+
+GIB = 1 << 30
+SHM = Path("/dev/shm")
+
+
+def filesystem(blocks: int, free: int, files: int = 1000, free_files: int = 900) -> os.statvfs_result:
+    return os.statvfs_result((4096, 4096, blocks, free, free, files, free_files, free_files, 0, 255))
+
+
+# -- the whole ------------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_passes_and_the_self_test_is_timed() -> None:
+    checks = {check.name: check for check in doctor.run_checks(8 << 20)}
+    assert not doctor.has_problem(list(checks.values())), checks
+    assert "us (median)" in checks["self-test"].found
+    assert checks["torch"].found.startswith("2.")
+
+
+def test_the_command_prints_json_and_fails_for_a_problem() -> None:
+    result = CliRunner().invoke(main, ["doctor", "--json", "--slab-nbytes=4000GiB"])
+    assert result.exit_code == 1
+    checks = {check.name: check for check in msgspec.json.decode(result.output, type=list[Check])}
+    assert checks["/dev/shm space"].status == "problem"
+    assert "--shm-size" in checks["/dev/shm space"].advice
+    assert checks["self-test"].status == "ok"
+
+
+def test_the_command_refuses_what_is_no_size() -> None:
+    result = CliRunner().invoke(main, ["doctor", "--slab-nbytes=much"])
+    assert result.exit_code == 2
+    assert "'much' is not a size" in result.output
+
+
+def test_the_table_shows_everything_as_it_is() -> None:
+    console = Console(file=StringIO(), width=100)
+    doctor.show([Check("huge pages", "warning", "always [never]", "echo [bold]")], console)
+    written = console.file.getvalue()  # type: ignore[attr-defined] # it is a StringIO
+    for text in ("huge pages", "warning", "always [never]", "echo [bold]"):
+        assert text in written
+
+
+def test_a_problem_is_what_decides() -> None:
+    assert not doctor.has_problem([Check("a", "ok", ""), Check("b", "warning", "")])
+    assert doctor.has_problem([Check("a", "ok", ""), Check("b", "problem", "")])
+
+
+# -- the kernel and its memory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("release", "status"),
+    [
+        ("6.18.44-fc", "ok"),
+        ("5.10.0-21-amd64", "ok"),
+        ("5.3.0", "ok"),
+        ("5.2.21", "problem"),
+        ("4.19", "problem"),
+        ("?", "problem"),
+    ],
+)
+def test_kernels(release: str, status: str) -> None:
+    assert doctor.check_kernel(release).status == status
+
+
+@pytest.mark.parametrize(
+    ("mounts", "status", "found"),
+    [
+        ("tmpfs /dev/shm tmpfs rw,nosuid,noexec,size=65536k 0 0\n", "ok", "tmpfs (rw,nosuid,noexec,size=65536k)"),
+        ("shm /dev/shm tmpfs rw 0 0\n/dev/sda /dev/shm ext4 rw 0 0\n", "problem", "ext4 (rw)"),
+        ("tmpfs /dev/shm tmpfs ro,relatime 0 0\n", "problem", "tmpfs (ro,relatime)"),
+        ("tmpfs /dev/shm/below tmpfs rw 0 0\n", "problem", "nothing is mounted there"),
+        ("/dev/sda / ext4 rw 0 0\ntmpfs /dev tmpfs rw,mode=755 0 0\nproc /proc proc rw 0 0\n", "ok", "tmpfs (rw,mode=755)"),
+        ("tmpfs /dev/shm/below tmpfs rw 0 0\n/dev/sda / ext4 rw 0 0\n", "problem", "ext4 (rw)"),
+        ("", "problem", "nothing is mounted there"),
+    ],
+)
+def test_mounts(mounts: str, status: str, found: str) -> None:
+    check = doctor.check_shm_mount(mounts, SHM)
+    assert (check.status, check.found) == (status, found)
+
+
+def test_docker_s_64_mb_are_a_problem_with_its_remedy() -> None:
+    check = doctor.check_shm_space(filesystem(16384, 16384), GIB)
+    assert check.status == "problem"
+    assert check.found == "64 MiB of 64 MiB are free; the slab takes 1 GiB"
+    assert "--shm-size" in check.advice
+
+
+def test_a_full_tmpfs_is_told_from_a_small_one() -> None:
+    full = doctor.check_shm_space(filesystem(GIB // 4096, 10), GIB)
+    assert full.status == "problem"
+    assert "remove what fills /dev/shm" in full.advice
+    assert doctor.check_shm_space(filesystem(GIB // 4096, GIB // 4096), GIB).status == "ok"
+    assert doctor.check_shm_space(filesystem(0, 0), GIB).found == "not limited"
+    assert doctor.check_shm_space(None, GIB).status == "problem"
+
+
+@pytest.mark.parametrize(("files", "free", "status"), [(1000, 900, "ok"), (1000, 3, "problem"), (0, 0, "ok")])
+def test_inodes(files: int, free: int, status: str) -> None:
+    assert doctor.check_shm_inodes(filesystem(10, 10, files, free)).status == status
+
+
+@pytest.mark.parametrize(("available_kib", "status"), [(8 << 20, "ok"), (1500 << 10, "warning"), (1 << 19, "problem")])
+def test_memory(available_kib: int, status: str) -> None:
+    meminfo = (
+        f"MemTotal:       16777216 kB\nMemFree:         1 kB\nMemAvailable:   {available_kib} kB\nHugePages_Total:       0\n"
+    )
+    check = doctor.check_memory(meminfo, GIB)
+    assert check.status == status
+    assert "of 16 GiB are available" in check.found
+    assert bool(check.advice) == (status != "ok")
+
+
+def test_memory_that_can_not_be_seen() -> None:
+    assert doctor.check_memory("", GIB).status == "warning"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_the_smallest_limit_of_all_groups_above_us_counts(tmp_path: Path) -> None:
+    membership = write(tmp_path / "cgroup", "0::/pod/container\n")
+    root = tmp_path / "fs"
+    write(root / "memory.max", "1\n").rename(tmp_path / "memory.max")  # beyond the root, nothing is looked at
+    write(root / "pod" / "memory.max", f"{GIB // 2}\n")
+    write(root / "pod" / "container" / "memory.max", "max\n")
+    check = doctor.check_cgroup(membership, root, GIB)
+    assert (check.status, check.found) == ("problem", "limited to 512 MiB; the slab takes 1 GiB")
+    assert "--memory=" in check.advice
+    write(root / "pod" / "memory.max", f"{GIB + (GIB >> 1)}\n")
+    assert doctor.check_cgroup(membership, root, GIB).status == "warning"
+    write(root / "pod" / "memory.max", f"{4 * GIB}\n")
+    assert doctor.check_cgroup(membership, root, GIB).status == "ok"
+
+
+def test_control_groups_of_version_1(tmp_path: Path) -> None:
+    membership = write(tmp_path / "cgroup", "5:cpu,cpuacct:/a\n4:memory:/docker/x\n1:name=systemd:/\n")
+    limit = write(tmp_path / "fs" / "memory" / "docker" / "x" / "memory.limit_in_bytes", f"{GIB // 4}\n")
+    assert doctor.check_cgroup(membership, tmp_path / "fs", GIB).status == "problem"
+    limit.write_text("9223372036854771712\n")  # what it says instead of "max"
+    assert doctor.check_cgroup(membership, tmp_path / "fs", GIB).found == "not limited"
+
+
+def test_no_control_groups(tmp_path: Path) -> None:
+    assert doctor.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "advised"),
+    [
+        ("always within_size advise [never] deny force\n", "never", True),
+        ("always within_size [advise] never deny force\n", "advise", False),
+        ("[always] within_size advise never deny force\n", "always", False),
+        (None, "the kernel has none", False),
+    ],
+)
+def test_huge_pages_are_never_a_problem(text: str | None, found: str, advised: bool) -> None:
+    check = doctor.check_huge_pages(text)
+    assert check.status == "ok"
+    assert check.found.startswith(found)
+    assert bool(check.advice) == advised
+
+
+# -- limits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "cuda", "status"),
+    [(8 << 20, False, "ok"), (8 << 20, True, "warning"), (2 * GIB, True, "ok"), (resource.RLIM_INFINITY, True, "ok")],
+)
+def test_locked_memory_matters_with_a_gpu(limit: int, cuda: bool, status: str) -> None:
+    assert doctor.check_memlock(limit, GIB, cuda=cuda).status == status
+
+
+@pytest.mark.parametrize(("limit", "status"), [(64, "problem"), (256, "warning"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")])
+def test_open_files(limit: int, status: str) -> None:
+    check = doctor.check_open_files(limit)
+    assert check.status == status
+    assert ("ulimit -n" in check.advice) == (status != "ok")
+
+
+# -- what frontends and engine know each other by -----------------------------------------------------------------------
+
+
+def test_no_pidfd_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_pidfd().status == "ok"
+
+    def refuse(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    check = doctor.check_pidfd()
+    assert check.status == "problem"
+    assert "seccomp" in check.advice
+
+
+def test_an_older_kernel_has_a_way_round_so_peerpidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_SO_PEERPIDFD", 9999)  # unknown to any kernel, as 77 is to one before 6.5
+    check = doctor.check_peer_pidfd()
+    assert check.status == "warning"
+    assert "the peer's pid is opened instead" in check.found
+
+
+def test_descriptors_that_do_not_arrive_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    assert doctor.check_descriptor_passing().status == "ok"
+
+    def strip(sending: socket.socket, buffers: list[bytes], fds: list[int]) -> int:
+        return sending.send(buffers[0])
+
+    monkeypatch.setattr(socket, "send_fds", strip)
+    assert doctor.check_descriptor_passing().status == "problem"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_directory_of_ours_is_safe(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    assert doctor.check_socket_directory(tmp_path) == Check(
+        "socket directory", "ok", f"{tmp_path} (mode 0700, uid {os.getuid()})"
+    )
+    tmp_path.chmod(0o755)
+    assert doctor.check_socket_directory(tmp_path).status == "ok"
+
+
+def test_a_directory_that_others_can_write_to_is_not(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    check = doctor.check_socket_directory(tmp_path)
+    assert check.status == "problem"
+    assert check.advice.endswith(f"chmod 700 {tmp_path}")
+
+
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert doctor.check_socket_directory(tmp_path / "link").status == "problem"
+    assert "is made by the first engine" in doctor.check_socket_directory(tmp_path / "a" / "b").found
+    write(tmp_path / "file", "")
+    assert doctor.check_socket_directory(tmp_path / "file" / "a").status == "problem"
+
+
+def test_a_directory_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    check = doctor.check_socket_directory(tmp_path / "a" / "b")
+    assert (check.status, check.found) == ("problem", f"{tmp_path}/a/b can't be made: {tmp_path} is not writable")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    check = doctor.check_socket_directory(tmp_path)
+    assert check.status == "problem"
+    assert f"must belong to uid {os.getuid()}" in check.advice
+    os.chown(tmp_path, os.getuid(), -1)
+
+
+def test_what_dead_engines_left_is_told_from_what_living_ones_hold(tmp_path: Path) -> None:
+    assert doctor.check_leftovers(tmp_path) == Check("left segments", "ok", "none")
+    left, living, fifo = (tmp_path / f"{NAME_PREFIX}-{os.getuid()}-{name}" for name in ("left", "living", "fifo"))
+    left.write_bytes(b"x" * 8192)
+    living.write_bytes(b"x")
+    os.mkfifo(fifo)
+    (tmp_path / f"{NAME_PREFIX}-{os.getuid() + 1}-other").write_bytes(b"x")
+    with living.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        check = doctor.check_leftovers(tmp_path)
+    assert (check.status, check.found) == ("warning", f"8 KiB in {left.name}")
+    assert left.exists()  # it only looks
+
+
+# -- what is installed --------------------------------------------------------------------------------------------------
+
+
+def test_packages() -> None:
+    assert doctor.check_package("msgspec").found == __import__("msgspec").__version__
+    missing = doctor.check_package("a-package-that-is-not")
+    assert (missing.status, missing.advice) == ("problem", "pip install a-package-that-is-not")
+
+
+def test_a_missing_decoder_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(name: str) -> Any:
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", find_nothing)
+    assert doctor.check_package("av").status == "warning"
+    assert doctor.check_package("numpy").status == "problem"
+    assert doctor.check_package("shmring").status == "ok"  # it runs, so it is here
+
+
+def test_a_machine_on_which_nothing_works_is_a_row_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TEST_SLAB_NBYTES", 4000 * GIB)
+    check = doctor.check_exchange()
+    assert check.status == "problem"
+    assert "reserving 4294967296000 bytes in /dev/shm failed" in check.found

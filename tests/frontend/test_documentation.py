@@ -1,0 +1,61 @@
+"""The OpenAPI document and its page. Whether the document is true: ``test_schema.py``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+
+import shmring
+from frontend.documentation import openapi_document
+
+OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(references, node.values()))
+    return set().union(*map(references, node)) if isinstance(node, list) else set()
+
+
+def test_everything_that_it_refers_to_is_there() -> None:
+    document = openapi_document(keys_needed=False)
+    found = references(document)
+    assert {f"#/components/schemas/{name}" for name in document["components"]["schemas"]} >= found
+    assert "#/components/schemas/ErrorEnvelope" in found
+    json.dumps(document)
+
+
+def test_keys_are_asked_for_where_they_are_needed() -> None:
+    paths = openapi_document(keys_needed=True)["paths"]
+    protected = {path for path, operations in paths.items() for one in operations.values() if "security" in one}
+    assert protected == {"/v1/chat/completions", "/v1/embeddings", "/v1/models"}
+    assert "security" not in json.dumps(openapi_document(keys_needed=False))
+
+
+def test_streams_and_all_failures_are_told() -> None:
+    chat = openapi_document(keys_needed=False)["paths"]["/v1/chat/completions"]["post"]
+    assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "500", "503", "504"}
+
+
+async def test_the_page_needs_no_other_server(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine())
+    page = await http.get("/docs")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert re.findall(r"""<(?:script|link|img)[^>]*?(?:src|href)=["']?(?!data:)([^"' >]+)""", page.text[:2000]) == []
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "https:" not in page.headers["content-security-policy"]
+    [address] = re.findall(r"url: '([^']*)',\s*dom_id", page.text)
+    document = await http.get(str(httpx.URL("http://test/docs").join(address)))
+    assert document.json()["info"]["version"] == shmring.__version__
+    assert document.json() == (await http.get("/docs/openapi.json")).json()
+
+
+async def test_the_version_is_told(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine())
+    assert (await http.get("/version")).json() == {"version": shmring.__version__}

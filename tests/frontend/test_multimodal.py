@@ -1,0 +1,268 @@
+"""The way of a request's media: sizes first, one slot, in place, and back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import wave
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from engine.protocol import (
+    InputSpec,
+    Picture,
+    PictureSpec,
+    SoundSpec,
+    Spectrogram,
+    Video,
+    VideoSpec,
+    checksum_of,
+    tensor_of,
+)
+from frontend.admission import Admission, Admitted
+from frontend.errors import ApiError
+from frontend.media.loader import MediaLoader, MediaSource
+from frontend.multimodal import MediaIntake
+from frontend.settings import FrontendSettings, MediaCounts
+
+PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
+LARGE = np.zeros((300, 300, 3), np.uint8)
+SPEC = InputSpec(picture=PictureSpec(), sound=SoundSpec(), video=VideoSpec(num_frames=4))
+
+
+def wav() -> bytes:
+    """A second of a tone."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, 16_000, 16_000, "NONE", "not compressed"))
+        writer.writeframes((np.sin(np.arange(16_000) / 20) * 10_000).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def mp4() -> bytes:
+    """Eight frames of 64 x 48 pixels, each a little lighter."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for index in range(8):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 30 * index, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def source_of(file: bytes, kind: Any = "image", param: str = "p") -> MediaSource:
+    mime = {"image": "image/png", "audio": "audio/wav", "video": "video/mp4"}[kind]
+    return MediaSource(kind, param, url=f"data:{mime};base64,{base64.b64encode(file).decode('ascii')}")
+
+
+@pytest.fixture
+async def open_intake() -> AsyncIterator[Any]:
+    """``open_intake(engine, **settings)``: an intake, closed at the end."""
+    intakes: list[MediaIntake] = []
+
+    def make(engine: Any, **settings: Any) -> MediaIntake:
+        intakes.append(MediaIntake(engine.client, FrontendSettings(**settings)))
+        return intakes[-1]
+
+    yield make
+    for intake in intakes:
+        await intake.close()
+
+
+@pytest.fixture
+def admitted() -> Admitted:
+    """A request that was just admitted."""
+    admission = Admission(FrontendSettings(max_concurrent_media=1))
+    return Admitted(admission._line, admission._turns)
+
+
+async def test_all_media_share_one_slot(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, eventually: Any
+) -> None:
+    engine = await open_engine()
+    sources = [source_of(encoded(pixels)) for pixels in PIXELS]
+    async with open_intake(engine).take(sources, SPEC, admitted, "messages") as media:
+        assert sources == []
+        for medium, pixels in zip(media, PIXELS, strict=True):
+            assert isinstance(medium, Picture)
+            np.testing.assert_array_equal(medium.pixels.numpy(), pixels)
+            assert medium.checksum is None
+        assert engine.client.ring.statistics().slots_writing == 1
+        del medium
+    assert media == []
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_every_modality_is_decoded_in_place(open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted) -> None:
+    engine = await open_engine(slab_nbytes="16MiB")
+    recording = MediaSource("audio", "p", base64=base64.b64encode(wav()).decode("ascii"))
+    sources = [source_of(mp4(), "video"), source_of(encoded(PIXELS[0])), source_of(wav(), "audio"), recording]
+    checked = InputSpec(picture=SPEC.picture, sound=SPEC.sound, video=SPEC.video, checksum=True)
+    async with open_intake(engine).take(sources, checked, admitted, "messages") as media:
+        video, picture, sound, same = media
+        assert isinstance(video, Video)
+        assert tuple(video.frames.shape) == (4, 48, 64, 3)
+        assert video.frames.float().mean(dim=(1, 2, 3)).diff().min() > 10
+        assert isinstance(picture, Picture)
+        assert isinstance(sound, Spectrogram)
+        assert abs(sound.log_mel.shape[0] - 100) <= 3
+        assert isinstance(same, Spectrogram)
+        assert same.checksum == sound.checksum
+        assert [medium.checksum for medium in media] == [checksum_of(tensor_of(medium)) for medium in media]
+        del video, picture, sound, same
+
+
+async def test_a_turn_is_taken_for_media_only_and_given_back_before_the_engine_is_asked(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted
+) -> None:
+    intake = open_intake(await open_engine())
+    async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admitted, "messages"):
+        await asyncio.wait_for(admitted.take_turn(), 1)  # it is free, and somebody else has it now
+        other = Admitted(admitted._line, admitted._turns)
+        async with intake.take([], SPEC, other, "messages") as media:
+            assert media == []
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(intake.take([source_of(b"")], SPEC, other, "messages").__aenter__(), 0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "code"),
+    [
+        ("image", b"no picture", "invalid_image"),
+        ("audio", b"no sound", "invalid_audio"),
+        ("video", b"no clip", "invalid_video"),
+    ],
+)
+async def test_what_is_no_medium_is_told_with_its_place(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, kind: str, file: bytes, code: str
+) -> None:
+    engine = await open_engine(slab_nbytes="1MiB")
+    intake = open_intake(engine, slot_timeout_s=0.01)
+    async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
+        sources = [source_of(encoded(LARGE), param="first"), source_of(file, kind, "second")]
+        with pytest.raises(ApiError) as raised:  # and not that there is no slot: none is asked for
+            await intake.take(sources, SPEC, admitted, "messages").__aenter__()
+        assert (raised.value.status, raised.value.code, raised.value.param) == (400, code, "second")
+        with pytest.raises(ApiError, match="no space for 270000 bytes"):
+            await intake.take([source_of(encoded(LARGE))], SPEC, admitted, "messages").__aenter__()
+
+
+async def test_a_modality_that_the_model_lacks_is_refused(open_engine: Any, open_intake: Any, admitted: Admitted) -> None:
+    intake = open_intake(await open_engine())
+    with pytest.raises(ApiError, match="does not take audio") as raised:
+        await intake.take([source_of(wav(), "audio")], InputSpec(picture=PictureSpec()), admitted, "x").__aenter__()
+    assert (raised.value.status, raised.value.code) == (400, "invalid_audio")
+
+
+async def test_too_many_are_refused_before_anything_is_loaded(
+    open_engine: Any, open_intake: Any, admitted: Admitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def load(*_: object) -> None:
+        raise AssertionError("nothing is to be loaded")
+
+    monkeypatch.setattr(MediaLoader, "load", load)
+    intake = open_intake(await open_engine(), limit_mm_per_prompt=MediaCounts(image=1))
+    with pytest.raises(ApiError, match="has 2 media of kind image, at most 1 are accepted") as raised:
+        await intake.take([source_of(b""), source_of(b"")], SPEC, admitted, "messages").__aenter__()
+    assert (raised.value.status, raised.value.param) == (400, "messages")
+
+
+async def test_media_that_are_too_large_together_are_refused(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted
+) -> None:
+    intake = open_intake(await open_engine(), max_media_nbytes=3000, decode_threads=1)
+    sources = [source_of(encoded(pixels)) for pixels in PIXELS]  # 1.9 KB each
+    with pytest.raises(ApiError) as raised:
+        await intake.take(sources, SPEC, admitted, "messages").__aenter__()
+    assert (raised.value.status, raised.value.code) == (413, "media_too_large")
+
+
+async def test_a_picture_that_is_damaged_behind_its_header_gives_the_slot_back(
+    open_engine: Any, open_intake: Any, encoded: Any, eventually: Any, admitted: Admitted
+) -> None:
+    engine = await open_engine()
+    sources = [source_of(encoded(PIXELS[0])), source_of(encoded(PIXELS[1])[:-30], param="this")]
+    with pytest.raises(ApiError, match="truncated") as raised:
+        await open_intake(engine).take(sources, SPEC, admitted, "messages").__aenter__()
+    assert raised.value.param == "this"
+    del raised  # its traceback has the frames that made the views
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_nothing_is_decoded_before_there_is_a_slot(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def decode(*_: object) -> None:
+        raise AssertionError("there was no slot yet")
+
+    engine = await open_engine(slab_nbytes="1MiB")
+    monkeypatch.setattr(MediaLoader, "decode", decode)
+    async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
+        intake = open_intake(engine, slot_timeout_s=0.05)
+        with pytest.raises(ApiError, match="no space"):
+            await intake.take([source_of(encoded(LARGE))], SPEC, admitted, "messages").__aenter__()
+
+
+@pytest.mark.parametrize("moment", ["loading", "waiting for a slot", "decoding", "in the block"])
+async def test_cancelling_at_any_moment_gives_everything_back(
+    open_engine: Any,
+    open_intake: Any,
+    encoded: Any,
+    eventually: Any,
+    admitted: Admitted,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    reached = asyncio.Event()
+
+    async def stay(*_: object) -> Any:
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def take() -> None:
+        try:
+            async with intake.take([source_of(encoded(LARGE))], SPEC, admitted, "messages"):
+                await stay()
+        finally:
+            admitted.release_turn()  # as admission does
+
+    engine = await open_engine(slab_nbytes="1MiB")
+    intake = open_intake(engine)
+    blocker = None
+    if moment in ("loading", "decoding"):
+        monkeypatch.setattr(MediaLoader, "load" if moment == "loading" else "decode", stay)
+    elif moment == "waiting for a slot":
+        blocker = await engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
+    task = asyncio.create_task(take())
+    if blocker is None:
+        await reached.wait()
+    else:
+        await eventually(lambda: engine.client.ring.statistics().waiting == 1)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+    del task
+    if blocker is not None:
+        blocker.close()
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+    assert engine.client.ring.statistics().waiting == 0
+    assert not admitted._turns.locked()
+
+
+async def test_without_shared_memory_it_is_private(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted
+) -> None:
+    engine = await open_engine()
+    intake = open_intake(engine, disable_mm_shm=True)
+    async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admitted, "messages") as [picture]:
+        np.testing.assert_array_equal(tensor_of(picture).numpy(), PIXELS[0])
+        assert engine.client.ring.statistics().slots_in_use == 0
