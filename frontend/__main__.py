@@ -220,7 +220,7 @@ async def _serve(place: _Place, settings: FrontendSettings) -> None:
     description = f"frontend {os.getpid()}"
     config = shmring.ClientConfig(socket_dir=place.socket_dir, connect_timeout_s=place.connect_timeout_s)
     if settings.disable_mm_shm:
-        config = dataclasses.replace(config, inline_nbytes=_INLINE_NBYTES, write_buffer_nbytes=2 * _INLINE_NBYTES)
+        config = dataclasses.replace(config, inline_nbytes=_INLINE_NBYTES)
     with _watching_parent(place.parent_pid):
         async with await EngineClient.connect(place.name, config, description=description) as engine:
             server = _Server(create_app(engine, settings), place)

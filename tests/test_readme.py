@@ -50,3 +50,37 @@ def test_the_example_runs_in_two_processes(tmp_path: Path, socket_dir: Path) -> 
 def test_the_transport_example_is_about_twenty_lines() -> None:
     code = [line for name in ("shmring.serve(", "shmring.connect(") for line in block(name).splitlines() if line.strip()]
     assert len(code) <= 24
+
+
+def test_the_servers_examples_run(tmp_path: Path) -> None:
+    embed, chat = block("client.embeddings.create("), block("client.chat.completions.create(")
+    assert run_against("features", embed, tmp_path) == "1 512\n"
+    preparation = embed[: embed.index("answer = ")]
+    answer = run_against("synthetic", preparation + chat, tmp_path)
+    assert answer.startswith("[synthetic] token2 ")
+    assert answer.endswith(" token20")
+
+
+def run_against(executor: str, code: str, tmp_path: Path) -> str:
+    """Runs an example against a server with this executor; returns what it printed."""
+    command = ["serve", "--port", "0", "--executor", executor, "--name", f"readme-{os.getpid()}", "--slab-nbytes", "64MiB"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "frontend.cli", *command], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    try:
+        assert server.stdout is not None
+        found = re.search(r"http://\S+", server.stdout.readline())
+        assert found is not None
+        code = code.replace("http://127.0.0.1:8000", found[0])
+        example = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert example.returncode == 0, example.stderr
+        return example.stdout
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            assert server.wait(20) == 0
+        finally:
+            server.kill()

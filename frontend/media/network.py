@@ -182,9 +182,10 @@ class RemoteClient:
         Raises:
             MediaError: it is not allowed, too large, too slow, or not there.
         """
+        start = parse_url(url)
         try:
             async with asyncio.timeout(self._timeout_s), self._turns:
-                return await self._follow(parse_url(url), max_nbytes)
+                return await self._follow(start, max_nbytes)
         except (TimeoutError, httpcore.TimeoutException):
             problem = f"the medium could not be fetched within {self._timeout_s:g} s"
         except (httpcore.NetworkError, httpcore.RemoteProtocolError) as error:

@@ -66,7 +66,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._decode = decode
         self._max_frame_nbytes = max_frame_nbytes
         self._write_buffer_nbytes = write_buffer_nbytes
-        self._max_write_buffer_nbytes = max_write_buffer_nbytes
+        # `drain` lets one message of any size go past its limit; that alone must not look like a peer that does not read.
+        self._max_write_buffer_nbytes = max(max_write_buffer_nbytes, write_buffer_nbytes + max_frame_nbytes)
         self._frames = FrameDecoder(max_frame_nbytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None

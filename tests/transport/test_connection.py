@@ -200,6 +200,16 @@ async def test_a_message_that_is_too_large_is_refused_here_and_nothing_is_sent(o
     assert await end.received(1) == [Abort(1)]
 
 
+async def test_one_message_of_any_size_is_no_sign_of_a_peer_that_does_not_read(open_end: Any) -> None:
+    end = await open_end(max_frame_nbytes=4096 * KIB, write_buffer_nbytes=16 * KIB, max_write_buffer_nbytes=64 * KIB)
+    end.connection.send(Call(1, "large", bytes(4000 * KIB)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not end.connection.can_write
+    assert end.owner.violations == []
+    end.connection.abort()
+
+
 # -- a peer that breaks the rules ---------------------------------------------------------------------------------------
 
 
