@@ -27,6 +27,7 @@ from av.video.stream import VideoStream
 
 from frontend.media.errors import MediaError
 from frontend.media.mp4 import check_tables
+from frontend.media.riff import check_wav
 
 __all__ = ["SOUND_DECODERS", "VIDEO_DECODERS", "demuxer_of", "media_errors", "opened", "prepare_decoder"]
 
@@ -131,6 +132,8 @@ def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: i
         raise MediaError(f"not a {what} in a format that is accepted ({_ACCEPTED})")
     if demuxer == "mov":
         check_tables(data)
+    if demuxer == "wav":
+        check_wav(file.view)
     options = {
         "codec_whitelist": ",".join(sorted(decoders)),
         **_NO_PROTOCOLS,

@@ -49,6 +49,7 @@ __all__ = ["FORMATS", "PictureHeader", "PictureLimits", "decode_into", "probe"]
 #: as some cameras make them, is opened through "JPEG" and then calls itself "MPO".)
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
+_HARMLESS_NBYTES = 64 << 20  # decoded: 22 megapixels
 _BAND_NBYTES = 512 << 10  # a band and its conversion stay in a core's second-level cache
 _REDUCING_GAP = 2  # what Pillow calls it: resampling from twice the size looks like resampling from the whole
 _WHITE = (255, 255, 255)
@@ -64,11 +65,14 @@ class PictureLimits:
             refuses more than about 179 million.
         max_aspect_ratio: of the longer side to the shorter one. Models scale pictures to about a square's area, where a
             line of one pixel is nothing.
+        max_expansion: decoded bytes for each byte of the file, of pictures that take more than 64 MiB. Photographs have 5 to
+            50, drawings 200; a deflate bomb has 1030. Smaller ones may be blank.
     """
 
     max_nbytes: int = 64 << 20
     max_pixels: int = 64_000_000
     max_aspect_ratio: float = 200.0
+    max_expansion: float = 500.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +119,7 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
         orientation = _orientation(image)
         name = image.format or "unknown"
     check_size("the picture", stored_width, stored_height, limits.max_pixels, limits.max_aspect_ratio)
+    _check_expansion(len(data), 3 * stored_width * stored_height, limits.max_expansion)
     width, height = scaled_size(stored_width, stored_height, max_pixels)
     if orientation in SWAPPING_ORIENTATIONS:
         width, height = height, width
@@ -192,6 +197,14 @@ def _flat(image: Image.Image, width: int, height: int, background: tuple[int, in
         place = top // factor
         reduced[place : place + -(-band.height // factor)] = np.asarray(flat.reduce(factor) if factor > 1 else flat)
     return Image.fromarray(reduced)
+
+
+def _check_expansion(file_nbytes: int, decoded_nbytes: int, limit: float) -> None:
+    if decoded_nbytes > _HARMLESS_NBYTES and decoded_nbytes > limit * file_nbytes:
+        raise MediaError(
+            f"the picture of {decoded_nbytes} bytes is packed into {file_nbytes}, "
+            f"1 to {decoded_nbytes / file_nbytes:.0f}; 1 to {limit:g} is accepted for one so large"
+        )
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ class MediaLimits:
         max_image_pixels: width times height. Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab.
         max_aspect_ratio: of the longer side to the shorter one, of pictures and frames. 200 is what vision models' own
             preprocessing accepts at most (Qwen2-VL); a panorama has 10.
+        max_image_expansion: of a large picture, decoded bytes for each byte of the file; see :class:`PictureLimits`.
         max_audio_nbytes: of a recording's file. 64 MiB holds 600 s of 16-bit stereo at 48 kHz less a little, and hours of MP3.
         max_audio_duration_s: ten minutes at 16 kHz take 38 MB of the slab as a waveform and 19 MB as 80 mel bands.
         max_video_nbytes: of a clip's file. 256 MiB holds 60 s as phones record 4K (35 Mbit/s).
@@ -43,6 +44,7 @@ class MediaLimits:
     max_image_nbytes: int = 64 << 20
     max_image_pixels: int = 64_000_000
     max_aspect_ratio: float = 200.0
+    max_image_expansion: float = 500.0
     max_audio_nbytes: int = 64 << 20
     max_audio_duration_s: float = 600.0
     max_video_nbytes: int = 256 << 20
@@ -59,6 +61,7 @@ class MediaLimits:
             max_nbytes=self.max_image_nbytes,
             max_pixels=self.max_image_pixels,
             max_aspect_ratio=self.max_aspect_ratio,
+            max_expansion=self.max_image_expansion,
         )
 
     def max_nbytes(self, kind: str) -> int:

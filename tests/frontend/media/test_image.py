@@ -331,3 +331,15 @@ def test_damaged_bytes_are_a_media_error_or_a_picture(data: bytes, changes: list
         damaged[start : start + len(replacement)] = replacement
     with contextlib.suppress(MediaError):
         decoded(bytes(damaged[: int(kept * len(damaged))]), PictureLimits(max_pixels=1_000_000))
+
+
+def test_a_large_picture_that_is_packed_too_well_is_a_bomb_and_a_small_one_is_blank() -> None:
+    def blank(side: int) -> bytes:
+        file = io.BytesIO()
+        Image.new("RGB", (side, side)).save(file, "PNG")
+        return file.getvalue()
+
+    assert probe(blank(3000), PictureLimits()).shape == (3000, 3000, 3)
+    with pytest.raises(MediaError, match=r"1 to 10[0-9][0-9]; 1 to 500 is accepted"):
+        probe(blank(5000), PictureLimits())
+    assert probe(blank(5000), PictureLimits(max_expansion=2000)).shape == (5000, 5000, 3)
