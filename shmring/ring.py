@@ -809,6 +809,8 @@ class Ring:
             reply_nbytes=self._geometry.reply_blocks * BLOCK_NBYTES,
             reply_free_nbytes=ledger.reply_free_nbytes,
             replies_waiting=len(self._reply_waiters),
+            late_aborts=ledger.late_aborts,
+            stale_releases=ledger.stale_releases,
             reply_copies=self._copier.copies,
             reply_copied_nbytes=self._copier.copied_nbytes,
             **dataclasses.asdict(counters),

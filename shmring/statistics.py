@@ -26,6 +26,8 @@ class RingStatistics:
         replies: replies sent.
         reply_copies, reply_copied_nbytes: tensors copied into replies.
         received_nbytes: bytes of slots taken over from frontends.
+        late_aborts: aborts of requests that had ended: the messages crossed.
+        stale_releases: reply slots that were given back once more.
         protocol_errors: connections closed because their frontend broke the rules.
         refused: connections refused in the handshake.
         reclaimed_nbytes: bytes taken back from frontends that had gone.
@@ -56,6 +58,8 @@ class RingStatistics:
     reply_copies: int
     reply_copied_nbytes: int
     received_nbytes: int
+    late_aborts: int
+    stale_releases: int
     protocol_errors: int
     refused: int
     reclaimed_nbytes: int

@@ -74,6 +74,8 @@ class Ledger:
         self._window: Window | None = None
         self._next_lease_id = 1
         self._next_reply_generation = 1
+        self.late_aborts = 0  # of requests that had ended: messages cross
+        self.stale_releases = 0  # of reply slots that had been given back
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
@@ -393,6 +395,7 @@ class Ledger:
         client = self._connected(client_id)
         request = client.requests.pop(request_id, None)
         if request is None:
+            self.late_aborts += 1
             return []
         was_running = request.state is Request.RUNNING
         request.state = advance(REQUEST, request.state, RequestEvent.ABORT)
@@ -470,18 +473,26 @@ class Ledger:
         return self._serve_reply_wants()
 
     def release_replies(self, client_id: int, generations: Sequence[int]) -> list[Effect]:
-        """A client gives reply slots back.
+        """A client gives reply slots back. One that was given back before is counted, and nothing else.
 
         Raises:
-            RemoteProtocolError: it does not hold one of them. Nothing was changed.
+            RemoteProtocolError: it never held one of them, or has not been sent it yet. Nothing was changed.
         """
         client = self.clients[client_id]
         for generation in generations:
-            if generation not in client.replies or generation in client.unsent_replies:
+            if generation in client.unsent_replies or (generation not in client.replies and not self._was_released(generation)):
                 raise RemoteProtocolError(f"reply slot {generation} was released by client {client_id}, which does not hold it")
-        for generation in dict.fromkeys(generations):
-            self._free_reply(client, generation)
+        for generation in generations:
+            if generation in client.replies:
+                self._free_reply(client, generation)
+            else:
+                self.stale_releases += 1
         return self._serve_reply_wants()
+
+    def _was_released(self, generation: int) -> bool:
+        """Whether a reply slot was lent out once and nobody holds it now. Generations are never used again."""
+        is_known = 0 < generation < self._next_reply_generation
+        return is_known and not any(generation in client.replies for client in self.clients.values())
 
     def reply_sent(self, client_id: int, generation: int) -> None:
         """A reply slot has been written, and is its client's from now on."""

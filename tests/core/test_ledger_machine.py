@@ -142,6 +142,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reply_wants: dict[int, tuple[int, int]] = {}  # by ticket: client, blocks; in order of arrival
         self.next_client = 1
         self.next_ticket = 1
+        self.last_reply = 0  # the newest generation
         self.departures = 0
         self.connect(2)
         self.connect(2)
@@ -178,6 +179,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(range(slot.start, slot.start + blocks)) <= self.free_replies()
         assert not self.over_reply_quota(client_id, blocks)
         self.clients[client_id].replies[slot.generation] = slot
+        self.last_reply = max(self.last_reply, slot.generation)
         self.clients[client_id].unsent.add(slot.generation)
 
     def carry_out(self, effects: Sequence[Effect], expected: Sequence[Effect] = ()) -> None:
@@ -555,14 +557,19 @@ class LedgerMachine(RuleBasedStateMachine):
         client_id = self.draw_from(data, [c for c in self.connected() if self.clients[c].replies])
         client = self.clients[client_id]
         sent = sorted(set(client.replies) - client.unsent)
-        others = sorted(set(range(30)) - set(sent))
-        generations = data.draw(st.lists(st.sampled_from(sent), max_size=3) if sent else st.just([]), label="released")
+        held = {generation for other in self.clients.values() for generation in other.replies}
+        released = sorted(set(range(1, self.last_reply + 1)) - held)
+        generations = data.draw(st.lists(st.sampled_from(sent + released), max_size=3) if sent + released else st.just([]))
         if forged:
+            others = sorted((held - set(sent)) | {0, self.last_reply + 1, 2**64 - 1})
             self.refuses(lambda: self.ledger.release_replies(client_id, [*generations, self.draw_from(data, others)]))
             return
-        for generation in set(generations):
+        stale = self.ledger.stale_releases
+        fresh = set(generations) & set(sent)
+        for generation in fresh:
             del client.replies[generation]
         self.carry_out(self.ledger.release_replies(client_id, generations))
+        assert self.ledger.stale_releases - stale == len(generations) - len(fresh)
 
     # -- what holds after each event -----------------------------------------------------------------------------------------
 
