@@ -24,7 +24,8 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 pytest: $(INSTALLED)
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest --ignore=tests/core
 
 leftovers: pytest
 	$(BIN)/python tests/leftovers.py

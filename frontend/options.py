@@ -250,6 +250,14 @@ _OPTIONS = (
         "media_limits",
     ),
     _Option(
+        ("--max-image-expansion",),
+        "max_image_expansion",
+        _RATIO,
+        _MEDIA.max_image_expansion,
+        "Decoded bytes for each byte of the file, of large pictures.",
+        "media_limits",
+    ),
+    _Option(
         ("--max-image-nbytes",),
         "max_image_nbytes",
         NBYTES,

@@ -502,7 +502,7 @@ async def test_a_running_requests_deadline_ends_it_between_two_steps(socket_dir:
         gate.let()
         with pytest.raises(TimeoutError, match="deadline has passed in the engine"):
             await answer
-        assert executor_of(core).forgotten == [1]
+        await until(lambda: executor_of(core).forgotten == [1])
 
 
 async def test_a_callers_timeout_is_the_engines_deadline(socket_dir: Path) -> None:

@@ -136,6 +136,7 @@ class Application:
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
         self.in_flight = 0
+        self.told_of_shutdown = False
         self.left_at_the_end: int | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -150,6 +151,9 @@ class Application:
             await self._answer(scope["path"] == "/stream", send)
         finally:
             self.in_flight -= 1
+
+    def begin_shutdown(self) -> None:
+        self.told_of_shutdown = True
 
     async def _answer(self, streamed: bool, send: Any) -> None:
         if streamed:
@@ -217,7 +221,9 @@ async def test_what_runs_may_end(open_server: OpenServer, eventually: Any) -> No
     server, application, client = await open_server(600)
     asking = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
     await eventually(lambda: application.in_flight == 2)
+    assert not application.told_of_shutdown
     server.stop()
+    assert application.told_of_shutdown
 
     async def is_refused() -> bool:
         try:
