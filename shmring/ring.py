@@ -411,6 +411,8 @@ class Ring:
             if self.config.debug:
                 _log_drain(submit)
         self._carry_out(self._ledger.release_slots(client_id, generations, viewed))
+        for generation in viewed:
+            self._views.expect((client_id, generation))
 
     def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException | None) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""

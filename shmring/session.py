@@ -405,6 +405,8 @@ class Session:
         else:
             self._slot_views.forget(id(record))
         self._carry_out(self.book.give_up(record, self.loop.time()))
+        if record.viewed:
+            self._slot_views.expect(id(record))
 
     def _wake_for_deaths(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
@@ -604,6 +606,8 @@ class Session:
         try:
             reply = decoder.decode(content, region)
             viewed = {slot.generation for slot in content.slots if self._reply_views.anchor(slot.generation) is not None}
+            for generation in viewed:
+                self._reply_views.expect(generation)
         except msgspec.ValidationError as error:
             raise RemoteError(type(error).__name__, f"the reply is not of reply_type: {error}") from error
         finally:

@@ -79,7 +79,7 @@ class _Part:
         if isinstance(self.source, np.ndarray):
             return int(self.source.ctypes.data) if self.source.flags.c_contiguous else None
         source = self.source
-        plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
+        plain = source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg()
         return source.data_ptr() if plain else None
 
     def copy_to(self, anchor: NDArray[np.uint8], anchor_address: int) -> None:

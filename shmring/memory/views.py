@@ -5,7 +5,8 @@ built on it and keeps it alive, slices and reshapes included, so the slot is unv
 dies. (``torch.frombuffer`` would not do: its buffer can be released under a live tensor.)
 
 A weak reference's callback may run on any thread and in the middle of anything, so it does nothing but append to a deque
-and wake the event loop; :class:`Obituaries` hands the deaths out there.
+and wake the event loop; :class:`Obituaries` hands the deaths out there. Waking a loop takes system calls and a turn of it,
+and most anchors die before anybody waits for that, so it is done for those only whose death is expected.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class Obituaries(Generic[_Key]):
     """Tells when anchors die.
 
     Args:
-        wake: called on whatever thread an anchor died on, at most once until :meth:`collect`; must only wake the loop.
+        wake: called on whatever thread an expected death happened; must only wake the loop, which calls :meth:`collect`.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
         self._references: dict[_Key, weakref.ref[NDArray[np.uint8]]] = {}
+        self._expected: set[_Key] = set()
         self._dead: deque[tuple[_Key, weakref.ref[NDArray[np.uint8]]]] = deque()
 
     def __len__(self) -> int:
@@ -61,25 +63,37 @@ class Obituaries(Generic[_Key]):
         reference = self._references.get(key)
         return None if reference is None else reference()
 
+    def expect(self, key: _Key) -> None:
+        """Has a watched anchor's death reported; at once if it has died."""
+        self._expected.add(key)
+        reference = self._references[key]
+        if reference() is None:  # maybe a moment ago on another thread, which did not see yet that it was expected
+            self._report(key, reference)
+
     def living(self) -> list[_Key]:
         """Returns the keys whose anchors are alive."""
         return [key for key, reference in self._references.items() if reference() is not None]
 
     def collect(self) -> list[_Key]:
-        """Returns the keys whose anchors have died since the last call, and forgets them."""
+        """Returns the keys whose expected deaths have happened since the last call, and forgets them."""
         dead = []
         while self._dead:
             key, reference = self._dead.popleft()
             if self._references.get(key) is reference:
-                del self._references[key]
+                self.forget(key)
                 dead.append(key)
         return dead
 
     def forget(self, key: _Key) -> None:
         """Stops watching; a death that was already noticed is dropped as well."""
         self._references.pop(key, None)
+        self._expected.discard(key)
 
     def _died(self, key: _Key, reference: weakref.ref[NDArray[np.uint8]]) -> None:
+        if key in self._expected:
+            self._report(key, reference)
+
+    def _report(self, key: _Key, reference: weakref.ref[NDArray[np.uint8]]) -> None:
         self._dead.append((key, reference))
         self._wake()
 
