@@ -1,6 +1,6 @@
 # Each target installs what it needs into .venv, once, and does its job.
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
-#   make test     style, types, tests, coverage of the core, and a check that nothing is left behind
+#   make test     style, types, tests, coverage of the core, a minute of chaos, and a check that nothing is left behind
 #   make format   rewrites the sources in the project's style
 #   make clean    removes .venv and what the tools cached
 
@@ -9,12 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types pytest leftovers format clean install
+.PHONY: demo test lint types pytest faults leftovers format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
 
-test: lint types pytest leftovers
+test: lint types pytest faults leftovers
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -27,7 +27,10 @@ pytest: $(INSTALLED)
 	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
 	$(BIN)/python -m pytest --ignore=tests/core
 
-leftovers: pytest
+faults: $(INSTALLED)
+	$(BIN)/python -m bench faults --minutes 1 --seed 1
+
+leftovers: pytest faults
 	$(BIN)/python tests/leftovers.py
 
 format: $(INSTALLED)

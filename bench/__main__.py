@@ -13,10 +13,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import report, transport
+from bench import faults, report, transport
 from bench.messages import ITEM_NBYTES
 from bench.peers import PEERS
 from bench.processes import BenchError
+from bench.simulation.command import simulate_command
 from shmring.config import parse_nbytes
 
 _PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
@@ -39,6 +40,8 @@ class _Size(click.ParamType[int]):
             self.fail(f"{value} is not a positive multiple of {ITEM_NBYTES} bytes, the size of a float32", param, ctx)
         return nbytes
 
+
+main.add_command(simulate_command)
 
 _SIZES = ("64KiB", "1MiB", "16MiB")
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -85,6 +88,37 @@ def transport_command(
     Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(report.transport_table(results))
     if json_path is not None:
         report.write_json(results, json_path)
+
+
+@main.command("faults")
+@click.option("--minutes", default=1.0, type=click.FloatRange(min=0.05), help="How long.")
+@click.option("--seed", default=1, type=int, help="Of all that is drawn: faults, requests, contents.")
+@click.option("--frontends", default=3, type=click.IntRange(1, 64), help="Processes that send.")
+@click.option("--json", "json_path", default=None, type=_FILE, help="Also write to this file.")
+@click.option("--plot", "plot_stem", default=None, type=_FILE, help="Also draw FILE.png and FILE.svg.")
+@click.option("--sabotage", default="", type=click.Choice(["", "corrupt", "leak", "lose"]), hidden=True)
+def faults_command(
+    minutes: float, seed: int, frontends: int, json_path: Path | None, plot_stem: Path | None, sabotage: faults.Sabotage
+) -> None:
+    """Processes killed, stopped and hung up under load; fails if anything is lost, corrupted or leaked."""
+    signal.signal(signal.SIGTERM, _terminated)
+    quiet_limit_s = 2.0 if sabotage else 30.0  # what is lost on purpose is not waited for
+    plan = faults.Plan(minutes=minutes, seed=seed, frontends=frontends, quiet_limit_s=quiet_limit_s, sabotage=sabotage)
+    try:
+        if plot_stem is not None:
+            faults.check_plotter()
+        findings = faults.run(plan, lambda line: click.echo(line, err=True))
+    except (faults.ChildError, faults.MissingPlotter) as error:
+        raise click.ClickException(str(error)) from error
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(faults.table(findings))
+    if json_path is not None:
+        faults.write_json(findings, json_path)
+    if plot_stem is not None:
+        faults.write_plot(findings, plot_stem)
+    for wrong in findings.wrongs:
+        click.echo(wrong, err=True)
+    if not findings.passed:
+        raise click.ClickException("something was lost, corrupted, leaked or broken: see the table")
 
 
 @contextlib.contextmanager
