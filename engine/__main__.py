@@ -24,7 +24,7 @@ from shmring.transport.liveness import ProcessWatch
 
 logger = logging.getLogger("engine")
 
-_STOP_TIMEOUT_S = 10.0  # for the running step, when the process is told to end; a hung one must not keep it for ever
+_STOP_TIMEOUT_S = 10.0  # for a running step or call, when the process is told to end; a hung one must not keep it for ever
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,14 +225,18 @@ async def _run_until(core: EngineCore, stop: asyncio.Event) -> None:
     await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not running.done():
+        asyncio.get_running_loop().call_later(_STOP_TIMEOUT_S, _give_up)
         running.cancel()
-        await asyncio.wait([running], timeout=_STOP_TIMEOUT_S)
-        if not running.done():
-            logger.critical("the running step did not end within %g s; giving up on it", _STOP_TIMEOUT_S)
-            logging.shutdown()
-            os._exit(1)  # frontends learn of it by their pidfd, and the slab goes with us
+        await asyncio.wait([running])
     if not running.cancelled():
         running.result()
+
+
+def _give_up() -> None:
+    """Ends the process though its thread does not; frontends learn of it by their pidfd, and the slab goes with us."""
+    logger.critical("what the executor was doing did not end within %g s; giving up on it", _STOP_TIMEOUT_S)
+    logging.shutdown()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ deadline or a pause releases their slots when no step is reading them. What wait
 The executor is touched by one thread only: steps, ``forget``, remote calls and the profiler all run on it, one after the other.
 
 What ends the engine: an executor that says it is dead (:class:`~engine.protocol.ExecutorDeadError`), or that raises what is not
-an ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step that takes longer
-than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
+an ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step or call that takes
+longer than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from engine.metrics import EngineMetrics
 from engine.profiling import StepProfiler
 from engine.protocol import (
     Calls,
+    EncodeReply,
     EngineRequestPayload,
     Executor,
     ExecutorDeadError,
@@ -75,7 +76,8 @@ class EngineCore:
         self._flushing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
         self._to_forget: list[int] = []
-        self._step_started: float | None = None
+        self._busy: tuple[str, float] | None = None  # what the executor's thread is doing, and since when
+        self._ended = False
         self._paused = False
         self._giving_up = False  # paused, and what runs is to end at the next boundary
         self._work = asyncio.Event()  # there may be something to do
@@ -145,8 +147,9 @@ class EngineCore:
                 await self._turn()
             claiming.result()
         finally:
+            self._ended = True
             claiming.cancel()
-            for request in self._scheduler:
+            for request in (*self._scheduler, *self._scheduler.withdraw_all()):
                 if not request.over:
                     request.fail(self.dead_error or shmring.ClosedError("the engine is stopping"))
 
@@ -168,7 +171,6 @@ class EngineCore:
             self.metrics.refused_requests += 1
             claim.fail(error)
             return
-        self.metrics.waiting_requests = self._scheduler.waiting
         claim.on_abort(lambda: self._given_up(request))
         if request.deadline is not None:
             remaining_s = request.deadline - time.monotonic()  # the loop's clock may be a cached one
@@ -182,11 +184,12 @@ class EngineCore:
 
     def _expired(self, request: EngineRequest) -> None:
         self.metrics.timed_out_requests += 1
-        if self._scheduler.withdraw(request):
-            request.time_out()
-        else:
+        if self._scheduler.is_running(request):
             request.expired = True
             self._work.set()
+        else:  # it waits, or is finished and its replies wait for a slow frontend
+            self._scheduler.withdraw(request)
+            request.time_out()
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
@@ -196,8 +199,6 @@ class EngineCore:
         if not self._paused:
             self._scheduler.admit()
         batch = list(self._scheduler)
-        self.metrics.waiting_requests = self._scheduler.waiting
-        self.metrics.running_requests = len(batch)
         async with self._boundary:
             self._boundary.notify_all()
         if batch or self._to_forget:
@@ -238,8 +239,8 @@ class EngineCore:
         if isinstance(output.reply, GenerateReply):
             self.metrics.generated_tokens += len(output.reply.token_ids)
         self.metrics.finished_requests += output.finished
-        if not request.deliver(output.reply, finished=output.finished):
-            task = asyncio.get_running_loop().create_task(request.flush())
+        task = request.deliver(output.reply, finished=output.finished)
+        if task is not None:
             self._flushing.add(task)
             task.add_done_callback(self._flushing.discard)
         if output.finished:
@@ -248,22 +249,29 @@ class EngineCore:
 
     async def _execute(self, batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
         to_forget, self._to_forget = self._to_forget, []
-        self._step_started = started = time.monotonic()
+        started = time.monotonic()
         self.metrics.steps += bool(batch)
         self.metrics.step_requests += len(batch)
         try:
-            return await self._on_thread(_execute, self._executor, to_forget, batch)
+            return await self._on_thread("a step", _execute, self._executor, to_forget, batch)
         except ExecutorDeadError as error:
             self.dead_error = error
             raise
         finally:
             batch.clear()  # whoever keeps an error of this step keeps this frame, and it the payloads
-            self._step_started = None
             self.metrics.step_seconds += time.monotonic() - started
 
-    async def _on_thread(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+    async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Runs on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
-        running = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+        def run() -> _Result:
+            self._busy = what, time.monotonic()
+            try:
+                return function(*arguments)
+            finally:
+                self._busy = None
+
+        running = asyncio.get_running_loop().run_in_executor(self._thread, run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -273,11 +281,16 @@ class EngineCore:
     # -- control calls: what they do is said by EngineClientProtocol ---------------------------------------------------
 
     async def health(self) -> None:
-        """Raises RuntimeError if a step has been running for too long. The loop that answers is the loop that schedules."""
-        if self._step_started is not None:
-            age_s = time.monotonic() - self._step_started
+        """Raises RuntimeError if the executor's thread has been busy for too long, or nothing is executed any more.
+
+        The loop that answers is the loop that schedules.
+        """
+        if self.dead_error is not None or self._ended:
+            raise RuntimeError(f"the engine has ended{f': {self.dead_error}' if self.dead_error else ''}")
+        if (busy := self._busy) is not None:
+            age_s = time.monotonic() - busy[1]
             if age_s > self._step_timeout_s:
-                raise RuntimeError(f"a step has been running for {age_s:.0f} s, more than {self._step_timeout_s:g} s")
+                raise RuntimeError(f"{busy[0]} has been running for {age_s:.0f} s, more than {self._step_timeout_s:g} s")
 
     async def describe(self) -> dict[str, Any]:
         """Says what the executor does."""
@@ -286,6 +299,8 @@ class EngineCore:
 
     async def statistics(self) -> dict[str, float]:
         """Returns all counters by name."""
+        self.metrics.waiting_requests = self._scheduler.waiting
+        self.metrics.running_requests = self._scheduler.running
         return self.metrics.collect(self.ring.statistics())
 
     async def do_log_stats(self) -> None:
@@ -314,7 +329,7 @@ class EngineCore:
         """Has an executor that keeps something of media forget it."""
         reset = getattr(self._executor, "reset_mm_cache", None)
         if reset is not None:
-            await self._on_thread(reset)
+            await self._on_thread("reset_mm_cache", reset)
 
     async def collective_rpc(
         self, method: str, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
@@ -330,15 +345,15 @@ class EngineCore:
         function = None if method.startswith("_") or method in _NOT_REMOTE else getattr(self._executor, method, None)
         if not callable(function):
             raise LookupError(f"the executor has no method {method!r} that can be called")
-        return [await self._on_thread(lambda: function(*arguments, **(keywords or {})))]
+        return [await self._on_thread(method, _call, function, arguments, keywords or {})]
 
     async def start_profile(self) -> None:
         """Starts the profiler on the executor's thread."""
-        await self._on_thread(self._profiler.start)
+        await self._on_thread("the profiler", self._profiler.start)
 
     async def stop_profile(self) -> str:
         """Stops it; returns the trace's path."""
-        return await self._on_thread(self._profiler.stop)
+        return await self._on_thread("the profiler", self._profiler.stop)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -359,29 +374,63 @@ class EngineCore:
         await self.close()
 
 
-def _execute(executor: Executor, to_forget: list[int], batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
-    """One step, on the executor's thread. What it raises has no traceback: frames would keep the batch's slots."""
+def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Calls a method of the executor. What is no ordinary exception would end the caller's task, or no task at all."""
     try:
-        for number in to_forget:
+        return function(*arguments, **keywords)
+    except (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def _execute(executor: Executor, to_forget: list[int], batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
+    """One step, on the executor's thread. What it raises has no frames: they would keep the batch's slots."""
+    for number in to_forget:
+        try:
             executor.forget(number)
+        except Exception:
+            logger.exception("the executor could not forget request %d", number)
+    try:
         return _execute_batch(executor, batch) if batch else []
     except ExecutorDeadError as error:
-        raise ExecutorDeadError(str(error)) from None
+        reason = str(error)
     except BaseException as error:  # noqa: BLE001 - it ends the engine, with the reason
         logger.critical("the executor has died\n%s", traceback.format_exc())
-        raise ExecutorDeadError(f"{type(error).__name__}: {error}") from None
+        reason = f"{type(error).__name__}: {error}"
+    raise ExecutorDeadError(reason)
 
 
 def _execute_batch(executor: Executor, batch: list[StepInput]) -> Sequence[StepOutput | Exception]:
     try:
-        outputs = executor.execute(batch)
+        outputs = list(executor.execute(batch))
     except ExecutorDeadError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever an executor raises fails requests, and nothing else
         logger.error("the executor failed a step of %d\n%s", len(batch), traceback.format_exc())
         if len(batch) == 1:
-            return [error.with_traceback(None)]
-        return [output for one in batch for output in _execute_batch(executor, [one])]
-    if len(outputs) != len(batch):
-        return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
-    return [output.with_traceback(None) if isinstance(output, Exception) else output for output in outputs]
+            return [_without_frames(error)]
+        outputs = []
+    else:
+        if len(outputs) != len(batch):
+            return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
+        return [_checked(output) for output in outputs]
+    return [output for one in batch for output in _execute_batch(executor, [one])]
+
+
+def _checked(output: object) -> StepOutput | Exception:
+    """An executor's answer for one request, or what is wrong with it."""
+    if isinstance(output, Exception):
+        return _without_frames(output)
+    if not isinstance(output, StepOutput):
+        return TypeError(f"the executor answered {type(output).__name__} where StepOutput or an exception is expected")
+    if not isinstance(output.reply, EncodeReply | GenerateReply | None):
+        return TypeError(f"the executor replied {type(output.reply).__name__}")
+    if isinstance(output.reply, GenerateReply) and not (
+        isinstance(output.reply.text, str) and isinstance(output.reply.token_ids, list)
+    ):
+        return TypeError("the executor replied without text or token_ids")
+    return output
+
+
+def _without_frames(error: Exception) -> Exception:
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -15,6 +15,8 @@ from engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateR
 
 __all__ = ["EngineRequest", "check_media_indices"]
 
+_PIECE_LENGTH = 4096  # tokens or characters from which pieces are joined no further: their message must fit a frame
+
 
 class EngineRequest:
     """A claimed request.
@@ -41,7 +43,7 @@ class EngineRequest:
         self.timer: asyncio.TimerHandle | None = None
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
         self._complete = False
-        self._flushing = False
+        self._flushing: asyncio.Task[None] | None = None
 
     @property
     def payload(self) -> EncodeRequest | GenerateRequest | None:
@@ -56,24 +58,25 @@ class EngineRequest:
         """Whether no step should spend time on it any more."""
         return self.ended or self.expired or self.claim.aborted
 
-    def deliver(self, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> bool:
+    def deliver(self, reply: EncodeReply | GenerateReply | None, *, finished: bool) -> asyncio.Task[None] | None:
         """Sends a reply, and ends the request if it is finished; or keeps them if that would have to wait.
 
         Returns:
-            Whether that needs no more; if not, the caller must have a task :meth:`flush`.
+            A task that sends what had to be kept, if one was started; its end is none of the caller's business, but whoever
+            closes the ring cancels it first.
         """
         if reply is not None:
             self._keep(reply)
         self._complete = finished
-        if self._flushing or self._flush_nowait():
-            return True
-        self._flushing = True
-        return False
+        if self._flushing is not None or self._flush_nowait():
+            return None
+        self._flushing = asyncio.get_running_loop().create_task(self._flush())
+        return self._flushing
 
-    async def flush(self) -> None:
-        """Sends what :meth:`deliver` kept, waiting for the frontend and for reply space; and what it keeps meanwhile."""
+    async def _flush(self) -> None:
+        """Sends what was kept, and what is kept meanwhile. Cancelled when the request ends otherwise."""
         try:
-            while self._unsent and not self.ended:
+            while self._unsent:
                 await self.claim.reply(self._unsent.popleft())
         except shmring.AbortedError:
             self._unsent.clear()
@@ -82,7 +85,7 @@ class EngineRequest:
         else:
             self._finish_if_complete()
         finally:
-            self._flushing = False
+            self._flushing = None
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error; its slots are released."""
@@ -101,7 +104,7 @@ class EngineRequest:
 
     def _keep(self, reply: EncodeReply | GenerateReply) -> None:
         last = self._unsent[-1] if self._unsent else None
-        if isinstance(last, GenerateReply) and isinstance(reply, GenerateReply):
+        if isinstance(last, GenerateReply) and isinstance(reply, GenerateReply) and _has_room(last):
             self._unsent[-1] = GenerateReply(
                 last.text + reply.text,
                 last.token_ids + reply.token_ids,
@@ -138,6 +141,12 @@ class EngineRequest:
         self._unsent.clear()
         if self.timer is not None:
             self.timer.cancel()
+        if self._flushing is not None and self._flushing is not asyncio.current_task():
+            self._flushing.cancel()  # it may be in line for reply space, which others want
+
+
+def _has_room(piece: GenerateReply) -> bool:
+    return len(piece.text) < _PIECE_LENGTH and len(piece.token_ids) < _PIECE_LENGTH
 
 
 def _nbytes(payload: EncodeRequest | GenerateRequest) -> int:

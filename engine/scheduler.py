@@ -13,7 +13,6 @@ Invariants: a request is waiting, or running, or neither; at most ``max_num_seqs
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
@@ -102,8 +101,7 @@ class Scheduler(Generic[_Request]):
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._lines: dict[int, _Line[_Request]] = {}
-        self._priorities: list[int] = []  # a heap of the keys of _lines
+        self._lines: dict[int, _Line[_Request]] = {}  # by priority; those in which somebody waits
         self._waiting = 0
         self._running: dict[_Request, None] = {}
 
@@ -129,10 +127,7 @@ class Scheduler(Generic[_Request]):
         """
         if self._waiting >= self.config.max_waiting:
             raise OverloadedError(f"{self._waiting} requests are waiting in the engine, it takes no more; try again later")
-        line = self._lines.get(request.priority)
-        if line is None:
-            line = self._lines[request.priority] = _Line()
-            heapq.heappush(self._priorities, request.priority)
+        line = self._lines.setdefault(request.priority, _Line())
         line.add(request)
         self._waiting += 1
 
@@ -141,8 +136,19 @@ class Scheduler(Generic[_Request]):
         line = self._lines.get(request.priority)
         if line is None or not line.remove(request):
             return False
-        self._waiting -= 1
+        self._left(request.priority, line)
         return True
+
+    def withdraw_all(self) -> list[_Request]:
+        """Takes everything out of the line."""
+        waiting = []
+        while self._waiting:
+            waiting.append(self._pop())
+        return waiting
+
+    def is_running(self, request: _Request) -> bool:
+        """Whether a request was admitted and has not been finished."""
+        return request in self._running
 
     def admit(self) -> list[_Request]:
         """Moves what has room in the next step from the line to what runs.
@@ -166,7 +172,14 @@ class Scheduler(Generic[_Request]):
         del self._running[request]
 
     def _pop(self) -> _Request:
-        while not self._lines[self._priorities[0]]:
-            del self._lines[heapq.heappop(self._priorities)]
+        priority = min(self._lines)
+        line = self._lines[priority]
+        request = line.pop()
+        self._left(priority, line)
+        return request
+
+    def _left(self, priority: int, line: _Line[_Request]) -> None:
+        """Somebody has left a line. One without anybody is not kept: callers may send any number of priorities."""
         self._waiting -= 1
-        return self._lines[self._priorities[0]].pop()
+        if not line:
+            del self._lines[priority]

@@ -131,6 +131,12 @@ class SyntheticExecutor:
         try:
             for medium in _media_of(one.payload):
                 _verify(medium)
+            if (
+                isinstance(one.payload, GenerateRequest)
+                and one.payload.sampling.max_tokens is not None
+                and one.payload.sampling.max_tokens < 1
+            ):
+                raise ValueError(f"max_tokens is {one.payload.sampling.max_tokens}, and at least 1")
         except ValueError as error:
             return ValueError(str(error))  # without its traceback, whose frames would keep the media's slots
         match one.payload:
@@ -141,9 +147,10 @@ class SyntheticExecutor:
         return self._next_token(self._answers[one.request_id])
 
     def _begin(self, request: GenerateRequest) -> _Answer:
+        max_tokens = self._options.tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
         texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
         prompt_tokens = sum(len(text.split()) for text in texts) + _TOKENS_PER_MEDIUM * len(request.media)
-        return _Answer(prompt_tokens, request.sampling.max_tokens or self._options.tokens)
+        return _Answer(prompt_tokens, max_tokens)
 
     def _next_token(self, answer: _Answer) -> StepOutput:
         answer.sent += 1

@@ -11,8 +11,9 @@ decoded so.
 Of what is to be embedded (see :mod:`.embedding`), a step computes one input. Requests to encode take turns, and those that wait
 for theirs keep their slots and come again. A step is over for all of its requests at the same time, so a thousand pictures
 embedded within one would stop every answer for as long as they take. This way a token waits for one of them at most, and so do
-aborts, deadlines and the first token of a new answer. Inputs are computed one by one anyway, so all that is lost is the
-engine's turn between two steps: a tenth of a millisecond, where the smallest of models takes one for an input.
+aborts and deadlines. (A new answer waits for a seat, though: ``max_num_seqs`` counts requests to encode, too.) Inputs are
+computed one by one anyway, so all that is lost is the engine's turn between two steps: a tenth of a millisecond, where the
+smallest of models takes one for an input.
 
 Invariants:
 
@@ -339,7 +340,7 @@ class TransformersExecutor:
 def _advance(answer: _Answer, logits: torch.Tensor) -> StepOutput | Exception:
     try:
         return answer.advance(logits)
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001 - raised, it would cost the others of the step the token they have just got
         return _report(error)
 
 

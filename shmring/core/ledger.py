@@ -74,6 +74,7 @@ class Ledger:
         self._window: Window | None = None
         self._next_lease_id = 1
         self._next_reply_generation = 1
+        self._lent_replies: set[int] = set()  # generations, of all clients
         self.late_aborts = 0  # of requests that had ended: messages cross
         self.stale_releases = 0  # of reply slots that had been given back
 
@@ -491,8 +492,7 @@ class Ledger:
 
     def _was_released(self, generation: int) -> bool:
         """Whether a reply slot was lent out once and nobody holds it now. Generations are never used again."""
-        is_known = 0 < generation < self._next_reply_generation
-        return is_known and not any(generation in client.replies for client in self.clients.values())
+        return 0 < generation < self._next_reply_generation and generation not in self._lent_replies
 
     def reply_sent(self, client_id: int, generation: int) -> None:
         """A reply slot has been written, and is its client's from now on."""
@@ -507,6 +507,7 @@ class Ledger:
 
     def _free_reply(self, client: ClientRecord, generation: int) -> None:
         slot = client.replies.pop(generation)
+        self._lent_replies.remove(generation)
         client.reply_blocks -= slot.blocks
         self._replies.free(slot.start, slot.blocks)
 
@@ -541,6 +542,7 @@ class Ledger:
         self._next_reply_generation += 1
         client = self.clients[want.client_id]
         client.replies[slot.generation] = slot
+        self._lent_replies.add(slot.generation)
         client.unsent_replies.add(slot.generation)
         client.reply_blocks += want.blocks
         return slot

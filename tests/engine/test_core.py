@@ -406,7 +406,7 @@ async def test_an_executor_that_dies_ends_the_engine_and_everybody_is_told_why(s
         async with core:
             running = asyncio.create_task(core.run())
             answers.append(asyncio.create_task(encode(client, request_of(1))))
-            await until(lambda: core._step_started is not None)
+            await until(lambda: core._busy is not None)
             answers.append(asyncio.create_task(encode(client, request_of(2))))
             await until(lambda: core._scheduler.waiting == 1)
             first_step.set()
@@ -423,6 +423,21 @@ async def test_an_executor_that_dies_ends_the_engine_and_everybody_is_told_why(s
     with pytest.raises(shmring.EngineDeadError, match="the engine has died"):
         await client.check_health()
     await client.close()
+
+
+async def test_an_executors_small_mistakes_fail_requests_and_not_the_engine(socket_dir: Path) -> None:
+    answers: list[Any] = [None, [None], ["text"], [StepOutput(GenerateReply("x", None, 1, 1, "stop"))], iter(())]  # type: ignore[arg-type]
+
+    def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
+        return answers.pop() if answers else means(batch)  # type: ignore[no-any-return]
+
+    async with engine_and_client(compute, socket_dir) as (core, client):
+        executor_of(core).forget = lambda request_id: {}[request_id]  # type: ignore[method-assign]
+        for _ in range(5):
+            with pytest.raises(shmring.RemoteError, match=r"TypeError|RuntimeError"):
+                await encode(client, request_of(1))
+        assert (await encode(client, request_of(4))).tolist() == [[4.0]]
+        await client.check_health()
 
 
 # -- aborts and deadlines -------------------------------------------------------------------------------------------------
@@ -503,6 +518,24 @@ async def test_a_running_requests_deadline_ends_it_between_two_steps(socket_dir:
         with pytest.raises(TimeoutError, match="deadline has passed in the engine"):
             await answer
         await until(lambda: executor_of(core).forgotten == [1])
+
+
+async def test_the_deadline_of_an_answer_that_waits_for_its_reader_ends_it_and_frees_its_place_in_line(
+    socket_dir: Path,
+) -> None:
+    def compute(batch: Sequence[StepInput]) -> list[Output]:
+        return [StepOutput(EncodeReply(torch.full((1, 10_000), float(value_of(one))))) for one in batch]
+
+    async with engine_and_client(compute, socket_dir, options={"reply_nbytes": 65536}) as (core, client):
+        held = await client.ring.request(request_of(1))  # a view of the reply reserve, which has no room for two
+        with pytest.raises(TimeoutError, match="deadline has passed in the engine"):
+            await encode(client, request_of(2, deadline=time.monotonic() + 0.05))
+        waiting = asyncio.create_task(encode(client, request_of(3)))
+        await until(lambda: core.ring.statistics().replies_waiting == 1)
+        del held
+        assert (await waiting)[0, 0] == 3
+        assert core.ring.statistics().replies_waiting == 0
+        await until(lambda: not core._flushing)
 
 
 async def test_a_callers_timeout_is_the_engines_deadline(socket_dir: Path) -> None:
@@ -588,6 +621,33 @@ async def test_methods_of_the_executor_can_be_called(socket_dir: Path) -> None:
         for name in ("_secret", "execute", "close", "forget", "describe", "nothing", "forgotten", "__init__"):
             with pytest.raises(shmring.RemoteError, match="has no method"):
                 await client.collective_rpc(name)
+
+
+@pytest.mark.parametrize("death", [StopIteration(), SystemExit("no")])
+async def test_what_a_called_method_raises_is_always_told(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, death: BaseException
+) -> None:
+    def die(self: CallbackExecutor) -> None:
+        raise death
+
+    monkeypatch.setattr(CallbackExecutor, "refuse", die)
+    async with engine_and_client(means, socket_dir) as (_, client):
+        with pytest.raises(shmring.RemoteError, match=type(death).__name__):
+            await client.collective_rpc("refuse", timeout=10)
+        await client.check_health()
+
+
+async def test_a_call_that_takes_too_long_is_ill_health(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proceed = threading.Event()
+    monkeypatch.setattr(CallbackExecutor, "refuse", lambda self: proceed.wait(10))
+    async with engine_and_client(means, socket_dir, options={"step_timeout_s": 0.01}) as (core, client):
+        calling = asyncio.create_task(client.collective_rpc("refuse"))
+        await until(lambda: core._busy is not None and time.monotonic() - core._busy[1] > 0.02)
+        with pytest.raises(shmring.RemoteError, match="refuse has been running for"):
+            await client.check_health()
+        proceed.set()
+        assert await calling == [True]
+        await client.check_health()
 
 
 async def test_a_call_waits_for_the_running_step(socket_dir: Path) -> None:
@@ -685,7 +745,7 @@ async def test_closing_waits_for_the_step_and_closes_the_executor(socket_dir: Pa
     running = asyncio.create_task(core.run())
     client = await EngineClient.connect("core", socket_dir=str(socket_dir))
     answer = asyncio.create_task(encode(client, request_of(1)))
-    await until(lambda: core._step_started is not None)
+    await until(lambda: core._busy is not None)
     closing = asyncio.create_task(core.close())
     with pytest.raises(shmring.EngineDeadError):
         await answer
@@ -715,3 +775,5 @@ async def test_cancelling_it_waits_for_the_step_and_fails_what_runs(socket_dir: 
             await running
         with pytest.raises(shmring.RemoteError, match="the engine is stopping"):
             await answer
+        with pytest.raises(shmring.RemoteError, match="the engine has ended"):
+            await client.check_health()

@@ -84,7 +84,7 @@ async def test_it_knows_its_payload_and_its_size(ask: Any) -> None:
 
 async def test_a_finished_one_releases_its_slot_and_is_answered(ring: shmring.Ring, ask: Any) -> None:
     asked = await ask()
-    assert asked.request.deliver(REPLY, finished=True)
+    assert asked.request.deliver(REPLY, finished=True) is None
     assert asked.request.over
     assert ring.statistics().slots_in_use == 0
     await asked.task
@@ -111,7 +111,7 @@ async def test_an_aborted_one_is_released_in_silence(ring: shmring.Ring, ask: An
     asked.task.cancel()
     await eventually(lambda: asked.request.claim.aborted)
     assert ring.statistics().slots_claimed == 1
-    assert asked.request.deliver(REPLY, finished=True)
+    assert asked.request.deliver(REPLY, finished=True) is None
     asked.request.leave()
     assert ring.statistics().slots_in_use == 0
     assert ring.statistics().replies == 0
@@ -121,8 +121,8 @@ async def test_what_can_not_be_sent_now_is_sent_later_without_its_slot(ring: shm
     asked = await ask()
     free = occupy_the_reply_reserve(ring, asked.request.client_id)
     asked.request.claim.release()
-    assert not asked.request.deliver(LARGE_REPLY, finished=True)
-    flushing = asyncio.create_task(asked.request.flush())
+    flushing = asked.request.deliver(LARGE_REPLY, finished=True)
+    assert flushing is not None
     await asyncio.sleep(0)
     assert not flushing.done()
     assert ring.statistics().slots_in_use == 0, "it must not wait with its slot"
@@ -134,7 +134,7 @@ async def test_what_can_not_be_sent_now_is_sent_later_without_its_slot(ring: shm
 
 async def test_a_reply_that_never_fits_fails_the_request(ask: Any) -> None:
     asked = await ask()
-    assert asked.request.deliver(EncodeReply(torch.ones(1, 100_000)), finished=True)
+    assert asked.request.deliver(EncodeReply(torch.ones(1, 100_000)), finished=True) is None
     with pytest.raises(shmring.RemoteError, match="CapacityError"):
         await asked.task
 
@@ -162,18 +162,18 @@ async def test_pieces_for_a_slow_reader_become_one_in_order(
     with monkeypatch.context() as patched:
         patched.setattr(shmring.Claim, "reply", slow_reply)
         patched.setattr(shmring.Claim, "reply_nowait", blocked)
-        assert not asked.request.deliver(piece(1), finished=False)
-        flushing = asyncio.create_task(asked.request.flush())
+        flushing = asked.request.deliver(piece(1), finished=False)
+        assert flushing is not None
         await asyncio.sleep(0)
         for number in (2, 3, 4):
-            assert asked.request.deliver(piece(number), finished=False), "somebody is sending already"
+            assert asked.request.deliver(piece(number), finished=False) is None, "somebody is sending already"
         if finished_while_sending:
-            assert asked.request.deliver(piece(5, "length"), finished=True)
+            asked.request.deliver(piece(5, "length"), finished=True)
         may_send.set()
         await flushing
     if not finished_while_sending:
         assert not asked.request.over
-        assert asked.request.deliver(piece(5, "length"), finished=True)
+        assert asked.request.deliver(piece(5, "length"), finished=True) is None
     await asked.task
     assert "".join(reply.text for reply in asked.replies) == "1 2 3 4 5 "
     assert [token for reply in asked.replies for token in reply.token_ids] == [1, 2, 3, 4, 5]
@@ -186,14 +186,47 @@ async def test_a_request_that_is_aborted_while_its_pieces_are_kept_lets_go_of_th
 ) -> None:
     asked = await ask()
     free = occupy_the_reply_reserve(ring, asked.request.client_id)
-    assert not asked.request.deliver(LARGE_REPLY, finished=True)
-    flushing = asyncio.create_task(asked.request.flush())
+    flushing = asked.request.deliver(LARGE_REPLY, finished=True)
+    assert flushing is not None
     asked.task.cancel()
     await flushing
     assert asked.request.claim.aborted
     asked.request.leave()
     free()
     await eventually(lambda: ring.statistics().slots_in_use == 0)
+
+
+async def test_pieces_are_joined_up_to_what_a_message_can_hold(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = await ask(GenerateRequest([]), GenerateReply)
+
+    def blocked(claim: Any, payload: Any) -> None:
+        raise shmring.WouldBlock("it reads slowly")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shmring.Claim, "reply_nowait", blocked)
+        flushing = asked.request.deliver(piece(0), finished=False)
+        for number in range(1, 10_000):
+            asked.request.deliver(piece(number), finished=False)
+        asked.request.deliver(piece(10_000, "stop"), finished=True)
+        await flushing
+    await asked.task
+    assert 5 < len(asked.replies) < 50
+    assert "".join(reply.text for reply in asked.replies) == "".join(f"{number} " for number in range(10_001))
+
+
+async def test_one_that_ends_while_its_reply_waits_leaves_the_line(ring: shmring.Ring, ask: Any) -> None:
+    asked = await ask()
+    free = occupy_the_reply_reserve(ring, asked.request.client_id)
+    flushing = asked.request.deliver(LARGE_REPLY, finished=True)
+    await asyncio.sleep(0)
+    assert ring.statistics().replies_waiting == 1
+    asked.request.time_out()
+    with pytest.raises(asyncio.CancelledError):
+        await flushing
+    assert ring.statistics().replies_waiting == 0
+    with pytest.raises(TimeoutError):
+        await asked.task
+    free()
 
 
 @pytest.mark.parametrize("index", [-1, 1, 99])

@@ -95,6 +95,20 @@ def test_what_was_withdrawn_is_not_admitted_and_what_runs_can_not_be() -> None:
     assert not scheduler.withdraw(Request("never seen", priority=77))
 
 
+def test_a_priority_that_nobody_waits_with_costs_nothing() -> None:
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=10_000))
+    for priority in range(1000):
+        scheduler.add(Request(priority=priority))
+        scheduler.add(Request(priority=-priority))
+        assert not scheduler.withdraw(Request(priority=priority))
+        scheduler.admit()
+    assert scheduler.waiting == 0
+    assert scheduler._lines == {}
+    scheduler.add(Request(priority=7))
+    assert [one.priority for one in scheduler.withdraw_all()] == [7]
+    assert scheduler._lines == {}
+
+
 @pytest.mark.parametrize("option", ["max_num_seqs", "max_batch_nbytes", "max_waiting"])
 def test_a_bound_of_nothing_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match=option):

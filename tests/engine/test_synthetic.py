@@ -65,6 +65,14 @@ def test_an_answer_has_a_set_length_unless_it_is_asked_for_another() -> None:
     assert len(answer(executor(), GenerateRequest([]))) == 128
 
 
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_an_answer_has_a_token_at_least(max_tokens: int) -> None:
+    one = executor()
+    [output] = one.execute([StepInput(1, GenerateRequest([], [], SamplingParams(max_tokens=max_tokens)))])
+    assert isinstance(output, ValueError)
+    assert one._answers == {}
+
+
 def test_several_answers_are_told_apart_and_forgotten() -> None:
     one = executor()
     batch = [StepInput(number, GenerateRequest([], [], SamplingParams(max_tokens=number))) for number in (1, 2, 3)]
