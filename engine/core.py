@@ -171,6 +171,7 @@ class EngineCore:
             self.metrics.refused_requests += 1
             claim.fail(error)
             return
+        self.metrics.waiting_requests = self._scheduler.waiting
         claim.on_abort(lambda: self._given_up(request))
         if request.deadline is not None:
             remaining_s = request.deadline - time.monotonic()  # the loop's clock may be a cached one
@@ -199,6 +200,8 @@ class EngineCore:
         if not self._paused:
             self._scheduler.admit()
         batch = list(self._scheduler)
+        self.metrics.waiting_requests = self._scheduler.waiting
+        self.metrics.running_requests = len(batch)
         async with self._boundary:
             self._boundary.notify_all()
         if batch or self._to_forget:

@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -30,8 +31,9 @@ import uvloop
 import shmring
 from engine.client import EngineClient
 from frontend.app import Application, create_app
+from frontend.http_protocol import BoundedHttpProtocol
 from frontend.memory import make_malloc_return_memory
-from frontend.options import LOG_LEVELS, frontend_options, settings_of
+from frontend.options import LOG_LEVELS, FiniteRange, frontend_options, settings_of
 from frontend.settings import FrontendSettings
 from shmring.transport.liveness import ProcessWatch
 
@@ -42,6 +44,7 @@ logger = logging.getLogger("frontend")
 _CONNECT_TIMEOUT_S = 30.0  # for the engine to import torch and to fill its slab: about 1 s for each 4 GiB; a model takes longer
 _SHUTDOWN_TIMEOUT_S = 2.0
 _INLINE_NBYTES = 128 << 20  # of media in one message, without shared memory; the engine's messages hold twice as much
+_SAME_SIGNAL_S = 0.5
 _CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills a second later
 _POLL_S = 0.01
 
@@ -77,7 +80,7 @@ class _Place:
     "connect_timeout_s",
     default=_CONNECT_TIMEOUT_S,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Seconds to wait for the engine, which may be loading a model.",
 )
 @click.option(
@@ -85,7 +88,7 @@ class _Place:
     "shutdown_timeout_s",
     default=_SHUTDOWN_TIMEOUT_S,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Seconds that requests may go on when the process is told to end; with 0 they are aborted at once.",
 )
 @click.option("--log-level", default="info", show_default=True, type=LOG_LEVELS, help="What to log.")
@@ -151,7 +154,7 @@ class _Server(uvicorn.Server):
                 app,
                 host=place.host,
                 port=place.port,
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -161,6 +164,7 @@ class _Server(uvicorn.Server):
             )
         )
         self._app = app
+        self._told_at = 0.0
         self._ready_fd = place.ready_fd
         self._shutdown_timeout_s = place.shutdown_timeout_s
 
@@ -179,7 +183,10 @@ class _Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Ends it: what is in flight may end first. Called again, it may not."""
-        self.force_exit = self.should_exit
+        now = time.monotonic()
+        # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
+        self.force_exit = self.should_exit and now - self._told_at > _SAME_SIGNAL_S
+        self._told_at = now if not self.should_exit else self._told_at
         self.should_exit = True
         self._app.begin_shutdown()
 

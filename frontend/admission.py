@@ -37,6 +37,8 @@ __all__ = ["Admission", "Admitted", "admitted_of"]
 
 _SMALL_NBYTES = 64 << 10  # what uvicorn reads ahead of a handler anyway
 
+_IDLE_S = 10.0  # without a byte of a body: a caller that stalls keeps a turn from others
+
 
 class _HungUp(Exception):
     """The caller has gone; nobody is there to be answered."""
@@ -169,7 +171,8 @@ class Admission(ASGIMiddleware):
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 while True:
-                    message = await receive()
+                    async with asyncio.timeout(_IDLE_S):
+                        message = await receive()
                     if message["type"] != "http.request":
                         raise _HungUp
                     self._check_size(len(body) + len(message["body"]))
@@ -177,7 +180,8 @@ class Admission(ASGIMiddleware):
                     if not message["more_body"]:
                         return [cast(bytes, body)]  # ASGI says bytes; whatever reads bytes reads it, and it is not copied
         except TimeoutError:
-            message_text = f"the request's body did not arrive within {self._settings.body_timeout_s:g} s"
+            limits = f"within {self._settings.body_timeout_s:g} s, or stood still for {_IDLE_S:g} s"
+            message_text = f"the request's body did not arrive {limits}"
             raise ApiError(408, message_text, code="body_timeout") from None
 
 

@@ -92,6 +92,7 @@ def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
         exception_handlers={Exception: _answer_error},
         lifespan=[lambda _: routes.running()],
         openapi_config=None,
+        request_max_body_size=None,  # admission bounds it
         logging_config=None,
     )
     return Application(Observation(app, routes.metrics), routes)

@@ -47,6 +47,8 @@ _UNAVAILABLE = {"OverloadedError": "overloaded", "PausedError": "paused", "Close
     ("AbortedError", "EngineDeadError", "ExecutorDeadError"), "engine_unavailable"
 )
 
+_EXPECTED = frozenset(("overloaded", "slab_full", "paused", "shutting_down", "engine_unhealthy"))
+
 
 def api_error_of(error: Exception) -> ApiError:
     """Returns what the caller is told; the table is at the head of this file."""
@@ -62,6 +64,8 @@ def api_error_of(error: Exception) -> ApiError:
             return _unavailable(error.message, _UNAVAILABLE[error.type_name])
         case shmring.RemoteError():
             return ApiError(500, f"the engine failed with this request: {error}", code="engine_error")
+        case shmring.CapacityError() if "max_frame_nbytes" in str(error):
+            return ApiError(413, f"the request's texts are too long together: {error.needed} bytes", code="text_too_large")
         case shmring.CapacityError():
             return ApiError(413, f"the request can never fit this server's memory: {error}", code="slab_too_small")
         case shmring.PeerLostError() | shmring.ClosedError() | shmring.AbortedError():
@@ -82,5 +86,7 @@ def report(error: Exception, request_id: str) -> ApiError:
         known = isinstance(error, ApiError | shmring.ShmringError | TimeoutError)
         # As text: a log handler that keeps the exception would keep its frames, and they the views of the request's slot.
         told = str(error) or type(error).__name__ if known else "".join(traceback.format_exception(error))
-        logger.error("%s: %s", request_id, told)
+        # What says only that there is too much to do, or that somebody is ending us, is counted; a line for each would fill
+        # logs exactly when they are needed.
+        logger.log(logging.INFO if answer.code in _EXPECTED else logging.ERROR, "%s: %s", request_id, told)
     return answer

@@ -7,6 +7,7 @@ where every user of the machine could read them: frontends get them in their env
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,15 @@ from frontend.media.options import MediaIoKwargs, MediaLimits
 from frontend.settings import FrontendSettings, MediaCounts
 from shmring.config import parse_nbytes
 
-__all__ = ["LOG_LEVELS", "NBYTES", "frontend_arguments", "frontend_environment", "frontend_options", "settings_of"]
+__all__ = [
+    "FiniteRange",
+    "LOG_LEVELS",
+    "NBYTES",
+    "frontend_arguments",
+    "frontend_environment",
+    "frontend_options",
+    "settings_of",
+]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -42,9 +51,12 @@ class _Nbytes(_IntegerType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Returns bytes."""
         try:
-            return parse_nbytes(value)
+            nbytes = parse_nbytes(value)
         except (ValueError, TypeError) as error:
             self.fail(str(error), param, ctx)
+        if nbytes < 1:
+            self.fail("a size is at least 1 byte", param, ctx)
+        return nbytes
 
 
 class _Parsed(_TextType):
@@ -78,8 +90,21 @@ def _check_key(text: str) -> None:
 
 NBYTES = _Nbytes()
 _COUNT = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0, min_open=True)
-_RATIO = click.FloatRange(min=1)
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range, and a number: no comparison keeps NaN out."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Returns the number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+_SECONDS = FiniteRange(min=0, min_open=True)
+_RATIO = FiniteRange(min=1)
 _DIRECTORY = click.Path(exists=True, file_okay=False)
 _FILE = click.Path(exists=True, dir_okay=False)
 _DEFAULT = FrontendSettings()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from frontend.options import LOG_LEVELS, NBYTES, frontend_arguments, frontend_environment, frontend_options
+from frontend.options import LOG_LEVELS, NBYTES, FiniteRange, frontend_arguments, frontend_environment, frontend_options
 from frontend.supervisor import ServeError, ServeOptions
 from frontend.supervisor import serve as run_server
 
@@ -45,7 +45,7 @@ class _JsonObject(_TextType):
 
 _JSON_OBJECT = _JsonObject()
 _COUNT = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0, min_open=True)
+_SECONDS = FiniteRange(min=0, min_open=True)
 
 _OWN = (
     click.Option(["--host"], default="127.0.0.1", help="Where to listen. 0.0.0.0 is everywhere."),
@@ -62,7 +62,7 @@ _OWN = (
     click.Option(
         ["--shutdown-timeout"],
         default=2.0,
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         help="Seconds that running requests may go on after SIGTERM or SIGINT; then, or with 0 at once, they are aborted. "
         "Stopping takes up to 3 s more. A second signal kills.",
     ),

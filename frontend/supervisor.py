@@ -48,6 +48,7 @@ _BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net
 # Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/__main__.py) and leaves the
 # engine; on two overloaded cores that was measured to take 0.3 s, and the engine's end 0.3 s. Of the 3 s that a stop may take,
 # the rest is for reaping what had to be killed: a second on such a machine.
+_SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two
 _FRONTENDS_GRACE_S = 1.2
 _GRACE_S = 2.0
 _FRONTEND_START_TIMEOUT_S = (
@@ -238,6 +239,7 @@ class _Supervisor:
         self._ready = [asyncio.Event() for _ in range(options.frontends)]
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._told_at = 0.0
 
     async def run(self) -> None:
         """Starts everything, keeps it running, and ends it.
@@ -265,7 +267,12 @@ class _Supervisor:
             raise ServeError("told twice to stop: whatever was still running was killed")
 
     def _told_to_stop(self) -> None:
-        (self._hurry if self._stop.is_set() else self._stop).set()
+        now = asyncio.get_running_loop().time()
+        if not self._stop.is_set():
+            self._told_at = now
+            self._stop.set()
+        elif now - self._told_at > _SAME_SIGNAL_S:
+            self._hurry.set()
 
     async def _wait_for_stop(self) -> None:
         await self._stop.wait()

@@ -713,7 +713,8 @@ class Ring:
         except Exception as error:
             # Whatever a method raises is its caller's to handle: it travels there, with its type.
             if not isinstance(error, LookupError | msgspec.MsgspecError):
-                logger.exception("the call %s of %s failed", call.method, frontend)
+                logger.error("the call %s of %s failed: %s: %s", call.method, frontend, type(error).__name__, error)
+                logger.debug("it was raised here", exc_info=error)
             result = CallResult(call.call_id, b"", self._describe(error))
         frontend.send(result)
 

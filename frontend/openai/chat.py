@@ -15,7 +15,7 @@ from engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPa
 from engine.protocol import TextPart as EngineTextPart
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
-from frontend.openai.messages import ContentPart, TextPart, source_of
+from frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, TextPart, source_of
 from frontend.openai.parsing import BodyParser
 
 __all__ = [
@@ -44,7 +44,7 @@ class ChatMessageParam(msgspec.Struct):
     """A message of the conversation. Messages of tools and functions are not supported."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     tool_calls: _NotBuilt = None
     function_call: _NotBuilt = None
 
@@ -59,7 +59,7 @@ class ChatRequest(msgspec.Struct):
     """The body of `POST /v1/chat/completions`; `priority` and `ignore_eos` as in vLLM."""
 
     model: str
-    messages: Annotated[list[ChatMessageParam], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _TokenCount | None = None

@@ -23,7 +23,7 @@ from msgspec import Meta
 from engine.protocol import Text
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
-from frontend.openai.messages import ContentPart, TextPart, data_url_kind, source_of
+from frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, TextPart, data_url_kind, source_of
 from frontend.openai.parsing import BodyParser
 
 __all__ = [
@@ -42,7 +42,7 @@ _TOKENS_REFUSED = "token numbers are not accepted as input; send the text"
 class EmbeddingMessage(msgspec.Struct):
     """A message: one role's parts, each of which gets an embedding."""
 
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
     role: str = "user"
 
 
@@ -51,7 +51,10 @@ class EmbeddingRequest(msgspec.Struct):
 
     model: str
     input: Annotated[str | list[str | int | list[int]] | None, Meta(description=_INPUT)] = None
-    messages: Annotated[list[EmbeddingMessage] | None, Meta(description="Media and texts, as vLLM takes them.")] = None
+    messages: Annotated[
+        Annotated[list[EmbeddingMessage], Meta(max_length=MAX_MESSAGES)] | None,
+        Meta(description="Media and texts, as vLLM takes them."),
+    ] = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Keep as many of them, and make the length 1 again.")

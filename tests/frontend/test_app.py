@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -289,8 +290,8 @@ async def test_a_step_that_hangs_is_unhealthy(open_core: Any, open_app: OpenApp,
     engine = await open_core({"step_s": 0.5}, step_timeout_s=0.01)
     http = await open_app(engine)
     asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=1)))
-    await eventually(lambda: engine.core._step_started is not None)
-    await eventually(lambda: engine.core._step_started + 0.02 < time.monotonic())
+    await eventually(lambda: engine.core._busy is not None)
+    await eventually(lambda: engine.core._busy[1] + 0.02 < time.monotonic())
     for path in ("/health", "/ready"):
         assert error_of(await http.get(path), 503)["code"] == "engine_unhealthy"
     assert (await asking).status_code == 200
@@ -319,3 +320,13 @@ async def test_media_are_in_no_log_and_in_no_answer(
         assert response.status_code == 400
         for text in (response.text, "".join(record.getMessage() for record in caplog.records if record.name != "httpx")):
             assert secret[:70] not in text
+
+
+async def test_a_body_of_tens_of_megabytes_is_taken(open_engine: Any, open_app: OpenApp, body_of: Any, encoded: Any) -> None:
+    """Ten megabytes are the framework's own limit, which must not be ours."""
+    http = await open_app(await open_engine(slab_nbytes="32MiB"))
+    pixels = np.random.default_rng(1).integers(0, 256, (2000, 2200, 3), dtype=np.uint8)
+    body = json.dumps(body_of(encoded(pixels, "BMP"))).encode()
+    assert len(body) > 15 << 20
+    response = await http.post("/v1/embeddings", content=body)
+    assert response.status_code == 200, response.text

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import shmring
+from frontend import __main__ as frontend_main
 from frontend.__main__ import _Place, _Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,7 +255,20 @@ async def test_what_does_not_end_is_cancelled_and_can_say_so(
     assert (slow.status_code, stream.text) == (503, "first cancelled")
 
 
-async def test_told_twice_it_waits_no_longer(open_server: OpenServer, eventually: Any) -> None:
+async def test_told_twice_at_once_it_was_told_once(open_server: OpenServer, eventually: Any) -> None:
+    """`timeout` and `tini -g` signal a process and then its group."""
+    server, application, client = await open_server(600)
+    asking = asyncio.create_task(client.get("/slow"))
+    await eventually(lambda: application.in_flight == 1)
+    server.stop()
+    server.stop()
+    assert not server.force_exit
+    application.may_answer.set()
+    assert (await asyncio.wait_for(asking, 30)).text == "done"
+
+
+async def test_told_twice_it_waits_no_longer(open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend_main, "_SAME_SIGNAL_S", -1.0)
     server, application, client = await open_server(600)
     asking = asyncio.create_task(client.get("/slow"))
     await eventually(lambda: application.in_flight == 1)

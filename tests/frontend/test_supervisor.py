@@ -326,7 +326,10 @@ async def test_it_says_that_it_is_ready_and_ends_when_told(
         socket.create_connection(address)
 
 
-async def test_the_port_is_closed_before_requests_have_ended(supervise: Any, eventually: Any) -> None:
+async def test_the_port_is_closed_before_requests_have_ended(
+    supervise: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", -1.0)
     closing = "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os.close({listen_fd}))\n"  # as frontends do
     server, running = supervise(frontend=closing + GET_READY + "\ntime.sleep(600)", shutdown_timeout_s=600.0)
     await eventually(lambda: server._ready[0].is_set(), 30)
@@ -344,14 +347,18 @@ async def test_the_port_is_closed_before_requests_have_ended(supervise: Any, eve
         await asyncio.wait_for(running, 30)
 
 
-async def test_a_second_signal_kills(supervise: Any, eventually: Any, tmp_path: Path) -> None:
+async def test_a_second_signal_kills(supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", 600.0)
     deaf = tmp_path / "deaf"
     engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
     server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, shutdown_timeout_s=600.0)
     await eventually(lambda: server._ready[0].is_set() and deaf.exists(), 30)
     os.kill(os.getpid(), signal.SIGTERM)
     await eventually(server._stop.is_set)
+    os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` and `tini -g` do: to a process, and then to its group
+    await asyncio.sleep(0.05)
     assert not server._hurry.is_set()
+    monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", -1.0)
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(ServeError, match="told twice to stop"):
         await asyncio.wait_for(running, 30)
