@@ -1,0 +1,168 @@
+"""What a simulation is made of: how large everything is, and what can happen."""
+
+from __future__ import annotations
+
+import enum
+from random import Random
+from typing import NamedTuple, Self
+
+import msgspec
+
+from shmring.core.geometry import Geometry, LedgerLimits
+
+__all__ = ["DISTURBANCES", "Action", "Forgery", "Kind", "Scenario", "Violation", "require"]
+
+
+class Kind(enum.StrEnum):
+    """What can happen. In brackets: what ``at``, ``item`` and ``detail`` of an :class:`Action` mean."""
+
+    # processes and connections
+    CONNECT = "connect"  # [process] a process attaches; one that does not exist starts
+    CONNECT_FAILS = "connect fails"  # [process] it died, or gave up, before it was welcomed
+    GOODBYE = "goodbye"  # [process, -, replies are viewed]
+    HANG_UP = "hang up"  # [process] a frontend ends its connection without a goodbye, and lives on
+    CRASH = "crash"  # [process]
+    LET_GO = "let go"  # [process, session, slot or reply] a view dies whose session has ended
+    FRONTEND_SEES_END = "frontend sees the end"  # [process] the engine's connection or process has ended
+    ENGINE_SEES_END = "engine sees the end"  # [client] a connection has ended; what was not read is lost
+    ENGINE_HANGS_UP = "engine hangs up"  # [client] as on a frontend that does not read
+    PIDFD_FIRES = "pidfd fires"  # [client] the kernel says that its process is dead
+    ENGINE_DIES = "engine dies"
+    ENGINE_STARTS = "engine starts"
+    # messages
+    TO_ENGINE = "to engine"  # [client]
+    TO_FRONTEND = "to frontend"  # [process]
+    FORGE = "forge"  # [process, Forgery] a frontend breaks the rules
+    # callers of a frontend
+    ACQUIRE = "acquire"  # [process, blocks] enters `async with client.slot()`
+    REQUEST = "request"  # [process, blocks] wants a slot to copy a payload into
+    TRY = "try"  # [process, blocks] `slot_nowait`
+    CANCEL = "cancel"  # [process, waiter] its task is cancelled
+    CANCELLED = "cancelled"  # [process, waiter] its task runs, and leaves the line
+    SEND = "send"  # [process, slot] its payload is copied: submit it
+    SUBMIT = "submit"  # [process, slot, with the next one] submits held slots as they are
+    GIVE_UP = "give up"  # [process, slot] is cancelled while it copies
+    LEAVE = "leave"  # [process, slot, is viewed] leaves a held slot
+    VIEW_DIES = "view dies"  # [process, slot]
+    ABORT = "abort"  # [process, request]
+    DROP_REPLY = "drop reply"  # [process, reply] the last view of a reply dies
+    EXPIRE = "expire"  # [process] the timer of idle leases fires
+    # handlers of the engine
+    CLAIM = "claim"
+    RELEASE = "release"  # [claim, -, mask of viewed slots]
+    FINISH = "finish"  # [claim]
+    FAIL = "fail"  # [claim]
+    TIME_OUT = "time out"  # [claim]
+    REPLY = "reply"  # [claim, blocks] blocks 0: in the message
+    SEND_REPLY = "send reply"  # [claim] its copy is made
+    CANCEL_REPLY = "cancel reply"  # [claim] its handler is cancelled while it waits or copies
+    REPLY_CANCELLED = "reply cancelled"  # [claim] that handler runs, and leaves the line
+    ENGINE_VIEW_DIES = "engine view dies"  # [draining slot]
+    TICK = "tick"  # an idle time passes
+
+
+#: What keeps a request from going its straight way.
+DISTURBANCES = frozenset(
+    {
+        Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ENGINE_DIES, Kind.CONNECT_FAILS, Kind.FORGE,
+        Kind.CANCEL, Kind.GIVE_UP, Kind.ABORT, Kind.RELEASE, Kind.CANCEL_REPLY,
+    }
+)  # fmt: skip
+
+
+class Forgery(enum.IntEnum):
+    """Messages that are refused whenever they come."""
+
+    OLD_GENERATION = 0
+    OLD_REQUEST = 1
+    LEASE_OF_ANOTHER = 2
+    BEHIND_THE_LEASE = 3
+    OVERLAP = 4
+    GENERATION_OF_ANOTHER = 5
+    OLD_EPOCH = 6
+    RETURN_OF_ANOTHER = 7
+    REPLY_OF_ANOTHER = 8
+
+
+class Action(NamedTuple):
+    """One thing that happens. Places are positions in lists, so that a trace from which actions are taken still runs."""
+
+    kind: Kind
+    at: int = 0
+    item: int = 0
+    detail: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.at} {self.item} {self.detail}"
+
+
+class Violation(Exception):
+    """Something that must hold does not."""
+
+
+def require(holds: bool, text: str) -> None:
+    """Raises :class:`Violation` with ``text`` unless ``holds``."""
+    if not holds:
+        raise Violation(text)
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """How large everything is. Small, so that everything is scarce and each limit is met often.
+
+    Attributes:
+        processes: frontends that are alive at a time.
+        slot_blocks, reply_blocks_wanted: sizes that are asked for; 0 of a reply travels in its message.
+        max_slots: slots and waiters of the callers of one session.
+        max_queue: messages in one direction at which voluntary ones wait; also the backlog of an end that does not read.
+        max_requests: submissions of one session; None for as many as fit.
+        max_replies: to one request.
+        max_disturbances: how often something of :data:`DISTURBANCES` happens; None for any number.
+        without: what never happens.
+    """
+
+    leasable_blocks: int
+    reply_blocks: int
+    max_lease_blocks: int
+    quota_blocks: int
+    max_leases: int
+    max_inflight: int
+    base_blocks: int
+    lease_blocks: int
+    processes: int
+    slot_blocks: tuple[int, ...]
+    reply_blocks_wanted: tuple[int, ...]
+    max_slots: int
+    max_queue: int
+    max_requests: int | None = None
+    max_replies: int = 3  # a second of them can wait for what the first took
+    max_disturbances: int | None = None
+    without: frozenset[Kind] = frozenset()
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.leasable_blocks, self.reply_blocks)
+
+    @property
+    def limits(self) -> LedgerLimits:
+        return LedgerLimits(self.max_lease_blocks, self.quota_blocks, self.max_leases, self.max_inflight)
+
+    @classmethod
+    def draw(cls, random: Random) -> Self:
+        """Returns a scenario of a walk: from two frontends that are crowded to four with room."""
+        leasable = random.choice((3, 6, 12, 20))
+        reply = random.choice((1, 2, 4))
+        return cls(
+            leasable_blocks=leasable,
+            reply_blocks=reply,
+            max_lease_blocks=random.randint(1, max(1, leasable // 2)),
+            quota_blocks=random.randint(1, leasable),
+            max_leases=random.randint(1, 4),
+            max_inflight=random.randint(1, 5),
+            base_blocks=random.randint(1, 3),
+            lease_blocks=random.randint(1, 4),
+            processes=random.randint(2, 4),
+            slot_blocks=tuple(sorted({1, 2, random.randint(1, leasable), leasable})),
+            reply_blocks_wanted=tuple(sorted({0, 1, reply})),
+            max_slots=random.randint(2, 6),
+            max_queue=random.choice((2, 8, 32)),
+        )
