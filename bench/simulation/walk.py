@@ -25,7 +25,7 @@ __all__ = ["Walk", "walk"]
 _EPISODE_STEPS = (50, 300, 1000, 3000)  # short ones begin often, long ones grow old
 
 # Relative to each other. What begins something is rarer than what brings it on, or all would be full all the time; what
-# ends a connection is rare, or none would grow old.
+# ends a connection is rare, or none would grow old. Few forgeries get as far as the check that they are made for.
 WEIGHTS: Mapping[Kind, float] = {
     Kind.CONNECT: 3, Kind.CONNECT_FAILS: 0.5, Kind.GOODBYE: 0.15, Kind.HANG_UP: 0.04, Kind.CRASH: 0.06, Kind.LET_GO: 0.3,
     Kind.FRONTEND_SEES_END: 1, Kind.ENGINE_SEES_END: 1, Kind.ENGINE_HANGS_UP: 0.03, Kind.PIDFD_FIRES: 0.5,
