@@ -1,6 +1,8 @@
 # Each target installs what it needs into .venv, once, and does its job.
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
 #   make test     style, types, tests, coverage of the core, a minute of chaos, and a check that nothing is left behind
+#   make guards   takes each guard away, and looks whether the test that is named for it notices
+#   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
 #   make format   rewrites the sources in the project's style
 #   make clean    removes .venv and what the tools cached
 
@@ -9,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types pytest faults leftovers format clean install
+.PHONY: demo test lint types pytest faults leftovers guards fuzz format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -32,6 +34,15 @@ faults: $(INSTALLED)
 
 leftovers: pytest faults
 	$(BIN)/python tests/leftovers.py
+
+guards: $(INSTALLED)
+	$(BIN)/python tests/guards.py
+
+FUZZ_SECONDS ?= 60
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -21,7 +21,7 @@ import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from litestar import Litestar, Request, Response, get, post
+from litestar import HttpMethod, Litestar, Request, Response, post, route
 from litestar.datastructures import State
 from litestar.types import Receive, Scope, Send
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -39,7 +39,7 @@ from frontend.metrics import FrontendMetrics, Observation, request_id_of
 from frontend.multimodal import MediaIntake
 from frontend.openai.chat import CHAT_PARSER, ChatRequest
 from frontend.openai.embeddings import EMBEDDING_PARSER
-from frontend.openai.models import ModelList, Version
+from frontend.openai.models import Model, ModelList, Version
 from frontend.served import ServedModel
 from frontend.settings import FrontendSettings
 from frontend.sse import EventStream
@@ -49,6 +49,8 @@ __all__ = ["Application", "create_app"]
 _SAMPLING_S = 1.0  # how old the gauges of the other frontends may be in an answer to /metrics
 
 _AnyRequest = Request[Any, Any, State]
+
+_get = functools.partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])  # probes ask HEAD; the server drops the body
 
 
 class Application:
@@ -81,13 +83,14 @@ def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
         [
             post("/v1/chat/completions", status_code=200, middleware=middleware)(routes.chat),
             post("/v1/embeddings", status_code=200, middleware=middleware)(routes.embed),
-            get("/v1/models", middleware=[authentication])(routes.list_models),
-            get("/health")(routes.check_health),
-            get("/ready")(routes.check_ready),
-            get("/metrics")(routes.render_metrics),
-            get("/version", sync_to_thread=False)(routes.version),
-            get(DOCS_PATH)(routes.documentation.page),
-            get(list(DOCUMENT_PATHS), sync_to_thread=False)(routes.documentation.document),
+            _get("/v1/models", middleware=[authentication])(routes.list_models),
+            _get("/v1/models/{name:path}", middleware=[authentication])(routes.retrieve_model),
+            _get("/health")(routes.check_health),
+            _get("/ready")(routes.check_ready),
+            _get("/metrics")(routes.render_metrics),
+            _get("/version", sync_to_thread=False)(routes.version),
+            _get(DOCS_PATH)(routes.documentation.page),
+            _get(list(DOCUMENT_PATHS), sync_to_thread=False)(routes.documentation.document),
         ],
         exception_handlers={Exception: _answer_error},
         lifespan=[lambda _: routes.running()],
@@ -159,6 +162,9 @@ class _Routes:
     async def list_models(self) -> ModelList:
         return await self._model.list()
 
+    async def retrieve_model(self, request: _AnyRequest) -> Model:
+        return await self._model.retrieve(request.path_params["name"].removeprefix("/"))  # names have slashes: Qwen/Qwen2-VL
+
     def version(self) -> Version:
         return Version(shmring.__version__)
 
@@ -193,7 +199,7 @@ def _unhealthy() -> Iterator[None]:
     except TimeoutError:
         raise ApiError(503, "the engine does not answer", code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from None
     except shmring.RemoteError as error:
-        raise ApiError(503, str(error), code="engine_unhealthy", retry_after_s=RETRY_AFTER_S) from None
+        raise ApiError(503, error.message, code="engine_unhealthy", retry_after_s=RETRY_AFTER_S) from None
 
 
 def _well() -> Response[bytes]:

@@ -22,7 +22,7 @@ import shmring
 from frontend.errors import ErrorEnvelope
 from frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
-from frontend.openai.models import ModelList, Version
+from frontend.openai.models import Model, ModelList, Version
 
 __all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
 
@@ -41,6 +41,7 @@ _TYPES = (
     ChatCompletionChunk,
     EmbeddingRequest,
     EmbeddingResponse,
+    Model,
     ModelList,
     Version,
     ErrorEnvelope,
@@ -129,6 +130,7 @@ def openapi_document(keys_needed: bool) -> dict[str, Any]:
             "/v1/chat/completions": {"post": _chat() | security},
             "/v1/embeddings": {"post": _embeddings() | security},
             "/v1/models": {"get": _models() | security},
+            "/v1/models/{name}": {"get": _model() | security},
             **_operations(),
         },
     }
@@ -155,6 +157,13 @@ def _embeddings() -> dict[str, Any]:
 def _models() -> dict[str, Any]:
     answer = _answer("The models.", {"application/json": _schema("ModelList")})
     return _operation("List the models", "v1", answer, _errors((401, 500, 503, 504)))
+
+
+def _model() -> dict[str, Any]:
+    answer = _answer("The model.", {"application/json": _schema("Model")})
+    operation = _operation("Describe a model", "v1", answer, _errors((401, 404, 500, 503, 504)))
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    return operation | {"parameters": [*operation["parameters"], name]}
 
 
 def _operations() -> dict[str, Any]:

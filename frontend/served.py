@@ -62,8 +62,7 @@ class ServedModel:
         description = await self.describe()
         served = self._name or description.model
         if name != served:
-            message = f"the model {name[:_SHOWN_CHARACTERS]!r} does not exist; this server has {served!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+            raise _unknown(name, served)
         if task not in description.tasks:
             done = " and ".join(_DONE_BY.get(one, one) for one in description.tasks)
             message = f"the model {served!r} does not do {_DONE_BY[task]}, it does {done or 'nothing'}"
@@ -85,3 +84,23 @@ class ServedModel:
         owner = "shmring (synthetic: answers are made up)" if description.synthetic else "shmring"
         name = self._name or description.model
         return ModelList([Model(name, self._created, owned_by=owner, max_model_len=description.max_model_len)])
+
+    async def retrieve(self, name: str) -> Model:
+        """Returns one model of that list.
+
+        Args:
+            name: what requests call it.
+
+        Raises:
+            ApiError: it is not in the list.
+            shmring.ShmringError, TimeoutError: as for the list.
+        """
+        [model] = (await self.list()).data
+        if name != model.id:
+            raise _unknown(name, model.id)
+        return model
+
+
+def _unknown(name: str, served: str) -> ApiError:
+    message = f"the model {name[:_SHOWN_CHARACTERS]!r} does not exist; this server has {served!r}"
+    return ApiError(404, message, code="model_not_found", param="model")

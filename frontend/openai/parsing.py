@@ -18,6 +18,7 @@ __all__ = ["BodyParser"]
 _Request = TypeVar("_Request")
 
 _ERROR_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 _MAX_MESSAGE_CHARACTERS = 300  # msgspec quotes values of enumerations, which may be as long as a body
 
 
@@ -43,7 +44,9 @@ class BodyParser(Generic[_Request]):
 
 def _invalid_value(message: str) -> ApiError:
     found = _ERROR_PATH.search(message)
-    path = found["path"] if found else None
+    path = found["path"] if found else ""
+    if missing := _MISSING.search(message):
+        path = f"{path}.{missing['name']}".removeprefix(".")
     if len(message) > _MAX_MESSAGE_CHARACTERS:
         message = f"{message[:_MAX_MESSAGE_CHARACTERS]}..."
     return ApiError(400, message, code="invalid_value", param=path or None)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -82,6 +83,22 @@ async def test_the_model_is_listed_under_the_name_it_is_asked_for_by(open_engine
     assert (await http.post("/v1/embeddings", json=body_of(PIXELS[0], model="a model"))).status_code == 200
     error = error_of(await http.post("/v1/embeddings", json=body_of(PIXELS[0])), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("name", ["model", "Qwen/Qwen2-VL-2B-Instruct", "a model"])
+async def test_one_model_is_described_by_its_name(open_engine: Any, open_app: OpenApp, name: str) -> None:
+    http = await open_app(await open_engine(), served_model_name=name)
+    [listed] = (await http.get("/v1/models")).json()["data"]
+    assert (await http.get(f"/v1/models/{quote(name, safe='')}")).json() == listed
+    assert (await http.get(f"/v1/models/{name}")).json() == listed
+    error = error_of(await http.get("/v1/models/another"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/docs"])
+async def test_what_is_read_can_be_asked_for_its_head(open_engine: Any, open_app: OpenApp, path: str) -> None:
+    http = await open_app(await open_engine())
+    assert (await http.head(path)).status_code == 200
 
 
 @pytest.mark.parametrize(

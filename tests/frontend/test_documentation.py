@@ -33,7 +33,7 @@ def test_everything_that_it_refers_to_is_there() -> None:
 def test_keys_are_asked_for_where_they_are_needed() -> None:
     paths = openapi_document(keys_needed=True)["paths"]
     protected = {path for path, operations in paths.items() for one in operations.values() if "security" in one}
-    assert protected == {"/v1/chat/completions", "/v1/embeddings", "/v1/models"}
+    assert protected == {"/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name}"}
     assert "security" not in json.dumps(openapi_document(keys_needed=False))
 
 

@@ -58,6 +58,7 @@ async def test_every_answer_is_as_documented(open_core: Any, open_server: Any, m
         "POST /v1/chat/completions",
         "POST /v1/embeddings",
         "GET /v1/models",
+        "GET /v1/models/{name}",
         "GET /health",
         "GET /ready",
         "GET /metrics",

@@ -85,3 +85,16 @@ def test_messages_stay_short_whatever_was_sent() -> None:
     with pytest.raises(ApiError) as raised:
         EMBEDDING_PARSER.parse(msgspec.json.encode({"model": "m", "encoding_format": "y" * 100_000}))
     assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{}", "model"),
+        (b'{"model": "m"}', "messages"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages[0].content[0].text"),
+    ],
+)
+def test_what_is_missing_is_named(body: bytes, param: str) -> None:
+    error = refused(body)
+    assert (error.code, error.param) == ("invalid_value", param)

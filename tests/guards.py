@@ -1,0 +1,257 @@
+"""Takes the guards away one at a time, and looks whether the test that is named for each notices: ``make guards``.
+
+A test that passes without the guard it is about proves nothing. Each line below says where a guard is, what is put in its
+place, and which test must fail then. Works on a copy of the sources; needs the tests' environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_ROOT = Path(__file__).parent.parent
+_COPIED = ("shmring", "engine", "frontend", "bench", "tests", "pyproject.toml", "README.md")
+_TIMEOUT_S = 180
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """A guard, and who notices when it is gone. ``old`` stands exactly once in the file."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+GUARDS = (
+    Guard(
+        "the pidfd's word before memory is reused",
+        "shmring/ring.py",
+        "self._carry_out(self._ledger.disconnect(frontend.client_id))",
+        "self._carry_out(self._ledger.died(frontend.client_id))",
+        "tests/integration/test_process_death.py::test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory",
+    ),
+    Guard(
+        "the second look, where a pid could have been reused",
+        "shmring/transport/liveness.py",
+        "if _has_hung_up(peer):",
+        "if False:",
+        "tests/transport/test_liveness.py::test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing",
+    ),
+    Guard(
+        "generations that only grow",
+        "shmring/core/ledger.py",
+        "slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation",
+        "slot.generation >> GENERATION_BITS != client.client_id",
+        "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+    ),
+    Guard(
+        "generations that are the client's own",
+        "shmring/core/ledger.py",
+        "slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation",
+        "slot.generation <= last_generation",
+        "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+    ),
+    Guard(
+        "the generation in the slot's header",
+        "shmring/core/ledger.py",
+        "if generation_in_slab != slot.generation or nbytes_in_slab != slot.nbytes:",
+        "if nbytes_in_slab != slot.nbytes:",
+        "tests/integration/test_forged.py::test_a_header_that_differs_from_its_descriptor_is_stale",
+    ),
+    Guard(
+        "the epoch",
+        "shmring/ring.py",
+        "if submit.epoch != self.epoch:",
+        "if False:",
+        "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+    ),
+    Guard(
+        "leases: only one's own",
+        "shmring/core/ledger.py",
+        "lease = client.leases.get(slot.lease_id)",
+        "lease = {lease.lease_id: lease for lease in self._leases()}.get(slot.lease_id)",
+        "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+    ),
+    Guard(
+        "leases: only inside of them",
+        "shmring/core/ledger.py",
+        "if misaligned or start < lease.start or start + blocks > lease.end:",
+        "if misaligned:",
+        "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+    ),
+    Guard(
+        "live slots that never overlap",
+        "shmring/core/ledger.py",
+        "if not lease.live.carve(start, blocks):",
+        "if not lease.live.carve(start, blocks) and False:",
+        "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+    ),
+    Guard(
+        "tensors that lie in their slot",
+        "shmring/core/messages.py",
+        "if self.nbytes and self.offset + self.nbytes > region_nbytes:",
+        "if False:",
+        "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+    ),
+    Guard(
+        "draining: the engine's views",
+        "shmring/ring.py",
+        "            viewed.add(generation)\n",
+        "            self._views.forget(key)\n",
+        "tests/test_claim.py::test_a_view_keeps_its_slot_after_the_claim_and_its_bytes_stay",
+    ),
+    Guard(
+        "draining: a reply's views",
+        "shmring/session.py",
+        "                if slot.generation not in viewed:",
+        "                if True:",
+        "tests/test_claim.py::test_a_view_of_a_reply_is_never_overwritten",
+    ),
+    Guard(
+        "draining: a frontend's slot that threads write to",
+        "shmring/session.py",
+        "if drain and self._slot_views.anchor(id(record)) is not None:",
+        "if False:",
+        "tests/test_slot.py::test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again",
+    ),
+    Guard(
+        "posix_fallocate",
+        "shmring/memory/slab.py",
+        "os.posix_fallocate(fd, 0, nbytes)",
+        "os.ftruncate(fd, nbytes)",
+        "tests/integration/test_guarantees_processes.py::test_a_shm_that_is_small_or_filled_by_others_is_an_error_and_never_a_crash",
+    ),
+    Guard(
+        "the unlink while the slab lives",
+        "shmring/memory/slab.py",
+        "        posix_ipc.unlink_shared_memory(path)\n    return fd",
+        "        pass\n    return fd",
+        "tests/memory/test_slab.py::test_a_slab_has_no_name_from_the_start",
+    ),
+    Guard(
+        "the lock that a sweep asks for",
+        "shmring/memory/slab.py",
+        "            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            path.unlink()",
+        "            path.unlink()",
+        "tests/memory/test_slab.py::test_a_sweep_leaves_what_a_living_engine_holds",
+    ),
+    Guard(
+        "a cancelled copy that waits for its thread",
+        "shmring/cancellation.py",
+        "        return await asyncio.shield(future)\n    except asyncio.CancelledError:\n        while not future.done():",
+        "        return await asyncio.shield(future)\n    except asyncio.CancelledError:\n        while False:",
+        "tests/memory/test_copier.py::test_a_cancellation_waits_until_nobody_writes_any_more",
+    ),
+    Guard(
+        "a running request that keeps its slots until its step ends",
+        "engine/core.py",
+        "        if self._scheduler.withdraw(request):\n            request.leave()",
+        "        self._scheduler.withdraw(request)\n        request.leave()",
+        "tests/engine/test_core.py::test_a_request_aborted_in_its_step_keeps_its_slot_until_the_step_ends",
+    ),
+    Guard(
+        "a forked child that may not use its parent's client",
+        "shmring/session.py",
+        "if os.getpid() != self._pid:",
+        "if False:",
+        "tests/integration/test_process_exit.py::test_a_forked_child_can_use_neither_end",
+    ),
+    Guard(
+        "the uid of whoever connects",
+        "shmring/transport/endpoint.py",
+        "if uid not in allowed_uids:",
+        "if False:",
+        "tests/transport/test_endpoint.py::test_a_uid_that_is_not_allowed_is_refused_and_told",
+    ),
+    Guard(
+        "a directory that nobody else can write to",
+        "shmring/transport/endpoint.py",
+        "if status.st_mode & 0o022:",
+        "if False:",
+        "tests/transport/test_endpoint.py::test_a_directory_that_others_can_write_to_is_refused_by_both_ends",
+    ),
+    Guard(
+        "a link in the place of the socket",
+        "shmring/transport/endpoint.py",
+        "    if not stat.S_ISSOCK(mode):",
+        "    if False:",
+        "tests/transport/test_endpoint.py::test_what_is_in_the_place_of_the_socket_is_refused_and_not_touched",
+    ),
+    Guard(
+        "the largest frame",
+        "shmring/core/framing.py",
+        "            if length > self._max_nbytes:",
+        "            if False:",
+        "tests/integration/test_forged.py::test_what_is_no_message_ends_its_connection",
+    ),
+    Guard(
+        "the largest backlog of a peer that does not read",
+        "shmring/transport/connection.py",
+        "if self._transport.get_write_buffer_size() > self._max_write_buffer_nbytes:",
+        "if False:",
+        "tests/integration/test_forged.py::test_a_frontend_that_never_reads_is_disconnected",
+    ),
+)
+
+
+def main() -> None:
+    """Tries all guards, or those whose names contain an argument."""
+    chosen = [guard for guard in GUARDS if not sys.argv[1:] or any(text in guard.name for text in sys.argv[1:])]
+    unnoticed = []
+    with tempfile.TemporaryDirectory() as directory:
+        for name in _COPIED:
+            source, target = _ROOT / name, Path(directory, name)
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+        for guard in chosen:
+            noticed = _is_noticed(guard, Path(directory))
+            print(f"{'noticed' if noticed else 'UNNOTICED':9}  {guard.name}: {guard.test}", flush=True)
+            if not noticed:
+                unnoticed.append(guard)
+    if unnoticed:
+        sys.exit(f"{len(unnoticed)} of {len(chosen)} guards can be taken away without the test noticing")
+
+
+def _is_noticed(guard: Guard, copy: Path) -> bool:
+    file = copy / guard.file
+    source = file.read_text()
+    if source.count(guard.old) != 1:
+        sys.exit(
+            f"{guard.name}: its code stands {source.count(guard.old)} times in {guard.file}; tests/guards.py is out of date"
+        )
+    try:
+        if not _passes(guard.test, copy):
+            sys.exit(f"{guard.name}: {guard.test} fails with the guard, too")
+        file.write_text(source.replace(guard.old, guard.new))
+        return not _passes(guard.test, copy)
+    finally:
+        file.write_text(source)
+
+
+def _passes(test: str, copy: Path) -> bool:
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=60", test]
+    try:
+        run = subprocess.run(
+            command,
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if run.returncode not in (0, 1, -7):  # 1: a test failed; -7: SIGBUS, which fallocate prevents
+        sys.exit(f"{test} could not be run:\n{run.stdout.decode()}{run.stderr.decode()}")
+    return run.returncode == 0
+
+
+if __name__ == "__main__":
+    main()
