@@ -847,7 +847,7 @@ async def _create_slab(name: str, nbytes: int, epoch: int, prefault: bool) -> Sl
     """Reserves the slab on a thread: it takes a second per 4 GiB, and the caller's loop may have other work."""
     swept = sweep()
     if swept:
-        logger.warning("removed what a crashed engine left in /dev/shm: %s", ", ".join(swept))
+        logger.warning("removed the name of a slab in /dev/shm that no living engine holds: %s", ", ".join(swept))
     creating = asyncio.get_running_loop().run_in_executor(None, lambda: Slab.create(name, nbytes, epoch, prefault=prefault))
     try:
         return await asyncio.shield(creating)

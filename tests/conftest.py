@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -70,8 +71,6 @@ def _children() -> dict[int, str]:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """The session leaves no segment in /dev/shm and no child process."""
-    gc.collect()
-    gc.freeze()  # what was imported is not garbage: collections after each test stay cheap
     yield
     deadline = time.monotonic() + 5
     while (_segments() or _children()) and time.monotonic() < deadline:
@@ -91,6 +90,22 @@ class _Complaints(logging.Handler):
         self.messages.append(self.format(record))
 
 
+class _Collector:
+    """Collects garbage after each test. What was imported is none, and a walk through all of transformers takes a while."""
+
+    def __init__(self) -> None:
+        self._modules = 0
+
+    def collect(self) -> None:
+        gc.collect()
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            gc.freeze()
+
+
+_COLLECTOR = _Collector()
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_lost() -> Iterator[None]:
     """No task or future ends with an exception that nobody looks at, and no callback raises."""
@@ -99,7 +114,7 @@ def nothing_is_lost() -> Iterator[None]:
     logger.addHandler(complaints)
     try:
         yield
-        gc.collect()
+        _COLLECTOR.collect()
     finally:
         logger.removeHandler(complaints)
     assert complaints.messages == []

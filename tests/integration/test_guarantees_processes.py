@@ -354,7 +354,10 @@ async def test_engines_that_come_and_go_do_not_touch_a_living_one(
     while not all(other.is_dead for other in others):
         await works(observer)
     for other in others:
-        assert other.output.read_text() == "stopped\n"
+        # They may sweep each other's names between create and lock, which harms nobody; each says so.
+        *swept, last = other.output.read_text().splitlines()
+        assert last == "stopped"
+        assert all(line.startswith("removed the name of a slab") for line in swept)
     assert (await statistics(observer))["clients"] == 1
 
 

@@ -44,7 +44,7 @@ async def start(socket_dir: Path) -> AsyncIterator[Start]:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        await process.communicate()  # to the end of its output: its pipe is closed then, too
 
 
 async def said(process: asyncio.subprocess.Process) -> list[str]:
