@@ -21,7 +21,7 @@ from bench import report, transport
 from bench.__main__ import main
 from bench.messages import Cell
 from bench.peers import PEERS
-from bench.processes import BenchError, Failed, Pair, run_cell
+from bench.processes import BenchError, Failed, Group, Part, run_cell
 from shmring.memory.slab import SHM_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +35,9 @@ def cell() -> Iterator[Cell]:
 
 
 @pytest.fixture(scope="module")
-def pairs() -> Iterator[dict[str, Pair]]:
+def pairs() -> Iterator[dict[str, Group]]:
     """A pair of every peer; all of them start at the same time."""
-    started = {name: Pair(name) for name in PEERS}
+    started = {name: Group(name) for name in PEERS}
     try:
         for pair in started.values():
             pair.start()
@@ -51,7 +51,7 @@ def pairs() -> Iterator[dict[str, Pair]]:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_every_peer_passes_its_checks_again_and_again(pairs: dict[str, Pair], cell: Cell, name: str) -> None:
+def test_every_peer_passes_its_checks_again_and_again(pairs: dict[str, Group], cell: Cell, name: str) -> None:
     for window in (16, 1):
         measurement = pairs[name].run(dataclasses.replace(cell, window=window, timed_s=0.05))
         assert measurement.messages >= window
@@ -61,7 +61,7 @@ def test_every_peer_passes_its_checks_again_and_again(pairs: dict[str, Pair], ce
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_corrupted_message_is_detected(pairs: dict[str, Pair], cell: Cell, name: str) -> None:
+def test_a_corrupted_message_is_detected(pairs: dict[str, Group], cell: Cell, name: str) -> None:
     with pytest.raises(BenchError, match=r"consumer failed: CheckError: message 20 holds .* it is corrupted") as caught:
         pairs[name].run(dataclasses.replace(cell, corrupt_sequence=20))
     assert PEERS[name].title in str(caught.value)
@@ -72,12 +72,12 @@ def test_a_corrupted_message_is_detected(pairs: dict[str, Pair], cell: Cell, nam
 def test_a_cell_that_takes_too_long_is_an_error(cell: Cell) -> None:
     control, ours = multiprocessing.Pipe()
     with control, ours:
-        outcome = run_cell("consumer", "inline-msgpack", None, control, dataclasses.replace(cell, limit_s=0.05))
+        outcome = run_cell("consumer", Part("inline-msgpack"), control, dataclasses.replace(cell, limit_s=0.05))
     assert outcome == Failed("it took longer than 0.05 s")  # no producer ever came
 
 
 def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
-    with Pair("inline-msgpack") as pair:
+    with Group("inline-msgpack") as pair:
         pair.start()
         pair.processes[0].kill()
         with pytest.raises(BenchError, match="the consumer has died with exit code -9"):

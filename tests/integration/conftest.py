@@ -68,9 +68,9 @@ class Forked:
     def is_dead(self) -> bool:
         return bool(select.select([self.pidfd], [], [], 0)[0])
 
-    async def said(self) -> list[str]:
+    async def said(self, limit_s: float = LIMIT_S) -> list[str]:
         """The next line that it prints."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while True:
             lines = self.output.read_text().split("\n")[:-1] if self.output.exists() else []
             if len(lines) > self._lines_read:

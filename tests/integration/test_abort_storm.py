@@ -1,0 +1,47 @@
+"""Ten thousand requests of four frontends, nine in ten aborted at a random moment: nothing leaks, the rest are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Launch = Callable[..., Any]
+
+FRONTENDS = 4
+REQUESTS = 2_500  # of each
+
+
+async def storm(launch: Launch, socket_dir: Path, name: str, requests: int, aborted_percent: int) -> dict[str, float]:
+    """What became of all requests together, and of the engine."""
+    engine = launch("storm", "engine", name, str(socket_dir))
+    assert await engine.said() == ["ready"]
+    frontends = [
+        launch("storm", "frontend", name, str(socket_dir), str(seed), str(requests), str(aborted_percent))
+        for seed in range(FRONTENDS)
+    ]
+    found = dict.fromkeys(("answered", "aborted", "seconds"), 0.0)
+    for frontend in frontends:
+        words = await frontend.said(120)
+        for key, value in zip(words[::2], words[1::2], strict=True):
+            found[key] = max(found[key], float(value)) if key == "seconds" else found[key] + float(value)
+    words = await engine.said()
+    told = dict(zip(words[::2], words[1::2], strict=True))
+    assert (told["errors"], told["whole"]) == ("0", "True")
+    assert int(told["steps"]) > 10
+    return {**found, "aborted in the engine": float(told["aborted"])}
+
+
+async def test_an_abort_storm_leaks_nothing_and_the_rest_are_right(
+    launch: Launch, socket_dir: Path, record_property: Callable[[str, object], None]
+) -> None:
+    calm = await storm(launch, socket_dir, "calm", REQUESTS // 5, 0)
+    assert (calm["answered"], calm["aborted"]) == (FRONTENDS * REQUESTS // 5, 0)
+    found = await storm(launch, socket_dir, "storm", REQUESTS, 90)
+    assert found["answered"] + found["aborted"] == FRONTENDS * REQUESTS
+    assert found["answered"] >= 0.08 * FRONTENDS * REQUESTS
+    assert found["aborted"] > 0.5 * FRONTENDS * REQUESTS  # the answer was faster than some aborts
+    assert found["aborted in the engine"] > 0
+    # How many requests come to their end in a second, of which kind ever. Not asserted: that would time a test.
+    rates = [(run["answered"] + run["aborted"]) / run["seconds"] for run in (calm, found)]
+    record_property("ends per second: calm, storm", rates)
