@@ -185,6 +185,54 @@ async def test_a_draining_slot_comes_back_without_the_collector(ends: Ends, even
         gc.enable()
 
 
+class Cycle:
+    """Something that only the collector can find."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self.view = view
+        self.itself = self
+
+
+def failure(view: torch.Tensor) -> ValueError:
+    """An error whose traceback has a frame with a view."""
+    try:
+        raise ValueError(f"a view of {view.numel()} bytes")
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("keep", [Cycle, failure])
+@pytest.mark.parametrize("frozen", [False, True], ids=["collected", "frozen"])
+async def test_a_view_that_something_hides_keeps_its_slot_until_that_is_gone(
+    ends: Ends, eventually: Any, keep: Callable[[torch.Tensor], Any], frozen: bool
+) -> None:
+    """In a reference cycle or in a traceback; what was frozen meanwhile is looked through by nobody, so it goes on waiting."""
+    submission, claim = await ends.claim({"x": tensor(50_000, 1)})
+    gc.disable()
+    try:
+        with claim:
+            hidden: Any = keep(claim.payload["x"])
+        await asyncio.wait_for(_end_of(submission), 5)
+        if frozen:
+            gc.freeze()
+        view = hidden.view if isinstance(hidden, Cycle) else hidden.__traceback__.tb_frame.f_locals["view"]
+        for value in range(2, 20):
+            _, other = await ends.claim({"x": tensor(60_000, value)})
+            other.done()
+        assert set(view.tolist()) == {1}
+        del hidden, view
+        gc.collect()
+        if frozen and keep is Cycle:
+            assert ends.ring.statistics().slots_draining == 1
+            gc.unfreeze()
+            gc.collect()
+        await eventually(lambda: ends.ring.statistics().slots_draining == 0)
+        await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
 async def _end_of(submission: shmring.Submission) -> None:
     with contextlib.suppress(StopAsyncIteration):
         while True:

@@ -323,6 +323,26 @@ async def test_hanging_up_at_any_moment_leaves_the_slab_empty(server: Server, ht
     assert after["shmring_engine_ring_protocol_errors"] == 0
 
 
+@pytest.mark.parametrize("beginning", [b"", b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"])
+async def test_a_thousand_connections_that_say_nothing_keep_nobody_waiting(
+    server: Server, http: httpx.AsyncClient, body: bytes, beginning: bytes
+) -> None:
+    before = await settled(http)
+    connections = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(1000)]
+    try:
+        for _, writer in connections:
+            writer.write(beginning)
+        for path in ("/health", "/ready"):
+            assert (await http.get(path)).status_code == 200
+        responses = [await http.post("/v1/embeddings", content=body) for _ in range(4)]
+        assert {response.status_code for response in responses} == {200}
+    finally:
+        for _, writer in connections:
+            writer.transport.abort()
+    after = await settled(http)
+    assert after["shmring_engine_ring_protocol_errors"] == before["shmring_engine_ring_protocol_errors"]
+
+
 async def test_hanging_up_while_the_engine_works_aborts_there_too(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
     before = await settled(http)
     os.kill(server.engine, signal.SIGSTOP)  # it takes as long as we want it to

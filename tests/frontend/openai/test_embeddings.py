@@ -64,7 +64,7 @@ def test_texts_and_data_urls_are_input() -> None:
         ({"model": "m", "dimensions": 1.5}, "dimensions"),
         ({"model": "m", "encoding_format": "int8"}, "encoding_format"),
         ({"model": "m", "messages": "hello"}, "messages"),
-        ({"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url"),
+        ({"model": "m", "messages": user({"type": "image_url"})}, "messages[0].content[0].image_url"),
         ({"model": "m", "messages": user({"type": "file", "file": {}})}, "messages[0].content[0].type"),
         (
             {"model": "m", "messages": user(image(), {"type": "image_url", "image_url": {"url": 3}})},

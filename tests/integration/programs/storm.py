@@ -1,4 +1,4 @@
-"""Both ends of an abort storm: ``storm.py engine NAME SOCKET_DIR`` and ``storm.py frontend NAME SOCKET_DIR SEED REQUESTS ABORTED``.
+"""Both ends of an abort storm: ``engine NAME SOCKET_DIR``, and ``frontend NAME SOCKET_DIR SEED REQUESTS ABORTED``.
 
 The engine works in steps: it claims what is there, works on all of it at once, and answers. Behind every step it checks its
 book, and that no slot is held beyond the step: not one of an aborted request either. It says how many steps it made when its
