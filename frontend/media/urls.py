@@ -171,15 +171,20 @@ def _normal_ipv6(text: str) -> str:
 def _normal_name(text: str) -> str:
     if not text:
         raise MediaError("the URL names no host")
-    if len(text) > _MAX_HOST_CHARACTERS + 1:
-        raise MediaError(f"the name of the host has {len(text)} characters; at most {_MAX_HOST_CHARACTERS} are possible")
+    _check_length(text.removesuffix("."))
     host = ".".join(map(_normal_label, text.removesuffix(".").split(".")))
+    _check_length(host)  # international names grow
     if not _NUMBER.fullmatch(host.rpartition(".")[2]):  # no name ends so
         return host
     try:
         return ipaddress.IPv4Address(host).compressed
     except ValueError:  # inet_aton() takes many more forms: octal, hexadecimal, fewer than four numbers
         raise MediaError(f"{text[:64]!r} is neither a name nor an IPv4 address of four decimal numbers") from None
+
+
+def _check_length(host: str) -> None:
+    if len(host) > _MAX_HOST_CHARACTERS:
+        raise MediaError(f"the name of the host has {len(host)} characters; at most {_MAX_HOST_CHARACTERS} are possible")
 
 
 def _normal_label(label: str) -> str:

@@ -98,6 +98,7 @@ HOSTILE_URLS = [
     ("http://example.org,evil.test/", "can't be part"),
     ("http://" + "a" * 64 + ".org/", "can't be part"),
     ("http://" + "a." * 200 + "org/", "at most 253"),
+    ("http://" + "\u00fc." * 100 + "org/", "at most 253"),
     ("http:///path", "names no host"),
     ("http://?x", "names no host"),
     ("http://:80/", "names no host"),
