@@ -91,6 +91,7 @@ from shmring.statistics import RingStatistics
 from shmring.transport.connection import Connection
 from shmring.transport.endpoint import Listener, Peer, greet, refuse, send_welcome, socket_path
 from shmring.transport.liveness import ProcessWatch
+from shmring.transport.polling import BusyPolling
 
 __all__ = ["CallHandler", "Ring", "Serving", "serve"]
 
@@ -136,6 +137,7 @@ class _Frontend:
             max_frame_nbytes=int(config.max_frame_nbytes),
             write_buffer_nbytes=int(config.write_buffer_nbytes),
             max_write_buffer_nbytes=int(config.max_write_buffer_nbytes),
+            polling=ring.polling,
         )
 
     def __str__(self) -> str:
@@ -180,6 +182,7 @@ class Ring:
         self.config = config
         self.epoch = epoch
         self.loop = asyncio.get_running_loop()
+        self.polling = BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None
         self._pid = os.getpid()
         self._slab = slab
         self._listener = listener

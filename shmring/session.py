@@ -74,6 +74,7 @@ from shmring.slot import Slot, content_start
 from shmring.transport.connection import Connection
 from shmring.transport.endpoint import attach_engine, say_goodbye
 from shmring.transport.liveness import ProcessWatch
+from shmring.transport.polling import BusyPolling
 
 __all__ = ["ClientCounters", "Session"]
 
@@ -157,6 +158,7 @@ class Session:
             max_frame_nbytes=welcome.max_frame_nbytes,
             write_buffer_nbytes=int(config.write_buffer_nbytes),
             max_write_buffer_nbytes=_MAX_WRITE_BUFFER_NBYTES,
+            polling=BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None,
         )
         self._watch = ProcessWatch(self.loop, pidfd, self._engine_died)
 

@@ -12,7 +12,6 @@ hooks that collect them, is vLLM's (``v1/serial_utils.py``).
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from shmring.core.messages import TENSOR_EXTENSION, Content, SlotRef, TensorRef, align, item_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
+from shmring.memory.streaming import Copy, copier_for
 from shmring.memory.views import TORCH_DTYPES, tensor_view
 
 __all__ = ["Packed", "Packer", "PayloadDecoder", "nbytes_for", "torch_dtype_name"]
@@ -82,13 +82,13 @@ class _Part:
         plain = source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg()
         return source.data_ptr() if plain else None
 
-    def copy_to(self, anchor: NDArray[np.uint8], anchor_address: int) -> None:
+    def copy_to(self, anchor: NDArray[np.uint8], anchor_address: int, copy: Copy) -> None:
         """Copies its bytes to ``offset`` in a region. Releases the interpreter lock for all but the smallest."""
         if not self.nbytes:
             return
         address = self.address()
         if address is not None:
-            ctypes.memmove(anchor_address + self.offset, address, self.nbytes)
+            copy(anchor_address + self.offset, address, self.nbytes)
             return
         target = tensor_view(self.ref(), anchor, writable=True)
         if isinstance(self.source, np.ndarray):
@@ -145,9 +145,10 @@ class Packed:
     def copy_into(self, anchor: NDArray[np.uint8]) -> None:
         """Copies all tensors that are not in place to their offsets in a region; may run on any thread."""
         address = int(anchor.ctypes.data) if anchor.size else 0
+        copy = copier_for(self.copy_nbytes)
         for part in self.parts:
             if not part.in_place:
-                part.copy_to(anchor, address)
+                part.copy_to(anchor, address, copy)
 
     def _content(self, inline: bytes, slots: tuple[SlotRef, ...]) -> Content:
         return Content(self.payload, tuple(part.ref() for part in self.parts), inline, slots)

@@ -21,6 +21,7 @@ from typing import Generic, Protocol, TypeVar, cast
 from shmring.core.framing import FrameDecoder, encode_frame
 from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
 from shmring.errors import PeerLostError, RemoteProtocolError
+from shmring.transport.polling import BusyPolling
 
 __all__ = ["Connection", "ConnectionOwner"]
 
@@ -51,6 +52,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         max_frame_nbytes: the largest frame, either way.
         write_buffer_nbytes: unread bytes from which :meth:`drain` waits.
         max_write_buffer_nbytes: unread bytes from which the peer counts as not reading.
+        polling: is told of each message, either way; None: the loop sleeps whenever there is nothing to do.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         max_frame_nbytes: int,
         write_buffer_nbytes: int,
         max_write_buffer_nbytes: int,
+        polling: BusyPolling | None = None,
     ) -> None:
         self._owner = owner
         self._decode = decode
@@ -68,6 +71,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._write_buffer_nbytes = write_buffer_nbytes
         # `drain` lets one message of any size go past its limit; that alone must not look like a peer that does not read.
         self._max_write_buffer_nbytes = max(max_write_buffer_nbytes, write_buffer_nbytes + max_frame_nbytes)
+        self._polling = polling
         self._frames = FrameDecoder(max_frame_nbytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -95,6 +99,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        if self._polling is not None:
+            self._polling.extend()
         try:
             for frame in self._frames.feed(data):
                 self.frames_received += 1
@@ -133,6 +139,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         if self.lost or self._closing:
             return
         self.frames_sent += 1
+        if self._polling is not None:
+            self._polling.extend()
         if not self._sent_in_this_iteration:
             self._sent_in_this_iteration = True
             self._loop.call_soon(self._flush)
