@@ -127,8 +127,14 @@ class Claim:
 
     def done(self) -> None:
         """Releases the slots and tells the frontend that the request is finished."""
-        self.release()
-        self._end(RequestEvent.FINISH)
+        if self._ended or self._payload is _RELEASED:
+            self.release()
+            self._end(RequestEvent.FINISH)
+            return
+        self._payload = _RELEASED
+        self._ended = True
+        self._callbacks.clear()
+        self._ring.finish_claim(self, self._submit)
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""

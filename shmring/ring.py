@@ -400,10 +400,37 @@ class Ring:
 
     def release_claim(self, client_id: int, submit: Submit) -> None:
         """Releases a claim's slots; those with living views drain first."""
+        effects, viewed = self._release(client_id, submit)
+        self._carry_out(effects)
+        self._expect_deaths(client_id, viewed)
+
+    def finish_claim(self, claim: Claim, submit: Submit) -> None:
+        """Releases a claim's slots and finishes its request, of which its frontend is told in one message."""
+        client_id = claim.client_id
+        self._claims.pop((client_id, claim.request_id), None)
+        effects, viewed = self._release(client_id, submit)
+        if self._ledger.end(client_id, claim.request_id, RequestEvent.FINISH):
+            self._counters.finished += 1
+            released: tuple[int, ...] = ()
+            if effects:  # it is connected, or its request would have ended before; so there is nothing else to do
+                [effect] = effects
+                assert isinstance(effect, Released)
+                released = effect.generations
+            self._frontends[client_id].send(Done(claim.request_id, released))
+        else:
+            self._carry_out(effects)
+        self._expect_deaths(client_id, viewed)
+
+    def _expect_deaths(self, client_id: int, viewed: set[int]) -> None:
+        for generation in viewed:
+            self._views.expect((client_id, generation))
+
+    def _release(self, client_id: int, submit: Submit) -> tuple[list[Effect], set[int]]:
+        """Releases slots in the book; returns what is to be done, and the generations that views keep."""
         generations = tuple(slot.generation for slot in submit.content.slots)
+        viewed: set[int] = set()
         if not generations:
-            return
-        viewed = set()
+            return [], viewed
         for generation in generations:
             key = (client_id, generation)
             if self._views.anchor(key) is None:
@@ -413,9 +440,7 @@ class Ring:
             self._draining[key] = f"request {submit.request_id} of client {client_id}"
             if self.config.debug:
                 _log_drain(submit)
-        self._carry_out(self._ledger.release_slots(client_id, generations, viewed))
-        for generation in viewed:
-            self._views.expect((client_id, generation))
+        return self._ledger.release_slots(client_id, generations, viewed), viewed
 
     def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException | None) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
@@ -455,7 +480,8 @@ class Ring:
         sent = False
         try:
             claim.check_running()
-            await self._copier.copy(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
+            start = _content_start(slot)
+            await self._copier.copy(packed, self._slab.anchor(start, packed.copy_nbytes), self._slab.address + start)
             await self._writable(claim)
             self._send_slot(claim, packed, slot)
             sent = True
@@ -481,7 +507,8 @@ class Ring:
         if slot is None:
             raise WouldBlock(f"no {packed.copy_nbytes} bytes of reply space are free")
         try:
-            self._copier.copy_nowait(packed, self._slab.anchor(_content_start(slot), packed.copy_nbytes))
+            start = _content_start(slot)
+            self._copier.copy_nowait(packed, self._slab.anchor(start, packed.copy_nbytes), self._slab.address + start)
         except BaseException:
             self._carry_out(self._ledger.discard_reply(claim.client_id, slot.generation))
             raise

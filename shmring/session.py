@@ -216,14 +216,14 @@ class Session:
         match message:
             case Reply(request_id, content):
                 self._replied(request_id, content)
-            case Done(request_id):
+            case Done(request_id, released):
+                if released:
+                    self._released(released)
                 self._request_ended(request_id, None)
             case Failed(request_id):
                 self._request_ended(request_id, message)
             case Release(generations):
-                effects, unknown = self.book.released(generations, self.loop.time())
-                self.counters.stale_releases += unknown
-                self._carry_out(effects)
+                self._released(generations)
             case LeaseGrant():
                 self._add_lease(message)
             case LeaseRecall(lease_ids):
@@ -234,6 +234,11 @@ class Session:
                 self._lose(EngineDeadError(f"the engine ended the connection: {reason}"))
             case Welcome():
                 raise RemoteProtocolError("an engine says welcome once")
+
+    def _released(self, generations: tuple[int, ...]) -> None:
+        effects, unknown = self.book.released(generations, self.loop.time())
+        self.counters.stale_releases += unknown
+        self._carry_out(effects)
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         """The engine broke the rules: it is as good as dead to us."""
@@ -449,8 +454,10 @@ class Session:
         sent = False
         try:
             if slot is not None:
-                await self._copier.copy(packed, self._slab.anchor(content_start(slot), slot.nbytes))
-            await self._writable()
+                await self._copier.copy(packed, *self._target(slot))
+            if not self.connection.can_write:
+                await self._writable()
+            self.check_alive()
             if not all(_is_submittable(record) for record in in_place):
                 return None
             pending = self._send(packed, in_place, slot, name)
@@ -460,11 +467,15 @@ class Session:
             if slot is not None and not sent:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
 
+    def _target(self, slot: SlotRecord) -> tuple[NDArray[np.uint8], int]:
+        """Where a payload is copied to, which keeps the slab mapped, and its address."""
+        start = content_start(slot)
+        return self._slab.anchor(start, slot.nbytes), self._slab.address + start
+
     async def _writable(self) -> None:
         """Waits while the engine reads more slowly than it is written to."""
         with contextlib.suppress(PeerLostError):  # the session says why
             await self.connection.drain()
-        self.check_alive()
 
     def submit_nowait(self, payload: object, name: str) -> Pending:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
@@ -478,7 +489,7 @@ class Session:
         if packed.copy_nbytes > int(self.config.inline_nbytes):
             slot = self.acquire_nowait(packed.copy_nbytes, held=False)
             try:
-                self._copier.copy_nowait(packed, self._slab.anchor(content_start(slot), slot.nbytes))
+                self._copier.copy_nowait(packed, *self._target(slot))
             except BaseException:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
                 raise
@@ -643,6 +654,7 @@ class Session:
         await self._calls_in_flight.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
             await self._writable()
+            self.check_alive()
         except BaseException:
             self._calls_in_flight.release()
             raise

@@ -267,9 +267,10 @@ class Reply(_Message, frozen=True, tag=103):
 
 
 class Done(_Message, frozen=True, tag=104):
-    """The request is finished."""
+    """The request is finished; slots that are handed back with it need no :class:`Release` of their own."""
 
     request_id: Unsigned
+    released: tuple[Generation, ...] = ()
 
 
 FailureKind = Literal["error", "aborted", "timed_out", "invalid"]

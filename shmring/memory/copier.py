@@ -37,17 +37,17 @@ class Copier:
         self.copies = 0
         self.copied_nbytes = 0
 
-    async def copy(self, packed: Packed, anchor: NDArray[np.uint8]) -> None:
+    async def copy(self, packed: Packed, anchor: NDArray[np.uint8], address: int) -> None:
         """Copies a payload's tensors into a region. When this returns or raises, nobody is writing there."""
         if packed.copy_nbytes <= self._offload_nbytes:
-            packed.copy_into(anchor)
+            packed.copy_into(anchor, address)
         else:
-            await self.run(lambda: packed.copy_into(anchor))
+            await self.run(lambda: packed.copy_into(anchor, address))
         self.count(packed)
 
-    def copy_nowait(self, packed: Packed, anchor: NDArray[np.uint8]) -> None:
+    def copy_nowait(self, packed: Packed, anchor: NDArray[np.uint8], address: int) -> None:
         """The same in the loop, whatever the size."""
-        packed.copy_into(anchor)
+        packed.copy_into(anchor, address)
         self.count(packed)
 
     def count(self, packed: Packed) -> None:

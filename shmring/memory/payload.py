@@ -35,6 +35,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _DESCRIPTOR_NBYTES = 64 + 48  # at most, of a tensor without its shape and of the slot it may lie in
 _MESSAGE_NBYTES = 1536  # at most, of the rest of a message: its name (256 characters), numbers, the msgpack around them
 
+# A tensor of one of our dtypes, with less than this and more than nothing in it, has no shape that a peer could refuse.
+_PLAINLY_SOUND_NBYTES = 1 << 40
+_PLAINLY_SOUND_DIMENSIONS = 8
+
 #: Finds the region (1-based) and the offset in it of bytes that lie in a slot of the caller.
 Locate = Callable[[int, int], "tuple[int, int] | None"]
 
@@ -132,7 +136,7 @@ class Packed:
     def content_inline(self, slots: tuple[SlotRef, ...] = ()) -> Content:
         """Copies the tensors into the message itself. ``slots`` are those in which tensors lie in place."""
         inline = np.empty(self.copy_nbytes, np.uint8)
-        self.copy_into(inline)
+        self.copy_into(inline, int(inline.ctypes.data))
         return self._content(inline.tobytes(), slots)
 
     def content_in(self, slots: tuple[SlotRef, ...]) -> Content:
@@ -142,9 +146,13 @@ class Packed:
                 part.region = len(slots)
         return self._content(b"", slots)
 
-    def copy_into(self, anchor: NDArray[np.uint8]) -> None:
-        """Copies all tensors that are not in place to their offsets in a region; may run on any thread."""
-        address = int(anchor.ctypes.data) if anchor.size else 0
+    def copy_into(self, anchor: NDArray[np.uint8], address: int) -> None:
+        """Copies all tensors that are not in place to their offsets in a region; may run on any thread.
+
+        Args:
+            anchor: the region.
+            address: where it is; its owner knows, and numpy takes a microsecond to say.
+        """
         copy = copier_for(self.copy_nbytes)
         for part in self.parts:
             if not part.in_place:
@@ -203,10 +211,11 @@ class Packer:
             return value.item()
         else:
             raise TypeError(f"{_type_name(value)} is neither a tensor nor anything that msgspec encodes")
-        try:
-            part.ref().check(part.nbytes)  # what the peer would refuse, and disconnect us for
-        except RemoteProtocolError as error:
-            raise TypeError(str(error)) from None
+        if not 0 < part.nbytes < _PLAINLY_SOUND_NBYTES or len(part.shape) > _PLAINLY_SOUND_DIMENSIONS:
+            try:
+                part.ref().check(part.nbytes)  # what the peer would refuse, and disconnect us for
+            except RemoteProtocolError as error:
+                raise TypeError(str(error)) from None
         self._parts.append(part)
         return Ext(TENSOR_EXTENSION, (len(self._parts) - 1).to_bytes(4, "little"))
 

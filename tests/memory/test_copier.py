@@ -62,7 +62,7 @@ async def test_large_copies_leave_the_loop(
 
     monkeypatch.setattr(type(packed.parts[0]), "copy_to", spy)
     region = np.zeros(nbytes, np.uint8)
-    await copier.copy(packed, region)
+    await copier.copy(packed, region, int(region.ctypes.data))
     assert set(region.tolist()) == {7}
     assert [thread == threading.get_ident() for thread in threads] == [in_the_loop]
 
@@ -70,11 +70,12 @@ async def test_large_copies_leave_the_loop(
 async def test_copies_are_counted_when_they_are_made(copier: Copier) -> None:
     packer = Packer(8)
     two = packer.pack([torch.zeros(100, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
-    await copier.copy(two, np.zeros(two.copy_nbytes, np.uint8))
+    region = np.zeros(5000, np.uint8)
+    await copier.copy(two, region, int(region.ctypes.data))
     assert (copier.copies, copier.copied_nbytes) == (2, 124), "alignment and empty tensors don't count"
     large = packer.pack(torch.zeros(5000, dtype=torch.uint8))
-    await copier.copy(large, np.zeros(5000, np.uint8))
-    copier.copy_nowait(large, np.zeros(5000, np.uint8))
+    await copier.copy(large, region, int(region.ctypes.data))
+    copier.copy_nowait(large, region, int(region.ctypes.data))
     assert (copier.copies, copier.copied_nbytes) == (4, 10124)
 
 

@@ -48,7 +48,7 @@ def over_the_wire(packed: Packed, *, inline: bool) -> tuple[Content, NDArray[np.
     if inline:
         content = packed.content_inline()
     else:
-        packed.copy_into(region)
+        packed.copy_into(region, int(region.ctypes.data))
         content = packed.content_in((SlotRef(1, 4096, packed.copy_nbytes, 1),))
     message = decode_frontend_message(encode_message(Submit(1, 1, content)))
     assert isinstance(message, Submit)
@@ -294,7 +294,7 @@ def test_nbytes_for_is_what_a_payload_of_these_tensors_needs() -> None:
 def test_nothing_is_written_beside_the_tensors() -> None:
     packed = Packer(8).pack([torch.ones(3, dtype=torch.uint8), torch.ones(2, 2, dtype=torch.float32).T])
     region = np.full(packed.copy_nbytes + 64, 0xA5, np.uint8)
-    packed.copy_into(region[: packed.copy_nbytes])
+    packed.copy_into(region[: packed.copy_nbytes], int(region.ctypes.data))
     assert set(region[3:64].tolist()) == {0xA5}
     assert set(region[packed.copy_nbytes :].tolist()) == {0xA5}
 

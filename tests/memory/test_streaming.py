@@ -69,7 +69,7 @@ def test_a_payload_arrives_with_and_without_the_extension(there_is_one: bool, mo
     payload = {"large": large, "view": large[1::2], "odd": torch.arange(77, dtype=torch.uint8), "array": np.arange(1001)}
     packed = Packer(16).pack(payload)
     region = np.zeros(packed.copy_nbytes, np.uint8)
-    packed.copy_into(region)
+    packed.copy_into(region, int(region.ctypes.data))
     for part in packed.parts:
         expected = part.source.contiguous().numpy() if isinstance(part.source, torch.Tensor) else part.source
         found = region[part.offset : part.offset + part.nbytes]
