@@ -90,8 +90,8 @@ GUARDS = (
     Guard(
         "live slots that never overlap",
         "shmring/core/ledger.py",
-        "if not lease.live.carve(start, blocks):",
-        "if not lease.live.carve(start, blocks) and False:",
+        "if not lease.live.add(start, blocks):",
+        "if not lease.live.add(start, blocks) and False:",
         "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
     ),
     Guard(

@@ -114,6 +114,7 @@ class _Encoding:
             client,
             leases,
             waiters,
+            book._recalls,
             book._requested_nbytes,
             book._wished,
             self._reach(session),

@@ -6,8 +6,8 @@ the ten thousand runs a slab may fall into, moving the tail of a list is a memmo
 tree in Python. Best fit, lowest address first: a run that was just freed at its exact size is the first candidate for the
 next request of that size, and its memory is still in the cache.
 
-Used by both books: the engine's ledger (blocks of the slab into leases, and to check that a published slot overlaps no
-other), and a frontend's lease book (blocks of a lease into slots).
+Used by both books: the engine's ledger (blocks of the slab into leases), and a frontend's lease book (blocks of a lease into
+slots). :class:`TakenRuns` is for the runs that a peer chose: the ledger checks with it that no published slot overlaps another.
 
 Invariants: free runs are disjoint, never empty and never adjacent; both orders hold the same runs; ``free_units`` is
 their sum.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-__all__ = ["RunAllocator"]
+__all__ = ["RunAllocator", "TakenRuns"]
 
 
 class RunAllocator:
@@ -68,8 +68,17 @@ class RunAllocator:
         position = bisect_left(self._by_length, (length, -1))
         if position == len(self._by_length):
             return None
-        run_length, start = self._by_length[position]
-        self._take(start, run_length, start, length)
+        run_length, start = self._by_length.pop(position)
+        del self._length_at[start]
+        place = bisect_left(self._starts, start)
+        if run_length == length:
+            del self._starts[place]
+        else:
+            rest = start + length
+            self._starts[place] = rest  # still in order: what is behind it is behind the whole run
+            self._length_at[rest] = run_length - length
+            insort(self._by_length, (run_length - length, rest))
+        self.free_units -= length
         return start
 
     def carve(self, start: int, length: int) -> bool:
@@ -98,12 +107,21 @@ class RunAllocator:
         ):
             raise ValueError(f"[{start}, {start + length}) is not allocated in [{self.start}, {self.end})")
         self.free_units += length
+        joins_before = before is not None and before + self._length_at[before] == start
         if after is not None and start + length == after:
-            length += self._remove(after)
-        if before is not None and before + self._length_at[before] == start:
-            length += self._remove(before)
+            length += self._forget_length(after)
+            if joins_before:
+                del self._starts[position]
+            else:
+                self._starts[position] = start
+        elif not joins_before:
+            self._starts.insert(position, start)
+        if joins_before:
+            assert before is not None
+            length += self._forget_length(before)
             start = before
-        self._insert(start, length)
+        self._length_at[start] = length
+        insort(self._by_length, (length, start))
 
     def _free_run_around(self, unit: int) -> tuple[int, int] | None:
         position = bisect_right(self._starts, unit)
@@ -126,8 +144,49 @@ class RunAllocator:
         self._length_at[start] = length
         insort(self._by_length, (length, start))
 
-    def _remove(self, start: int) -> int:
-        length = self._length_at.pop(start)
+    def _remove(self, start: int) -> None:
         del self._starts[bisect_left(self._starts, start)]
+        self._forget_length(start)
+
+    def _forget_length(self, start: int) -> int:
+        length = self._length_at.pop(start)
         del self._by_length[bisect_left(self._by_length, (length, start))]
         return length
+
+
+class TakenRuns:
+    """Runs that somebody else chose, and of which no two may overlap: the live slots of a lease, as the engine sees them.
+
+    Attributes:
+        units: the sum of their lengths.
+    """
+
+    __slots__ = ("_ends", "_starts", "units")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # in order, and so are the ends
+        self._ends: list[int] = []
+        self.units = 0
+
+    def add(self, start: int, length: int) -> bool:
+        """Takes ``[start, start + length)``; returns False, and takes nothing, if it overlaps what is taken."""
+        end = start + length
+        place = bisect_right(self._starts, start)
+        if (place and self._ends[place - 1] > start) or (place < len(self._starts) and self._starts[place] < end):
+            return False
+        self._starts.insert(place, start)
+        self._ends.insert(place, end)
+        self.units += length
+        return True
+
+    def remove(self, start: int, length: int) -> None:
+        """Gives a run back, exactly as it was taken.
+
+        Raises:
+            ValueError: it is not taken. Nothing was changed.
+        """
+        place = bisect_left(self._starts, start)
+        if place == len(self._starts) or self._starts[place] != start or self._ends[place] != start + length:
+            raise ValueError(f"[{start}, {start + length}) is not taken")
+        del self._starts[place], self._ends[place]
+        self.units -= length

@@ -108,6 +108,7 @@ class LeaseBook:
         self._waiters: dict[int, Waiter] = {}  # by ticket, in order of arrival
         self._submitted: dict[int, SlotRecord] = {}  # by generation
         self._others: set[SlotRecord] = set()  # WRITING, CACHED, DRAINING
+        self._recalls = 0  # leases that were recalled and are still held
         self._token = 0
         self._requested_nbytes = 0  # of the lease request that is outstanding
         self._wished = 0  # bytes that a caller who does not wait would have liked to find
@@ -133,8 +134,10 @@ class LeaseBook:
     def recalled(self, lease_ids: Collection[int]) -> list[Effect]:
         """The engine wants leases back: nothing more is allocated in them, and each goes back as soon as it is empty."""
         for lease_id in lease_ids:
-            if (lease := self.leases.get(lease_id)) is not None:  # else our return and the recall have crossed
+            lease = self.leases.get(lease_id)
+            if lease is not None and not lease.recalled:  # else our return and the recall have crossed
                 lease.recalled = True
+                self._recalls += 1
         return self._serve_waiters()
 
     def expire(self, now: float) -> list[Effect]:
@@ -145,7 +148,11 @@ class LeaseBook:
 
     def next_expiry(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest; None if nothing is spare."""
-        return min((lease.empty_since + self.limits.lease_idle_s for lease in self._spare_leases()), default=None)
+        first: float | None = None
+        for lease in self.leases.values():  # a loop: this is asked after every event
+            if not lease.is_base and lease.slots.is_empty and (first is None or lease.empty_since < first):
+                first = lease.empty_since
+        return None if first is None else first + self.limits.lease_idle_s
 
     def _spare_leases(self) -> Iterator[HeldLease]:
         return (lease for lease in self.leases.values() if lease.slots.is_empty and not lease.is_base)
@@ -153,6 +160,7 @@ class LeaseBook:
     def _return(self, leases: Sequence[HeldLease]) -> list[Effect]:
         for lease in leases:
             del self.leases[lease.lease_id]
+            self._recalls -= lease.recalled
         return [Send(LeaseReturn(tuple(lease.lease_id for lease in leases)))] if leases else []
 
     # -- acquiring -------------------------------------------------------------------------------------------------
@@ -207,6 +215,8 @@ class LeaseBook:
 
     def _serve_waiters(self) -> list[Effect]:
         """Serves waiters in order; asks for, withdraws and returns leases as the first of the rest needs."""
+        if not (self._waiters or self._wished or self._requested_nbytes or self._recalls):
+            return []
         effects: list[Effect] = []
         while self._waiters:
             ticket, waiter = next(iter(self._waiters.items()))
@@ -336,6 +346,7 @@ class LeaseBook:
 
     def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
+        assert self._recalls == sum(lease.recalled for lease in self.leases.values()), "a recall is forgotten"
         for lease in self.leases.values():
             slots = sorted((slot for slot in self._slots() if slot.lease is lease), key=lambda slot: slot.start)
             assert lease.slots.length - lease.slots.free_units == sum(slot.blocks for slot in slots), "a block is lost"

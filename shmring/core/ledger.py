@@ -28,7 +28,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.allocator import RunAllocator, TakenRuns
 from shmring.core.effects import (
     ClientGone,
     Effect,
@@ -134,7 +134,7 @@ class Ledger:
             effects += self.release_replies(client.client_id, self._sent_replies(client))
         nbytes = 0
         for lease in list(client.leases.values()):
-            if lease.live.is_empty and (client.dead or lease.given_up):
+            if not lease.live.units and (client.dead or lease.given_up):
                 lease.state = advance(LEASE, lease.state, LeaseEvent.PROOF)
                 nbytes += lease.blocks * BLOCK_NBYTES
                 self._take_back(client, lease)
@@ -188,7 +188,7 @@ class Ledger:
             lease = client.leases.get(lease_id)
             if lease is None:
                 raise RemoteProtocolError(f"lease {lease_id} was returned by client {client_id}, which does not hold it")
-            if not lease.live.is_empty:
+            if lease.live.units:
                 raise RemoteProtocolError(f"lease {lease_id} was returned with a slot in use")
             leases.append(lease)
         for lease in leases:
@@ -207,7 +207,7 @@ class Ledger:
             start=start,
             blocks=blocks,
             state=advance(LEASE, Lease.FREE, LeaseEvent.GRANT),
-            live=RunAllocator(start, blocks),
+            live=TakenRuns(),
         )
         self._next_lease_id += 1
         client.leases[lease.lease_id] = lease
@@ -336,7 +336,7 @@ class Ledger:
                 last_generation = slot.generation
         except RemoteProtocolError:
             for record in records:
-                record.lease.live.free(record.start, record.blocks)
+                record.lease.live.remove(record.start, record.blocks)
             raise
         client.last_generation = last_generation
         client.last_request_id = request_id
@@ -356,7 +356,7 @@ class Ledger:
                 f"a slot at {slot.offset} of {slot.nbytes} bytes is not inside lease {lease.lease_id} "
                 f"[{lease.start * BLOCK_NBYTES}, {lease.end * BLOCK_NBYTES})"
             )
-        if not lease.live.carve(start, blocks):
+        if not lease.live.add(start, blocks):
             raise RemoteProtocolError(f"a slot at {slot.offset} of {slot.nbytes} bytes overlaps a live slot")
         return SlotRecord(slot.generation, lease, start, blocks, EngineSlot.PUBLISHED)
 
@@ -449,7 +449,7 @@ class Ledger:
 
     def _forget_slot(self, client: ClientRecord, slot: SlotRecord) -> None:
         del client.slots[slot.generation]
-        slot.lease.live.free(slot.start, slot.blocks)
+        slot.lease.live.remove(slot.start, slot.blocks)
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
@@ -619,7 +619,7 @@ class Ledger:
                 expected = Lease.LEASED if client.connected else Lease.QUARANTINED
                 assert lease.state is expected, f"lease {lease.lease_id} is {lease.state.name}"
                 slots = [slot for slot in client.slots.values() if slot.lease is lease]
-                assert lease.live.length - lease.live.free_units == sum(slot.blocks for slot in slots)
+                assert lease.live.units == sum(slot.blocks for slot in slots)
             end = 0
             for slot in sorted(client.slots.values(), key=lambda slot: slot.start):
                 assert slot.start >= end, f"slot {slot.generation} overlaps another"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.allocator import TakenRuns
 from shmring.core.effects import ReplySlot
 from shmring.core.states import EngineSlot, Lease, Request
 
@@ -17,7 +17,7 @@ class LeaseRecord:
     start: int
     blocks: int
     state: Lease
-    live: RunAllocator  # which blocks of it are in live slots
+    live: TakenRuns  # which blocks of it are in live slots
     recalled: bool = False
     given_up: bool = False  # by its holder's goodbye
 

@@ -22,7 +22,7 @@ from bench.simulation.simulation import Simulation
 from bench.simulation.state import duplicate, encode
 from bench.simulation.walk import choose, walk
 from shmring.core import leasebook, records
-from shmring.core.allocator import RunAllocator
+from shmring.core.allocator import TakenRuns
 from shmring.core.effects import Effect
 from shmring.core.leasebook import Acquired, LeaseBook, Send
 from shmring.core.ledger import Ledger
@@ -139,7 +139,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         "_lent_replies", "late_aborts", "stale_releases",
     }  # fmt: skip
     assert set(vars(session.book)) - of_scenario == {
-        "leases", "_waiters", "_submitted", "_others", "_token", "_requested_nbytes", "_wished", "_next_generation"
+        "leases", "_waiters", "_submitted", "_others", "_recalls", "_token", "_requested_nbytes", "_wished", "_next_generation"
     }  # fmt: skip
     assert fields(leasebook.HeldLease) == {"lease_id", "is_base", "slots", "empty_since", "recalled"}
     assert fields(leasebook.SlotRecord) == {
@@ -181,7 +181,7 @@ def death_is_enough(patch: Patch) -> None:
     def mutated(ledger: Ledger, client_id: int) -> list[Effect]:
         client = ledger.clients.get(client_id)
         for lease in client.leases.values() if client is not None else ():
-            lease.live = RunAllocator(lease.start, lease.blocks)  # as if no claim of ours read anything
+            lease.live = TakenRuns()  # as if no claim of ours read anything
         return died(ledger, client_id)
 
     patch.setattr(Ledger, "died", mutated)

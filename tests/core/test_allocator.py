@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.allocator import RunAllocator, TakenRuns
 
 
 def runs_of(units: set[int]) -> list[tuple[int, int]]:
@@ -199,3 +199,46 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+# -- runs that somebody else chose --------------------------------------------------------------------------------------
+
+
+def test_taken_runs_may_touch_and_not_overlap() -> None:
+    taken = TakenRuns()
+    assert taken.add(10, 5)
+    assert taken.add(15, 1)
+    assert taken.add(5, 5)
+    assert taken.units == 11
+    for start, length in ((10, 5), (9, 2), (14, 1), (15, 3), (0, 6), (0, 100), (12, 1)):
+        assert not taken.add(start, length)
+    assert taken.units == 11
+
+
+@pytest.mark.parametrize(("start", "length"), [(10, 4), (10, 6), (11, 4), (9, 1), (20, 1)])
+def test_only_what_was_taken_is_given_back(start: int, length: int) -> None:
+    taken = TakenRuns()
+    taken.add(10, 5)
+    with pytest.raises(ValueError, match="is not taken"):
+        taken.remove(start, length)
+    assert taken.units == 5
+    taken.remove(10, 5)
+    assert taken.units == 0
+    assert taken.add(12, 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8), st.booleans()), max_size=40))
+def test_taken_runs_are_those_of_a_set_of_units(actions: list[tuple[int, int, bool]]) -> None:
+    taken, runs = TakenRuns(), set[tuple[int, int]]()
+    for start, length, gives_back in actions:
+        if gives_back and runs:
+            run = min(runs, key=lambda one: abs(one[0] - start))
+            taken.remove(*run)
+            runs.remove(run)
+            continue
+        units = {unit for first, count in runs for unit in range(first, first + count)}
+        free = units.isdisjoint(range(start, start + length))
+        assert taken.add(start, length) is free
+        if free:
+            runs.add((start, length))
+        assert taken.units == sum(count for _, count in runs)
