@@ -18,6 +18,9 @@ from shmring.core.states import RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError
 
 if TYPE_CHECKING:
+    import torch
+
+    from shmring.memory.cuda import Stream
     from shmring.ring import Ring
 
 __all__ = ["Claim"]
@@ -86,8 +89,57 @@ class Claim:
 
     @property
     def released(self) -> bool:
-        """Whether its slots were released."""
+        """Whether its slots were released, or will be when their copy to a GPU is over."""
         return self._payload is _RELEASED
+
+    async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> Any:
+        """Copies the tensors to a GPU, and releases the slots when that is done: never earlier, and with no further call.
+
+        One copy per slot, on a stream of the ring's own; ``stream`` waits for it, and this does not: the tensors may be
+        used at once by what is queued there. From a pinned slab that is a DMA; from another one, the copy is made on a
+        thread if it is large. What is awaited is space in the GPU's staging memory (``RingConfig.staging_nbytes``), whose
+        part of it the request has until the last of its tensors is gone.
+
+        Do not copy from ``payload`` with ``non_blocking=True`` instead: a pinned slab makes that copy outlive its call,
+        and nothing then keeps the slot until it ends.
+
+        Args:
+            device: a CUDA device; ``"cuda"`` is this thread's current one.
+            stream: that will use the tensors; ``None``: the current one of this thread. A further stream that is to use them
+                must wait for it, and it for that stream before the last tensor is dropped.
+
+        Returns:
+            The payload with its tensors on the device. numpy arrays become tensors there too; those of dtypes that torch
+            does not have (text, times) are copied on the host. ``payload`` is released, as by :meth:`release`.
+
+        Raises:
+            ValueError: ``device`` is no CUDA device.
+            CapacityError: the tensors can never fit the staging memory.
+            CudaError: CUDA is not there, or failed.
+            AbortedError: the request was aborted.
+            LocalProtocolError: the claim was released, or has ended.
+            msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
+        """
+        self._check_unreleased()
+        payload = await self._ring.upload(self.client_id, self._submit, device, stream, self._check_unreleased)
+        self._release(copying=True)
+        return payload
+
+    def to_nowait(self, device: torch.device | str | int, stream: Stream | None = None) -> Any:
+        """The same if nothing has to be waited for.
+
+        Raises:
+            WouldBlock: the GPU's staging memory is full or was never used; or the slab is not pinned, and the copy large.
+            ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
+        """
+        self._check_unreleased()
+        payload = self._ring.upload_nowait(self.client_id, self._submit, device, stream)
+        self._release(copying=True)
+        return payload
+
+    def _check_unreleased(self) -> None:
+        self.check_running()
+        _ = self.payload
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Calls back in the loop when the request is aborted; at once if it was."""
@@ -148,9 +200,12 @@ class Claim:
 
     def release(self) -> None:
         """Releases the slots before the request ends; twice is once."""
+        self._release(copying=False)
+
+    def _release(self, *, copying: bool) -> None:
         if self._payload is not _RELEASED:
             self._payload = _RELEASED
-            self._ring.release_claim(self.client_id, self._submit)
+            self._ring.release_claim(self.client_id, self._submit, copying=copying)
 
     def __enter__(self) -> Claim:
         return self

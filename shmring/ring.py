@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
@@ -84,8 +85,11 @@ from shmring.errors import (
     WouldBlock,
 )
 from shmring.memory.copier import Copier
+from shmring.memory.cuda import Cuda, Stream, TorchCuda
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
+from shmring.memory.pinned import PinnedSlab, pin_slab
 from shmring.memory.slab import Slab, sweep
+from shmring.memory.upload import Decode, Region, Uploads
 from shmring.memory.views import Obituaries
 from shmring.statistics import RingStatistics
 from shmring.transport.connection import Connection
@@ -174,6 +178,8 @@ class Ring:
         epoch: int,
         geometry: Geometry,
         slab: Slab,
+        pinned: PinnedSlab,
+        cuda: Cuda,
         listener: Listener,
         payload_type: Any,
         calls: Mapping[str, CallHandler],
@@ -185,6 +191,7 @@ class Ring:
         self.polling = BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None
         self._pid = os.getpid()
         self._slab = slab
+        self._pinned = pinned
         self._listener = listener
         self._geometry = geometry
         leasable = geometry.leasable_blocks
@@ -200,6 +207,14 @@ class Ring:
         self._decoder = PayloadDecoder(payload_type)
         self._packer = Packer(config.max_tensors)
         self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
+        self._uploads = Uploads(
+            cuda,
+            slab,
+            pinned,
+            self._copier,
+            staging_nbytes=int(config.staging_nbytes),
+            offload_nbytes=int(config.copy_offload_nbytes),
+        )
         self._calls = dict(calls)
         self._frontends: dict[int, _Frontend] = {}
         self._client_ids = itertools.count(1)
@@ -217,28 +232,43 @@ class Ring:
 
     @classmethod
     async def create(
-        cls, name: str, config: RingConfig, *, payload_type: Any = Any, calls: Mapping[str, CallHandler] | None = None
+        cls,
+        name: str,
+        config: RingConfig,
+        *,
+        payload_type: Any = Any,
+        calls: Mapping[str, CallHandler] | None = None,
+        cuda: Cuda | None = None,
     ) -> Ring:
         """Takes the name, sweeps what a crash left, reserves the slab and listens. See :func:`serve`."""
         path = socket_path(name, config.socket_dir)
         geometry = Geometry.of(int(config.slab_nbytes), None if config.reply_nbytes is None else int(config.reply_nbytes))
         epoch = secrets.randbits(63)
         listener = Listener.create(path, others_may_connect=config.allowed_uids is not None)
+        cuda = cuda or TorchCuda()
         try:
-            slab = await _create_slab(name, geometry.slab_nbytes, epoch, config.prefault)
+            slab, pinned = await _create_slab(name, geometry.slab_nbytes, epoch, config, cuda)
         except BaseException:
             listener.close()
             raise
-        return cls(
-            name,
-            config,
-            epoch=epoch,
-            geometry=geometry,
-            slab=slab,
-            listener=listener,
-            payload_type=payload_type,
-            calls=calls or {},
-        )
+        try:
+            return cls(
+                name,
+                config,
+                epoch=epoch,
+                geometry=geometry,
+                slab=slab,
+                pinned=pinned,
+                cuda=cuda,
+                listener=listener,
+                payload_type=payload_type,
+                calls=calls or {},
+            )
+        except BaseException:  # msgspec knows no such payload_type
+            pinned.close()
+            slab.close()
+            listener.close()
+            raise
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
@@ -398,9 +428,35 @@ class Ring:
 
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
 
-    def release_claim(self, client_id: int, submit: Submit) -> None:
-        """Releases a claim's slots; those with living views drain first."""
-        effects, viewed = self._release(client_id, submit)
+    async def upload(
+        self,
+        client_id: int,
+        submit: Submit,
+        device: torch.device | str | int,
+        stream: Stream | None,
+        check: Callable[[], object],
+    ) -> Any:
+        """Copies a claim's tensors to a device. See :meth:`Claim.to`.
+
+        Args:
+            check: raises if the claim was released while this waited: its slots may then be somebody else's.
+        """
+        region, decode = self._sources(client_id, submit)
+        return await self._uploads.upload(submit.content, region, decode, device, stream, check)
+
+    def upload_nowait(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Any:
+        """The same if nothing has to be waited for. See :meth:`Claim.to_nowait`."""
+        region, decode = self._sources(client_id, submit)
+        return self._uploads.upload_nowait(submit.content, region, decode, device, stream)
+
+    def _sources(self, client_id: int, submit: Submit) -> tuple[Region, Decode]:
+        """Returns where a claim's bytes are, and how its payload is decoded with tensors that are somewhere else."""
+        region = functools.partial(self._region, client_id, submit)
+        return region, functools.partial(self._decoder.decode, submit.content, region)
+
+    def release_claim(self, client_id: int, submit: Submit, *, copying: bool = False) -> None:
+        """Releases a claim's slots; those with living views drain first. A copy that reads them counts as one."""
+        effects, viewed = self._release(client_id, submit, copying=copying)
         self._carry_out(effects)
         self._expect_deaths(client_id, viewed)
 
@@ -425,7 +481,7 @@ class Ring:
         for generation in viewed:
             self._views.expect((client_id, generation))
 
-    def _release(self, client_id: int, submit: Submit) -> tuple[list[Effect], set[int]]:
+    def _release(self, client_id: int, submit: Submit, *, copying: bool = False) -> tuple[list[Effect], set[int]]:
         """Releases slots in the book; returns what is to be done, and the generations that views keep."""
         generations = tuple(slot.generation for slot in submit.content.slots)
         viewed: set[int] = set()
@@ -438,7 +494,7 @@ class Ring:
                 continue
             viewed.add(generation)
             self._draining[key] = f"request {submit.request_id} of client {client_id}"
-            if self.config.debug:
+            if self.config.debug and not copying:
                 _log_drain(submit)
         return self._ledger.release_slots(client_id, generations, viewed), viewed
 
@@ -789,6 +845,7 @@ class Ring:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             self._end_everything(reason[:_MAX_ERROR_TEXT])
+            await uninterrupted(self.loop.create_task(self._give_memory_up()))
         await asyncio.sleep(0)  # lets the transports close their sockets
 
     def _end_everything(self, reason: str) -> None:
@@ -804,7 +861,16 @@ class Ring:
             if not future.done():
                 future.set_result(None)
         self._copier.close()
-        self._slab.close()
+
+    async def _give_memory_up(self) -> None:
+        """Unpins the slab when no GPU reads it any more, and unmaps it when it is not pinned any more."""
+        try:
+            if not await self._uploads.close():
+                logger.error("a GPU has not said that it is done reading: the slab stays pinned until this process ends")
+            elif self._pinned.nbytes:
+                await self.loop.run_in_executor(None, self._pinned.close)
+        finally:
+            self._slab.close()
 
     async def __aenter__(self) -> Ring:
         return self
@@ -846,6 +912,10 @@ class Ring:
             stale_releases=ledger.stale_releases,
             reply_copies=self._copier.copies,
             reply_copied_nbytes=self._copier.copied_nbytes,
+            pinned_nbytes=self._pinned.nbytes,
+            pin_seconds=self._pinned.seconds,
+            device_copies=self._uploads.copies,
+            device_copied_nbytes=self._uploads.copied_nbytes,
             **dataclasses.asdict(counters),
         )
 
@@ -873,16 +943,32 @@ def _log_drain(submit: Submit) -> None:
     logger.warning("request %d is left with living views of %s; left at\n%s", submit.request_id, tensors, where)
 
 
-async def _create_slab(name: str, nbytes: int, epoch: int, prefault: bool) -> Slab:
-    """Reserves the slab on a thread: it takes a second per 4 GiB, and the caller's loop may have other work."""
+async def _create_slab(name: str, nbytes: int, epoch: int, config: RingConfig, cuda: Cuda) -> tuple[Slab, PinnedSlab]:
+    """Reserves and pins the slab on a thread: that takes a second per 4 GiB, and the caller's loop may have other work."""
     swept = sweep()
     if swept:
         logger.warning("removed the name of a slab in /dev/shm that no living engine holds: %s", ", ".join(swept))
-    creating = asyncio.get_running_loop().run_in_executor(None, lambda: Slab.create(name, nbytes, epoch, prefault=prefault))
+    device = cuda.current_device()  # of this thread: the one that creates has none of its own
+
+    def create() -> tuple[Slab, PinnedSlab]:
+        slab = Slab.create(name, nbytes, epoch, prefault=config.prefault)
+        try:
+            return slab, pin_slab(slab, config.pin, cuda, device)
+        except BaseException:
+            slab.close()
+            raise
+
+    def discard(done: asyncio.Future[tuple[Slab, PinnedSlab]]) -> None:
+        if done.exception() is None:
+            slab, pinned = done.result()
+            pinned.close()
+            slab.close()
+
+    creating = asyncio.get_running_loop().run_in_executor(None, create)
     try:
         return await asyncio.shield(creating)
     except asyncio.CancelledError:
-        creating.add_done_callback(lambda done: None if done.exception() else done.result().close())
+        creating.add_done_callback(discard)
         raise
 
 
@@ -924,7 +1010,7 @@ def serve(
         calls: control calls that frontends may make, by name: coroutine functions of msgpack values.
 
     Raises:
-        SlabError: ``/dev/shm`` can't hold the slab.
+        SlabError: ``/dev/shm`` can't hold the slab, or (``CudaError``) it can't be pinned with ``pin="on"``.
         LocalProtocolError: a living engine has this name.
         PermissionError: the socket's directory is not safe.
         ValueError, TypeError: a name, size or option is not valid.

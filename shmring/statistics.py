@@ -31,6 +31,8 @@ class RingStatistics:
         protocol_errors: connections closed because their frontend broke the rules.
         refused: connections refused in the handshake.
         reclaimed_nbytes: bytes taken back from frontends that had gone.
+        pinned_nbytes, pin_seconds: what of the slab is registered with CUDA (all or nothing), and what that took.
+        device_copies, device_copied_nbytes: requests copied to a GPU, and their bytes, small gaps between tensors included.
     """
 
     epoch: int
@@ -63,6 +65,10 @@ class RingStatistics:
     protocol_errors: int
     refused: int
     reclaimed_nbytes: int
+    pinned_nbytes: int
+    pin_seconds: float
+    device_copies: int
+    device_copied_nbytes: int
 
     @property
     def slots_in_use(self) -> int:

@@ -199,6 +199,27 @@ GUARDS = (
         "if False:",
         "tests/integration/test_forged.py::test_a_frontend_that_never_reads_is_disconnected",
     ),
+    Guard(
+        "a slot until its copy to a GPU is over",
+        "shmring/memory/upload.py",
+        "        lane.watcher.guard(event, upload.sources)",
+        "        upload.sources.clear()",
+        "tests/memory/test_claim_to.py::test_no_slot_is_reused_before_its_copy",
+    ),
+    Guard(
+        "staging memory until the GPU is done with it",
+        "shmring/memory/staging.py",
+        "            if over:",
+        "            if True:",
+        "tests/memory/test_staging.py::test_a_part_is_lent_until_the_gpu_is_done_with_it",
+    ),
+    Guard(
+        "registered memory stays mapped",
+        "shmring/memory/pinned.py",
+        "        pinned._mapping = slab.anchor(0, slab.nbytes)",
+        "        pass",
+        "tests/memory/test_pinned.py::test_registered_memory_stays_mapped_though_nobody_closes_anything",
+    ),
 )
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from shmring.core.messages import TENSOR_EXTENSION, Content, SlotRef, TensorRef, align, item_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
+from shmring.memory.layout import Place
 from shmring.memory.streaming import Copy, copier_for
 from shmring.memory.views import TORCH_DTYPES, tensor_view
 
@@ -307,16 +308,19 @@ class PayloadDecoder:
         )
         self._content = Content(b"")
         self._region: Callable[[int], NDArray[np.uint8]] = _no_region
+        self._place: Place | None = None
 
-    def decode(self, content: Content, region: Callable[[int], NDArray[np.uint8]]) -> Any:
+    def decode(self, content: Content, region: Callable[[int], NDArray[np.uint8]], place: Place | None = None) -> Any:
         """Decodes a content that :meth:`Content.check` has accepted.
 
         Args:
             content: from a message.
             region: returns a slot's bytes, header excluded, by region number (1 is ``content.slots[0]``).
+            place: makes the tensors, in place of views of the regions.
 
         Returns:
-            The payload; its tensors are views of the regions (small ones of a private copy of ``inline``).
+            The payload; its tensors are views of the regions (small ones of a private copy of ``inline``), or what
+            ``place`` made.
 
         Raises:
             RemoteProtocolError: it is not msgpack, or its tensors are not as described.
@@ -332,7 +336,7 @@ class PayloadDecoder:
                 inline = np.frombuffer(bytearray(content.inline), np.uint8)
             return inline
 
-        self._content, self._region = content, region_or_inline
+        self._content, self._region, self._place = content, region_or_inline, place
         try:
             return self._decoder.decode(content.payload)
         except msgspec.ValidationError:
@@ -340,7 +344,7 @@ class PayloadDecoder:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"a payload is not msgpack: {error}") from error
         finally:
-            self._content, self._region = Content(b""), _no_region
+            self._content, self._region, self._place = Content(b""), _no_region, None
 
     def _decode_extension(self, code: int, data: memoryview) -> object:
         if code != TENSOR_EXTENSION:
@@ -349,6 +353,8 @@ class PayloadDecoder:
         if len(data) != 4 or index >= len(self._content.tensors):
             raise RemoteProtocolError(f"a payload names tensor {index} of {len(self._content.tensors)}")
         ref = self._content.tensors[index]
+        if self._place is not None:
+            return self._place(ref)
         return tensor_view(ref, self._region(ref.region) if ref.nbytes else _EMPTY, writable=self._writable)
 
 

@@ -1,0 +1,275 @@
+"""The device slab: memory on a GPU that an engine allocates once and its frontends write to, by CUDA IPC.
+
+Theory of operation: like the slab in host memory, it is one allocation with one owner. The engine exports one handle, a
+frontend opens it once, and from then on slots are offsets, with no call of CUDA for each. What the kernel's socket queue does
+for host memory, ordering who writes before who reads, takes events here: the producer records one behind its writes, whose
+handle travels with the descriptor, and the consumer's stream waits for it. Each end keeps the events it made, or opened: making
+one, exporting it and opening it take longer than a small copy, recording it again does not.
+
+GPUs are named by their UUID. Index 0 of one process may be index 3 of another (``CUDA_VISIBLE_DEVICES``), and opening a handle
+under the wrong index makes a context on somebody else's GPU (sglang #22662).
+
+Invariants:
+
+- a handle is opened once in a process, however many attach, and not at all in the process that exported it;
+- what is mapped is unmapped after its last view, or not at all: :meth:`DeviceSlab.close` says which;
+- the owner frees last. Nothing tells CUDA's owner that others still have the memory open, so whoever closes an owner's slab
+  has to know that its frontends have closed theirs or are dead, as a lease in host memory has to be (``core/ledger.py``);
+- an event is recorded again only when the slot it went with has come back: the consumer has waited for it by then.
+
+Source: vLLM PR 32104 hands hardware-decoded video over in VRAM, with a handle per tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from typing import Protocol
+
+import torch
+
+from shmring.errors import LocalProtocolError, RemoteProtocolError
+from shmring.memory.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
+
+__all__ = ["DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences"]
+
+#: What an allocation is rounded up to: CUDA packs smaller ones into one block, and a handle always means the whole block.
+GRANULE_NBYTES = 2 << 20
+
+
+class DeviceMemory(Protocol):
+    """Plain device memory, and its way to another process; see :class:`shmring.memory.driver.Driver`."""
+
+    def allocate(self, device: int, nbytes: int) -> int: ...
+
+    def free(self, device: int, address: int) -> None: ...
+
+    def export(self, device: int, address: int) -> bytes: ...
+
+    def open(self, device: int, handle: bytes) -> int: ...
+
+    def close(self, device: int, address: int) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceHandle:
+    """What a frontend needs to attach.
+
+    Attributes:
+        uuid: of the GPU.
+        memory: CUDA's handle of the memory.
+        nbytes: its size.
+    """
+
+    uuid: str
+    memory: bytes
+    nbytes: int
+
+
+class _Mapping:
+    """Device memory as this process has it. Views hold it; when it is given back is for its users to say."""
+
+    def __init__(self, memory: DeviceMemory, device: int, address: int, *, owned: bool) -> None:
+        self.address = address
+        self.users = 1
+        self.lent: weakref.WeakSet[DeviceBytes] = weakref.WeakSet()
+        self._memory = memory
+        self._device = device
+        self._owned = owned
+
+    def give_back(self) -> None:
+        if self._owned:
+            self._memory.free(self._device, self.address)
+        else:
+            self._memory.close(self._device, self.address)
+
+
+_lock = threading.Lock()
+_mappings: dict[bytes, _Mapping] = {}
+_fences: weakref.WeakValueDictionary[bytes, Fence] = weakref.WeakValueDictionary()  # CUDA opens none where it was made
+
+
+class DeviceSlab:
+    """A device slab in this process. Made by :meth:`create` (the engine) or :meth:`attach` (a frontend).
+
+    Attributes:
+        device: the GPU, as this process counts.
+        handle: what others attach by.
+        nbytes: size.
+    """
+
+    def __init__(self, cuda: Cuda, device: int, handle: DeviceHandle, mapping: _Mapping) -> None:
+        self.device = device
+        self.handle = handle
+        self.nbytes = handle.nbytes
+        self._cuda = cuda
+        self._mapping = mapping
+        self._closed = False
+
+    @classmethod
+    def create(cls, cuda: Cuda, memory: DeviceMemory, device: int, nbytes: int) -> DeviceSlab:
+        """Allocates a slab. Blocks for some milliseconds.
+
+        Args:
+            cuda: how to call CUDA.
+            memory: how to call the driver.
+            device: which GPU.
+            nbytes: size; rounded up to 2 MiB.
+
+        Raises:
+            CudaError: CUDA is not there, the memory is not, or it can't be shared. Nothing is left allocated.
+        """
+        _check_available(cuda, nbytes)
+        nbytes = -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
+        address = memory.allocate(device, nbytes)
+        try:
+            handle = DeviceHandle(cuda.uuid(device), memory.export(device, address), nbytes)
+        except BaseException:
+            memory.free(device, address)
+            raise
+        mapping = _Mapping(memory, device, address, owned=True)
+        with _lock:
+            _mappings[handle.memory] = mapping
+        return cls(cuda, device, handle, mapping)
+
+    @classmethod
+    def attach(cls, cuda: Cuda, memory: DeviceMemory, handle: DeviceHandle) -> DeviceSlab:
+        """Maps a slab that an engine exported.
+
+        Raises:
+            CudaError: CUDA is not there, this process does not see that GPU, or the handle can't be opened.
+        """
+        _check_available(cuda, handle.nbytes)
+        device = cuda.device_of(handle.uuid)
+        if device is None:
+            raise CudaError(
+                f"the engine's device slab is on {handle.uuid}, which this process does not see; add it to "
+                "CUDA_VISIBLE_DEVICES (in any order), or use slots in host memory",
+                call="cuIpcOpenMemHandle",
+            )
+        with _lock:
+            mapping = _mappings.get(handle.memory)
+            if mapping is not None:
+                mapping.users += 1
+            else:
+                mapping = _Mapping(memory, device, memory.open(device, handle.memory), owned=False)
+                _mappings[handle.memory] = mapping
+        return cls(cuda, device, handle, mapping)
+
+    def anchor(self, offset: int, nbytes: int) -> tuple[DeviceBytes, torch.Tensor]:
+        """Returns bytes of the slab; the root of all views of a slot.
+
+        Returns:
+            What all views keep alive, so that a weak reference to it tells of the death of the last; and the bytes as a
+            view, ``uint8 (nbytes,)`` on the device.
+        """
+        if self._closed:
+            raise LocalProtocolError("the device slab was closed")
+        if offset < 0 or nbytes < 1 or offset + nbytes > self.nbytes:
+            raise RemoteProtocolError(f"[{offset}, {offset + nbytes}) is not inside a device slab of {self.nbytes} bytes")
+        lent = DeviceBytes(self._mapping, self._mapping.address + offset, nbytes)
+        with _lock:
+            self._mapping.lent.add(lent)
+        return lent, self._cuda.view(self.device, lent)
+
+    def close(self) -> bool:
+        """Gives the slab up; waits for the device. May be called again, until it returns True.
+
+        Returns:
+            Whether this process has no use for it any more. If it is False, views of it are alive: it stays mapped, until
+            this is called when they are gone, or the process ends.
+
+        Raises:
+            CudaError: CUDA did not take it back; it stays until the process ends.
+        """
+        with _lock:
+            if not self._closed:
+                self._closed = True
+                self._mapping.users -= 1
+            if self._mapping.users or _mappings.get(self.handle.memory) is not self._mapping:
+                return True
+            if len(self._mapping.lent):
+                return False
+            del _mappings[self.handle.memory]
+            self._mapping.give_back()
+        return True
+
+
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
+class Fence:
+    """A producer's event.
+
+    Attributes:
+        handle: what travels in the descriptor.
+    """
+
+    event: Event
+    handle: bytes
+
+
+class Fences:
+    """A producer's events, one for each slot that is written or on its way; recorded again when their slots come back.
+
+    Args:
+        cuda: how to call CUDA.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._free: list[Fence] = []
+
+    def record(self, stream: Stream) -> Fence:
+        """Returns a fence behind all that is queued in a stream."""
+        if self._free:
+            fence = self._free.pop()
+            self._cuda.record_shared(stream, fence.event)
+            return fence
+        event = self._cuda.record_shared(stream, None)
+        fence = Fence(event, self._cuda.export_event(event))
+        _fences[fence.handle] = fence
+        return fence
+
+    def give_back(self, fence: Fence) -> None:
+        """The slot of a fence has come back."""
+        self._free.append(fence)
+
+
+class OpenedFences:
+    """The events of one frontend, as the engine has opened them; dropped with the frontend.
+
+    Args:
+        cuda: how to call CUDA.
+        device: of the slab.
+        capacity: the most a frontend may have: one for each request in flight is as many as it can need.
+    """
+
+    def __init__(self, cuda: Cuda, device: int, capacity: int) -> None:
+        self._cuda = cuda
+        self._device = device
+        self._capacity = capacity
+        self._events: dict[bytes, Event] = {}
+
+    def wait(self, stream: Stream, handle: bytes) -> None:
+        """Has a stream wait for what the frontend queued before it sent a handle.
+
+        Raises:
+            RemoteProtocolError: that is no handle, or one more than the frontend can need.
+        """
+        own = _fences.get(handle)
+        event = self._events.get(handle) if own is None else own.event
+        if event is None:
+            if len(self._events) >= self._capacity:
+                raise RemoteProtocolError(f"a frontend sent more than {self._capacity} events")
+            try:
+                event = self._cuda.open_event(self._device, handle)
+            except CudaError as error:
+                raise RemoteProtocolError(f"a frontend's event can't be opened: {error}") from None
+            self._events[handle] = event
+        self._cuda.wait_event(stream, event)
+
+
+def _check_available(cuda: Cuda, nbytes: int) -> None:
+    reason = cuda.unavailable()
+    if reason is not None:
+        raise CudaError(f"there can be no device slab here: {reason}", call="cuMemAlloc", nbytes=nbytes)

@@ -1,0 +1,126 @@
+"""The calls of CUDA's driver that torch does not offer: plain device memory, and handing it to another process.
+
+torch's own allocator does not give memory out whose handle means exactly that memory: what it returns is a part of a larger
+block, or mapped page by page (``expandable_segments``), and sharing it goes through reference counts in files of its own under
+``/dev/shm``. The driver library has one name and one interface for all versions of the runtime, so there is no question of
+which of them this process uses.
+
+Invariants: a call leaves the thread's current context as it was, and no error pending (the driver has no such thing).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+
+from shmring.memory.cuda import CudaError
+
+__all__ = ["Driver", "IPC_HANDLE_NBYTES"]
+
+IPC_HANDLE_NBYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle: passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_NBYTES),)
+
+
+_SIGNATURES: dict[str, tuple[type[object], ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDeviceGet": (ctypes.c_void_p, ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
+    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
+    "cuCtxPopCurrent_v2": (ctypes.c_void_p,),
+    "cuMemAlloc_v2": (ctypes.c_void_p, ctypes.c_size_t),
+    "cuMemFree_v2": (ctypes.c_uint64,),
+    "cuIpcGetMemHandle": (ctypes.c_void_p, ctypes.c_uint64),
+    "cuIpcOpenMemHandle_v2": (ctypes.c_void_p, _Handle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (ctypes.c_uint64,),
+    "cuGetErrorString": (ctypes.c_int, ctypes.c_void_p),
+}
+
+
+class Driver:
+    """The driver library of this process. Loads it at the first call. Thread-safe."""
+
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        self._name = library
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._lock = threading.Lock()
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Returns the address of new memory."""
+        address = ctypes.c_uint64()
+        with self._current(device):
+            self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        return address.value
+
+    def free(self, device: int, address: int) -> None:
+        """Frees what :meth:`allocate` returned. Waits for the device."""
+        with self._current(device):
+            self._call("cuMemFree_v2", address)
+
+    def export(self, device: int, address: int) -> bytes:
+        """Returns the handle by which other processes open memory of :meth:`allocate`."""
+        handle = _Handle()
+        with self._current(device):
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle.reserved)
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Returns where another process's memory is mapped here."""
+        address = ctypes.c_uint64()
+        with self._current(device):
+            self._call(
+                "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
+            )
+        return address.value
+
+    def close(self, device: int, address: int) -> None:
+        """Unmaps what :meth:`open` returned. The memory itself is its owner's."""
+        with self._current(device):
+            self._call("cuIpcCloseMemHandle", address)
+
+    @functools.cached_property
+    def _library(self) -> ctypes.CDLL:
+        try:
+            library = ctypes.CDLL(self._name)
+        except OSError as error:
+            raise CudaError(f"the driver's library can't be loaded: {error}", call="dlopen") from None
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+        return library
+
+    @contextlib.contextmanager
+    def _current(self, device: int) -> Iterator[None]:
+        """Makes the primary context of a device, torch's own, this thread's current one."""
+        self._call("cuCtxPushCurrent_v2", self._context(device))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, device: int) -> ctypes.c_void_p:
+        with self._lock:
+            if device not in self._contexts:
+                self._call("cuInit", 0)
+                number, context = ctypes.c_int(), ctypes.c_void_p()
+                self._call("cuDeviceGet", ctypes.byref(number), device)
+                # Retained until the process ends: what is mapped in it must not go with whoever else releases it.
+                self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number.value)
+                self._contexts[device] = context
+            return self._contexts[device]
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            said = (text.value or b"unknown error").decode(errors="replace")
+            raise CudaError(f"{name} failed: {said} (error {code})", call=name, code=code)

@@ -1,0 +1,354 @@
+"""All tensors of a request to a GPU: one copy per slot, on a stream of their own, and nobody waits for it.
+
+Theory of operation: the bytes that a request's tensors cover in each slot are copied as they lie, in as few copies as
+their gaps allow, into a part of the device's staging memory; the tensors are then views of that part. The consumer's
+stream waits for an event behind the copies, so whatever it is given next may use the tensors at once.
+
+Until that event has come, the slots must not be reused. An anchor in our hands is what says so, as with any view: it is
+handed to a thread that waits for the events of one stream, in their order, and lets go of what each of them guards. From
+there on it is the death of a view like any other. Why a thread, and no polling from the loop: both event loops count in
+milliseconds (asyncio rounds a timer up to the next one, uvloop takes half of one for none at all and spins), while a
+thread that sleeps in ``cudaEventSynchronize`` is back some ten microseconds after the copy, and costs nothing meanwhile.
+
+Copies from a slab that is not pinned block whoever asks for them until the bytes have been read; those above
+``copy_offload_nbytes`` are made on a thread.
+
+Invariants:
+
+- an anchor is let go of only when CUDA has said that the copies before its event are over; where CUDA can't say so any
+  more, it is kept until the process ends: memory that is never used again harms nobody;
+- no copy crosses a boundary of :meth:`~shmring.memory.pinned.PinnedSlab.split`;
+- :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shmring.cancellation import uninterrupted
+from shmring.core.messages import Content, TensorRef
+from shmring.errors import ClosedError, WouldBlock, fresh
+from shmring.memory.copier import Copier
+from shmring.memory.cuda import Cuda, CudaError, Event, Stream, cuda_index
+from shmring.memory.layout import Layout, Place
+from shmring.memory.pinned import PinnedSlab
+from shmring.memory.slab import Slab
+from shmring.memory.staging import Part, StagingRing
+from shmring.memory.views import tensor_view
+
+__all__ = ["Decode", "Region", "Uploads"]
+
+logger = logging.getLogger("shmring.ring")
+
+#: How long closing waits for the copies under way: thousands of times what the largest of them takes.
+_CLOSE_TIMEOUT_S = 10.0
+
+#: Decodes a payload, its tensors made by a :data:`Place`.
+Decode = Callable[[Place], Any]
+#: Returns a slot's bytes by region number, 1 being the first slot, as an anchor.
+Region = Callable[[int], NDArray[np.uint8]]
+
+
+class _Watcher:
+    """A thread that waits for the events of one stream, in order, and empties the list that each guards."""
+
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self._cuda = cuda
+        self._queue: queue.SimpleQueue[tuple[Event, list[Any]] | None] = queue.SimpleQueue()
+        self._kept: list[list[Any]] = []  # what nobody can say of whether it is read
+        # A daemon: where the GPU never answers, the process must still be able to end.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def guard(self, event: Event, anchors: list[Any]) -> None:
+        """Keeps anchors until an event has come, then empties the list."""
+        self._queue.put((event, anchors))
+
+    def keep(self, anchors: list[Any]) -> None:
+        """Keeps anchors for good."""
+        self._kept.append(list(anchors))
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits until all that was guarded is let go; returns whether that came to be."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive() and not self._kept
+
+    def _run(self) -> None:
+        while self._see_out(self._queue.get()):  # nothing of an item may stay in this frame while the next is awaited
+            pass
+
+    def _see_out(self, item: tuple[Event, list[Any]] | None) -> bool:
+        if item is None:
+            return False
+        event, anchors = item
+        try:
+            self._cuda.synchronize(event)
+        except CudaError as error:
+            logger.error("slots that a GPU may still be reading are kept until this process ends: %s", error)
+            self.keep(anchors)
+        anchors.clear()
+        return True
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Lane:
+    """What copies to one device need."""
+
+    device: int
+    stream: Stream
+    staging: StagingRing
+    watcher: _Watcher
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Upload:
+    """One request on its way. ``sources`` are the regions of ``layout.runs``, emptied when the copies are over."""
+
+    layout: Layout
+    sources: list[NDArray[np.uint8]]
+    part: Part
+    target: torch.Tensor
+    payload: Any
+
+
+class Uploads:
+    """Copies of requests to devices, for one ring. Lives in a loop.
+
+    Args:
+        cuda: how to call CUDA.
+        slab: where the slots are.
+        pinned: what of it is pinned.
+        copier: has the threads.
+        staging_nbytes: device memory for copies, on each device that is copied to. Allocated at the first copy.
+        offload_nbytes: copies from memory that is not pinned are made in the loop up to this size.
+
+    Attributes:
+        copies, copied_nbytes: requests copied, and their bytes, gaps included.
+    """
+
+    def __init__(
+        self, cuda: Cuda, slab: Slab, pinned: PinnedSlab, copier: Copier, *, staging_nbytes: int, offload_nbytes: int
+    ) -> None:
+        self._cuda = cuda
+        self._slab = slab
+        self._pinned = pinned
+        self._copier = copier
+        self._staging_nbytes = staging_nbytes
+        self._offload_nbytes = offload_nbytes
+        self._lanes: dict[int, _Lane] = {}
+        self._opening: dict[int, asyncio.Task[_Lane]] = {}
+        self._on_threads = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+        self.copies = 0
+        self.copied_nbytes = 0
+
+    async def upload(
+        self,
+        content: Content,
+        region: Region,
+        decode: Decode,
+        device: torch.device | str | int,
+        stream: Stream | None,
+        check: Callable[[], object],
+    ) -> Any:
+        """Copies a content's tensors; returns its payload with them on the device, to be used on ``stream``.
+
+        Args:
+            content: as it was checked.
+            region: returns a slot's anchor; those that are read are kept until their copies are over.
+            decode: makes the payload.
+            device: where to.
+            stream: that will use the tensors; ``None``: the current one of this thread on that device.
+            check: called when the waiting is over; raises if the slots are no more the caller's.
+
+        Raises:
+            ValueError: ``device`` is no CUDA device.
+            CapacityError: the tensors can never fit the staging memory.
+            CudaError: CUDA is not there, or failed.
+            ClosedError: the ring was closed.
+        """
+        lane = await self._lane(cuda_index(self._cuda, device))
+        consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        layout = Layout(content)
+        part, target = await lane.staging.acquire(max(1, layout.nbytes))
+        check()
+        upload = self._prepare(layout, content, region, decode, part, target)
+        del target
+        failure: CudaError | None = None
+        try:
+            if self._must_offload(layout):
+                await self._on_thread(functools.partial(self._queue_copies, lane, upload))
+            else:
+                self._queue_copies(lane, upload)
+        except CudaError as error:
+            failure = fresh(error)  # the raised one holds frames, and they the slots
+        finally:
+            event = self._guard(lane, upload)  # also of what was cut off: some of it may be under way
+        if failure is not None:
+            raise failure
+        return self._hand_over(lane, upload, event, consumer)
+
+    def upload_nowait(
+        self, content: Content, region: Region, decode: Decode, device: torch.device | str | int, stream: Stream | None
+    ) -> Any:
+        """The same if nothing has to be waited for.
+
+        Raises:
+            WouldBlock: the device's staging memory is full, or was never used; or the slab is not pinned, and the copy large.
+        """
+        self._check_open()
+        lane = self._lanes.get(cuda_index(self._cuda, device))
+        if lane is None:
+            raise WouldBlock(f"nothing was copied to {device} yet, its staging memory has to be made; await the waiting twin")
+        layout = Layout(content)
+        if self._must_offload(layout):
+            raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
+        consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        part, target = lane.staging.acquire_nowait(max(1, layout.nbytes))
+        upload = self._prepare(layout, content, region, decode, part, target)
+        try:
+            self._queue_copies(lane, upload)
+        finally:
+            event = self._guard(lane, upload)
+        return self._hand_over(lane, upload, event, consumer)
+
+    async def close(self) -> bool:
+        """Ends all copies. Returns whether none is under way; if not, the slab's memory must stay as it is."""
+        self._closed = True
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        for lane in self._lanes.values():
+            lane.staging.close()
+        watchers = [lane.watcher for lane in self._lanes.values()]
+        self._lanes.clear()  # the memory goes with the last tensor in it
+        if not watchers:
+            return True
+        ended = await uninterrupted(
+            asyncio.get_running_loop().run_in_executor(None, lambda: [watcher.close(_CLOSE_TIMEOUT_S) for watcher in watchers])
+        )
+        return all(ended)
+
+    # -- lanes ---------------------------------------------------------------------------------------------------------
+
+    async def _lane(self, device: int) -> _Lane:
+        self._check_open()
+        if (lane := self._lanes.get(device)) is not None:
+            return lane
+        opening = self._opening.get(device)
+        if opening is None:
+            opening = self._opening[device] = asyncio.create_task(self._open_lane(device))
+            opening.add_done_callback(functools.partial(self._lane_opened, device))
+        lane = await asyncio.shield(opening)
+        self._check_open()
+        return lane
+
+    def _lane_opened(self, device: int, opening: asyncio.Task[_Lane]) -> None:
+        del self._opening[device]
+        if not opening.cancelled():
+            opening.exception()  # retrieved, though everybody who waited for it may have gone
+
+    async def _open_lane(self, device: int) -> _Lane:
+        reason = self._cuda.unavailable()
+        if reason is not None:
+            raise CudaError(f"nothing can be copied to GPU {device}: {reason}", call="allocate")
+
+        def allocate() -> tuple[torch.Tensor, Stream]:
+            memory = self._cuda.allocate(device, self._staging_nbytes)
+            stream = self._cuda.create_stream(device)
+            # The allocator hands memory out while its last user is still queued on this thread's stream.
+            self._cuda.wait_event(stream, self._cuda.record(self._cuda.current_stream(device)))
+            self._cuda.used_on(memory, stream)
+            return memory, stream
+
+        memory, stream = await self._copier.run(allocate)
+        lane = _Lane(
+            device, stream, StagingRing(self._cuda, device, memory, stream), _Watcher(self._cuda, f"shmring-gpu-{device}")
+        )
+        self._lanes[device] = lane
+        return lane
+
+    # -- one upload ----------------------------------------------------------------------------------------------------
+
+    def _must_offload(self, layout: Layout) -> bool:
+        return not self._pinned.nbytes and layout.nbytes > self._offload_nbytes
+
+    def _prepare(
+        self, layout: Layout, content: Content, region: Region, decode: Decode, part: Part, target: torch.Tensor
+    ) -> _Upload:
+        def bytes_of(number: int) -> NDArray[np.uint8]:  # a bytearray, since torch warns of arrays that it must not write to
+            return region(number) if number else np.frombuffer(bytearray(content.inline), np.uint8)
+
+        def place(ref: TensorRef) -> torch.Tensor | NDArray[Any]:
+            placed = layout.place(ref, target)
+            if placed is not None:
+                return placed
+            on_host = tensor_view(ref, bytes_of(ref.region) if ref.nbytes else _NOTHING, writable=False)
+            assert isinstance(on_host, np.ndarray)
+            return on_host.copy()
+
+        self._check_open()
+        return _Upload(layout, [bytes_of(run.region) for run in layout.runs], part, target, decode(place))
+
+    async def _on_thread(self, work: Callable[[], None]) -> None:
+        self._on_threads += 1
+        self._idle.clear()
+        try:
+            await self._copier.run(work)
+        finally:
+            self._on_threads -= 1
+            if not self._on_threads:
+                self._idle.set()
+
+    def _queue_copies(self, lane: _Lane, upload: _Upload) -> None:
+        for run, source in zip(upload.layout.runs, upload.sources, strict=True):
+            start = self._slab.find(int(source.ctypes.data)) if run.region else None
+            if start is None:
+                parts = [(run.start, run.end - run.start)]
+            else:
+                parts = [
+                    (offset - start, nbytes) for offset, nbytes in self._pinned.split(start + run.start, run.end - run.start)
+                ]
+            for offset, nbytes in parts:
+                at = run.target + offset - run.start
+                self._cuda.copy_to_device(upload.target[at : at + nbytes], source[offset : offset + nbytes], lane.stream)
+
+    def _guard(self, lane: _Lane, upload: _Upload) -> Event:
+        try:
+            event = self._cuda.record(lane.stream)
+        except CudaError:
+            lane.watcher.keep(upload.sources)
+            raise
+        lane.watcher.guard(event, upload.sources)
+        return event
+
+    def _hand_over(self, lane: _Lane, upload: _Upload, event: Event, consumer: Stream) -> Any:
+        self._cuda.wait_event(consumer, event)
+        lane.staging.hand_over(upload.part, consumer)
+        self.copies += 1
+        self.copied_nbytes += upload.layout.nbytes
+        return upload.payload
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the ring was closed")
+
+
+_NOTHING = np.empty(0, np.uint8)

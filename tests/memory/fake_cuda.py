@@ -1,0 +1,289 @@
+"""A GPU made of host memory: the protocol of ``shmring.memory.cuda``, with streams that stop where a test wants them to.
+
+What a real one would do at some later moment, this one does when its stream is let run: a copy from pinned memory reads its
+source then, and not when it is queued, so a slot that is reused too early shows as wrong bytes. It refuses what a GPU
+refuses: a copy across two registrations, a registration that overlaps another, unregistering what is unmapped already.
+And any call can be made to fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmring.memory.cuda import CudaError, DeviceBytes
+
+POISON = 0xEE  # what device memory holds before anything is copied to it
+
+
+class FakeEvent:
+    """Reached or not."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.reached = threading.Event()
+
+
+class FakeStream:
+    """What is queued: work, events to be reached, events to wait for. Runs by itself unless it is held."""
+
+    def __init__(self, device: int, *, held: bool = False) -> None:
+        self.device = device
+        self.held = held
+        self.queue: deque[FakeEvent | Callable[[], None] | tuple[FakeEvent]] = deque()
+
+
+class FakeCuda:
+    """Attributes:
+    built, reason: what ``is_built`` and ``unavailable`` say.
+    hold_copies: whether streams for copies are made held.
+    largest: the most bytes that one registration takes.
+    registered: address to size.
+    pending: threads on which a failed call has left its error.
+    calls: how often each call was made.
+    devices: devices that were touched.
+    visible: the GPUs that this process sees, in its order.
+    exported, opened: events handed to other processes, and taken from them.
+    """
+
+    def __init__(self) -> None:
+        self.built = True
+        self.reason: str | None = None
+        self.hold_copies = False
+        self.largest = 1 << 62
+        self.registered: dict[int, int] = {}
+        self.unregistered: list[int] = []
+        self.pending: set[int] = set()
+        self.calls: Counter[str] = Counter()
+        self.devices: set[int] = set()
+        self.streams: list[FakeStream] = []
+        self.copied: list[tuple[int, int]] = []
+        self.copy_threads: set[int] = set()
+        self.visible = ["GPU-a", "GPU-b", "GPU-c"]
+        self.exported: dict[bytes, FakeEvent] = {}
+        self.opened: set[bytes] = set()
+        self._here = threading.local()
+        self._computing: dict[int, FakeStream] = {}
+        self._failures: dict[str, int] = {}
+        self._lock = threading.RLock()
+
+    # -- for tests -----------------------------------------------------------------------------------------------------
+
+    def fail(self, call: str, times: int = 1) -> None:
+        """Makes the next calls of a name fail."""
+        self._failures[call] = times
+
+    def select(self, device: int) -> None:
+        """Makes a device this thread's current one."""
+        self._here.device = device
+
+    def release(self, *streams: FakeStream) -> None:
+        """Lets streams run, all of them if none is given."""
+        with self._lock:
+            for stream in streams or tuple(self.streams):
+                stream.held = False
+        self._run()
+
+    def advance(self, stream: FakeStream) -> None:
+        """Runs a held stream as far as its next event, if it has one."""
+        with self._lock:
+            if not any(isinstance(work, FakeEvent) for work in stream.queue):
+                return
+            while not isinstance(work := stream.queue[0], FakeEvent):
+                stream.held = False
+                tail = deque(list(stream.queue)[1:])
+                stream.queue = deque([work])
+                assert self._step(stream), "it waits for another stream"
+                stream.queue = tail
+            work.reached.set()
+            stream.queue.popleft()
+            stream.held = True
+        self._run()
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    def unavailable(self) -> str | None:
+        return self.reason
+
+    def is_built(self) -> bool:
+        return self.built
+
+    def current_device(self) -> int:
+        return int(getattr(self._here, "device", 0))
+
+    def host_register(self, device: int, address: int, nbytes: int) -> None:
+        assert address % mmap.PAGESIZE == 0
+        assert nbytes % mmap.PAGESIZE == 0
+        self._call("host_register", device)
+        taken = any(address < start + size and start < address + nbytes for start, size in self.registered.items())
+        if nbytes > self.largest or taken:
+            self._refuse("host_register", 712 if taken else 2)
+        self.registered[address] = nbytes
+
+    def host_unregister(self, device: int, address: int) -> None:
+        assert is_mapped(address), "unregistered after it was unmapped"
+        self._call("host_unregister", device)
+        if address not in self.registered:
+            self._refuse("host_unregister", 713)
+        del self.registered[address]
+        self.unregistered.append(address)
+
+    def clear_error(self, device: int) -> None:
+        self._call("clear_error", device)
+        self.pending.discard(threading.get_ident())
+
+    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+        self._call("allocate", device)
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def view(self, device: int, lent: DeviceBytes) -> torch.Tensor:
+        self._call("view", device)
+        return torch.from_numpy(np.asarray(_Shown(lent)))
+
+    def create_stream(self, device: int) -> FakeStream:
+        self._call("create_stream", device)
+        stream = FakeStream(device, held=self.hold_copies)
+        self.streams.append(stream)
+        return stream
+
+    def current_stream(self, device: int) -> FakeStream:
+        self._call("current_stream", device)
+        if device not in self._computing:
+            self._computing[device] = FakeStream(device)
+            self.streams.append(self._computing[device])
+        return self._computing[device]
+
+    def used_on(self, memory: torch.Tensor, stream: FakeStream) -> None:
+        self._call("used_on", stream.device)
+
+    def copy_to_device(self, target: torch.Tensor, source: np.ndarray[Any, Any], stream: FakeStream) -> None:
+        self._call("copy_to_device", stream.device)
+        assert target.numel() == source.size
+        self.copied.append((source.ctypes.data, source.size))
+        self.copy_threads.add(threading.get_ident())
+        read = None if self._is_pinned(source) else source.copy()  # of pageable memory, before the call returns
+        # By address, as a GPU reads: a reference would keep the slot that nobody else keeps.
+        start, nbytes = source.ctypes.data if read is None else read.ctypes.data, source.size
+        self._queue(stream, lambda: _move(target, start, nbytes, read))
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        self._call("record", stream.device)
+        event = FakeEvent(stream.device)
+        self._queue(stream, event)
+        return event
+
+    def record_shared(self, stream: FakeStream, event: FakeEvent | None) -> FakeEvent:
+        self._call("record_shared", stream.device)
+        if event is None:
+            event = FakeEvent(stream.device)
+        event.reached.clear()
+        self._queue(stream, event)
+        return event
+
+    def export_event(self, event: FakeEvent) -> bytes:
+        self._call("export_event", event.device)
+        handle = len(self.exported).to_bytes(64, "little")
+        self.exported[handle] = event
+        return handle
+
+    def open_event(self, device: int, handle: bytes) -> FakeEvent:
+        self._call("open_event", device)
+        assert handle not in self.opened, "CUDA opens an event once in a process"
+        self.opened.add(handle)
+        return self.exported[handle]
+
+    def device_of(self, uuid: str) -> int | None:
+        return self.visible.index(uuid) if uuid in self.visible else None
+
+    def uuid(self, device: int) -> str:
+        return self.visible[device]
+
+    def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
+        self._call("wait_event", stream.device)
+        self._queue(stream, (event,))
+
+    def query(self, event: FakeEvent) -> bool:
+        self._call("query", event.device)
+        return event.reached.is_set()
+
+    def synchronize(self, event: FakeEvent) -> None:
+        assert event.reached.wait(20), "nobody let the stream run"
+        self._call("synchronize", event.device)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, device: int) -> None:
+        with self._lock:
+            self.calls[name] += 1
+            self.devices.add(device)
+            if self._failures.get(name):
+                self._failures[name] -= 1
+                self._refuse(name, 999)
+
+    def _refuse(self, name: str, code: int) -> None:
+        self.pending.add(threading.get_ident())
+        raise CudaError(f"{name} failed", call=name, code=code)
+
+    def _is_pinned(self, source: np.ndarray[Any, Any]) -> bool:
+        start, end = source.ctypes.data, source.ctypes.data + source.size
+        for address, nbytes in self.registered.items():
+            if address < end and start < address + nbytes:
+                if not address <= start <= end <= address + nbytes:
+                    self._refuse("copy_to_device", 1)
+                return True
+        return False
+
+    def _queue(self, stream: FakeStream, work: Any) -> None:
+        with self._lock:
+            stream.queue.append(work)
+        self._run()
+
+    def _run(self) -> None:
+        with self._lock:
+            moved = True
+            while moved:
+                moved = sum(self._step(stream) for stream in self.streams) > 0  # every one of them, each time
+
+    def _step(self, stream: FakeStream) -> bool:
+        moved = False
+        while stream.queue and not stream.held:
+            work = stream.queue[0]
+            if isinstance(work, tuple):
+                if not work[0].reached.is_set():
+                    return moved
+            elif isinstance(work, FakeEvent):
+                work.reached.set()
+            else:
+                work()
+            stream.queue.popleft()
+            moved = True
+        return moved
+
+
+def _move(target: torch.Tensor, start: int, nbytes: int, _read: np.ndarray[Any, Any] | None) -> None:
+    ctypes.memmove(target.data_ptr(), start, nbytes)
+
+
+class _Shown:
+    """Host memory as what it stands for: the CUDA array interface, to numpy."""
+
+    def __init__(self, lent: DeviceBytes) -> None:
+        self.lent = lent
+        self.__array_interface__ = dict(lent.__cuda_array_interface__)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has something mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(bound, 16) for bound in line.split(maxsplit=1)[0].split("-"))
+        if start <= address < end:
+            return True
+    return False

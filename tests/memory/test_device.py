@@ -1,0 +1,246 @@
+"""The device slab: opened once, closed in order, found on whatever index its GPU has here; and the events beside it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shmring.errors import LocalProtocolError, RemoteProtocolError
+from shmring.memory import device as device_module
+from shmring.memory.cuda import CudaError
+from shmring.memory.device import DeviceHandle, DeviceSlab, Fences, OpenedFences
+
+MIB = 1 << 20
+
+
+class FakeMemory:
+    """Driver memory that is host memory; remembers who has what, and refuses what CUDA leaves undefined."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, torch.Tensor] = {}
+        self.handles: dict[bytes, int] = {}
+        self.opened: list[tuple[int, bytes]] = []
+        self.log: list[tuple[str, int]] = []
+        self.failing = ""
+
+    def _call(self, name: str, device: int) -> None:
+        self.log.append((name, device))
+        if self.failing == name:
+            raise CudaError(f"{name} failed", call=name, code=999)
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        self._call("allocate", device)
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.memory[memory.data_ptr()] = memory
+        return memory.data_ptr()
+
+    def free(self, device: int, address: int) -> None:
+        self._call("free", device)
+        assert not self.opened, "freed while another process has it open"
+        del self.memory[address]
+
+    def export(self, device: int, address: int) -> bytes:
+        self._call("export", device)
+        handle = (len(self.handles) + 1).to_bytes(64, "little")
+        self.handles[handle] = address
+        return handle
+
+    def open(self, device: int, handle: bytes) -> int:
+        self._call("open", device)
+        assert (device, handle) not in self.opened, "opened twice"
+        self.opened.append((device, handle))
+        return self.handles[handle]
+
+    def close(self, device: int, address: int) -> None:
+        self._call("close", device)
+        self.opened = [(index, handle) for index, handle in self.opened if self.handles[handle] != address]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_mapped() -> Iterator[None]:
+    yield
+    assert device_module._mappings == {}
+
+
+@pytest.fixture
+def memory() -> FakeMemory:
+    return FakeMemory()
+
+
+def elsewhere(memory: FakeMemory, nbytes: int = 2 * MIB, uuid: str = "GPU-b") -> DeviceHandle:
+    """A handle that another process exported."""
+    return DeviceHandle(uuid, memory.export(1, memory.allocate(1, nbytes)), nbytes)
+
+
+def test_an_engine_allocates_once_and_frees_it(cuda: Any, memory: FakeMemory) -> None:
+    slab = DeviceSlab.create(cuda, memory, 1, 3 * MIB)
+    assert (slab.nbytes, slab.device, slab.handle.uuid) == (4 * MIB, 1, "GPU-b")
+    assert slab.close()
+    assert slab.close()
+    assert memory.log == [("allocate", 1), ("export", 1), ("free", 1)]
+
+
+@pytest.mark.parametrize(("failing", "left"), [("allocate", ["allocate"]), ("export", ["allocate", "export", "free"])])
+def test_a_slab_that_cannot_be_made_leaves_nothing(cuda: Any, memory: FakeMemory, failing: str, left: list[str]) -> None:
+    memory.failing = failing
+    with pytest.raises(CudaError, match=f"{failing} failed"):
+        DeviceSlab.create(cuda, memory, 0, MIB)
+    assert [name for name, _ in memory.log] == left
+    assert memory.memory == {}
+
+
+def test_a_frontend_finds_the_gpu_whatever_its_index_is_here(cuda: Any, memory: FakeMemory) -> None:
+    cuda.visible = ["GPU-b", "GPU-a"]
+    slab = DeviceSlab.attach(cuda, memory, elsewhere(memory))
+    assert slab.device == 0
+    assert memory.log[-1] == ("open", 0)
+    assert slab.close()
+    assert memory.log[-1] == ("close", 0)
+
+
+def test_a_gpu_that_this_process_does_not_see_is_named(cuda: Any, memory: FakeMemory) -> None:
+    cuda.visible = ["GPU-a"]
+    with pytest.raises(CudaError, match=r"is on GPU-b, which this process does not see; add it to CUDA_VISIBLE_DEVICES"):
+        DeviceSlab.attach(cuda, memory, elsewhere(memory))
+
+
+def test_without_cuda_there_is_none(cuda: Any, memory: FakeMemory) -> None:
+    cuda.reason = "torch finds no CUDA device"
+    with pytest.raises(CudaError, match="no device slab here: torch finds no CUDA device"):
+        DeviceSlab.create(cuda, memory, 0, MIB)
+    with pytest.raises(CudaError, match="no device slab here"):
+        DeviceSlab.attach(cuda, memory, DeviceHandle("GPU-a", bytes(64), MIB))
+
+
+def test_a_handle_is_opened_once_and_closed_by_the_last(cuda: Any, memory: FakeMemory) -> None:
+    handle = elsewhere(memory)
+    first, second = (DeviceSlab.attach(cuda, memory, handle) for _ in range(2))
+    assert [name for name, _ in memory.log].count("open") == 1
+    assert first.close()
+    assert first.close()
+    assert memory.opened
+    assert second.close()
+    assert memory.opened == []
+
+
+def test_the_process_that_exported_a_slab_does_not_open_it(cuda: Any, memory: FakeMemory) -> None:
+    owner = DeviceSlab.create(cuda, memory, 0, MIB)
+    attached = DeviceSlab.attach(cuda, memory, owner.handle)
+    anchor, view = attached.anchor(64, 8)
+    view.fill_(7)
+    assert owner.anchor(64, 8)[1].tolist() == [7] * 8
+    del anchor, view
+    gc.collect()
+    assert owner.close()
+    assert memory.memory, "the other one still uses it"
+    assert attached.close()
+    assert memory.memory == {}
+    assert "open" not in [name for name, _ in memory.log]
+
+
+def test_what_is_viewed_stays_mapped(cuda: Any, memory: FakeMemory) -> None:
+    slab = DeviceSlab.attach(cuda, memory, elsewhere(memory))
+    anchor, view = slab.anchor(4096, 16)
+    derived = view[:8].view(torch.int64)
+    assert not slab.close()
+    del anchor, view
+    gc.collect()
+    assert not slab.close()
+    with pytest.raises(LocalProtocolError, match="closed"):
+        slab.anchor(0, 1)
+    derived.fill_(3)
+    del derived
+    gc.collect()
+    assert slab.close()
+    assert memory.opened == []
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 10), (0, 0), (2 * MIB - 4, 5), (2 * MIB, 1)])
+def test_views_are_inside_the_slab(cuda: Any, memory: FakeMemory, offset: int, nbytes: int) -> None:
+    slab = DeviceSlab.create(cuda, memory, 0, 2 * MIB)
+    with pytest.raises(RemoteProtocolError, match="not inside a device slab"):
+        slab.anchor(offset, nbytes)
+    assert slab.close()
+
+
+def test_a_slab_that_cuda_does_not_take_back_is_reported_once(cuda: Any, memory: FakeMemory) -> None:
+    slab = DeviceSlab.create(cuda, memory, 0, MIB)
+    memory.failing = "free"
+    with pytest.raises(CudaError, match="free failed"):
+        slab.close()
+    assert slab.close()
+
+
+def test_a_handle_that_cannot_be_opened_can_be_tried_again(cuda: Any, memory: FakeMemory) -> None:
+    handle = elsewhere(memory)
+    memory.failing = "open"
+    with pytest.raises(CudaError, match="open failed"):
+        DeviceSlab.attach(cuda, memory, handle)
+    memory.failing = ""
+    assert DeviceSlab.attach(cuda, memory, handle).close()
+
+
+# -- events --------------------------------------------------------------------------------------------------------------
+
+
+def forget_that_they_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this process, for events, somebody else than who made them."""
+    monkeypatch.setattr(device_module, "_fences", {})
+
+
+def test_the_consumers_stream_waits_for_the_producers(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    producing, consuming = cuda.create_stream(0), cuda.create_stream(0)
+    producing.held = True
+    fence = Fences(cuda).record(producing)
+    forget_that_they_are_ours(monkeypatch)
+    OpenedFences(cuda, 0, 4).wait(consuming, fence.handle)
+    assert not cuda.record(consuming).reached.is_set()
+    cuda.release(producing)
+    assert not consuming.queue
+
+
+def test_events_are_made_exported_and_opened_once(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, fences = cuda.create_stream(0), Fences(cuda)
+    opened = OpenedFences(cuda, 0, 4)
+    for _ in range(5):
+        fence = fences.record(stream)
+        with monkeypatch.context() as patch:
+            forget_that_they_are_ours(patch)
+            opened.wait(stream, fence.handle)
+        fences.give_back(fence)
+    assert (cuda.calls["export_event"], cuda.calls["open_event"], cuda.calls["record_shared"]) == (1, 1, 5)
+
+
+def test_slots_on_their_way_have_events_of_their_own(cuda: Any) -> None:
+    stream, fences = cuda.create_stream(0), Fences(cuda)
+    first, second = fences.record(stream), fences.record(stream)
+    assert first.handle != second.handle
+    fences.give_back(first)
+    assert fences.record(stream) is first
+
+
+def test_an_event_is_not_opened_where_it_was_made(cuda: Any) -> None:
+    stream = cuda.create_stream(0)
+    fence = Fences(cuda).record(stream)
+    OpenedFences(cuda, 0, 4).wait(stream, fence.handle)
+    assert cuda.calls["open_event"] == 0
+
+
+def test_a_frontend_cannot_make_the_engine_open_ever_more(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, fences, opened = cuda.create_stream(0), Fences(cuda), OpenedFences(cuda, 0, 2)
+    handles = [fences.record(stream).handle for _ in range(3)]
+    forget_that_they_are_ours(monkeypatch)
+    for handle in [*handles[:2], *handles[:2]]:
+        opened.wait(stream, handle)
+    with pytest.raises(RemoteProtocolError, match="more than 2 events"):
+        opened.wait(stream, handles[2])
+
+
+def test_what_is_no_handle_is_the_frontends_fault(cuda: Any) -> None:
+    cuda.fail("open_event")
+    with pytest.raises(RemoteProtocolError, match="a frontend's event can't be opened: open_event failed"):
+        OpenedFences(cuda, 0, 2).wait(cuda.create_stream(0), bytes(64))

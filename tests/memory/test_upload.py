@@ -1,0 +1,518 @@
+"""Requests to a GPU: few copies, the right bytes, and no slot let go of before its copy is over."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from shmring.core.messages import SLOT_HEADER_NBYTES, Content, SlotRef, TensorRef
+from shmring.errors import CapacityError, ClosedError, WouldBlock
+from shmring.memory.copier import Copier
+from shmring.memory.cuda import CudaError
+from shmring.memory.layout import Layout, Place
+from shmring.memory.pinned import PinnedSlab
+from shmring.memory.slab import Slab
+from shmring.memory.upload import Uploads
+
+pytestmark = pytest.mark.both_loops
+
+SLAB_NBYTES = 4 << 20
+STAGING_NBYTES = 1 << 20
+OFFLOAD_NBYTES = 64 << 10
+
+Eventually = Callable[..., Awaitable[Any]]
+
+
+def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
+    """A content of tensors ``(region, offset, dtype, shape)`` in two slots of a slab."""
+    refs = []
+    for region, offset, dtype, shape in tensors:
+        size = np.dtype(dtype if dtype != "bfloat16" else "int16").itemsize
+        refs.append(TensorRef(region, offset, int(np.prod(shape)) * size, dtype, shape))
+    slots = (SlotRef(0, 4096, slot_nbytes, 1), SlotRef(0, 2 << 20, slot_nbytes, 2))
+    checked = Content(b"", tuple(refs), inline, slots)
+    checked.check(4096)
+    return checked
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Rig:
+    """Uploads over a slab, whose slots are looked after as a ring would."""
+
+    def __init__(self, cuda: Any, *, pin: bool = True, chunk_nbytes: int | None = None) -> None:
+        self.cuda = cuda
+        self.slab = Slab.create("upload", SLAB_NBYTES, secrets.randbits(63), prefault=True)
+        if chunk_nbytes is not None:
+            cuda.largest = chunk_nbytes
+        self.pinned = (
+            PinnedSlab.register(self.slab, cuda, 0, chunk_nbytes=chunk_nbytes or SLAB_NBYTES)
+            if pin
+            else PinnedSlab(cuda, 0, self.slab.address)
+        )
+        self.copier = Copier(1, OFFLOAD_NBYTES)
+        self.uploads = Uploads(
+            cuda, self.slab, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES
+        )
+        self.anchors: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self.content = Content(b"")
+
+    def bytes_of(self, region: int) -> NDArray[np.uint8]:
+        slot = self.content.slots[region - 1]
+        return self.slab.anchor(slot.offset + SLOT_HEADER_NBYTES, slot.nbytes)
+
+    def fill(self, content: Content, seed: int = 0) -> list[bytes]:
+        """Fills the slots; returns what each tensor holds."""
+        self.content = content
+        random = np.random.default_rng(seed)
+        for region in (1, 2):
+            view = self.bytes_of(region)
+            view[:] = np.resize(random.integers(0, 200, 4099, dtype=np.uint8), view.size)
+        inline = np.frombuffer(content.inline, np.uint8)
+        return [
+            (self.bytes_of(ref.region) if ref.region else inline)[ref.offset : ref.offset + ref.nbytes].tobytes()
+            for ref in content.tensors
+        ]
+
+    def region(self, number: int) -> NDArray[np.uint8]:
+        anchor = self.bytes_of(number)
+        self.anchors[number] = weakref.ref(anchor)
+        return anchor
+
+    def held(self) -> list[int]:
+        """The slots that are still being read."""
+        return [number for number, anchor in self.anchors.items() if anchor() is not None]
+
+    def decode(self, place: Place) -> list[Any]:
+        return [place(ref) for ref in self.content.tensors]
+
+    async def upload(self, device: Any = "cuda:0", stream: Any = None) -> list[Any]:
+        result: list[Any] = await self.uploads.upload(self.content, self.region, self.decode, device, stream, lambda: None)
+        return result
+
+    def upload_nowait(self, device: Any = "cuda:0") -> list[Any]:
+        result: list[Any] = self.uploads.upload_nowait(self.content, self.region, self.decode, device, None)
+        return result
+
+    async def close(self) -> None:
+        if await self.uploads.close():
+            self.pinned.close()
+        self.copier.close()
+        self.slab.close()
+
+
+@pytest.fixture
+async def rig(cuda: Any) -> AsyncIterator[Rig]:
+    rig = Rig(cuda)
+    yield rig
+    cuda.release()
+    await rig.close()
+    assert cuda.registered == {}
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+MIXED = (
+    (1, 0, "uint8", (3, 100)),
+    (1, 320, "bfloat16", (7,)),
+    (2, 64, "float32", (1000,)),
+    (0, 0, "int64", (2,)),
+    (1, 200_000, "<i2", (5,)),
+)
+
+
+async def test_every_tensor_arrives(rig: Rig) -> None:
+    wanted = rig.fill(content(*MIXED, inline=bytes(range(16))))
+    arrived = await rig.upload()
+    assert [as_bytes(tensor) for tensor in arrived] == wanted
+    assert [tensor.dtype for tensor in arrived] == [
+        torch.uint8,
+        torch.bfloat16,
+        torch.float32,
+        torch.int64,
+        torch.int16,
+    ]
+    assert len(rig.cuda.copied) == 4, "one a slot, one for the far end of the first, one for the message"
+    assert (rig.uploads.copies, rig.uploads.copied_nbytes) == (1, Layout(rig.content).nbytes)
+
+
+async def test_what_the_gpu_cannot_hold_is_copied_on_the_host(rig: Rig) -> None:
+    rig.fill(content((1, 0, "<U3", (1,)), (1, 64, "float32", (4,))))
+    rig.bytes_of(1)[:12] = np.frombuffer(np.array(["abc"]).tobytes(), np.uint8)
+    text, _numbers = await rig.upload()
+    assert text.tolist() == ["abc"]
+    rig.bytes_of(1)[:] = 0
+    assert text.tolist() == ["abc"]
+
+
+async def test_slots_are_let_go_of_when_the_copy_is_over_and_not_before(rig: Rig, eventually: Eventually) -> None:
+    rig.cuda.hold_copies = True
+    wanted = rig.fill(content(*MIXED, inline=bytes(range(16))))
+    arrived = await rig.upload()
+    gc.collect()
+    assert rig.held() == [1, 2]
+    assert arrived[0].unique().tolist() == [0xEE], "nothing is copied yet, so who would let go had corrupted it"
+    rig.cuda.release()
+    await eventually(lambda: rig.held() == [])
+    assert [as_bytes(tensor) for tensor in arrived] == wanted
+
+
+async def test_slots_are_let_go_of_in_the_order_of_their_copies(rig: Rig, eventually: Eventually) -> None:
+    rig.cuda.hold_copies = True
+    rig.fill(content((1, 0, "uint8", (10,))))
+    first = await rig.upload()
+    (stream,) = (stream for stream in rig.cuda.streams if stream.held)
+    rig.fill(content((2, 0, "uint8", (10,))))
+    second = await rig.upload()
+    assert rig.held() == [1, 2]
+    rig.cuda.advance(stream)
+    await eventually(lambda: rig.held() == [2])
+    rig.cuda.advance(stream)
+    await eventually(lambda: rig.held() == [])
+    del first, second
+
+
+async def test_the_consumers_stream_waits_for_the_copy(rig: Rig) -> None:
+    rig.cuda.hold_copies = True
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    used = rig.cuda.record(rig.cuda.current_stream(0))
+    assert not used.reached.is_set()
+    rig.cuda.release()
+    assert used.reached.is_set()
+
+
+async def test_the_first_copy_waits_for_whoever_had_the_memory_before(rig: Rig) -> None:
+    computing = rig.cuda.current_stream(0)
+    computing.held = True
+    rig.fill(content((1, 0, "uint8", (10,))))
+    (arrived,) = await rig.upload()
+    assert arrived.unique().tolist() == [0xEE]
+    rig.cuda.release()
+    assert arrived.unique().tolist() != [0xEE]
+
+
+async def test_torchs_allocator_learns_of_every_stream_once(rig: Rig) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    for _ in range(3):
+        await rig.upload()
+    assert rig.cuda.calls["used_on"] == 2
+
+
+async def test_another_stream_can_be_named(rig: Rig) -> None:
+    rig.cuda.hold_copies = True
+    mine = rig.cuda.create_stream(0)
+    mine.held = False
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload(stream=mine)
+    assert not rig.cuda.record(mine).reached.is_set()
+    assert rig.cuda.record(rig.cuda.current_stream(0)).reached.is_set()
+
+
+async def test_a_completion_is_noticed_within_a_millisecond(rig: Rig) -> None:
+    """The best of many, as the machine may be busy."""
+    rig.cuda.hold_copies = True
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    (stream,) = (stream for stream in rig.cuda.streams if stream.held)
+    delays = []
+    for _ in range(50):
+        stream.held = True
+        await rig.upload()
+        noticed = threading.Event()
+        weakref.finalize(rig.anchors[1](), noticed.set)
+        rig.cuda.release(stream)
+        released = time.perf_counter()
+        while not noticed.is_set():
+            await asyncio.sleep(0)
+        delays.append(time.perf_counter() - released)
+    assert sorted(delays)[len(delays) // 4] < 0.001
+
+
+async def test_the_loop_goes_on_while_a_copy_waits(rig: Rig) -> None:
+    rig.cuda.hold_copies = True
+    rig.fill(content((1, 0, "uint8", (1 << 19,))))
+    async with asyncio.timeout(10):
+        await rig.upload()
+
+
+async def test_copies_do_not_cross_what_was_registered_in_one_call(cuda: Any) -> None:
+    rig = Rig(cuda, chunk_nbytes=64 << 10)
+    wanted = rig.fill(content((1, 0, "uint8", (300_000,))))
+    (arrived,) = await rig.upload()
+    assert as_bytes(arrived) == wanted[0]
+    assert len(cuda.copied) == 5
+    await rig.close()
+
+
+async def test_the_staging_memory_is_used_again(rig: Rig) -> None:
+    for seed in range(6):
+        wanted = rig.fill(content((1, 0, "uint8", (1 << 19,)), (2, 0, "uint8", (1 << 18,))), seed)
+        arrived = await rig.upload()
+        assert [as_bytes(tensor) for tensor in arrived] == wanted
+        del arrived
+    assert rig.cuda.calls["allocate"] == 1
+
+
+async def test_what_can_never_fit_is_refused(rig: Rig) -> None:
+    rig.fill(content((1, 0, "uint8", (1 << 20,)), (2, 0, "uint8", (1 << 20,))))
+    with pytest.raises(CapacityError, match="staging_nbytes"):
+        await rig.upload()
+    gc.collect()
+    assert rig.held() == []
+
+
+# -- threads ------------------------------------------------------------------------------------------------------------
+
+
+async def test_large_copies_from_an_unpinned_slab_leave_the_loop(cuda: Any, eventually: Eventually) -> None:
+    rig = Rig(cuda, pin=False)
+    for nbytes, in_the_loop in ((OFFLOAD_NBYTES, True), (OFFLOAD_NBYTES + 64, False)):
+        cuda.copy_threads.clear()
+        wanted = rig.fill(content((1, 0, "uint8", (nbytes,))))
+        (arrived,) = await rig.upload()
+        assert as_bytes(arrived) == wanted[0]
+        assert (cuda.copy_threads == {threading.get_ident()}) is in_the_loop
+        del arrived
+    await eventually(lambda: rig.held() == [])
+    await rig.close()
+
+
+async def test_copies_from_a_pinned_slab_stay_in_the_loop(rig: Rig) -> None:
+    rig.fill(content((1, 0, "uint8", (1 << 19,))))
+    await rig.upload()
+    assert rig.cuda.copy_threads == {threading.get_ident()}
+
+
+async def test_memory_is_allocated_once_and_beside_the_loop(rig: Rig) -> None:
+    threads: list[int] = []
+    allocate = rig.cuda.allocate
+
+    def spy(*arguments: Any) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        result: torch.Tensor = allocate(*arguments)
+        return result
+
+    rig.cuda.allocate = spy
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await asyncio.gather(*(rig.upload() for _ in range(5)))
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+
+
+async def test_every_call_names_the_device_that_was_asked_for(cuda: Any) -> None:
+    """A thread's own device is GPU 0, where nothing of this belongs."""
+    cuda.select(1)
+    rig = Rig(cuda, pin=False)
+    rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES * 2,))))
+    await rig.upload("cuda")
+    await rig.close()
+    assert cuda.devices == {1}
+
+
+# -- without waiting ---------------------------------------------------------------------------------------------------
+
+
+async def test_the_twin_that_does_not_wait(rig: Rig) -> None:
+    wanted = rig.fill(content((1, 0, "uint8", (1 << 19,))))
+    with pytest.raises(WouldBlock, match="staging memory has to be made"):
+        rig.upload_nowait()
+    held = await rig.upload()
+    (arrived,) = rig.upload_nowait()
+    assert as_bytes(arrived) == wanted[0]
+    with pytest.raises(WouldBlock, match="staging memory are free"):
+        rig.upload_nowait()
+    assert as_bytes(held[0]) == wanted[0]
+
+
+async def test_the_twin_does_not_hold_the_loop_up(cuda: Any) -> None:
+    rig = Rig(cuda, pin=False)
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    rig.upload_nowait()
+    rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES + 64,))))
+    with pytest.raises(WouldBlock, match="not pinned"):
+        rig.upload_nowait()
+    await rig.close()
+
+
+# -- failures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["allocate", "create_stream"])
+async def test_a_device_that_cannot_be_opened_can_be_tried_again(rig: Rig, call: str) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    rig.cuda.fail(call)
+    with pytest.raises(CudaError, match=f"{call} failed"):
+        await rig.upload()
+    await rig.upload()
+
+
+async def test_without_cuda_it_says_so(rig: Rig) -> None:
+    rig.cuda.reason = "torch finds no CUDA device"
+    rig.fill(content((1, 0, "uint8", (10,))))
+    with pytest.raises(CudaError, match="nothing can be copied to GPU 0: torch finds no CUDA device"):
+        await rig.upload()
+    with pytest.raises(ValueError, match="cpu is no CUDA device"):
+        await rig.upload("cpu")
+
+
+@pytest.mark.parametrize("call", ["copy_to_device", "wait_event", "used_on", "view", "current_stream"])
+async def test_a_failed_copy_lets_go_of_everything(rig: Rig, eventually: Eventually, call: str) -> None:
+    rig.fill(content(*MIXED, inline=bytes(16)))
+    await rig.upload()
+    rig.uploads._lanes[0].staging._users.clear()
+    gc.collect()
+    rig.cuda.fail(call)
+    with pytest.raises(CudaError, match=f"{call} failed"):
+        await rig.upload()
+    await eventually(lambda: gc.collect() >= 0 and rig.held() == [])
+    lane = rig.uploads._lanes[0]
+
+    def is_free() -> bool:
+        lane.staging._reap()
+        return lane.staging.free_nbytes == STAGING_NBYTES
+
+    await eventually(is_free)
+
+
+async def test_the_error_of_a_failed_copy_keeps_no_slot(rig: Rig, eventually: Eventually) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    rig.cuda.fail("copy_to_device")
+    with pytest.raises(CudaError) as caught:
+        await rig.upload()
+    await eventually(lambda: rig.held() == [])
+    assert caught.value.call == "copy_to_device"
+
+
+async def test_a_copy_that_failed_half_way_keeps_its_slots_until_the_other_half_is_over(
+    rig: Rig, eventually: Eventually
+) -> None:
+    rig.fill(content(*MIXED, inline=bytes(16)))
+    await rig.upload()
+    (stream,) = (stream for stream in rig.cuda.streams if stream is not rig.cuda.current_stream(0))
+    stream.held = True
+    copy = rig.cuda.copy_to_device
+
+    def fail_the_third(*arguments: Any) -> None:
+        if len(rig.cuda.copied) == 6:
+            rig.cuda.fail("copy_to_device")
+        copy(*arguments)
+
+    rig.cuda.copy_to_device = fail_the_third
+    with pytest.raises(CudaError):
+        await rig.upload()
+    gc.collect()
+    assert rig.held() == [1, 2]
+    rig.cuda.release(stream)
+    await eventually(lambda: rig.held() == [])
+
+
+@pytest.mark.parametrize("call", ["record", "synchronize"])
+async def test_slots_of_which_cuda_can_say_nothing_are_kept_for_good(
+    cuda: Any, caplog: pytest.LogCaptureFixture, eventually: Eventually, call: str
+) -> None:
+    rig = Rig(cuda)
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    await eventually(lambda: rig.held() == [])
+    cuda.fail(call)
+    if call == "record":
+        with pytest.raises(CudaError, match="record failed"):
+            await rig.upload()
+    else:
+        await rig.upload()
+        await eventually(lambda: "kept until this process ends" in caplog.text)
+    gc.collect()
+    assert rig.held() == [1]
+    assert not await rig.uploads.close(), "the slab must not be unpinned"
+    assert cuda.registered
+    rig.pinned.close()
+    rig.slab.close()
+    rig.copier.close()
+
+
+async def test_a_cancelled_copy_on_a_thread_is_seen_out(cuda: Any, eventually: Eventually) -> None:
+    rig = Rig(cuda, pin=False)
+    rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES * 2,))))
+    copying, may_end = threading.Event(), threading.Event()
+    copy = cuda.copy_to_device
+
+    def slow(*arguments: Any) -> None:
+        copying.set()
+        assert may_end.wait(10)
+        copy(*arguments)
+
+    cuda.copy_to_device = slow
+    task = asyncio.create_task(rig.upload())
+    await eventually(copying.is_set)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    assert rig.held() == [1]
+    closing = asyncio.create_task(rig.uploads.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await closing
+    await rig.close()
+    assert rig.held() == []
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_waits_for_copies_under_way(rig: Rig, eventually: Eventually) -> None:
+    rig.cuda.hold_copies = True
+    rig.fill(content((1, 0, "uint8", (10,))))
+    arrived = await rig.upload()
+    closing = asyncio.create_task(rig.uploads.close())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    rig.cuda.release()
+    assert await closing
+    assert rig.held() == []
+    assert arrived[0].unique().tolist() != [0xEE]
+    with pytest.raises(ClosedError):
+        await rig.upload()
+    with pytest.raises(ClosedError):
+        rig.upload_nowait()
+
+
+async def test_a_gpu_that_never_answers_is_given_up(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shmring.memory.upload._CLOSE_TIMEOUT_S", 0.05)
+    caplog.set_level(logging.CRITICAL)
+    cuda.hold_copies = True
+    rig = Rig(cuda)
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    assert not await rig.uploads.close()
+    assert cuda.registered
+    cuda.release()
+    await rig.close()
+    rig.pinned.close()
+
+
+async def test_closing_what_was_never_used_starts_no_thread(rig: Rig) -> None:
+    threads = threading.active_count()
+    assert await rig.uploads.close()
+    assert threading.active_count() == threads
