@@ -1,6 +1,8 @@
 # Each target installs what it needs into .venv, once, and does its job.
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
 #   make test     style, types, tests, coverage of the core, a minute of chaos, and a check that nothing is left behind
+#   make bench-quick  transports side by side in under 5 minutes; fails if a target that this measures is missed
+#   make test-gpu the tests that need a GPU, which make test skips where there is none
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
 #   make format   rewrites the sources in the project's style
@@ -11,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint types pytest faults leftovers guards fuzz format clean install
+.PHONY: demo test test-gpu lint types pytest faults leftovers bench-quick guards fuzz format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -34,6 +36,13 @@ faults: $(INSTALLED)
 
 leftovers: pytest faults
 	$(BIN)/python tests/leftovers.py
+
+bench-quick: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(BIN)/python -m bench quick
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 guards: $(INSTALLED)
 	$(BIN)/python tests/guards.py

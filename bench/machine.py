@@ -1,12 +1,20 @@
-"""The machine a result comes from: what it is, and how fast it copies."""
+"""The machine a result comes from: what it is, how fast it copies and reads, and what importing torch takes.
+
+What a copying transport can reach at most is one ``memcpy`` into shared memory that has been touched before. How fast that
+is depends on whether the target is in a cache: a slot that was just used is, the next one of many is not. Both are measured,
+with glibc's memcpy, into a mapping of the kind that a slab is; and how fast a consumer could read what is in no cache.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,9 +24,14 @@ import torch
 
 import shmring
 
-__all__ = ["Machine", "copies_per_s"]
+__all__ = ["CopyLimits", "Machine", "torch_resident_nbytes"]
 
 _GIT_TIMEOUT_S = 5.0
+_IMPORT_TIMEOUT_S = 120.0  # for torch, on a machine that does much else
+_CACHE_UNKNOWN_NBYTES = 64 << 20  # assumed of the last-level cache where the kernel does not say; more than most have
+_CACHES_ROTATED = 4  # the region that copies rotate through, in caches: little of it is left there on the next turn
+_ALIGNMENT = 64  # of every payload in a slab; glibc's memcpy is up to 15 times slower at some other distances
+_ABSENT = 0xA5  # a byte that the source has none of
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -35,6 +48,8 @@ class Machine(msgspec.Struct, frozen=True):
     uvloop: str
     shmring: str
     commit: str | None
+    libc: str = ""
+    cache_nbytes: int = 0
 
     @classmethod
     def here(cls) -> Machine:
@@ -51,6 +66,8 @@ class Machine(msgspec.Struct, frozen=True):
             uvloop=version("uvloop"),
             shmring=shmring.__version__,
             commit=_commit(),
+            libc=" ".join(platform.libc_ver()),
+            cache_nbytes=_cache_nbytes(),
         )
 
 
@@ -73,24 +90,73 @@ def _commit() -> str | None:
         return None
 
 
-def copies_per_s(nbytes: int, seconds: float) -> float:
-    """Returns how often a second this machine copies so many bytes into a warm buffer: what no copying transport exceeds.
+def _cache_nbytes() -> int:
+    """The size of the last-level cache."""
+    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    if not levels:
+        return _CACHE_UNKNOWN_NBYTES
+    size = levels[-1].read_text().strip()
+    return int(size.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
+
+
+def torch_resident_nbytes() -> int:
+    """Returns what a process that has only imported torch has resident, as :func:`bench.costs.resident_nbytes` counts it."""
+    code = "import torch, bench.costs; print(bench.costs.resident_nbytes())"
+    root = Path(__file__).resolve().parents[1]  # the directory that a program given as text imports from first
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=True)
+    return int(done.stdout)
+
+
+class CopyLimits:
+    """Times copies and reads of one size. Use it with ``with``: it holds up to four last-level caches of memory.
 
     Args:
-        nbytes: size of both buffers; each is 64-byte aligned, touched before, and the same all the time.
-        seconds: how long to measure.
+        nbytes: size of a copy; both ends are 64-byte aligned and touched before.
     """
-    source, target = (_aligned(nbytes) for _ in range(2))
-    source_address, target_address = int(source.ctypes.data), int(target.ctypes.data)
-    copies = 0
-    started = time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < seconds or not copies:
-        ctypes.memmove(target_address, source_address, nbytes)
-        copies += 1
-    return copies / elapsed
 
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._source = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        self._source_address = int(self._source.ctypes.data)
+        self._source_address += -self._source_address % _ALIGNMENT
+        self._stride = nbytes + -nbytes % _ALIGNMENT
+        self._places = max(1, -(-_CACHES_ROTATED * _cache_nbytes() // self._stride))
+        self._region = mmap.mmap(-1, self._places * self._stride)  # shared and anonymous: tmpfs, as a slab is
+        touched = np.frombuffer(self._region, np.uint8)
+        touched[:] = 0
+        self._region_address = int(touched.ctypes.data)
+        self._memchr = ctypes.CDLL(None).memchr
+        self._memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
-def _aligned(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    buffer = np.ones(nbytes + 64, np.uint8)
-    skip = -int(buffer.ctypes.data) % 64
-    return buffer[skip : skip + nbytes]
+    def copies_cold_per_s(self, seconds: float) -> float:
+        """Returns how often a second so many bytes are copied, to another place each time, through more than the cache."""
+        return self._per_s(lambda turn: self._copy(turn % self._places), seconds)
+
+    def copies_hot_per_s(self, seconds: float) -> float:
+        """Returns how often a second so many bytes are copied to the same place."""
+        return self._per_s(lambda turn: self._copy(0), seconds)
+
+    def reads_per_s(self, seconds: float) -> float:
+        """Returns how often a second so many bytes are read, at another place each time: by ``memchr``, in vain."""
+        return self._per_s(self._read, seconds)
+
+    def __enter__(self) -> CopyLimits:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._region.close()
+
+    def _copy(self, place: int) -> None:
+        ctypes.memmove(self._region_address + place * self._stride, self._source_address, self._nbytes)
+
+    def _read(self, turn: int) -> None:
+        self._memchr(self._region_address + turn % self._places * self._stride, _ABSENT, self._nbytes)
+
+    def _per_s(self, once: Callable[[int], None], seconds: float) -> float:
+        turn = 0
+        started = time.perf_counter()
+        while (elapsed := time.perf_counter() - started) < seconds or not turn:
+            once(turn)
+            turn += 1
+        return turn / elapsed

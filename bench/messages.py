@@ -1,9 +1,16 @@
 """What the benchmarks send, and the check of every message of it.
 
-A message is a float32 tensor with a header: its sequence number, the phase of the run that it belongs to, and when it was
-sent. Before each send the producer writes a value that follows from the sequence number to a few places of the tensor,
-most of which move from message to message; the consumer compares. A message that is lost, doubled, overtaken, torn,
-overwritten too early or seen too late so ends the run, and no transport is timed that does not deliver what was sent.
+A message is a tensor with a header: its producer, its sequence number with that producer, the phase of the run that it
+belongs to, and when it was sent. Before each send the producer writes a value that follows from the sequence number to a few
+places of the tensor, most of which move from message to message; the consumer compares. A message that is lost, doubled,
+overtaken, torn, overwritten too early or seen too late so ends the run, and no transport is timed that does not deliver
+what was sent. Whatever the tensor's dtype, stamps are 4 bytes at places that are multiples of 4: nothing is computed with
+them, and an odd bit pattern of a float is as good as any.
+
+Producers share a :class:`Start` with their consumer: they warm up until messages of all of them have arrived, and for
+``warm_up_s`` from then on; they are timed until timed messages of all have arrived, and for ``timed_s`` from then on. So all
+are timed at the same time, however long each took to connect, and what is counted lies between the first moment at which
+all are in the timed phase and the first at which one has left it.
 
 Times are ``time.perf_counter_ns``, which on Linux is CLOCK_MONOTONIC and the same clock in all processes.
 """
@@ -19,11 +26,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["ITEM_NBYTES", "Cell", "CheckError", "Header", "Measurement", "Phase", "Sink", "Source"]
+from bench.costs import Cost, Meter
 
-ITEM_NBYTES = 4  # float32
+__all__ = ["DTYPES", "ITEM_NBYTES", "Cell", "CheckError", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
 
-_EXACT_INTEGERS = 1 << 24  # that float32 can hold
+ITEM_NBYTES = 4  # of a stamp; sizes are multiples of it, and so of every dtype's
+
+#: The dtypes of tensors that can be sent, by name.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+_STAMP_BITS = 24  # of the sequence number in a stamp; the 7 above are the producer's, the sign says that it is a stamp
+_MAX_PRODUCERS = 1 << 7
 _MIN_WINDOWS = 2  # windows of messages that each phase lasts at least, however slow the transport
 
 
@@ -36,7 +49,7 @@ class Phase(enum.IntEnum):
 
     WARM_UP = 0
     TIMED = 1
-    LAST = 2  # one message, not timed, after which nothing comes
+    LAST = 2  # one message of each producer, not timed, after which it sends nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +58,12 @@ class Cell:
 
     Attributes:
         nbytes: size of a message's tensor, a multiple of 4.
-        window: messages in flight.
-        warm_up_s, timed_s: how long the producer sends in each phase.
+        dtype: of the tensor: a key of :data:`DTYPES`.
+        producers: processes that send at the same time, to one consumer.
+        window: messages in flight of each producer.
+        copies_out: whether the consumer copies every byte of a tensor into a warm buffer of its own before it counts as
+            received, as an engine would.
+        warm_up_s, timed_s: how long a producer sends in each phase.
         limit_s: after which the whole measurement has failed.
         directory: for sockets; private to this run.
         corrupt_sequence: for tests of the check: the message whose content the producer spoils.
@@ -58,7 +75,24 @@ class Cell:
     timed_s: float
     limit_s: float
     directory: str
+    dtype: str = "float32"
+    producers: int = 1
+    copies_out: bool = False
     corrupt_sequence: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.nbytes > 0, "a tensor has stamps"
+        assert self.nbytes % ITEM_NBYTES == 0, "a tensor holds whole stamps"
+        assert 1 <= self.producers <= _MAX_PRODUCERS, "a stamp has 7 bits for its producer"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Of a message's tensor."""
+        return (self.nbytes // self.torch_dtype.itemsize,)
 
 
 class Header(NamedTuple):
@@ -67,25 +101,61 @@ class Header(NamedTuple):
     sequence: int
     phase: int
     sent_ns: int
+    producer: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What the consumer saw of the timed phase.
+    """What the consumer saw of the timed phase, and what the phase cost both sides.
 
     Attributes:
-        messages: how many were received and checked after the first one, in ``elapsed_s``.
+        messages: how many were received and checked after the first one, in ``elapsed_s``, of all producers together.
         latencies_ns: of each message: from before the producer handed it to the transport until the consumer had the
-            tensor in its hands; its wait behind earlier messages of the window included.
+            tensor in its hands (or its copy); its wait behind earlier messages of the window included.
+        consumer: what it cost the consumer.
+        producers: what it cost each producer. Empty until the processes that ran it have reported.
     """
 
     messages: int
     elapsed_s: float
     latencies_ns: NDArray[np.int64]
+    consumer: Cost | None = None
+    producers: tuple[Cost, ...] = ()
 
     @property
     def messages_per_s(self) -> float:
         return self.messages / self.elapsed_s
+
+
+class Start:
+    """Two moments that the consumer sets and the producers read: when it had seen each of them, and each of them timed.
+
+    Args:
+        memory: two int64 that all processes of a cell share; of this process alone if there are no others.
+    """
+
+    def __init__(self, memory: Any = None) -> None:
+        self._moments: Any = [0, 0] if memory is None else memory
+
+    @property
+    def all_seen_ns(self) -> int:
+        """When a message of every producer had arrived; 0 as long as one is missing."""
+        return int(self._moments[0])
+
+    @property
+    def all_timed_ns(self) -> int:
+        """When a timed message of every producer had arrived; 0 as long as one is missing."""
+        return int(self._moments[1])
+
+    def clear(self) -> None:
+        """A new cell begins."""
+        self._moments[0] = self._moments[1] = 0
+
+    def set_all_seen(self) -> None:
+        self._moments[0] = time.perf_counter_ns()
+
+    def set_all_timed(self) -> None:
+        self._moments[1] = time.perf_counter_ns()
 
 
 def _places(sequence: int, length: int) -> tuple[int, int, int, int]:
@@ -93,27 +163,38 @@ def _places(sequence: int, length: int) -> tuple[int, int, int, int]:
     return 0, length - 1, sequence * 40_503 % length, (sequence * 9_973 + length // 2) % length
 
 
-def _stamp(sequence: int) -> float:
-    """The value a message is stamped with; the tensors' initial content has no such values."""
-    return -1.0 - sequence % (_EXACT_INTEGERS - 1)
+def _stamp(sequence: int, producer: int) -> int:
+    """The int32 a message is stamped with: negative, which the tensors' initial content nowhere is."""
+    return -1 - (producer << _STAMP_BITS | sequence % (1 << _STAMP_BITS))
 
 
 class Source:
-    """The producer's messages. Call :meth:`stamp` before each send, until :attr:`finished`.
+    """A producer's messages. Call :meth:`stamp` before each send, until :attr:`finished`.
+
+    Args:
+        cell: what to send.
+        producer: which of the cell's producers this is, from 0.
+        start: shared with the consumer and the other producers; without it, this one waits for nobody.
 
     Attributes:
-        tensor: float32, one-dimensional: what producers send that copy into the transport.
-        array: the same memory.
+        producer: as given.
+        array: the content as bytes: uint8 of shape ``(nbytes,)``.
+        tensor: the same memory in the cell's dtype, one-dimensional: what producers send that copy into the transport.
         finished: whether the message stamped last is the last one.
+        meter: measures this process in the timed phase.
     """
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, producer: int = 0, start: Start | None = None) -> None:
+        self.producer = producer
         self._cell = cell
+        self._start = start
         self._length = cell.nbytes // ITEM_NBYTES
-        self.array: NDArray[np.float32] = np.arange(self._length, dtype=np.float32)
-        self.tensor = torch.from_numpy(self.array)
+        words = np.arange(self._length, dtype=np.int32)
+        self.array: NDArray[np.uint8] = words.view(np.uint8)
+        self.tensor = torch.from_numpy(self.array).view(cell.torch_dtype)
         self.finished = False
-        self._items: Any = self.array.data  # a memoryview: the fastest way to write single items
+        self.meter = Meter(cell.nbytes)
+        self._words: Any = words.data  # a memoryview: the fastest way to write single items
         self._sequence = 0
         self._phase = Phase.WARM_UP
         self._phase_started_ns = time.perf_counter_ns()
@@ -123,70 +204,154 @@ class Source:
         """Writes the next message's samples, and returns its header. The moment of this call counts as sending it.
 
         Args:
-            tensor: where to write them, if not in :attr:`tensor`.
+            tensor: where to write them, if not in :attr:`tensor`: contiguous, of as many bytes, of any dtype.
         """
         assert not self.finished, "the last message was stamped before"
         now = time.perf_counter_ns()
-        items: Any = self._items if tensor is None else tensor.numpy().data
+        words: Any = self._words if tensor is None else tensor.view(torch.int32).numpy().data
         sequence = self._sequence
-        value = _stamp(sequence)
+        value = _stamp(sequence, self.producer)
         for place in _places(sequence, self._length):
-            items[place] = value
+            words[place] = value
         if sequence == self._cell.corrupt_sequence:
-            items[self._length - 1] = value + 1
+            words[self._length - 1] = ~value
         self._sequence += 1
         self._advance(now)
-        return Header(sequence, self._phase, now)
+        return Header(sequence, self._phase, now, self.producer)
 
     def _advance(self, now: int) -> None:
-        enough = self._sequence - self._phase_sequence > _MIN_WINDOWS * self._cell.window
-        phase_s = self._cell.warm_up_s if self._phase is Phase.WARM_UP else self._cell.timed_s
-        if enough and now - self._phase_started_ns >= phase_s * 1e9:
-            self._phase = Phase(self._phase + 1)
-            self._phase_started_ns, self._phase_sequence = now, self._sequence
-            self.finished = self._phase is Phase.LAST
+        if self._sequence - self._phase_sequence <= _MIN_WINDOWS * self._cell.window:
+            return
+        warming_up = self._phase is Phase.WARM_UP
+        began_ns = self._phase_started_ns
+        if self._start is not None:
+            all_ns = self._start.all_seen_ns if warming_up else self._start.all_timed_ns
+            if not all_ns:
+                return  # a producer is still missing
+            began_ns = max(began_ns, all_ns)
+        if now - began_ns >= (self._cell.warm_up_s if warming_up else self._cell.timed_s) * 1e9:
+            self._enter(Phase(self._phase + 1), now)
+
+    def _enter(self, phase: Phase, now: int) -> None:
+        if phase is Phase.TIMED:
+            self.meter.start()
+        else:
+            self.meter.stop(self._sequence - self._phase_sequence)
+        self._phase, self._phase_started_ns, self._phase_sequence = phase, now, self._sequence
+        self.finished = phase is Phase.LAST
 
 
 class Sink:
-    """The consumer's check and record of every message."""
+    """The consumer's check and record of every message.
 
-    def __init__(self, cell: Cell) -> None:
-        self._shape = (cell.nbytes // ITEM_NBYTES,)
-        self._sequence = 0
+    Args:
+        cell: what is sent.
+        start: shared with the producers.
+
+    Attributes:
+        meter: measures this process in the timed phase.
+    """
+
+    def __init__(self, cell: Cell, start: Start | None = None) -> None:
+        self._start = start
+        self._dtype = cell.torch_dtype
+        self._shape = cell.shape
+        self._length = cell.nbytes // ITEM_NBYTES
+        self._sequences = [0] * cell.producers
+        self._unseen = cell.producers  # producers of which no message has come
+        self._untimed = set(range(cell.producers))  # of which no timed message has come
+        self._unfinished = cell.producers  # of which the last message has not come
+        self._copy = torch.ones(self._shape, dtype=self._dtype) if cell.copies_out else None  # filled, so that it is warm
+        self.meter = Meter(cell.nbytes if cell.copies_out else 0)
         self._latencies_ns: list[int] = []
         self._first_ns = self._last_ns = 0
 
     def take(self, header: Header, tensor: torch.Tensor) -> bool:
-        """Checks a message that has just been received, and records it.
+        """Copies out a message that has just been received, if the cell says so, checks it, and records it.
 
         Returns:
-            Whether it is the last one.
+            Whether it is the last one of the last producer.
 
         Raises:
             CheckError: it is not what was sent.
         """
+        sequence, phase, sent_ns, producer = header
+        self._check_form(sequence, producer, tensor)
+        if self._copy is not None:
+            tensor = self._copy.copy_(tensor)
         received_ns = time.perf_counter_ns()
-        sequence, phase, sent_ns = header
-        if sequence != self._sequence:
-            raise CheckError(f"message {sequence} came where message {self._sequence} was due")
-        if tensor.dtype is not torch.float32 or tensor.shape != self._shape:
-            raise CheckError(f"message {sequence} is {tensor.dtype}{list(tensor.shape)}, not float32{list(self._shape)}")
-        array = tensor.numpy()
-        value = _stamp(sequence)
-        for place in _places(sequence, self._shape[0]):
-            if array.item(place) != value:
-                raise CheckError(f"message {sequence} holds {array.item(place)} at {place}, not {value}: it is corrupted")
-        self._sequence += 1
-        if phase == Phase.TIMED:
-            self._latencies_ns.append(received_ns - sent_ns)
-            self._last_ns = time.perf_counter_ns()
-            self._first_ns = self._first_ns or self._last_ns
-        return phase == Phase.LAST
+        items = tensor.view(torch.int32).numpy()
+        value = _stamp(sequence, producer)
+        for place in _places(sequence, self._length):
+            if items.item(place) != value:
+                raise CheckError(
+                    f"message {sequence} holds {items.item(place)} at {place * ITEM_NBYTES}, not {value}: "
+                    f"it is corrupted{self._whose(producer)}"
+                )
+        if not sequence:
+            self._see()
+        self._sequences[producer] = sequence + 1
+        if phase != Phase.WARM_UP:
+            self._record(phase, received_ns - sent_ns, producer)
+        return not self._unfinished
 
     def measurement(self) -> Measurement:
-        """Returns what was recorded, once the last message has come."""
+        """Returns what was recorded, once the last message has come.
+
+        Raises:
+            CheckError: fewer than two messages came while all producers were timed: there is nothing to measure.
+        """
+        if len(self._latencies_ns) < 2:
+            raise CheckError(f"{len(self._latencies_ns)} messages came while all producers were timed; time them for longer")
         return Measurement(
             messages=len(self._latencies_ns) - 1,
             elapsed_s=(self._last_ns - self._first_ns) / 1e9,
             latencies_ns=np.array(self._latencies_ns, dtype=np.int64),
+            consumer=self.meter.cost,
         )
+
+    def _check_form(self, sequence: int, producer: int, tensor: torch.Tensor) -> None:
+        if not 0 <= producer < len(self._sequences):
+            raise CheckError(f"message {sequence} is of producer {producer}; there are {len(self._sequences)}")
+        due = self._sequences[producer]
+        if sequence != due:
+            raise CheckError(f"message {sequence} came where message {due} was due{self._whose(producer)}")
+        if tensor.dtype is not self._dtype or tensor.shape != self._shape:
+            raise CheckError(
+                f"message {sequence} is {tensor.dtype}{list(tensor.shape)}, not {self._dtype}{list(self._shape)}"
+                f"{self._whose(producer)}"
+            )
+
+    def _whose(self, producer: int) -> str:
+        return f" (of producer {producer})" if len(self._sequences) > 1 else ""
+
+    def _see(self) -> None:
+        """A producer's first message has come."""
+        self._unseen -= 1
+        if not self._unseen and self._start is not None:
+            self._start.set_all_seen()
+
+    def _record(self, phase: int, latency_ns: int, producer: int) -> None:
+        """Counts a message that is not warm-up. The phase is over for all once one producer has left it."""
+        if phase == Phase.LAST:
+            if self.meter.cost is None:
+                self.meter.stop(len(self._latencies_ns))
+            self._unfinished -= 1
+            return
+        if self.meter.cost is not None:
+            return
+        if self._untimed:
+            self._begin(producer)
+            if self._untimed:
+                return
+        self._latencies_ns.append(latency_ns)
+        self._last_ns = time.perf_counter_ns()
+        self._first_ns = self._first_ns or self._last_ns
+
+    def _begin(self, producer: int) -> None:
+        """A timed message has come while not all producers were timed."""
+        self._untimed.discard(producer)
+        if not self._untimed:
+            self.meter.start()
+            if self._start is not None:
+                self._start.set_all_timed()

@@ -1,8 +1,8 @@
-"""A producer process and a consumer process, and running cells on them.
+"""A consumer process and its producer processes, and running cells on them.
 
-Both are spawned (not forked), run uvloop, live for the whole benchmark and sleep in a read of their control pipe between
-cells. A cell is a fresh event loop, a fresh connection and a fresh slab in each. Every wait of the parent is bounded and
-also ends with the children; a pair that failed in any way is killed as a whole, since nobody knows what state it is in.
+All are spawned (not forked), run uvloop, live for all cells with so many producers and sleep in a read of their control pipe
+between cells. A cell is a fresh event loop, a fresh connection and a fresh slab in each. Every wait of the parent is bounded
+and also ends with the children; a group that failed in any way is killed as a whole, since nobody knows what state it is in.
 The children leave Ctrl-C to the parent, and end by themselves when the parent is gone.
 """
 
@@ -26,17 +26,17 @@ from typing import Any, Literal
 import torch
 import uvloop
 
-from bench.messages import Cell, Measurement, Sink, Source
+from bench.costs import Cost, Meter
+from bench.messages import Cell, Measurement, Sink, Source, Start
 from bench.peers import PEERS
 
-__all__ = ["BenchError", "Failed", "Pair", "run_cell"]
+__all__ = ["BenchError", "Failed", "Group", "Part", "run_cell"]
 
 _START_LIMIT_S = 120.0  # for a process to import torch, on a machine that does much else
 _GRACE_S = 5.0  # for a process to end by itself, or to report its own timeout
-_SECOND_REPORT_S = 1.0  # for the other process to say what it saw of a failure
+_SECOND_REPORT_S = 1.0  # for the other processes to say what they saw of a failure
 
 Role = Literal["consumer", "producer"]
-_ROLES: tuple[Role, Role] = ("consumer", "producer")
 
 
 class BenchError(Exception):
@@ -50,9 +50,10 @@ class _Ready:
 
 @dataclasses.dataclass(frozen=True)
 class _Finished:
-    """A child has done its part of a cell; of a consumer, with what it measured."""
+    """A child has done its part of a cell: a consumer with what it measured, a producer with what it cost."""
 
     measurement: Measurement | None = None
+    cost: Cost | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +67,34 @@ class Failed:
     error: str
 
 
-class _Child:
-    """One of the two processes, as their parent sees it."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a child must know to play its part in every cell.
 
-    def __init__(self, context: SpawnContext, role: Role, peer_name: str, shared: Any) -> None:
+    Attributes:
+        peer_name: a key of :data:`bench.peers.PEERS`.
+        shared: what the peer made for all of them.
+        start_memory: of a :class:`Start`.
+        producers: how many there are.
+        producer: which of them this is; without meaning to a consumer.
+    """
+
+    peer_name: str
+    shared: Any = None
+    start_memory: Any = None
+    producers: int = 1
+    producer: int = 0
+
+
+class _Child:
+    """One of the processes, as their parent sees it."""
+
+    def __init__(self, context: SpawnContext, role: Role, part: Part) -> None:
         self.role = role
+        self.name = f"producer {part.producer}" if role == "producer" and part.producers > 1 else role
         self.control, control = context.Pipe()
         self.process: SpawnProcess = context.Process(
-            target=_run_child, args=(role, peer_name, shared, control), name=f"bench-{peer_name}-{role}", daemon=True
+            target=_run_child, args=(role, part, control), name=f"bench-{part.peer_name}-{self.name}", daemon=True
         )
         self.process.start()
         control.close()  # the child has its own; were this end open, its death would not be an end of file
@@ -84,33 +105,50 @@ class _Child:
         self.control.close()
 
 
-class Pair:
-    """A producer and a consumer of one peer. Use it with ``with``; :meth:`start` waits until both are ready.
+class Group:
+    """A consumer and its producers, of one peer. Use it with ``with``; :meth:`start` waits until all are ready.
 
     Args:
         peer_name: a key of :data:`bench.peers.PEERS`.
+        producers: how many.
+
+    Raises:
+        BenchError: what the processes share could not be made.
     """
 
-    def __init__(self, peer_name: str) -> None:
+    def __init__(self, peer_name: str, producers: int = 1) -> None:
         context = get_context("spawn")
-        self._title = PEERS[peer_name].title
-        self._shared = PEERS[peer_name].create_shared(context)  # kept: what the children inherit is ours to remove
+        self._peer = PEERS[peer_name]
+        self._producers = producers
         self._children: list[_Child] = []
         self._ended = False
+        start_memory = context.RawArray("q", 2)
+        self._start = Start(start_memory)
         try:
-            for role in _ROLES:
-                self._children.append(_Child(context, role, peer_name, self._shared))
+            self._shared = self._peer.create_shared(context, producers)  # kept: what children inherit is ours to remove
+        except Exception as error:  # any of a library's own; it has its place among the results
+            raise BenchError(f"{self._peer.title}: {type(error).__name__}: {error}") from error
+        try:
+            part = Part(peer_name, self._shared, start_memory, producers)
+            self._children.append(_Child(context, "consumer", part))
+            for producer in range(producers):
+                self._children.append(_Child(context, "producer", dataclasses.replace(part, producer=producer)))
         except BaseException:
             self.kill()
             raise
 
     @property
     def processes(self) -> list[SpawnProcess]:
-        """The consumer and the producer."""
+        """The consumer and the producers."""
         return [child.process for child in self._children]
 
+    @property
+    def ended(self) -> bool:
+        """Whether the processes have been ended, by a failure or by :meth:`close`."""
+        return self._ended
+
     def start(self) -> None:
-        """Waits until both processes are ready.
+        """Waits until all processes are ready.
 
         Raises:
             BenchError: one did not start.
@@ -119,36 +157,41 @@ class Pair:
             self._receive(child, time.monotonic() + _START_LIMIT_S, "starting")
 
     def run(self, cell: Cell) -> Measurement:
-        """Runs one cell.
+        """Runs one cell, whose ``producers`` are as many as this group has.
 
         Raises:
             BenchError: a message was not what was sent, a process died, or it took longer than ``cell.limit_s``. The
                 processes are dead.
         """
+        assert cell.producers == self._producers, "a group has the producers of its cells"
         if self._ended:
-            raise BenchError(f"{self._title}: its processes were ended after a failure")
-        consumer, producer = self._children
+            raise BenchError(f"{self._peer.title}: its processes were ended after a failure")
+        consumer, *producers = self._children
         deadline = time.monotonic() + cell.limit_s + _GRACE_S
         what = f"{cell.nbytes:,} bytes, window {cell.window}"
+        self._start.clear()
         try:
             consumer.control.send(cell)
             self._receive(consumer, deadline, what)
-            producer.control.send(cell)
-            return self._results(consumer, producer, deadline, what)
+            for producer in producers:
+                producer.control.send(cell)
+            return self._results(deadline, what)
         except BaseException:
             self.kill()
             raise
 
-    def _results(self, consumer: _Child, producer: _Child, deadline: float, what: str) -> Measurement:
-        waiting: dict[Any, _Child] = {child.control: child for child in (consumer, producer)}
-        measurement: Measurement | None = None
+    def _results(self, deadline: float, what: str) -> Measurement:
+        waiting: dict[Any, _Child] = {child.control: child for child in self._children}
+        reports: dict[_Child, _Finished] = {}
         while waiting:
             # A dead child's pipe is ready, too. None is ready: the time is over, and receiving says so.
             for control in connection.wait(list(waiting), _until(deadline)) or list(waiting):
-                report = self._receive(waiting.pop(control), deadline, what)
-                measurement = report.measurement or measurement
+                child = waiting.pop(control)
+                reports[child] = self._receive(child, deadline, what)
+        measurement = reports[self._children[0]].measurement
         assert measurement is not None, "a consumer that finishes has measured"
-        return measurement
+        costs = tuple(cost for child in self._children[1:] if (cost := reports[child].cost) is not None)
+        return dataclasses.replace(measurement, producers=costs)
 
     def _receive(self, child: _Child, deadline: float, what: str) -> Any:
         """Waits for a child's next report; raises what it says of a failure, its silence or its death."""
@@ -157,27 +200,27 @@ class Pair:
                 report = child.control.recv()
                 if not isinstance(report, Failed):
                     return report
-                raise BenchError(f"{self._title}, {what}: {self._failure(child, report)}")
+                raise BenchError(f"{self._peer.title}, {what}: {self._failure(child, report)}")
             reason = "did not finish in time"
         except (EOFError, ConnectionError):
             child.process.join(_GRACE_S)
             reason = f"has died with exit code {child.process.exitcode}"
-        raise BenchError(f"{self._title}, {what}: the {child.role} {reason}")
+        raise BenchError(f"{self._peer.title}, {what}: the {child.name} {reason}")
 
     def _failure(self, first: _Child, report: Failed) -> str:
-        """What both say of a failure, the consumer first: when one fails, the other's connection does."""
-        reports = {first.role: report.error}
+        """What all say of a failure, the consumer first: when one fails, the others' connections do."""
+        reports = {first: report.error}
         deadline = time.monotonic() + _SECOND_REPORT_S
         for other in self._children:
             with contextlib.suppress(EOFError, ConnectionError):
-                while other is not first and other.role not in reports and other.control.poll(_until(deadline)):
-                    second = other.control.recv()
-                    if isinstance(second, Failed):
-                        reports[other.role] = second.error
-        return "; ".join(f"the {role} failed: {reports[role]}" for role in _ROLES if role in reports)
+                while other not in reports and other.control.poll(_until(deadline)):
+                    later = other.control.recv()
+                    if isinstance(later, Failed):
+                        reports[other] = later.error
+        return "; ".join(f"the {child.name} failed: {reports[child]}" for child in self._children if child in reports)
 
     def close(self) -> None:
-        """Ends both processes: in order if they are idle, else by force. Twice is once."""
+        """Ends all processes: in order if they are idle, else by force. Twice is once."""
         if self._ended:
             return
         deadline = time.monotonic() + _GRACE_S
@@ -189,12 +232,15 @@ class Pair:
         self.kill()
 
     def kill(self) -> None:
-        """Ends both processes at once. Twice is once."""
+        """Ends all processes at once. Twice is once."""
+        if self._ended:
+            return
         self._ended = True
         for child in self._children:
             child.kill()
+        self._peer.close_shared(self._shared)
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -211,7 +257,7 @@ def _until(deadline: float) -> float:
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def _run_child(role: Role, peer_name: str, shared: Any, control: Connection) -> None:
+def _run_child(role: Role, part: Part, control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends us
     # Both as servers do it. With more threads, torch's copies wait for a core that is busy with the other process;
     # without the freeze, a collection walks all that torch has imported, and hits some peer for 80 ms.
@@ -221,7 +267,7 @@ def _run_child(role: Role, peer_name: str, shared: Any, control: Connection) -> 
     with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):  # the parent has gone
         control.send(_Ready())
         for cell in _cells(control):
-            control.send(run_cell(role, peer_name, shared, control, cell))
+            control.send(run_cell(role, part, control, cell))
 
 
 def _cells(control: Connection) -> Iterator[Cell]:
@@ -229,11 +275,11 @@ def _cells(control: Connection) -> Iterator[Cell]:
         yield cell
 
 
-def run_cell(role: Role, peer_name: str, shared: Any, control: Connection, cell: Cell) -> _Finished | Failed:
+def run_cell(role: Role, part: Part, control: Connection, cell: Cell) -> _Finished | Failed:
     """Runs a child's part of a cell; what goes wrong is what it returns, since it is for the parent to act on."""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_play(role, peer_name, shared, control, cell))
+            return runner.run(_play(role, part, control, cell))
     except TimeoutError:
         return Failed(f"it took longer than {cell.limit_s:g} s")
     except Exception as error:  # noqa: BLE001 # it ends the benchmark, in the parent
@@ -241,19 +287,39 @@ def run_cell(role: Role, peer_name: str, shared: Any, control: Connection, cell:
         return Failed(f"{type(error).__name__}: {error} ({where.name}, line {where.lineno} of {where.filename})")
 
 
-async def _play(role: Role, peer_name: str, shared: Any, control: Connection, cell: Cell) -> _Finished:
+async def _play(role: Role, part: Part, control: Connection, cell: Cell) -> _Finished:
     """This process's part of a cell, given up when the parent is gone or says anything in the middle of it."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_reader(control.fileno(), task.cancel)
     try:
         async with asyncio.timeout(cell.limit_s):
-            if role == "producer":
-                await PEERS[peer_name].produce(cell, shared, Source(cell))
-                return _Finished()
-            sink = Sink(cell)
-            await PEERS[peer_name].consume(cell, shared, sink, lambda: control.send(_Ready()))
-            return _Finished(sink.measurement())
+            return await (_produce(part, cell) if role == "producer" else _consume(part, cell, control))
     finally:
         loop.remove_reader(control.fileno())
         os.set_blocking(control.fileno(), True)  # uvloop made it non-blocking
+
+
+async def _produce(part: Part, cell: Cell) -> _Finished:
+    source = Source(cell, part.producer, Start(part.start_memory))
+    with _watched(part, source.meter):
+        await PEERS[part.peer_name].produce(cell, part.shared, source)
+    return _Finished(cost=source.meter.cost)
+
+
+async def _consume(part: Part, cell: Cell, control: Connection) -> _Finished:
+    sink = Sink(cell, Start(part.start_memory))
+    with _watched(part, sink.meter):
+        await PEERS[part.peer_name].consume(cell, part.shared, sink, lambda: control.send(_Ready()))
+    return _Finished(sink.measurement())
+
+
+@contextlib.contextmanager
+def _watched(part: Part, meter: Meter) -> Iterator[None]:
+    """Has the meter look after the running loop, where the loop is meant to be free for other work."""
+    if PEERS[part.peer_name].loop_is_free:
+        meter.watch(asyncio.get_running_loop())
+    try:
+        yield
+    finally:
+        meter.close()

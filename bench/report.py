@@ -1,80 +1,342 @@
-"""Results as a table to read and as JSON to keep."""
+"""``bench report``: docs/benchmarks.md and its plots, from results that were stored.
+
+Nothing is measured here and no number is written by hand: what the document says is in the JSON files beside it, and running
+this again gives the same text. A transport run (``"mode": "transport"``) gives tables, plots, the targets, and the section
+about where shmring is not the best choice, which is found by looking for peers that were better. Results of other modes
+are shown as they tell it themselves: each has ``mode``, ``tables`` (``title``, ``columns``, ``rows``), and optionally ``notes``
+and ``targets`` (``what``, ``at``, ``asked``, ``measured``, ``met``, ``detail``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from rich.table import Table
 
+from bench import plots, targets
+from bench.cases import Case, format_nbytes
+from bench.machine import Machine
 from bench.peers import PEERS
-from bench.transport import Result, Results, Spread
+from bench.records import Result, Results, Side
+from bench.tables import format_rate, format_times, peer_title
+from bench.targets import Verdict
 
-__all__ = ["format_nbytes", "transport_table", "write_json"]
+__all__ = ["ReportError", "Stored", "StoredTable", "build"]
+
+_BETTER = 1.05  # by how much a peer must be better to be called that; less is within the spread of most cases
+
+_HEAD = """\
+# Benchmarks
+
+Built by `python -m bench report` from the JSON files in `bench/results/`; numbers are not written by hand. What matters are
+ratios: they are taken within one run on one machine, and another machine has other numbers.
+"""
+
+_METHOD = """\
+A producer and a consumer are processes of their own, each with an event loop (uvloop). Every message is checked: its
+sequence number, dtype and shape, and four samples of its content that follow from the number. Each peer is used as its users
+use it; the head of its file in `bench/peers/` says how, and what was done for it to be worth comparing with.
+
+Repetitions are interleaved (A B C A B C), so that whatever else the machine does hits all alike. Ratios are taken within
+each repetition; medians are shown. The base case is one producer, 16 messages in flight, float32; each dimension is varied by
+itself from there. At most 1 GB is in flight, so that at large sizes it is fewer messages: the case says how many.
+
+- **latency** is one-way: from before the producer hands a message to the transport until the consumer has the tensor in its
+  hands, behind up to a window of earlier messages. With one in flight it is the transport's own.
+- **copied out**: the consumer copies every byte into a warm buffer of its own before the message counts, as an engine would.
+- **CPU** is user and system time of all threads of a process in the timed phase, of the benchmark's own stamps and checks
+  too; daemons that a transport runs besides are not in it.
+- **resident memory** leaves shared memory out, and the tensor that is sent.
+- **lag** is the longest time by which the event loop came late to a callback due every 5 ms, waits for a core aside.
+- **memcpy, cold** copies to another place each time, through four times the last-level cache, **hot** to the same place.
+"""
 
 
-def format_nbytes(nbytes: int) -> str:
-    """Returns a size as ``64 KB`` (of 1024 bytes), or in bytes if it is not a whole number of those."""
-    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
-        if nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
+class ReportError(Exception):
+    """There is nothing to report, or a file holds something else."""
 
 
-def transport_table(results: Results) -> Table:
-    """Returns the table of a transport benchmark: a section for each size, the limit of the machine below it."""
-    machine = results.machine
+class StoredTable(msgspec.Struct):
+    """A table of another mode."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+class Stored(msgspec.Struct):
+    """What a report reads of another mode's results."""
+
+    mode: str
+    tables: list[StoredTable] = []
+    notes: list[str] = []
+    targets: list[Verdict] = []
+    machine: Machine | None = None
+
+
+class _Mode(msgspec.Struct):
+    mode: str
+
+
+def build(results_directory: Path, docs_directory: Path) -> Path:
+    """Writes ``benchmarks.md`` and ``benchmarks/*.svg`` into the directory of documents.
+
+    Args:
+        results_directory: of JSON files, any of which may be absent.
+        docs_directory: where to write.
+
+    Returns:
+        The document's path.
+
+    Raises:
+        ReportError: there is no result, or a file is none.
+        MissingPlotter: matplotlib is not installed.
+    """
+    transports, others = _read(results_directory)
+    sections = [_HEAD, "## Method\n", _METHOD]
+    for name, results in transports.items():
+        drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
+        sections += _transport(name, results, drawn, others)
+    for name, stored in others.items():
+        sections += _other(name, stored)
+    sections.append(_again(transports, others))
+    path = docs_directory / "benchmarks.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(section.rstrip("\n") + "\n" for section in sections))
+    return path
+
+
+def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Stored]]:
+    """Reads all results, by the names of their files."""
+    transports: dict[str, Results] = {}
+    others: dict[str, Stored] = {}
+    for path in sorted(directory.glob("*.json")):
+        content = path.read_bytes()
+        try:
+            if msgspec.json.decode(content, type=_Mode).mode == "transport":
+                transports[path.stem] = msgspec.json.decode(content, type=Results)
+            else:
+                others[path.stem] = msgspec.json.decode(content, type=Stored)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
+    if not transports and not others:
+        raise ReportError(f"no results in {directory}: python -m bench transport --json {directory / 'transport.json'}")
+    return transports, others
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table; all but the first column to the right."""
+    lines = ["| " + " | ".join(map(_cell, columns)) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "/").replace("\n", " ")
+
+
+def _machine(machine: Machine) -> str:
     commit = f", commit {machine.commit}" if machine.commit else ""
-    table = Table(
-        title=f"one-way, every message checked, window {results.window}: medians of {results.repetitions} interleaved runs",
-        caption=f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}\n"
-        f"torch {machine.torch}, shmring {machine.shmring}{commit}\n"
-        "spread: slowest and fastest run; latency: from send to receipt, behind up to a window of messages",
+    return (
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
+        f"{format_nbytes(machine.cache_nbytes)}; Linux {machine.kernel}, {machine.libc}, Python {machine.python}, torch "
+        f"{machine.torch}, numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}; shmring "
+        f"{machine.shmring}{commit}.\n"
     )
-    for column in ("tensor", "transport"):
-        table.add_column(column, no_wrap=True)
-    for column in ("messages/s", "spread", "GB/s", "p50 us", "p99 us", "shmring is"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for limit in results.limits:
-        for result in results.results:
-            if result.nbytes == limit.nbytes:
-                table.add_row(*_row(result))
-        table.add_row(
-            format_nbytes(limit.nbytes),
-            "memcpy, warm buffer",
-            *_speed(limit.copies_per_s, limit.nbytes),
-            "",
-            "",
-            _times(limit.shmring_ratio),
-            style="dim",
-            end_section=True,
+
+
+# -- transports --------------------------------------------------------------------------------------------------------
+
+
+def _transport(name: str, results: Results, drawn: Sequence[Path], others: dict[str, Stored]) -> Iterator[str]:
+    yield f"## Transports ({name})\n"
+    yield _machine(results.machine)
+    versions = ", ".join(f"{peer_title(peer)}: {version}" for peer, version in sorted(results.versions.items()))
+    yield (
+        f"Measured {results.started}; {results.repetitions} repetitions of {results.timed_s:g} s; {results.load_before:.1f} "
+        f"processes wanted a core in the minute before. {versions}.\n"
+    )
+    yield "### Targets\n"
+    yield _targets(results, others)
+    yield from (f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn)
+    yield "### By size\n"
+    yield from _by_size(results)
+    yield "### Where shmring is not the best choice\n"
+    yield from _not_best(results)
+    yield "### Not measured\n"
+    absences = [
+        (peer_title(one.peer), "all" if one.case is None else one.case.title, f"{one.reason.value}: {one.text}")
+        for one in results.absences
+    ]
+    yield _table(("transport", "case", "reason"), absences) if absences else "Nothing was left out, and nothing failed.\n"
+    yield "### Every case\n"
+    yield from _every_case(results)
+
+
+def _targets(results: Results, others: dict[str, Stored]) -> str:
+    """The table of targets; what other modes say of theirs takes the place of what is only named here."""
+    told = {stored.mode: stored.targets for stored in others.values() if stored.targets}
+    shown = {stored.mode for stored in others.values()}
+    verdicts: list[Verdict] = []
+    for target in targets.TARGETS:
+        if isinstance(target, targets.Target):
+            verdicts.append(target.judge(results))
+        elif target.mode not in told:
+            where = f"see {target.mode} below" if target.mode in shown else targets.command_of(target.mode)
+            verdicts.append(Verdict(target.what, target.at, target.asked, detail=where))
+    verdicts += [verdict for found in told.values() for verdict in found]
+    rows = [
+        (verdict.what, verdict.at, verdict.asked, verdict.measured, f"**{verdict.word}**", verdict.detail)
+        for verdict in verdicts
+    ]
+    return _table(("target", "at", "asked", "measured", "", "in detail"), rows)
+
+
+def _by_size(results: Results) -> Iterator[str]:
+    """Tables of the base case: a row for each peer, a column for each size."""
+    for title, window, number in _SUMMARIES:
+        sizes = sorted({result.case.nbytes for result in results.results})
+        rows = []
+        for peer in dict.fromkeys(result.peer for result in results.results):
+            found = [results.find(peer, Case(nbytes, window=window).bounded()) for nbytes in sizes]
+            if any(found):
+                rows.append((peer_title(peer), *("" if result is None else number(result) for result in found)))
+        if rows:
+            yield f"{title}\n"
+            yield _table(("transport", *map(format_nbytes, sizes)), rows)
+
+
+def _cpu_us(result: Result) -> float:
+    return result.producer.cpu_us_per_message.median + result.consumer.cpu_us_per_message.median
+
+
+_SUMMARIES: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
+    ("Messages per second, 16 in flight:", 16, lambda result: format_rate(result.messages_per_s.median)),
+    (
+        "shmring with one copy, as multiples of the peer's messages per second, 16 in flight:",
+        16,
+        lambda result: format_times(result.shmring_ratio.median),
+    ),
+    ("One-way latency in microseconds, one in flight:", 1, lambda result: f"{result.latency_p50_us.median:,.0f}"),
+    ("CPU microseconds per message, both sides, 16 in flight:", 16, lambda result: f"{_cpu_us(result):,.0f}"),
+)
+
+
+# -- where it is not the best ------------------------------------------------------------------------------------------
+
+_MEASURES: tuple[tuple[str, Callable[[Result], float]], ...] = (
+    ("messages/s", lambda result: 1 / result.messages_per_s.median),
+    ("median latency", lambda result: result.latency_p50_us.median),
+    ("CPU per message", _cpu_us),
+)
+
+
+def _not_best(results: Results) -> Iterator[str]:
+    """What the run has found, as a table for each of ours; then what no run needs to find."""
+    yield (
+        f"By these results: each case in which a peer was better by more than {_BETTER - 1:.0%}, the best peer, and how many "
+        "times better it was. What copies is compared with what copies, what is written in place with what is.\n"
+    )
+    for ours, title in (("shmring", "One copy"), ("shmring-in-place", "In place")):
+        rows = list(_lost(results, ours))
+        yield f"{title}:\n"
+        columns = ("case", *(name for name, _ in _MEASURES))
+        yield _table(columns, rows) if rows else "No peer was better in any case.\n"
+    yield (
+        "And whatever the numbers: between machines, between parties that distrust each other, and within one process, "
+        "it is not for you; see the [README](../README.md#when-not-to-use-it).\n"
+    )
+
+
+def _lost(results: Results, ours: str) -> Iterator[tuple[str, ...]]:
+    in_place = PEERS[ours].in_place
+    for case in dict.fromkeys(result.case for result in results.results):
+        mine = results.find(ours, case)
+        others = [
+            result
+            for result in results.results
+            if result.case == case and not result.peer.startswith("shmring")
+            if result.peer in PEERS and PEERS[result.peer].in_place == in_place
+        ]
+        if mine is None or not others:
+            continue
+        cells = [_best_other(mine, others, number) for _, number in _MEASURES]
+        if any(cells):
+            yield case.title, *cells
+
+
+def _best_other(mine: Result, others: Sequence[Result], number: Callable[[Result], float]) -> str:
+    best = min(others, key=number)
+    times = number(mine) / number(best)
+    if times <= _BETTER:
+        return ""
+    spins = "" if PEERS[best.peer].event_driven else " (spins)"
+    return f"{peer_title(best.peer)}{spins}: {format_times(times)}"
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+_CASE_COLUMNS = (
+    "transport", "messages/s", "slowest", "fastest", "GB/s", "p50 us", "p99 us", "p99.9 us", "CPU us/message", "CPU s/GB",
+    "resident MB", "descriptors", "lag ms", "shmring is",
+)  # fmt: skip
+
+
+def _every_case(results: Results) -> Iterator[str]:
+    yield "CPU, memory, descriptors and lag: producers, then consumer.\n"
+    for limit in sorted(results.limits, key=lambda limit: limit.nbytes):
+        gb = limit.nbytes / 1e9
+        yield (
+            f"Limits at {format_nbytes(limit.nbytes)}: memcpy cold {limit.copies_cold_per_s.median * gb:.1f} GB/s, hot "
+            f"{limit.copies_hot_per_s.median * gb:.1f} GB/s, read {limit.reads_per_s.median * gb:.1f} GB/s.\n"
         )
-    return table
+    for case in dict.fromkeys(result.case for result in results.results):
+        rows = [_case_row(result) for result in results.results if result.case == case]
+        yield f"<details><summary>{case.title}</summary>\n\n{_table(_CASE_COLUMNS, rows)}\n</details>\n"
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _case_row(result: Result) -> tuple[str, ...]:
+    speed = result.messages_per_s
     return (
-        format_nbytes(result.nbytes),
-        PEERS[result.peer].title,
-        *_speed(result.messages_per_s, result.nbytes),
-        f"{result.latency_p50_us:,.0f}",
+        peer_title(result.peer),
+        *(format_rate(number) for number in (speed.median, speed.minimum, speed.maximum)),
+        f"{result.gb_per_s:.2f}",
+        f"{result.latency_p50_us.median:,.0f}",
         f"{result.latency_p99_us:,.0f}",
-        _times(result.shmring_ratio),
+        f"{result.latency_p999_us:,.0f}",
+        _both(result, lambda side: f"{side.cpu_us_per_message.median:,.1f}"),
+        _both(result, lambda side: f"{side.cpu_s_per_gb:.3g}"),
+        _both(result, lambda side: str(side.resident_nbytes >> 20)),
+        _both(result, lambda side: str(side.descriptors)),
+        _both(result, lambda side: "-" if side.lag_max_on_core_ms is None else f"{side.lag_max_on_core_ms.median:.1f}"),
+        format_times(result.shmring_ratio.median),
     )
 
 
-def _speed(speed: Spread, nbytes: int) -> tuple[str, str, str]:
-    return (
-        f"{speed.median:,.0f}",
-        f"{speed.minimum:,.0f} .. {speed.maximum:,.0f}",
-        f"{speed.median * nbytes / 1e9:.2f}",
-    )
+def _both(result: Result, text: Callable[[Side], str]) -> str:
+    return f"{text(result.producer)}, {text(result.consumer)}"
 
 
-def _times(ratio: Spread) -> str:
-    return f"{ratio.median:.2f} x" if ratio.median < 10 else f"{ratio.median:.0f} x"
+# -- other modes -------------------------------------------------------------------------------------------------------
 
 
-def write_json(results: Results, path: Path) -> None:
-    """Writes results with all that they depend on."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+def _other(name: str, stored: Stored) -> Iterator[str]:
+    yield f"## {stored.mode.capitalize()}{'' if name == stored.mode else f' ({name})'}\n"
+    if stored.machine is not None:
+        yield _machine(stored.machine)
+    for table in stored.tables:
+        yield f"{table.title}:\n"
+        yield _table(table.columns, table.rows)
+    if stored.notes:
+        yield "\n".join(f"- {note}" for note in stored.notes) + "\n"
+
+
+def _again(transports: dict[str, Results], others: dict[str, Stored]) -> str:
+    modes = dict.fromkeys(transports, "transport") | {name: stored.mode for name, stored in others.items()}
+    lines = [f"{targets.command_of(mode)} --json bench/results/{name}.json" for name, mode in sorted(modes.items())]
+    return "\n".join(["## Measuring again\n", "```sh", *lines, "python -m bench report", "```", ""])

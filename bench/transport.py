@@ -1,34 +1,37 @@
-"""``bench transport``: one-way messages from a producer process to a consumer process, by every peer, in one run.
+"""``bench transport``: messages from producer processes to a consumer process, by every peer, in one run.
 
-Method: all processes are started first. Then, size by size, repetitions are interleaved (A B C D A B C D ...): whatever
-else the machine does hits all peers alike, and the ratio to shmring is taken within each repetition. Medians over the
-repetitions are reported, with the spread beside them; latencies are pooled. Each repetition warms up first, is timed at
-the consumer, from the first timed message checked to the last, and checks every message (:mod:`bench.messages`). A copy
-of as many bytes into a warm buffer is timed in each repetition, too: the physical limit.
+Method: within a round all processes are started first. Then repetitions are interleaved (A B C D A B C D ...): whatever else
+the machine does hits all peers alike, and the ratio to shmring is taken within each repetition. Medians over the repetitions
+are reported, with the spread beside them; the outer percentiles of latencies are pooled. Each repetition warms up first, is
+timed at the consumer, and checks every message (:mod:`bench.messages`). Copies of as many bytes are timed in each repetition,
+too: the physical limit (:mod:`bench.machine`).
+
+A peer that is not installed, can't do a case or fails in it is reported as such, with the reason, and the others go on; with
+the baseline, everything fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
+import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
-import msgspec
-import numpy as np
-
-from bench.machine import Machine, copies_per_s
+from bench.cases import BASELINE, Case, Round
+from bench.machine import CopyLimits, Machine, torch_resident_nbytes
 from bench.messages import Cell, Measurement
 from bench.peers import PEERS
-from bench.processes import Pair
+from bench.processes import BenchError, Group
+from bench.records import Absence, Limit, Reason, Result, Results, Spread
 
-__all__ = ["BASELINE", "Limit", "Plan", "Result", "Results", "Spread", "run", "steps"]
+__all__ = ["Plan", "run", "steps"]
 
-#: What the others are compared with.
-BASELINE = next(iter(PEERS))
-
-_MEMCPY_S = 0.05  # in each repetition
+_LIMITS_S = 0.05  # for each of the three, in each repetition
+_PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
+_MEMORY_SHARE = 0.5  # of the machine's memory that processes may take before any message is sent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,69 +39,19 @@ class Plan:
     """What to measure.
 
     Attributes:
-        peers: keys of :data:`bench.peers.PEERS`; the baseline is among them.
-        sizes: of a message's tensor in bytes, multiples of 4.
-        repetitions: of each peer and size.
+        rounds: cases and peers; see :mod:`bench.cases`.
+        repetitions: of each case and peer.
         timed_s, warm_up_s: of each repetition.
-        window: messages in flight.
-        limit_s: after which a repetition has failed.
+        left_out: peers and cases that are not in the rounds on purpose, and why; to be said with the results.
+        limit_s: after which a repetition has failed. A peer that moves 1 GB/s takes some 20 s for the largest case.
     """
 
-    peers: Sequence[str]
-    sizes: Sequence[int]
+    rounds: Sequence[Round]
     repetitions: int
     timed_s: float
     warm_up_s: float
-    window: int
-    limit_s: float = 30.0
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """A number over the repetitions."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> Spread:
-        return cls(statistics.median(numbers), min(numbers), max(numbers))
-
-
-class Result(msgspec.Struct, frozen=True):
-    """A peer at a size.
-
-    Attributes:
-        shmring_ratio: messages a second of the baseline over those of this peer, in the same repetition.
-        latency_p50_us, latency_p99_us: one-way, with ``window`` messages in flight; over all repetitions.
-    """
-
-    peer: str
-    nbytes: int
-    messages: int
-    messages_per_s: Spread
-    shmring_ratio: Spread
-    latency_p50_us: float
-    latency_p99_us: float
-
-
-class Limit(msgspec.Struct, frozen=True):
-    """What a copy alone allows at a size."""
-
-    nbytes: int
-    copies_per_s: Spread
-    shmring_ratio: Spread
-
-
-class Results(msgspec.Struct, frozen=True):
-    """A run."""
-
-    machine: Machine
-    window: int
-    repetitions: int
-    timed_s: float
-    results: list[Result]
-    limits: list[Limit]
+    left_out: Sequence[tuple[str, Case | None, str]] = ()
+    limit_s: float = 60.0
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Results:
@@ -109,55 +62,173 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
         progress: called with a line before each step; :func:`steps` says how many there are.
 
     Raises:
-        BenchError: a message was not what was sent, or a process died or took too long.
+        BenchError: the baseline's message was not what was sent, or its process died or took too long.
     """
-    results: list[Result] = []
-    limits: list[Limit] = []
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, contextlib.ExitStack() as stack:
-        progress(f"starting {2 * len(plan.peers)} processes")
-        pairs = {name: stack.enter_context(Pair(name)) for name in plan.peers}
-        for pair in pairs.values():
-            pair.start()
-        for nbytes in plan.sizes:
-            cell = Cell(
-                nbytes=nbytes,
-                window=plan.window,
-                warm_up_s=plan.warm_up_s,
-                timed_s=plan.timed_s,
-                limit_s=plan.limit_s,
-                directory=directory,
-            )
-            measurements: dict[str, list[Measurement]] = {name: [] for name in plan.peers}
-            copies: list[float] = []
-            for repetition in range(plan.repetitions):
-                for name, pair in pairs.items():
-                    progress(f"{nbytes:,} bytes, repetition {repetition + 1} of {plan.repetitions}: {PEERS[name].title}")
-                    measurements[name].append(pair.run(cell))
-                copies.append(copies_per_s(nbytes, _MEMCPY_S))
-            baseline = [measurement.messages_per_s for measurement in measurements[BASELINE]]
-            results += [_result(name, nbytes, measurements[name], baseline) for name in plan.peers]
-            limits.append(Limit(nbytes, Spread.of(copies), _ratio(baseline, copies)))
-    return Results(Machine.here(), plan.window, plan.repetitions, plan.timed_s, results, limits)
-
-
-def steps(plan: Plan) -> int:
-    """Returns how often :func:`run` reports progress."""
-    return 1 + len(plan.sizes) * plan.repetitions * len(plan.peers)
-
-
-def _result(name: str, nbytes: int, measurements: list[Measurement], baseline: list[float]) -> Result:
-    speeds = [measurement.messages_per_s for measurement in measurements]
-    p50, p99 = np.percentile(np.concatenate([measurement.latencies_ns for measurement in measurements]), [50, 99]) / 1e3
-    return Result(
-        peer=name,
-        nbytes=nbytes,
-        messages=sum(measurement.messages for measurement in measurements),
-        messages_per_s=Spread.of(speeds),
-        shmring_ratio=_ratio(baseline, speeds),
-        latency_p50_us=float(p50),
-        latency_p99_us=float(p99),
+    started, load = datetime.now(UTC), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, _Run(plan, directory, progress) as running:
+        for one in plan.rounds:
+            running.play(one)
+    names = dict.fromkeys(name for one in plan.rounds for name in one.peers)
+    return Results(
+        mode="transport",
+        started=started.isoformat(timespec="seconds"),
+        machine=Machine.here(),
+        versions={name: version for name in names if (version := PEERS[name].version()) is not None},
+        load_before=load,
+        torch_resident_nbytes=torch_resident_nbytes(),
+        repetitions=plan.repetitions,
+        timed_s=plan.timed_s,
+        results=running.results(),
+        limits=running.limits,
+        absences=[*running.absences, *(Absence(name, case, Reason.LIMIT, why) for name, case, why in plan.left_out)],
     )
 
 
-def _ratio(baseline: list[float], speeds: list[float]) -> Spread:
-    return Spread.of([ours / theirs for ours, theirs in zip(baseline, speeds, strict=True)])
+def steps(plan: Plan) -> int:
+    """Returns how often :func:`run` reports progress, if nothing is missing and nothing fails."""
+    chunks = (chunk for one in plan.rounds for chunk in _chunks(one))
+    return sum(1 + plan.repetitions * len(chunk.cases) * len(chunk.peers) for chunk in chunks)
+
+
+def _chunks(one: Round) -> list[Round]:
+    """The round in parts whose processes fit into memory, the baseline in each of them."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _MEMORY_SHARE
+    processes = sum({case.producers + 1 for case in one.cases})
+    room = max(1, int(memory / (_PROCESS_NBYTES * processes)) - 1)
+    others = [name for name in one.peers if name != BASELINE]
+    parts = [tuple(others[first : first + room]) for first in range(0, len(others), room)] or [()]
+    return [dataclasses.replace(one, peers=(BASELINE, *part), limits=one.limits and not i) for i, part in enumerate(parts)]
+
+
+class _Run(contextlib.AbstractContextManager["_Run", None]):
+    """The processes of a run, and what they have measured so far."""
+
+    def __init__(self, plan: Plan, directory: str, progress: Callable[[str], None]) -> None:
+        self.limits: list[Limit] = []
+        self.absences: list[Absence] = []
+        self._plan = plan
+        self._directory = directory
+        self._progress = progress
+        self._groups: dict[tuple[str, int], Group] = {}
+        self._missing: set[str] = set()
+        # With what the baseline did in the same repetition, since a round may be measured in chunks.
+        self._measured: dict[tuple[Case, str], list[tuple[Measurement, float]]] = defaultdict(list)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for group in self._groups.values():
+            if kind is None:
+                group.close()
+            else:
+                group.kill()
+
+    def results(self) -> list[Result]:
+        """What was measured, in the order of the cases and peers."""
+        found = []
+        for (case, name), pairs in self._measured.items():
+            found.append(Result.of(name, case, [measured for measured, _ in pairs], [speed for _, speed in pairs]))
+        return found
+
+    def play(self, one: Round) -> None:
+        """Measures a round."""
+        peers = [name for name in one.peers if not self._is_missing(name)]
+        for chunk in _chunks(dataclasses.replace(one, peers=tuple(peers))):
+            pairs = [(case, name) for case in chunk.cases for name in chunk.peers if self._can(case, name)]
+            pairs = self._start(pairs)
+            with contextlib.ExitStack() as stack:
+                limits = stack.enter_context(CopyLimits(chunk.cases[0].nbytes)) if chunk.limits else None
+                self._repeat(pairs, limits)
+
+    def _is_missing(self, name: str) -> bool:
+        missing = PEERS[name].missing()
+        if missing is not None and name not in self._missing:
+            self._missing.add(name)
+            self.absences.append(Absence(name, None, Reason.MISSING, missing))
+        return missing is not None
+
+    def _can(self, case: Case, name: str) -> bool:
+        limit = PEERS[name].limits(self._cell(case))
+        if limit is not None:
+            self.absences.append(Absence(name, case, Reason.LIMIT, limit))
+        return limit is None
+
+    def _cell(self, case: Case) -> Cell:
+        plan = self._plan
+        return case.cell(warm_up_s=plan.warm_up_s, timed_s=plan.timed_s, limit_s=plan.limit_s, directory=self._directory)
+
+    def _start(self, pairs: list[tuple[Case, str]]) -> list[tuple[Case, str]]:
+        """Has the processes that are needed and no others. Returns the pairs that have theirs."""
+        needed = dict.fromkeys((name, case.producers) for case, name in pairs)
+        for key in self._groups.keys() - needed.keys():
+            self._groups.pop(key).close()
+        new = [key for key in needed if key not in self._groups]
+        self._progress(f"starting {sum(1 + producers for _, producers in new)} processes")
+        errors = self._launch(new)
+        for case, name in pairs:
+            if (name, case.producers) in errors:
+                self._fail(case, name, errors[name, case.producers])
+        return [(case, name) for case, name in pairs if (name, case.producers) not in errors]
+
+    def _launch(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], BenchError]:
+        """Starts processes, all at the same time. Returns what went wrong."""
+        errors = {}
+        for key in keys:
+            try:
+                self._groups[key] = Group(*key)
+            except BenchError as error:
+                errors[key] = error
+        for key in keys:
+            try:
+                if key not in errors:
+                    self._groups[key].start()
+            except BenchError as error:
+                errors[key] = error
+                self._groups.pop(key).kill()
+        return errors
+
+    def _fail(self, case: Case, name: str, error: BenchError) -> None:
+        """A peer has no result in a case."""
+        if name == BASELINE:
+            raise error
+        self.absences.append(Absence(name, case, Reason.FAILED, str(error)))
+
+    def _repeat(self, pairs: list[tuple[Case, str]], limits: CopyLimits | None) -> None:
+        """Measures cases of one size, interleaved."""
+        measured: dict[tuple[Case, str], list[Measurement]] = {pair: [] for pair in pairs}
+        limit_runs: list[tuple[float, float, float]] = []
+        for repetition in range(self._plan.repetitions):
+            for pair in list(measured):
+                if pair in measured and not self._measure(pair, measured[pair], repetition):
+                    self._give_up(pair, measured)
+            if limits is not None:
+                kinds = (limits.copies_cold_per_s, limits.copies_hot_per_s, limits.reads_per_s)
+                limit_runs.append((kinds[0](_LIMITS_S), kinds[1](_LIMITS_S), kinds[2](_LIMITS_S)))
+        for (case, name), measurements in measured.items():
+            baseline = [measurement.messages_per_s for measurement in measured[case, BASELINE]]
+            self._measured[case, name] += zip(measurements, baseline, strict=True)
+        if limit_runs:
+            cold, hot, reads = zip(*limit_runs, strict=True)
+            nbytes = pairs[0][0].nbytes
+            self.limits.append(Limit(nbytes, Spread.of(cold), Spread.of(hot), Spread.of(reads), list(cold)))
+
+    def _measure(self, pair: tuple[Case, str], measurements: list[Measurement], repetition: int) -> bool:
+        """Runs one repetition. Returns whether it succeeded."""
+        case, name = pair
+        self._progress(f"{case.title}, repetition {repetition + 1} of {self._plan.repetitions}: {PEERS[name].title}")
+        try:
+            measurements.append(self._groups[name, case.producers].run(self._cell(case)))
+        except BenchError as error:
+            self._fail(case, name, error)
+            return False
+        return True
+
+    def _give_up(self, pair: tuple[Case, str], measured: dict[tuple[Case, str], list[Measurement]]) -> None:
+        """Leaves a failed peer's case out, and its other cases too if its processes can't be started again."""
+        case, name = pair
+        del measured[pair]
+        key = (name, case.producers)
+        self._groups.pop(key).close()
+        errors = self._launch([key])
+        if errors:
+            for other in [other for other in measured if (other[1], other[0].producers) == key]:
+                del measured[other]
+                self._fail(*other, errors[key])

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bench.messages import Cell, Header, Sink, Source
+from bench.messages import DTYPES, Cell, Header, Phase, Sink, Source
 from bench.peers.peer import Peer
 from bench.peers.window import Window
 
@@ -45,14 +45,14 @@ class InlineMsgpack(Peer):
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
         window = Window(cell.window)
         encoder = msgspec.msgpack.Encoder()
-        content = source.array.data.cast("B")
+        content = source.array.data
         loop = asyncio.get_running_loop()
         transport, sender = await loop.create_unix_connection(lambda: _Sender(window), str(_socket_path(cell)))
         try:
             while not source.finished:
                 await window.take()
                 header = source.stamp()
-                body = encoder.encode(_Message(header, "float32", source.array.shape, content))
+                body = encoder.encode(_Message(header, cell.dtype, cell.shape, content))
                 transport.writelines((_PREFIX.pack(len(body)), body))
                 await sender.writable.wait()
             await window.drain()
@@ -60,13 +60,12 @@ class InlineMsgpack(Peer):
             transport.close()
 
     async def consume(self, cell: Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        finished: asyncio.Future[None] = loop.create_future()
+        consumption = _Consumption(sink, cell.producers)
         path = _socket_path(cell)
-        server = await loop.create_unix_server(lambda: _Receiver(sink, finished), str(path))
+        server = await asyncio.get_running_loop().create_unix_server(lambda: _Receiver(consumption), str(path))
         try:
             listening()
-            await finished
+            await consumption.finished
         finally:
             server.close()
             path.unlink(missing_ok=True)
@@ -96,12 +95,30 @@ class _Sender(asyncio.Protocol):
         self._window.fail(exc or ConnectionError("the consumer closed the connection"))
 
 
+class _Consumption:
+    """What the connections of one cell share."""
+
+    def __init__(self, sink: Sink, producers: int) -> None:
+        self.sink = sink
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unfinished = producers
+
+    def finish_one(self) -> None:
+        """A producer has read its last acknowledgement."""
+        self._unfinished -= 1
+        if not self._unfinished and not self.finished.done():
+            self.finished.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(error)
+
+
 class _Receiver(asyncio.BufferedProtocol):
     """Cuts the stream into messages: small ones in a scratch buffer, the rest of a large one into its own memory."""
 
-    def __init__(self, sink: Sink, finished: asyncio.Future[None]) -> None:
-        self._sink = sink
-        self._finished = finished
+    def __init__(self, consumption: _Consumption) -> None:
+        self._consumption = consumption
         self._decoder = msgspec.msgpack.Decoder(_Message)
         self._transport: asyncio.Transport | None = None
         self._scratch = memoryview(bytearray(_SCRATCH_NBYTES))
@@ -126,16 +143,13 @@ class _Receiver(asyncio.BufferedProtocol):
                 body, self._body = self._body, None
                 self._take(body)
         except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
-            if not self._finished.done():
-                self._finished.set_exception(error)
+            self._consumption.fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._finished.done():
-            return
         if self._complete:  # and the producer has read the last acknowledgement
-            self._finished.set_result(None)
+            self._consumption.finish_one()
         else:
-            self._finished.set_exception(exc or ConnectionError("the producer closed the connection"))
+            self._consumption.fail(exc or ConnectionError("the producer closed the connection"))
 
     def _cut(self, end: int) -> None:
         position = 0
@@ -156,6 +170,7 @@ class _Receiver(asyncio.BufferedProtocol):
     def _take(self, body: memoryview) -> None:
         assert self._transport is not None
         message = self._decoder.decode(body)
-        tensor = torch.from_numpy(np.frombuffer(message.content, np.dtype(message.dtype))).view(message.shape)
-        self._complete = self._sink.take(message.header, tensor)
+        content = torch.from_numpy(np.frombuffer(message.content, np.uint8))
+        self._consumption.sink.take(message.header, content.view(DTYPES[message.dtype]).view(message.shape))
+        self._complete = message.header.phase == Phase.LAST
         self._transport.write(b"\0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from importlib import metadata
 from multiprocessing.context import SpawnContext
 from typing import Any, ClassVar
 
@@ -13,32 +14,65 @@ __all__ = ["Peer"]
 
 
 class Peer(abc.ABC):
-    """A transport, used the way its users use it. Its two coroutines run in two processes, on uvloop, once for each cell.
+    """A transport, used the way its users use it.
+
+    ``produce`` runs in each of a cell's producer processes, ``consume`` in its one consumer process, all on uvloop, once for
+    each cell. The package a peer needs is imported inside its methods: an adapter can be imported without it.
 
     Attributes:
         name: as the command line and the results spell it.
         title: as the table spells it.
+        requires: the distribution it needs, as pip spells it; None for what shmring depends on anyway.
+        in_place: whether the producer writes into the transport's memory, and copies nothing.
+        event_driven: whether its ends sleep while nothing comes; else they spin.
+        loop_is_free: whether the ends' event loops are meant to go on with other work, so that their lag means something.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
+    requires: ClassVar[str | None] = None
+    in_place: ClassVar[bool] = False
+    event_driven: ClassVar[bool] = True
+    loop_is_free: ClassVar[bool] = True
 
-    def create_shared(self, context: SpawnContext) -> Any:
-        """Makes what both processes must inherit, in their parent, once for the life of both. Nothing, usually."""
+    def missing(self) -> str | None:
+        """Returns why this peer can't be measured here and what to do about it, or None if it can."""
+        if self.requires is None or self.version() is not None:
+            return None
+        return f"not installed: pip install {self.requires}"
+
+    def version(self) -> str | None:
+        """Returns the version of the distribution it needs; None if it needs none or has none."""
+        if self.requires is None:
+            return None
+        try:
+            return metadata.version(self.requires)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def limits(self, cell: Cell) -> str | None:
+        """Returns why this peer can't do a cell, such as a largest message; None if it can."""
         return None
+
+    def create_shared(self, context: SpawnContext, producers: int) -> Any:
+        """Makes what all processes must inherit, in their parent, once for the life of them. Nothing, usually."""
+        return None
+
+    def close_shared(self, shared: Any) -> None:  # noqa: B027 # most have nothing to close
+        """Removes what :meth:`create_shared` made, in the parent, once, when all the processes have ended."""
 
     @abc.abstractmethod
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
-        """Sends the source's messages until it is finished, and returns when all have been consumed.
+        """Sends the source's messages until it is finished, and returns when all of them have been consumed.
 
         ``source.stamp`` is called when the window has room for the message, right before it is sent: waiting for the
-        window is no latency, everything behind it is.
+        window is no latency, everything behind it is. ``source.producer`` says which of the cell's producers this is.
         """
 
     @abc.abstractmethod
     async def consume(self, cell: Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
-        """Receives messages until the sink has taken the last one.
+        """Receives messages of ``cell.producers`` producers at a time until the sink has taken the last one.
 
         Args:
-            listening: to be called once, when a producer may start.
+            listening: to be called once, when producers may start.
         """

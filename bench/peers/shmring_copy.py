@@ -3,21 +3,22 @@
 How its users use it: a frontend submits payloads and awaits the end of each (here: of the oldest, once the window is
 full); an engine iterates over the ring, reads ``claim.payload`` in place, and leaves the claim, which releases the slot and
 tells the frontend that the request is done. Both ends have the default configuration, but for the size of the slab: twice
-the window. This is what every other peer is compared with.
+what is in flight. This is what every other peer is compared with.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import shmring
 from bench.messages import Cell, Header, Sink, Source
 from bench.peers.peer import Peer
-from shmring.client import Connecting
 
-__all__ = ["ShmringCopy", "connect", "see_to_its_end"]
+__all__ = ["ShmringCopy", "connected", "see_to_its_end"]
 
 _RING = "bench"
 _MIN_SLAB_NBYTES = 64 << 20
@@ -30,7 +31,7 @@ class ShmringCopy(Peer):
     title = "shmring, one copy"
 
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
-        async with connect(cell) as client:
+        async with connected(cell, source) as client:
             in_flight: deque[shmring.Submission] = deque()
             while not source.finished:
                 if len(in_flight) == cell.window:
@@ -41,7 +42,7 @@ class ShmringCopy(Peer):
                 await see_to_its_end(submission)
 
     async def consume(self, cell: Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
-        slab_nbytes = max(_MIN_SLAB_NBYTES, 2 * cell.window * cell.nbytes)
+        slab_nbytes = max(_MIN_SLAB_NBYTES, 2 * cell.producers * cell.window * cell.nbytes)
         async with shmring.serve(_RING, slab_nbytes=slab_nbytes, socket_dir=cell.directory) as ring:
             listening()
             finished = False
@@ -50,9 +51,13 @@ class ShmringCopy(Peer):
                     finished = sink.take(Header(*claim.payload["header"]), claim.payload["tensor"])
 
 
-def connect(cell: Cell) -> Connecting:
-    """Connects to the consumer's ring."""
-    return shmring.connect(_RING, socket_dir=cell.directory)
+@contextlib.asynccontextmanager
+async def connected(cell: Cell, source: Source) -> AsyncIterator[shmring.RingClient]:
+    """Connects to the consumer's ring for the time of a ``with``, and says how long that took."""
+    started_s = time.perf_counter()
+    async with shmring.connect(_RING, socket_dir=cell.directory) as client:
+        source.meter.connect_s = time.perf_counter() - started_s
+        yield client
 
 
 async def see_to_its_end(submission: shmring.Submission) -> None:

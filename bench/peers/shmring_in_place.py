@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import torch
-
 import shmring
-from bench.messages import ITEM_NBYTES, Cell, Source
-from bench.peers.shmring_copy import ShmringCopy, connect, see_to_its_end
+from bench.messages import Cell, Source
+from bench.peers.shmring_copy import ShmringCopy, connected, see_to_its_end
 
 __all__ = ["ShmringInPlace"]
 
@@ -24,16 +22,16 @@ class ShmringInPlace(ShmringCopy):
 
     name = "shmring-in-place"
     title = "shmring, in place"
+    in_place = True
 
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
-        shape = (cell.nbytes // ITEM_NBYTES,)
-        async with connect(cell) as client:
+        async with connected(cell, source) as client:
             in_flight: deque[shmring.Submission] = deque()
             while not source.finished:
                 if len(in_flight) == cell.window:
                     await see_to_its_end(in_flight.popleft())
                 async with client.slot(cell.nbytes) as slot:
-                    tensor = slot.tensor(shape, torch.float32)
+                    tensor = slot.tensor(cell.shape, cell.torch_dtype)
                     header = source.stamp(tensor)
                     in_flight.append(await client.submit({"header": header, "tensor": tensor}))
                     del tensor  # or the slot would wait for the next message to let go of it

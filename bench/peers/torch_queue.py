@@ -1,11 +1,14 @@
-"""``torch.multiprocessing.Queue``: a segment for each tensor, and its descriptor through the queue.
+"""``torch.multiprocessing.Queue``: a segment for each tensor, and a handle of it through the queue.
 
 How its users use it: vLLM's ``torch_shm`` transport (``v1/engine/tensor_ipc.py``) does what is done here. The frontend
 calls ``tensor.share_memory_()``, which copies the tensor into a new segment, and ``queue.put(..., timeout=10)``, from its
 event loop; the queue's feeder thread pickles it. The engine has a thread that blocks in ``queue.get(timeout=10)``, so that
 its own loop does not; the message is checked on that thread, which spares this peer the hop to the loop that vLLM makes.
-Sharing is by ``file_descriptor``, torch's default on Linux: the consumer fetches each descriptor from a thread of the
-producer. The window is counted back through a pipe that the producer's loop reads.
+The window is counted back through a pipe for each producer that its loop reads.
+
+Both of torch's sharing strategies are measured. ``file_descriptor``, the default on Linux: the consumer fetches each
+descriptor from a thread of the producer. ``file_system``, which servers change to when they run out of descriptors: segments
+have names, the consumer opens them by name, and a daemon of torch's removes what a crash left.
 
 ``share_memory_`` moves a tensor's own storage, and each of vLLM's is a new one. Here each is a new storage over the same
 memory (``torch.from_numpy``), which is moved for the price of one copy and leaves the source where it was.
@@ -19,7 +22,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from multiprocessing.util import get_temp_dir
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.multiprocessing
@@ -28,58 +31,73 @@ from bench.messages import Cell, Header, Sink, Source
 from bench.peers.peer import Peer
 from bench.peers.window import Window
 
-__all__ = ["TorchQueue"]
+__all__ = ["TorchQueueByDescriptor", "TorchQueueByName"]
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
-_STRATEGY = "file_descriptor"
 _QUEUE_TIMEOUT_S = 10.0  # as in vLLM
 _ACKS_NBYTES = 4096  # at a time; a byte each
 
 
 class _Shared(NamedTuple):
     queue: Any  # torch.multiprocessing.Queue, whose class exists only in a context
-    acks_reader: Connection
-    acks_writer: Connection
+    acks: list[tuple[Connection, Connection]]  # the reader and the writer, for each producer
 
 
-class TorchQueue(Peer):
+class _TorchQueue(Peer):
     """See the head of this file."""
 
-    name = "torch-queue"
-    title = "torch.multiprocessing.Queue"
+    strategy: ClassVar[str]
 
-    def create_shared(self, context: SpawnContext) -> _Shared:
+    def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
         get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
-        return _Shared(_torch_multiprocessing.get_context("spawn").Queue(), *context.Pipe(duplex=False))
+        queue = _torch_multiprocessing.get_context("spawn").Queue()
+        return _Shared(queue, [context.Pipe(duplex=False) for _ in range(producers)])
 
     async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
-        _torch_multiprocessing.set_sharing_strategy(_STRATEGY)
+        _torch_multiprocessing.set_sharing_strategy(self.strategy)
         loop = asyncio.get_running_loop()
         window = Window(cell.window)
-        acks = shared.acks_reader.fileno()
+        acks = shared.acks[source.producer][0].fileno()
         loop.add_reader(acks, lambda: window.give(len(os.read(acks, _ACKS_NBYTES))))
         try:
             while not source.finished:
                 await window.take()
                 header = source.stamp()
-                tensor: Any = torch.from_numpy(source.array)
+                tensor: Any = torch.from_numpy(source.array).view(cell.torch_dtype)
                 shared.queue.put((header, tensor.share_memory_()), timeout=_QUEUE_TIMEOUT_S)
             await window.drain()
         finally:
             loop.remove_reader(acks)
 
     async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
-        _torch_multiprocessing.set_sharing_strategy(_STRATEGY)
+        _torch_multiprocessing.set_sharing_strategy(self.strategy)
         listening()
         await asyncio.to_thread(_receive, shared, sink)
 
 
+class TorchQueueByDescriptor(_TorchQueue):
+    """See the head of this file."""
+
+    name = "torch-queue"
+    title = "torch.multiprocessing.Queue"
+    strategy = "file_descriptor"
+
+
+class TorchQueueByName(_TorchQueue):
+    """See the head of this file."""
+
+    name = "torch-queue-by-name"
+    title = "torch.multiprocessing.Queue, file_system"
+    strategy = "file_system"
+
+
 def _receive(shared: _Shared, sink: Sink) -> None:
-    acks = shared.acks_writer.fileno()
+    acks = [writer.fileno() for _, writer in shared.acks]
     finished = False
     while not finished:
         header, tensor = shared.queue.get(timeout=_QUEUE_TIMEOUT_S)
-        finished = sink.take(Header(*header), tensor)
+        header = Header(*header)
+        finished = sink.take(header, tensor)
         del tensor  # its segment goes with it
-        os.write(acks, b"\0")
+        os.write(acks[header.producer], b"\0")

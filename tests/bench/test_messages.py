@@ -1,19 +1,27 @@
-"""The check of the benchmark's messages: it accepts what was sent, and nothing else."""
+"""The check of the benchmark's messages: it accepts what was sent, and nothing else; and what is counted, and when."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import time
 
 import pytest
 import torch
 
-from bench.messages import Cell, CheckError, Header, Phase, Sink, Source
+from bench.costs import Meter, resident_nbytes
+from bench.messages import DTYPES, Cell, CheckError, Header, Phase, Sink, Source, Start
 
 CELL = Cell(nbytes=4096, window=4, warm_up_s=0.0, timed_s=0.0, limit_s=10.0, directory="")
 
+Message = tuple[Header, torch.Tensor]
 
-def sent(cell: Cell = CELL) -> list[tuple[Header, torch.Tensor]]:
-    source = Source(cell)
+
+def sent(cell: Cell = CELL) -> list[Message]:
+    return list(messages_of(Source(cell)))
+
+
+def messages_of(source: Source) -> list[Message]:
     messages = []
     while not source.finished:
         header = source.stamp()
@@ -21,9 +29,14 @@ def sent(cell: Cell = CELL) -> list[tuple[Header, torch.Tensor]]:
     return messages
 
 
-def test_what_was_sent_is_accepted_and_measured() -> None:
-    messages = sent()
-    sink = Sink(CELL)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("copies_out", [False, True])
+def test_what_was_sent_is_accepted_and_measured(dtype: str, copies_out: bool) -> None:
+    cell = dataclasses.replace(CELL, dtype=dtype, copies_out=copies_out)
+    messages = sent(cell)
+    assert messages[0][1].dtype is DTYPES[dtype]
+    assert messages[0][1].nbytes == cell.nbytes
+    sink = Sink(cell)
     assert [sink.take(*message) for message in messages] == [False] * (len(messages) - 1) + [True]
     timed = [header for header, _ in messages if header.phase == Phase.TIMED]
     measurement = sink.measurement()
@@ -31,6 +44,8 @@ def test_what_was_sent_is_accepted_and_measured() -> None:
     assert len(measurement.latencies_ns) == len(timed)
     assert (measurement.latencies_ns > 0).all()
     assert measurement.messages_per_s > 0
+    assert measurement.consumer is not None
+    assert measurement.consumer.messages == len(timed)
 
 
 def test_phases_follow_each_other_and_last_two_windows() -> None:
@@ -41,12 +56,29 @@ def test_phases_follow_each_other_and_last_two_windows() -> None:
     assert phases.count(Phase.LAST) == 1
 
 
-def test_stamps_go_where_the_producer_writes() -> None:
-    source, sink = Source(CELL), Sink(CELL)
-    slot = torch.full_like(source.tensor, 7.0)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stamps_go_where_the_producer_writes(dtype: str) -> None:
+    cell = dataclasses.replace(CELL, dtype=dtype)
+    source, sink = Source(cell), Sink(cell)
+    slot = torch.full_like(source.tensor, 7)
     before = source.tensor.clone()
     sink.take(source.stamp(slot), slot)
-    assert torch.equal(source.tensor, before)
+    assert torch.equal(source.tensor.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_the_array_is_the_tensor() -> None:
+    source = Source(dataclasses.replace(CELL, dtype="bfloat16"))
+    source.stamp()
+    assert source.array.nbytes == CELL.nbytes
+    assert source.array.tobytes() == bytes(source.tensor.view(torch.uint8).tolist())
+
+
+def test_what_is_copied_out_is_what_is_checked() -> None:
+    cell = dataclasses.replace(CELL, copies_out=True)
+    source, sink = Source(cell), Sink(cell)
+    sink.take(source.stamp(), source.tensor)
+    assert sink._copy is not None
+    assert torch.equal(sink._copy.view(torch.uint8), source.tensor.view(torch.uint8))
 
 
 def test_a_lost_message_is_noticed() -> None:
@@ -63,9 +95,10 @@ def test_a_doubled_message_is_noticed() -> None:
         sink.take(*messages[0])
 
 
+@pytest.mark.parametrize("copies_out", [False, True])
 @pytest.mark.parametrize("step", [-1, 1])
-def test_the_content_of_another_message_is_noticed(step: int) -> None:
-    messages, sink = sent(), Sink(CELL)
+def test_the_content_of_another_message_is_noticed(step: int, copies_out: bool) -> None:
+    messages, sink = sent(), Sink(dataclasses.replace(CELL, copies_out=copies_out))
     for message in messages[:5]:
         sink.take(*message)
     with pytest.raises(CheckError, match="message 5 holds"):
@@ -82,7 +115,7 @@ def test_a_torn_message_is_noticed() -> None:
 
 def test_another_shape_or_dtype_is_noticed() -> None:
     header, tensor = sent()[0]
-    for wrong in (tensor[:-1], tensor.view(2, -1), tensor.double()):
+    for wrong in (tensor[:-1], tensor.view(2, -1), tensor.double(), tensor.view(torch.int32)):
         with pytest.raises(CheckError, match="message 0 is torch"):
             Sink(CELL).take(header, wrong)
 
@@ -93,3 +126,119 @@ def test_a_message_can_be_spoiled_on_purpose() -> None:
         sink.take(*message)
     with pytest.raises(CheckError, match="message 3 holds"):
         sink.take(*messages[3])
+
+
+# -- several producers ----------------------------------------------------------------------------------------------------
+
+TWO = dataclasses.replace(CELL, producers=2, window=1)
+
+
+def test_producers_have_sequences_of_their_own() -> None:
+    first, second = (messages_of(Source(TWO, producer)) for producer in range(2))
+    sink = Sink(TWO)
+    for message in [*first, *second[:-1]]:
+        assert not sink.take(*message)
+    assert sink.take(*second[-1])
+
+
+def test_the_message_of_another_producer_is_noticed() -> None:
+    first, second = (messages_of(Source(TWO, producer)) for producer in range(2))
+    with pytest.raises(CheckError, match=r"message 0 holds .* it is corrupted \(of producer 1\)"):
+        Sink(TWO).take(second[0][0], first[0][1])
+    with pytest.raises(CheckError, match="is of producer 2; there are 2"):
+        Sink(TWO).take(second[0][0]._replace(producer=2), second[0][1])
+
+
+def test_producers_warm_up_until_all_have_been_seen_and_are_timed_until_all_are() -> None:
+    start = Start()
+    sink = Sink(TWO, start)
+    first, second = (Source(TWO, producer, start) for producer in range(2))
+
+    def send(source: Source, messages: int) -> list[int]:
+        headers = []
+        for _ in range(messages):
+            headers.append(source.stamp())
+            sink.take(headers[-1], source.tensor)
+        return [header.phase for header in headers]
+
+    assert set(send(first, 20)) == {Phase.WARM_UP}  # the second is missing
+    assert set(send(second, 1)) == {Phase.WARM_UP}
+    assert start.all_seen_ns
+    assert send(first, 10)[-1] == Phase.TIMED  # and stays there: the second is not timed
+    assert not start.all_timed_ns
+    assert send(second, 3)[-1] == Phase.TIMED
+    assert start.all_timed_ns
+    assert send(first, 1) == [Phase.LAST]
+    while not second.finished:
+        send(second, 1)
+    measurement = sink.measurement()
+    assert measurement.messages == 1  # of two that came while both were timed
+    assert first.meter.cost is not None
+    assert first.meter.cost.messages >= 9
+
+
+def test_a_measurement_of_nothing_is_an_error() -> None:
+    sink = Sink(TWO)
+    for producer in range(2):
+        for message in messages_of(Source(TWO, producer)):
+            sink.take(*message)  # one after the other: never were both timed
+    with pytest.raises(CheckError, match="0 messages came while all producers were timed"):
+        sink.measurement()
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_meter_counts_cpu_time_and_memory_that_is_not_shared() -> None:
+    meter = Meter(own_nbytes=1 << 20)
+    meter.start()
+    began = time.process_time()
+    while time.process_time() - began < 0.05:
+        pass
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    meter.stop(10)
+    assert meter.cost is not None
+    assert meter.cost.messages == 10
+    assert 0.05 <= meter.cost.cpu_s < 5
+    assert meter.cost.resident_nbytes >= held.nbytes
+    assert meter.cost.descriptors >= 3
+    assert meter.cost.lag is None
+
+
+def test_shared_memory_is_not_resident_memory() -> None:
+    before = resident_nbytes()
+    shared = torch.zeros(64 << 20, dtype=torch.uint8).share_memory_()
+    shared.fill_(1)
+    assert resident_nbytes() - before < 32 << 20
+
+
+async def test_a_stalled_loop_is_noticed_and_its_rest_is_not() -> None:
+    meter = Meter(own_nbytes=0)
+    meter.watch(asyncio.get_running_loop())
+    try:
+        meter.start()
+        await asyncio.sleep(0.03)
+        time.sleep(0.05)  # stalls the loop
+        await asyncio.sleep(0.03)
+        meter.stop(1)
+    finally:
+        meter.close()
+    assert meter.cost is not None
+    assert meter.cost.lag is not None
+    assert meter.cost.lag.max_ms >= 40
+    assert meter.cost.lag.max_on_core_ms >= 40
+    assert meter.cost.lag.p50_ms < 40
+
+
+async def test_a_loop_that_never_comes_back_is_late_from_the_start() -> None:
+    meter = Meter(own_nbytes=0)
+    meter.watch(asyncio.get_running_loop())
+    try:
+        meter.start()
+        time.sleep(0.03)  # stalls the loop until the end
+        meter.stop(1)
+    finally:
+        meter.close()
+    assert meter.cost is not None
+    assert meter.cost.lag is not None
+    assert meter.cost.lag.max_ms >= 20

@@ -1,0 +1,147 @@
+"""Shmring's allocation as a whole: the engine's ledger leases ranges to frontends, whose lease books place slots in them.
+
+Both are the books that run in production, without the processes around them: what one wants to send goes to the other at
+once. A slot finds no place when its frontend would have to wait: for another's slots, for a lease that has been recalled, or
+for its quota. Slots are requested by the frontends in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+from shmring.config import ClientConfig, RingConfig
+from shmring.core import effects, leasebook
+from shmring.core.geometry import BLOCK_NBYTES, Geometry, LedgerLimits
+from shmring.core.leasebook import LeaseBook, LeaseBookLimits
+from shmring.core.ledger import Ledger
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
+
+__all__ = ["Leased", "LoneBook"]
+
+_ARRIVALS_PER_S = 50  # so that what was empty for ``lease_idle_s`` goes back in the course of a trace
+
+
+class Leased:
+    """A :class:`~bench.allocation.policies.Policy` made of a ledger and the books of its frontends.
+
+    Args:
+        length: blocks to lease out.
+        frontends: that share them.
+    """
+
+    def __init__(self, length: int, frontends: int) -> None:
+        ring, client = RingConfig(), ClientConfig()
+        self.ledger = Ledger(
+            Geometry(length, reply_blocks=1),
+            LedgerLimits(
+                max_lease_blocks=max(1, length // 8),  # as ``RingConfig`` says of None
+                quota_blocks=max(1, length * 3 // 4),
+                max_leases=ring.max_leases,
+                max_inflight=ring.max_inflight,
+            ),
+        )
+        self.books: dict[int, LeaseBook] = {}
+        self.slots: dict[int, tuple[LeaseBook, int, leasebook.SlotRecord]] = {}  # by first block
+        self.tickets = itertools.count(1)
+        self.arrivals = 0
+        for client_id in range(1, frontends + 1):
+            grant = self.ledger.connect(client_id, int(client.lease_nbytes))
+            self.books[client_id] = LeaseBook(_book_limits(client_id, length, ring, client))
+            if grant is not None:
+                self._exchange([effects.Granted(client_id, grant)], [])
+
+    def allocate(self, length: int) -> int | None:
+        client_id = self.arrivals % len(self.books) + 1
+        self.arrivals += 1
+        book, nbytes = self.books[client_id], length * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+        self._exchange([], [(client_id, effect) for effect in book.expire(self._now())])
+        slot = book.acquire(nbytes, held=False) or self._wait(client_id, book, nbytes)
+        if slot is None:
+            return None
+        assert slot.blocks == length
+        self.slots[slot.start] = (book, client_id, slot)
+        return slot.start
+
+    def _wait(self, client_id: int, book: LeaseBook, nbytes: int) -> leasebook.SlotRecord | None:
+        """Queues for a slot, carries out all that follows, and gives up if that did not bring it."""
+        ticket = next(self.tickets)
+        acquired = self._exchange([], [(client_id, effect) for effect in book.queue(ticket, nbytes, held=False)])
+        if acquired is None:
+            self._exchange([], [(client_id, effect) for effect in book.cancel(ticket)])
+        return acquired
+
+    def free(self, start: int, length: int) -> None:
+        book, client_id, slot = self.slots.pop(start)
+        self._exchange([], [(client_id, effect) for effect in book.give_up(slot, self._now())])
+
+    def _now(self) -> float:
+        return self.arrivals / _ARRIVALS_PER_S
+
+    def _exchange(
+        self, engine: Sequence[effects.Effect], frontends: Sequence[tuple[int, leasebook.Effect]]
+    ) -> leasebook.SlotRecord | None:
+        """Carries effects of both sides out, and those that follow; returns the slot that somebody waited for."""
+        of_engine, of_frontends = deque(engine), deque(frontends)
+        acquired = None
+        while of_engine or of_frontends:
+            while of_engine:
+                client_id, caused = self._at_frontend(of_engine.popleft())
+                of_frontends += [(client_id, effect) for effect in caused]
+            while of_frontends:
+                client_id, effect = of_frontends.popleft()
+                if isinstance(effect, leasebook.Acquired):
+                    acquired = effect.slot
+                elif isinstance(effect.message, LeaseRequest):
+                    request = effect.message
+                    of_engine += self.ledger.request_lease(client_id, request.token, request.nbytes, request.preferred_nbytes)
+                else:
+                    of_engine += self.ledger.return_leases(client_id, effect.message.lease_ids)
+        return acquired
+
+    def _at_frontend(self, effect: effects.Effect) -> tuple[int, list[leasebook.Effect]]:
+        match effect:
+            case effects.Granted(client_id, grant):
+                return client_id, self.books[client_id].granted(grant, self._now())
+            case effects.Recalled(client_id, lease_ids):
+                return client_id, self.books[client_id].recalled(lease_ids)
+        raise AssertionError(f"nothing of this causes {effect}")
+
+
+def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientConfig) -> LeaseBookLimits:
+    return LeaseBookLimits(
+        client_id=client_id,
+        slab_nbytes=(length + 2) * BLOCK_NBYTES,  # a header block before, a reply block behind
+        leasable_nbytes=length * BLOCK_NBYTES,
+        max_leases=ring.max_leases,
+        lease_nbytes=int(client.lease_nbytes),
+        lease_idle_s=client.lease_idle_s,
+    )
+
+
+class LoneBook:
+    """A lease book on its own as a policy, from acquiring a slot to its release, to measure what it costs.
+
+    Args:
+        length: blocks that it holds.
+        leases: of one size, that hold them.
+    """
+
+    def __init__(self, length: int, leases: int) -> None:
+        self.book = LeaseBook(_book_limits(1, length, RingConfig(), ClientConfig()))
+        self.generations: dict[int, int] = {}  # by first block
+        blocks = length // leases
+        for number in range(leases):
+            offset = (1 + number * blocks) * BLOCK_NBYTES
+            self.book.granted(LeaseGrant(0, number + 1, offset, blocks * BLOCK_NBYTES), now=0.0)
+
+    def allocate(self, length: int) -> int | None:
+        slot = self.book.acquire(length * BLOCK_NBYTES - SLOT_HEADER_NBYTES, held=False)
+        if slot is None:
+            return None
+        self.generations[slot.start] = self.book.submit(slot)
+        return slot.start
+
+    def free(self, start: int, length: int) -> None:
+        self.book.released((self.generations.pop(start),), 0.0)

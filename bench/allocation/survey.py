@@ -1,0 +1,316 @@
+"""One run of ``bench allocator``: everything measured, and laid out as tables beside the targets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bench.allocation import bandwidth, speed
+from bench.allocation.bandwidth import Bandwidth, Extremes
+from bench.allocation.fill import Fill, PolicyFactory, evicting, fills
+from bench.allocation.findings import Findings, Table
+from bench.allocation.leased import Leased
+from bench.allocation.policies import POLICIES, Compacting, Contender
+from bench.allocation.speed import SUBJECTS, Cost
+from bench.allocation.traces import LIFETIMES, SIZES
+from bench.machine import Machine
+
+__all__ = ["FILLED", "Plan", "run", "steps"]
+
+OURS = "shmring"
+LIMIT = "limit"
+#: The fill and the time that an allocator is to have; the share of the slab and microseconds.
+MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 5.0
+MANY_LIVE = 10_000
+
+_FIRST = 1  # the first leasable block; the header is before it
+
+
+def _factory(contender: Contender) -> PolicyFactory:
+    return lambda length, largest: contender.create(_FIRST, length, largest)
+
+
+FILLED: Mapping[str, tuple[str, PolicyFactory]] = {
+    **{name: (contender.title, _factory(contender)) for name, contender in POLICIES.items()},
+    "leases-1": ("shmring, leases of 1 frontend", lambda length, largest: Leased(length, 1)),
+    "leases-3": ("shmring, leases of 3 frontends", lambda length, largest: Leased(length, 3)),
+    LIMIT: ("limit: moved together", lambda length, largest: Compacting(_FIRST, length)),
+}
+"""What slabs are filled with, by name: a title and how one is made."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        seeds: traces of each kind.
+        slab_nbytes: of the slab in which policies are compared.
+        slab_sizes: in which shmring's own is looked at, too; in bytes.
+        placements: by Mooncake's method.
+        live: numbers of live slots at which time is measured.
+        batches: of each timed subject.
+        copied_sizes: of copies, in bytes.
+        in_flight: slots live at a time while copying.
+        copy_slab_nbytes: of the memory copied into; several times the last-level cache.
+        repetitions, copy_s: of each copying cell.
+    """
+
+    seeds: int = 300
+    slab_nbytes: int = 4 << 30
+    slab_sizes: Sequence[int] = (1 << 30, 2 << 30, 4 << 30, 8 << 30, 16 << 30, 32 << 30)
+    placements: int = 200_000
+    live: Sequence[int] = (10, 1_000, MANY_LIVE)
+    batches: int = 15
+    copied_sizes: Sequence[int] = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
+    in_flight: Sequence[int] = (1, 4, 16)
+    copy_slab_nbytes: int = 1 << 30
+    repetitions: int = 5
+    copy_s: float = 0.1
+
+    @classmethod
+    def quick(cls) -> Plan:
+        """The same in half a minute of processor time, with larger spreads."""
+        return cls(
+            seeds=15,
+            slab_sizes=(1 << 30, 4 << 30, 16 << 30),
+            placements=10_000,
+            live=(10, MANY_LIVE),
+            batches=5,
+            copied_sizes=(64 << 10, 1 << 20, 8 << 20),
+            in_flight=(4,),
+            copy_slab_nbytes=256 << 20,
+            repetitions=3,
+            copy_s=0.03,
+        )
+
+
+class _Filled(msgspec.Struct, frozen=True):
+    policy: str
+    sizes: str
+    lifetime: str
+    slab_nbytes: int
+    fill: Fill
+
+
+class _Evicting(msgspec.Struct, frozen=True):
+    policy: str
+    fill: Fill
+
+
+def steps(plan: Plan) -> int:
+    """Returns how often :func:`run` reports progress."""
+    fill = len(SIZES) * len(FILLED) + len(plan.slab_sizes) + len(FILLED)
+    return fill + len(plan.live) * len(SUBJECTS) + 1 + len(plan.in_flight)
+
+
+def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
+    """Measures what a plan says.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line before each step; :func:`steps` says how many there are.
+    """
+    filled = _fill(plan, progress)
+    by_slab = _fill_by_slab(plan, progress)
+    evicted = _evict(plan, progress)
+    costs = [cost for live in plan.live for cost in speed.costs(list(SUBJECTS), live, plan.batches, progress)]
+    progress("copies into one slot, and around the slab")
+    ends = bandwidth.extremes(plan.copied_sizes, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s)
+    copied = []
+    for in_flight in plan.in_flight:
+        progress(f"copies with {in_flight} in flight")
+        for nbytes in plan.copied_sizes:
+            copied += bandwidth.bandwidths(
+                list(POLICIES), nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s
+            )
+    raw: list[msgspec.Struct] = [*filled, *by_slab, *evicted, *costs, *ends, *copied]
+    return Findings(
+        mode="allocator",
+        machine=Machine.here(),
+        tables=[
+            _targets_table(filled, by_slab, costs),
+            *(_fill_table(plan, filled, sizes) for sizes in SIZES),
+            _slabs_table(by_slab),
+            _evicting_table(evicted),
+            _costs_table(plan, costs),
+            _extremes_table(ends),
+            *(_bandwidth_table(copied, in_flight) for in_flight in plan.in_flight),
+        ],
+        notes=_notes(plan),
+        results=[_raw(one) for one in raw],
+    )
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def _fill(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
+    found = []
+    for sizes_name, sizes in SIZES.items():
+        for name, (title, create) in FILLED.items():
+            progress(f"fill: {sizes.title}, {title}")
+            for lifetime_name, lifetime in LIFETIMES.items():
+                fill = fills(create, sizes, lifetime, plan.slab_nbytes, range(plan.seeds))
+                found.append(_Filled(name, sizes_name, lifetime_name, plan.slab_nbytes, fill))
+    return found
+
+
+def _fill_by_slab(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
+    found = []
+    for slab_nbytes in plan.slab_sizes:
+        progress(f"fill: a slab of {_gib(slab_nbytes)}")
+        # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
+        seeds = range(max(10, min(plan.seeds, plan.seeds * plan.slab_nbytes // slab_nbytes)))
+        for name in (OURS, "first-fit", LIMIT):
+            for lifetime_name, lifetime in LIFETIMES.items():
+                fill = fills(FILLED[name][1], SIZES["log-uniform"], lifetime, slab_nbytes, seeds)
+                found.append(_Filled(name, "log-uniform", lifetime_name, slab_nbytes, fill))
+    return found
+
+
+def _evict(plan: Plan, progress: Callable[[str], None]) -> list[_Evicting]:
+    found = []
+    for name, (title, create) in FILLED.items():
+        progress(f"fill by Mooncake's method: {title}")
+        if name != "leases-3":  # there a place that one frontend has freed may not be the next one's
+            found.append(_Evicting(name, evicting(create, plan.placements, seed=1)))
+    return found
+
+
+# -- tables --------------------------------------------------------------------------------------------------------------
+
+
+def _targets_table(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Sequence[Cost]) -> Table:
+    rows = []
+    ours = [one for one in filled if one.policy == OURS and one.sizes == "log-uniform"]
+    largest = max((one.slab_nbytes for one in by_slab), default=0)
+    ours += [one for one in by_slab if one.policy == OURS and one.slab_nbytes == largest]
+    for one in ours:
+        what = f"log-uniform, {LIFETIMES[one.lifetime].title}, slab of {_gib(one.slab_nbytes)}"
+        for part, share, target in (("mean", one.fill.mean, MEAN_FILL), ("minimum", one.fill.minimum, MINIMUM_FILL)):
+            rows.append([f"{part} fill, {what}", f">= {target:.0%}", _share(share), _met(share >= target)])
+    for cost in costs:
+        if cost.subject in (OURS, "book") and cost.live == MANY_LIVE:
+            what = f"{SUBJECTS[cost.subject].title}, {MANY_LIVE:,} slots live"
+            met = _met(cost.median_us <= OPERATION_US)
+            rows.append([what, f"<= {OPERATION_US:g} us", f"{cost.median_us:.2f} us", met])
+    return Table("allocator: the targets, and what was measured", ["what", "target", "measured", ""], rows)
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+def _fill_table(plan: Plan, filled: Sequence[_Filled], sizes: str) -> Table:
+    rows = []
+    for name, (title, _) in FILLED.items():
+        found = [one for one in filled if one.policy == name and one.sizes == sizes]
+        rows.append([title, *(_fill_text(one.fill) for one in found)])
+    return Table(
+        f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_gib(plan.slab_nbytes)}, "
+        f"{plan.seeds} traces each",
+        ["policy", *(lifetime.title for lifetime in LIFETIMES.values())],
+        rows,
+    )
+
+
+def _slabs_table(by_slab: Sequence[_Filled]) -> Table:
+    rows = []
+    for slab_nbytes in dict.fromkeys(one.slab_nbytes for one in by_slab):
+        for name in dict.fromkeys(one.policy for one in by_slab):
+            found = [one for one in by_slab if (one.slab_nbytes, one.policy) == (slab_nbytes, name)]
+            rows.append([f"{_gib(slab_nbytes)}, {FILLED[name][0]}", *(_fill_text(one.fill) for one in found)])
+    return Table(
+        f"fill at the first failure by the size of the slab, mean / p1 / min: {SIZES['log-uniform'].title}",
+        ["slab", *(lifetime.title for lifetime in LIFETIMES.values())],
+        rows,
+    )
+
+
+def _evicting_table(evicted: Sequence[_Evicting]) -> Table:
+    return Table(
+        "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min",
+        ["policy", "fill"],
+        [[FILLED[one.policy][0], _fill_text(one.fill)] for one in evicted],
+    )
+
+
+def _costs_table(plan: Plan, costs: Sequence[Cost]) -> Table:
+    rows = []
+    for name, contender in SUBJECTS.items():
+        found = [cost for cost in costs if cost.subject == name]
+        rows.append([contender.title, *(f"{one.median_us:.2f} ({one.minimum_us:.2f})" for one in found)])
+    return Table(
+        "microseconds of processor time per operation, median (minimum), by slots live",
+        ["policy", *(f"{live:,}" for live in plan.live)],
+        rows,
+    )
+
+
+def _extremes_table(ends: Sequence[Extremes]) -> Table:
+    rows = [
+        [
+            _size(one.nbytes),
+            f"{one.same_slot_gb_per_s:.1f}",
+            f"{one.rotating_gb_per_s:.1f}",
+            f"{one.same_slot_gb_per_s / one.rotating_gb_per_s:.2f} x",
+        ]
+        for one in ends
+    ]
+    return Table("copies into the slab, GB/s", ["size", "the same slot", "round the slab", "ratio"], rows)
+
+
+def _bandwidth_table(copied: Sequence[Bandwidth], in_flight: int) -> Table:
+    sizes = list(dict.fromkeys(one.nbytes for one in copied))
+    rows = []
+    for name, contender in POLICIES.items():
+        found = [one for one in copied if one.policy == name and one.in_flight == in_flight]
+        rows.append([contender.title, *(f"{one.gb_per_s:.1f} ({_size(one.touched_nbytes)})" for one in found)])
+    return Table(
+        f"copies into the places of a policy, {in_flight} in flight, GB/s (memory touched in all)",
+        ["policy", *(_size(nbytes) for nbytes in sizes)],
+        rows,
+    )
+
+
+def _notes(plan: Plan) -> list[str]:
+    return [
+        "Fill is what was asked for over the slab. In a trace the slots that are there at once grow from half of the slab to "
+        "more than it holds while its content comes and goes four or five times; a tenth of the slots is aborted at once.",
+        "The limit is a slab whose content is moved together all the time: what is missing there to 100 % is that the slot "
+        "that did not fit was large.",
+        "Leases: the ledger and the lease books of frontends that ask in turn; a failure there is a slot that has to be "
+        "waited for, and what a frontend holds without using it counts as empty.",
+        "Mooncake publishes 84.2 % mean, 71.3 % p1 and 54.4 % min (of a million) for its allocator by its method.",
+        "The other policies are written in Python for their behaviour; their time is not that of their originals.",
+        f"Copies go into {_size(plan.copy_slab_nbytes)} of touched shared memory, from a buffer of the slot's size. "
+        "Under a policy its own time is in them, which tells at 64 KiB.",
+    ]
+
+
+def _raw(one: msgspec.Struct) -> dict[str, Any]:
+    kind = type(one).__name__.lstrip("_").lower()
+    return {"kind": kind, **msgspec.to_builtins(one)}
+
+
+def _fill_text(fill: Fill) -> str:
+    return f"{fill.mean:.1%} / {fill.p1:.1%} / {fill.minimum:.1%}"
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):g} GiB"
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} B"

@@ -1,0 +1,168 @@
+"""What ``bench transport`` measures: cases, gathered in rounds whose repetitions are interleaved.
+
+A case is one kind of message stream. Every combination of sizes, dtypes, producers, windows and copying out would take a
+day, so each dimension is varied by itself around a base (:func:`sweeps`); :func:`product` is for those who want a part of it
+whole. What is compared with each other stands in one round, so that whatever else the machine does hits all of it alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from bench.messages import Cell
+from bench.peers import PEERS
+
+__all__ = [
+    "BASELINE",
+    "IN_FLIGHT_NBYTES",
+    "QUICK_SIZES",
+    "SIZES",
+    "Case",
+    "Choice",
+    "Round",
+    "format_nbytes",
+    "product",
+    "quick",
+    "quick_without",
+    "sweeps",
+]
+
+#: What the others are compared with.
+BASELINE = next(iter(PEERS))
+
+#: The sizes of the full benchmark, and of the quick one.
+SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+QUICK_SIZES = SIZES[:-1]
+
+#: What may be in flight of all producers together: transports hold up to twice of it, in /dev/shm or in memory of their own.
+IN_FLIGHT_NBYTES = 1 << 30
+
+_QUICK_LATENCY_SIZES = SIZES[:4]
+_QUICK_WITHOUT = ("ray",)  # it starts a cluster for every case
+_QUICK_LARGE_NBYTES = SIZES[4]  # where most peers take seconds for two windows; those stay that a target is about
+_QUICK_LARGE_PEERS = ("shmring", "shmring-in-place", "iceoryx2", "spinning-arena", "pyzmq")
+_QUICK_SCALING_NBYTES = 64 << 10  # small enough for the fixed cost of a message to show
+_QUICK_SCALING_PRODUCERS = 8
+
+
+class Case(msgspec.Struct, frozen=True, order=True):
+    """A kind of message stream.
+
+    Attributes:
+        nbytes, dtype, producers, window, copies_out: as of a :class:`bench.messages.Cell`.
+    """
+
+    nbytes: int
+    dtype: str = "float32"
+    producers: int = 1
+    window: int = 16
+    copies_out: bool = False
+
+    @property
+    def title(self) -> str:
+        """The case in words."""
+        several = f"{self.producers} producers" if self.producers > 1 else "1 producer"
+        copies = ", copied out" if self.copies_out else ""
+        return f"{format_nbytes(self.nbytes)} of {self.dtype}, {several}, window {self.window}{copies}"
+
+    def bounded(self) -> Case:
+        """Returns the case with a window that keeps what is in flight below :data:`IN_FLIGHT_NBYTES`, if it can be."""
+        window = min(self.window, IN_FLIGHT_NBYTES // (self.nbytes * self.producers))
+        return msgspec.structs.replace(self, window=max(1, window))
+
+    def cell(self, *, warm_up_s: float, timed_s: float, limit_s: float, directory: str) -> Cell:
+        """Returns what processes need to run the case."""
+        return Cell(**msgspec.structs.asdict(self), warm_up_s=warm_up_s, timed_s=timed_s, limit_s=limit_s, directory=directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Cases whose repetitions are interleaved, with those of all their peers.
+
+    Attributes:
+        cases: of one size.
+        peers: names, the baseline first.
+        limits: whether to time copies and reads of that size, too.
+    """
+
+    cases: tuple[Case, ...]
+    peers: tuple[str, ...]
+    limits: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Values of each dimension, of which the first is the base."""
+
+    sizes: Sequence[int] = SIZES
+    dtypes: Sequence[str] = ("float32", "bfloat16", "uint8")
+    producers: Sequence[int] = (1, 2, 4, 8)
+    windows: Sequence[int] = (16, 1)
+    copies_out: Sequence[bool] = (False, True)
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Returns a size as ``64 KB`` (of 1024 bytes), or in bytes if it is not a whole number of those."""
+    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round]:
+    """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers."""
+    rounds: list[Round] = []
+    for nbytes in choice.sizes:
+        base = Case(nbytes, choice.dtypes[0], choice.producers[0], choice.windows[0], choice.copies_out[0])
+        varied = [msgspec.structs.replace(base, window=window) for window in choice.windows[1:]]
+        varied += [msgspec.structs.replace(base, copies_out=copies) for copies in choice.copies_out[1:]]
+        varied += [msgspec.structs.replace(base, dtype=dtype) for dtype in choice.dtypes[1:]]
+        rounds.append(Round(_distinct([base, *varied]), tuple(peers), limits=True))
+    for producers in choice.producers[1:]:
+        for nbytes in choice.sizes:
+            case = Case(nbytes, choice.dtypes[0], producers, choice.windows[0], choice.copies_out[0])
+            rounds.append(Round(_distinct([case]), tuple(peers)))
+    return rounds
+
+
+def product(choice: Choice, peers: Sequence[str]) -> list[Round]:
+    """Returns rounds with every combination: one for each size and number of producers."""
+    rounds = []
+    for producers, nbytes in itertools.product(choice.producers, choice.sizes):
+        rest = itertools.product(choice.windows, choice.copies_out, choice.dtypes)
+        cases = [Case(nbytes, dtype, producers, window, copies_out) for window, copies_out, dtype in rest]
+        rounds.append(Round(_distinct(cases), tuple(peers), limits=producers == choice.producers[0]))
+    return rounds
+
+
+def quick(peers: Sequence[str]) -> list[Round]:
+    """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
+    rounds = []
+    for nbytes in QUICK_SIZES:
+        windows = (16, 1) if nbytes in _QUICK_LATENCY_SIZES else (16,)
+        one = _distinct([Case(nbytes, window=window) for window in windows])
+        rounds.append(Round(one, tuple(name for name in peers if _is_quick(name, nbytes)), limits=True))
+    scaled = Case(_QUICK_SCALING_NBYTES, producers=_QUICK_SCALING_PRODUCERS)
+    return [*rounds, Round((scaled, Case(_QUICK_SCALING_NBYTES)), (BASELINE,))]
+
+
+def quick_without(peers: Sequence[str]) -> list[tuple[str, Case | None, str]]:
+    """Returns what a quick run leaves out of those peers: the peer, the case or None for all, and why."""
+    left: list[tuple[str, Case | None, str]] = [
+        (name, None, "left out: it starts a cluster for every case") for name in peers if name in _QUICK_WITHOUT
+    ]
+    large = [name for name in peers if name not in _QUICK_WITHOUT and not _is_quick(name, _QUICK_LARGE_NBYTES)]
+    return [*left, *((name, Case(_QUICK_LARGE_NBYTES), "left out: no target is about it at this size") for name in large)]
+
+
+def _is_quick(name: str, nbytes: int) -> bool:
+    return name not in _QUICK_WITHOUT and (nbytes < _QUICK_LARGE_NBYTES or name in _QUICK_LARGE_PEERS)
+
+
+def _distinct(cases: Sequence[Case]) -> tuple[Case, ...]:
+    """The cases with windows as large as memory allows, each once."""
+    return tuple(dict.fromkeys(case.bounded() for case in cases))

@@ -1,0 +1,210 @@
+"""``python -m bench transport``, ``quick`` and ``report``: streams of messages by every peer, and what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench import cases, plots, records, report, tables, targets, transport
+from bench.messages import DTYPES, ITEM_NBYTES
+from bench.peers import PEERS
+from bench.processes import BenchError
+from bench.records import Results
+from shmring.config import parse_nbytes
+
+__all__ = ["quick_command", "report_command", "shown_progress", "terminated", "transport_command"]
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+_SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+# A quick run has 9 cases in under 5 minutes: 13 peers, 3 repetitions, and what connecting and closing take besides.
+_QUICK = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
+_FULL = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
+
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            nbytes = parse_nbytes(value)  # type: ignore[arg-type] # it says itself what it can't take
+        except (ValueError, TypeError) as error:
+            self.fail(str(error), param, ctx)
+        if nbytes < ITEM_NBYTES or nbytes % ITEM_NBYTES:
+            self.fail(f"{value} is not a positive multiple of {ITEM_NBYTES} bytes, the size of a stamp", param, ctx)
+        return nbytes
+
+
+def _output_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options of where results go."""
+    plot = click.option("--plot", "plot_stem", default=None, type=_FILE, help="Also draw FILE-*.png and FILE-*.svg.")
+    return click.option("--json", "json_path", default=None, type=_FILE, help="Also write to this file.")(plot(function))
+
+
+@click.command("transport", context_settings=_SETTINGS)
+@click.option("--quick", is_flag=True, help="Few cases and short repetitions, in under 5 minutes.")
+@click.option("--size", "sizes", multiple=True, type=_Size(), help="Of a tensor; repeatable.  [default: 4KiB to 256MiB]")
+@click.option(
+    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="Of a tensor; repeatable.  [default: all]"
+)
+@click.option("--producers", multiple=True, type=click.IntRange(1, 127), help="Repeatable.  [default: 1, 2, 4, 8]")
+@click.option(
+    "--window",
+    "windows",
+    multiple=True,
+    type=click.IntRange(1, 1024),
+    help="Messages in flight of each producer; repeatable.  [default: 16, 1]",
+)
+@click.option(
+    "--copies-out/--no-copies-out",
+    default=None,
+    help="The consumer copies every byte into a buffer of its own, or not.  [default: both]",
+)
+@click.option("--product", is_flag=True, help="Measure every combination, instead of varying one thing at a time.")
+@click.option(
+    "--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Beside shmring; repeatable.  [default: all]"
+)
+@click.option(
+    "--repetitions", default=None, type=click.IntRange(min=1), help="Of each case and peer, interleaved.  [default: 5]"
+)
+@click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help="Timed in each repetition.  [default: 0.5]")
+@_output_options
+def transport_command(
+    quick: bool,
+    sizes: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    producers: tuple[int, ...],
+    windows: tuple[int, ...],
+    copies_out: bool | None,
+    product: bool,
+    peers: tuple[str, ...],
+    repetitions: int | None,
+    seconds: float | None,
+    json_path: Path | None,
+    plot_stem: Path | None,
+) -> None:
+    """One-way messages from producer processes to a consumer process, every one checked."""
+    names = _peers(peers)
+    given = {"sizes": sizes, "dtypes": dtypes, "producers": producers, "windows": windows}
+    if copies_out is not None:
+        given["copies_out"] = (copies_out,)
+    chosen = {name: values for name, values in given.items() if values}
+    if quick and not chosen:
+        rounds = cases.quick(names)
+    else:
+        choice = cases.Choice(**_quick_base(chosen) if quick else chosen)  # type: ignore[arg-type] # each is of its field
+        rounds = (cases.product if product else cases.sweeps)(choice, names)
+    plan = _plan(rounds, quick, repetitions, seconds, cases.quick_without(names) if quick and not chosen else ())
+    results = _measure(plan, json_path, plot_stem)
+    if results.failed:
+        raise click.ClickException(f"{len(results.failed)} cases failed: see the table")
+
+
+@click.command("quick", context_settings=_SETTINGS)
+@click.option("--repetitions", default=None, type=click.IntRange(min=1), help="Of each case and peer.  [default: 3]")
+@click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help="Timed in each repetition.  [default: 0.15]")
+@_output_options
+def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
+    """Transports in under 5 minutes; fails if a target that this measures is missed."""
+    names = _peers(())
+    plan = _plan(cases.quick(names), True, repetitions, seconds, cases.quick_without(names))
+    results = _measure(plan, json_path, plot_stem)
+    verdicts = targets.evaluate(results)
+    _console().print(tables.targets_table(verdicts))
+    missed = targets.missed(verdicts)
+    if results.failed:
+        raise click.ClickException(f"{len(results.failed)} cases failed: see the table")
+    if missed:
+        raise click.ClickException(f"{len(missed)} targets missed: see the table")
+
+
+@click.command("report", context_settings=_SETTINGS)
+@click.option("--results", "results_directory", default=_ROOT / "bench" / "results", type=_DIRECTORY, help="JSON of all modes.")
+@click.option("--docs", "docs_directory", default=_ROOT / "docs", type=_DIRECTORY, help="Where benchmarks.md goes.")
+def report_command(results_directory: Path, docs_directory: Path) -> None:
+    """Builds docs/benchmarks.md and its plots from stored results."""
+    try:
+        click.echo(report.build(results_directory, docs_directory), err=True)
+    except (report.ReportError, plots.MissingPlotter) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _peers(chosen: Sequence[str]) -> list[str]:
+    return [name for name in PEERS if not chosen or name in chosen or name == cases.BASELINE]
+
+
+def _quick_base(chosen: dict[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
+    """What a quick run takes for dimensions that were not chosen: the first of each."""
+    base: dict[str, tuple[object, ...]] = {
+        "sizes": cases.QUICK_SIZES, "dtypes": ("float32",), "producers": (1,), "windows": (16,), "copies_out": (False,)
+    }  # fmt: skip
+    return base | chosen
+
+
+def _plan(
+    rounds: Sequence[cases.Round],
+    quick: bool,
+    repetitions: int | None,
+    seconds: float | None,
+    left_out: Sequence[tuple[str, cases.Case | None, str]],
+) -> transport.Plan:
+    base = _QUICK if quick else _FULL
+    return transport.Plan(
+        rounds=rounds,
+        repetitions=repetitions or int(base["repetitions"]),
+        timed_s=seconds or base["timed_s"],
+        warm_up_s=base["warm_up_s"],
+        left_out=left_out,
+    )
+
+
+def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | None) -> Results:
+    """Runs a plan, prints its tables, and writes what is to be written."""
+    signal.signal(signal.SIGTERM, terminated)
+    try:
+        if plot_stem is not None:
+            plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
+        with shown_progress(transport.steps(plan)) as progress:
+            results = transport.run(plan, progress)
+    except (BenchError, plots.MissingPlotter) as error:
+        raise click.ClickException(str(error)) from error
+    console = _console()
+    for table in tables.transport_tables(results):
+        console.print(table)
+    if json_path is not None:
+        records.write_json(results, json_path)
+    if plot_stem is not None:
+        plots.draw(results, plot_stem)
+    return results
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else tables.TABLE_WIDTH)
+
+
+@contextlib.contextmanager
+def shown_progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """Yields what shows a line for each step on stderr: a bar to a person, plain lines to a log."""
+    if not sys.stderr.isatty():
+        yield lambda line: click.echo(line, err=True)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
+        yield lambda line: progress.update(task, description=line, advance=1)
+
+
+def terminated(number: int, frame: object) -> NoReturn:
+    """An orderly exit: everything that was started is ended on the way out."""
+    sys.exit(128 + number)

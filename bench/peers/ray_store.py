@@ -1,0 +1,266 @@
+"""Ray's object store: ``ray.put`` of an array in one process, ``ray.get`` in another, which reads it in place.
+
+How its users use it: a cluster of this one machine, to which the consumer and the producers are connected as drivers. A
+producer puts the tensor's memory as a numpy array (a torch tensor would be pickled), which copies it into the store once, and
+passes the reference on by a call of a named asynchronous actor, a mailbox, since references must not travel outside of Ray,
+where it does not count them. The consumer awaits the mailbox and then, on a thread, so that its loop stays free, gets all
+arrays that it was told of at once; they are views of the store.
+
+Done well, to be worth comparing with: the mailbox is one hop, hands over all that is there at once, and calls of it are not
+awaited by the producers (so they may run in another order, and the consumer sorts them); the store is of the size that Ray
+gives it, nothing is spilled or evicted; there is no dashboard and no usage report. The window is counted back through a pipe
+for each producer that its loop reads. Starting a cluster takes seconds, so there is one for all cells of a group of processes;
+idle, it took about 2 % of a core when this was written. Its processes (raylet, GCS, the mailbox's worker) do much of the work,
+and their CPU time is not in the producers' or the consumer's: this peer is more expensive than it looks there.
+
+The cluster listens on the loopback interface only, with a token made for the run, and ends with the consumer; what outlives
+one that was killed is ended by its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.messages import Cell, Header, Sink, Source
+from bench.peers.peer import Peer
+from bench.peers.window import Window
+
+__all__ = ["RayStore"]
+
+_ADDRESS = "127.0.0.1"
+_MAILBOX = "mailbox"
+_ACKS_NBYTES = 4096  # at a time; a byte each
+_STORE_SHARE = 0.3  # of the shared memory: as much of a machine as Ray takes without being told
+_STORE_WINDOWS = 2  # that must fit: objects live on for a while after their last reader, references are counted by messages
+_END_LIMIT_S = 10.0  # for killed processes to be gone, on a machine that does much else
+_END_POLL_S = 0.02
+_LEAVE_LIMIT_S = 3.0  # for the producers to leave the cluster; then they are on their own
+_OPTIONS: dict[str, Any] = {"namespace": "bench", "log_to_driver": False, "logging_level": logging.ERROR}
+_MAX_MAILBOX_CALLS = 1000  # at the same time: windows of all producers, and the consumer's wait
+
+
+class _Shared(NamedTuple):
+    directory: str  # Ray's; its sockets are in it, so its path is short
+    token: str
+    store_nbytes: int
+    acks: list[tuple[Connection, Connection]]  # the reader and the writer, for each producer
+    departures: tuple[Connection, Connection]  # a byte from each producer that has left the cluster
+
+
+class RayStore(Peer):
+    """See the head of this file."""
+
+    name = "ray"
+    title = "Ray object store"
+    requires = "ray"
+
+    def limits(self, cell: Cell) -> str | None:
+        needed, size = _STORE_WINDOWS * cell.producers * cell.window * cell.nbytes, _store_nbytes()
+        return None if needed <= size else f"it needs {needed / 2**30:.1f} GiB in a store of {size / 2**30:.1f} GiB"
+
+    def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
+        return _Shared(
+            tempfile.mkdtemp(prefix="bench-ray-"),
+            secrets.token_hex(32),
+            _store_nbytes(),
+            [context.Pipe(duplex=False) for _ in range(producers)],
+            context.Pipe(duplex=False),
+        )
+
+    def close_shared(self, shared: _Shared) -> None:
+        _end_survivors(shared.directory)
+        shutil.rmtree(shared.directory)
+        for ends in (*shared.acks, shared.departures):
+            for end in ends:
+                end.close()
+
+    async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
+        loop = asyncio.get_running_loop()
+        window = Window(cell.window)
+        acks = shared.acks[source.producer][0].fileno()
+        ray = _join(shared)
+        mailbox = ray.get_actor(_MAILBOX)
+        loop.add_reader(acks, lambda: window.give(len(os.read(acks, _ACKS_NBYTES))))
+        try:
+            while not source.finished:
+                await window.take()
+                header = source.stamp()
+                mailbox.put.remote(tuple(header), [ray.put(source.array)])  # in a list a reference stays one
+            await window.drain()
+        finally:
+            loop.remove_reader(acks)
+
+    async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
+        mailbox = _start(shared).get_actor(_MAILBOX)
+        listening()
+        with _tolerant_of_views():
+            await _receive(cell, shared, sink, mailbox)
+
+
+def _start(shared: _Shared) -> Any:
+    """Starts the cluster, once in the life of this process, with which it ends; returns Ray."""
+    ray = _import_ray(shared)
+    if not ray.is_initialized():
+        sizes = {"num_cpus": 1, "object_store_memory": shared.store_nbytes}
+        context = ray.init(include_dashboard=False, _temp_dir=shared.directory, _node_ip_address=_ADDRESS, **sizes, **_OPTIONS)
+        Finalize(None, _stop, args=(ray, shared), exitpriority=0)
+        actor = ray.remote(_mailbox_class())
+        mailbox = actor.options(name=_MAILBOX, lifetime="detached", num_cpus=0, max_concurrency=_MAX_MAILBOX_CALLS).remote()
+        ray.get(mailbox.ready.remote())
+        _address_path(shared).write_text(context.address_info["gcs_address"])
+    return ray
+
+
+def _join(shared: _Shared) -> Any:
+    """Connects to the cluster, once in the life of this process; returns Ray."""
+    ray = _import_ray(shared)
+    if not ray.is_initialized():
+        ray.init(address=_address_path(shared).read_text(), **_OPTIONS)
+        Finalize(None, _leave, args=(ray, shared), exitpriority=0)
+    return ray
+
+
+def _leave(ray: Any, shared: _Shared) -> None:
+    ray.shutdown()
+    os.write(shared.departures[1].fileno(), b"\0")
+
+
+def _stop(ray: Any, shared: _Shared) -> None:
+    """Ends the cluster after the producers have left it: a driver does not survive its cluster."""
+    deadline = time.monotonic() + _LEAVE_LIMIT_S
+    for _ in shared.acks:
+        if shared.departures[0].poll(max(0.0, deadline - time.monotonic())):
+            os.read(shared.departures[0].fileno(), 1)
+    ray.shutdown()
+
+
+async def _receive(cell: Cell, shared: _Shared, sink: Sink, mailbox: Any) -> None:
+    acks = [writer.fileno() for _, writer in shared.acks]
+    order = _Order(cell.producers)
+    finished = False
+    while not finished:
+        messages = list(order.sort(await mailbox.take.remote()))
+        arrays = await asyncio.to_thread(_get, [reference for _, (reference,) in messages])
+        while messages:
+            header, _ = messages.pop(0)
+            finished = sink.take(header, torch.from_numpy(arrays.pop(0)).view(cell.torch_dtype))
+            os.write(acks[header.producer], b"\0")  # the reference and the array are gone, and the store's memory with them
+
+
+def _get(references: list[Any]) -> list[Any]:
+    return list(importlib.import_module("ray").get(references))
+
+
+class _Order:
+    """Puts messages back into the order in which each producer has sent them.
+
+    Args:
+        producers: how many there are.
+    """
+
+    def __init__(self, producers: int) -> None:
+        self._due = [0] * producers
+        self._early: dict[tuple[int, int], tuple[Header, Any]] = {}  # by producer and sequence number
+
+    def sort(self, messages: list[tuple[Any, Any]]) -> Iterator[tuple[Header, Any]]:
+        """Yields those of the messages that have come, now and before, whose turn it is."""
+        for fields, content in messages:
+            header = Header(*fields)
+            self._early[header.producer, header.sequence] = header, content
+        for producer in range(len(self._due)):
+            while (message := self._early.pop((producer, self._due[producer]), None)) is not None:
+                self._due[producer] += 1
+                yield message
+
+
+def _mailbox_class() -> type:
+    """The actor's class. A local one travels to the actor's process as code; a module's would have to be importable there."""
+
+    class Mailbox:
+        def __init__(self) -> None:
+            self._messages: list[tuple[Any, Any]] = []
+            self._arrival = asyncio.Event()
+
+        async def ready(self) -> None:
+            pass
+
+        async def put(self, header: Any, reference: Any) -> None:
+            self._messages.append((header, reference))
+            self._arrival.set()
+
+        async def take(self) -> list[tuple[Any, Any]]:
+            await self._arrival.wait()
+            self._arrival.clear()
+            messages, self._messages = self._messages, []
+            return messages
+
+    return Mailbox
+
+
+def _end_survivors(directory: str) -> None:
+    """Ends what is left of a cluster whose driver was killed: the raylet's agents take a minute to notice.
+
+    Raises:
+        RuntimeError: some can't be ended.
+    """
+    deadline = time.monotonic() + _END_LIMIT_S
+    while survivors := [process for entry in Path("/proc").glob("[0-9]*") if _writes_in(process := int(entry.name), directory)]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {survivors} of the Ray cluster in {directory} can't be ended: end them by hand")
+        for process in survivors:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_END_POLL_S)
+
+
+def _writes_in(process: int, directory: str) -> bool:
+    """Returns whether a process has a file of a directory open, as every one of a cluster has its log."""
+    with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        for descriptor in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed by now
+                if os.readlink(f"/proc/{process}/fd/{descriptor}").startswith(f"{directory}/"):
+                    return True
+    return False
+
+
+def _import_ray(shared: _Shared) -> Any:
+    """Ray is configured by its environment, which it reads when it is imported, and so do the processes that it starts."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = shared.token  # else it would write one into the user's home
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    return importlib.import_module("ray")
+
+
+def _store_nbytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(_STORE_SHARE * min(shutil.disk_usage("/dev/shm").total, int(fields["MemTotal"].split()[0]) << 10))
+
+
+def _address_path(shared: _Shared) -> Path:
+    return Path(shared.directory, "address")
+
+
+@contextlib.contextmanager
+def _tolerant_of_views() -> Iterator[None]:
+    """Within it torch does not warn that a view of the store can't be written to, which nobody wants to do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        yield

@@ -1,0 +1,240 @@
+"""The results of ``bench transport`` as plots: by size, by number of producers, and what a gigabyte costs.
+
+Each plot is for one question, with one line or bar for a peer. Ours are thick and in colour; of the others each has its own
+hue and marker, and its name at the end of its line rather than in a legend far from it. The plots need matplotlib, which
+is imported when one is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.cases import Case, format_nbytes
+from bench.peers import PEERS
+from bench.records import Result, Results
+from bench.tables import peer_title
+
+__all__ = ["MissingPlotter", "check_plotter", "draw"]
+
+_PALETTE = (
+    "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22", "#003f5c", "#e377c2", "#5f0f40",
+    "#6a4c93", "#0a9396", "#a68a64", "#495057",
+)  # fmt: skip
+_MARKERS = "sD^vPX*<>phd8H"
+_OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00"}
+_LABEL_GAP = 0.047  # of an axis's height, between two names at line ends
+_DPI = 110
+
+
+class MissingPlotter(Exception):
+    """matplotlib is not installed."""
+
+
+def check_plotter() -> None:
+    """Raises :class:`MissingPlotter` where no plot can be drawn."""
+    try:
+        import matplotlib  # noqa: F401 # only asked for
+    except ImportError:
+        raise MissingPlotter("a plot needs matplotlib: pip install 'shmring[bench]'") from None
+
+
+def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draws ``stem-throughput``, ``stem-latency``, ``stem-scaling`` and ``stem-cpu``, those of which there are numbers.
+
+    Args:
+        results: of a transport run.
+        stem: path and beginning of the names.
+        kinds: file formats, by their endings.
+
+    Returns:
+        The files, of each plot those of all kinds.
+
+    Raises:
+        MissingPlotter: matplotlib is not installed.
+    """
+    check_plotter()
+    import matplotlib
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = []
+    # Text stays text, and the same results give the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9}):
+        for name, figure in _figures(results):
+            for kind in kinds:
+                path = stem.with_name(f"{stem.name}-{name}.{kind}")
+                figure.savefig(path, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
+                paths.append(path)
+    return paths
+
+
+def _figures(results: Results) -> Iterator[tuple[str, Any]]:
+    for name, figure in (
+        ("throughput", _throughput(results)),
+        ("latency", _latency(results)),
+        ("scaling", _scaling(results)),
+        ("cpu", _cpu(results)),
+    ):
+        if figure is not None:
+            yield name, figure
+
+
+def _style(peer: str) -> dict[str, Any]:
+    """How a peer's line looks in every plot."""
+    if peer in _OURS:
+        return {"color": _OURS[peer], "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 5}
+    others = [name for name in PEERS if name not in _OURS]
+    place = others.index(peer) if peer in others else len(others)
+    colour, marker = _PALETTE[place % len(_PALETTE)], _MARKERS[place % len(_MARKERS)]
+    return {"color": colour, "linewidth": 1.2, "marker": marker, "markersize": 5, "zorder": 3}
+
+
+def _panels(width: int, title: str) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
+
+    figure = Figure(figsize=(6.4 * width, 5.6), layout="constrained")
+    figure.suptitle(title, fontsize="large", fontweight="bold")
+    return figure, list(figure.subplots(1, width, squeeze=False)[0])
+
+
+def _base(results: Results, window: int) -> list[Result]:
+    """What was measured with one producer and that window, as far as memory allowed it, of the dtype of most results."""
+    dtypes = [result.case.dtype for result in results.results]
+    dtype = max(dict.fromkeys(dtypes), key=dtypes.count) if dtypes else ""
+    return [result for result in results.results if result.case == Case(result.case.nbytes, dtype, window=window).bounded()]
+
+
+def _lines(axes: Any, found: Sequence[Result], across: Callable[[Result], float], up: Callable[[Result], float]) -> None:
+    """Draws a line for each peer, its name at its end."""
+    ends = []
+    for peer in dict.fromkeys(result.peer for result in found):
+        points = sorted((across(result), up(result)) for result in found if result.peer == peer)
+        axes.plot(*zip(*points, strict=True), **_style(peer))
+        ends.append((points[-1], peer))
+    _name_ends(axes, ends)
+    axes.grid(which="major", alpha=0.25)
+
+
+def _name_ends(axes: Any, ends: Sequence[tuple[tuple[float, float], str]]) -> None:
+    """Writes names right of the axes, each at the height of its line's end, or as near to it as there is room.
+
+    Nothing that would change the range of the axes may be drawn afterwards.
+    """
+    axes.autoscale_view()  # which otherwise waits until it is drawn
+    to_axes = (axes.transData + axes.transAxes.inverted()).transform
+    wanted = sorted((float(to_axes(point)[1]), float(to_axes(point)[0]), peer) for point, peer in ends)
+    heights: list[float] = []
+    for height, _, _ in wanted:
+        heights.append(max(height, heights[-1] + _LABEL_GAP) if heights else height)
+    excess = max(0.0, heights[-1] - 1.0) if heights else 0.0
+    for place in reversed(range(len(heights))):  # what was pushed out at the top pushes back down
+        above = heights[place + 1] - _LABEL_GAP if place + 1 < len(heights) else 1.0
+        heights[place] = min(heights[place], above) if excess else heights[place]
+    for (end, across, peer), height in zip(wanted, heights, strict=True):
+        colour = _style(peer)["color"]
+        axes.annotate(
+            peer, xy=(across, end), xytext=(1.03, height), xycoords="axes fraction", textcoords="axes fraction",
+            color=colour, va="center", fontsize="small", fontweight="bold" if peer in _OURS else "normal",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3},
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def _size_axis(axes: Any, found: Sequence[Result]) -> None:
+    sizes = sorted({result.case.nbytes for result in found})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [format_nbytes(nbytes) for nbytes in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("size of a tensor")
+
+
+def _throughput(results: Results) -> Any:
+    found = _base(results, window=16)
+    if not found:
+        return None
+    figure, (messages, bandwidth) = _panels(2, "Throughput, one producer, 16 messages in flight (at most 1 GB of them)")
+    limits = sorted(results.limits, key=lambda limit: limit.nbytes)
+    sizes = [limit.nbytes for limit in limits]
+    for speeds, label, dashes in (
+        ([limit.copies_hot_per_s.median for limit in limits], "memcpy, hot", (1, 1)),
+        ([limit.copies_cold_per_s.median for limit in limits], "memcpy, cold", (4, 2)),
+    ):
+        gb_per_s = [speed * nbytes / 1e9 for speed, nbytes in zip(speeds, sizes, strict=True)]
+        bandwidth.plot(sizes, gb_per_s, color="black", linewidth=1.2, dashes=dashes, label=label)
+    if limits:
+        bandwidth.legend(loc="upper left", fontsize="small", title="limits of the machine", title_fontsize="small")
+    for axes, up, label in (
+        (messages, lambda result: result.messages_per_s.median, "messages per second"),
+        (bandwidth, lambda result: result.gb_per_s, "GB/s, counted as what the consumer can read"),
+    ):
+        _size_axis(axes, found)
+        axes.set(yscale="log", ylabel=label)
+        _lines(axes, found, lambda result: result.case.nbytes, up)
+    return figure
+
+
+def _latency(results: Results) -> Any:
+    found = _base(results, window=1)
+    if not found:
+        return None
+    figure, panels = _panels(2, "One-way latency, one producer, one message in flight: lower is better")
+    for axes, up, label in (
+        (panels[0], lambda result: result.latency_p50_us.median, "median, microseconds"),
+        (panels[1], lambda result: result.latency_p99_us, "99th percentile, microseconds"),
+    ):
+        _size_axis(axes, found)
+        axes.set(yscale="log", ylabel=label)
+        _lines(axes, found, lambda result: result.case.nbytes, up)
+    return figure
+
+
+def _scaling(results: Results) -> Any:
+    base = _base(results, window=16)
+    dtype = base[0].case.dtype if base else ""
+    found = [result for result in results.results if result.case.dtype == dtype and not result.case.copies_out]
+    # At sizes at which the window is the same for all numbers of producers, and memory does not limit it.
+    several = {result.case.nbytes for result in found if result.case.producers > 1 and result.case.window == 16}
+    sizes = sorted(several)[-3:]
+    if not sizes:
+        return None
+    figure, panels = _panels(len(sizes), "Several producers, one consumer, 16 messages in flight of each: all together")
+    for axes, nbytes in zip(panels, sizes, strict=True):
+        here = [result for result in found if result.case.nbytes == nbytes and result.case.window == 16]
+        numbers = sorted({result.case.producers for result in here})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(numbers, [str(number) for number in numbers])
+        axes.set(yscale="log", ylabel="messages per second", xlabel="producers", title=format_nbytes(nbytes))
+        _lines(axes, here, lambda result: result.case.producers, lambda result: result.messages_per_s.median)
+    return figure
+
+
+def _cpu(results: Results) -> Any:
+    found = _base(results, window=16)
+    sizes = sorted({result.case.nbytes for result in found if result.case.nbytes >= 1 << 20})
+    chosen = [*sizes[:1], *sizes[-2:-1]] if len(sizes) > 2 else sizes
+    if not chosen:
+        return None
+    figure, panels = _panels(len(chosen), "What a gigabyte costs, one producer, 16 messages in flight: lower is better")
+    for axes, nbytes in zip(panels, chosen, strict=True):
+        here = [result for result in found if result.case.nbytes == nbytes]
+        here.sort(key=lambda result: result.producer.cpu_s_per_gb + result.consumer.cpu_s_per_gb, reverse=True)
+        _bars(axes, here)
+        axes.set(title=f"{format_nbytes(nbytes)}", xlabel="CPU seconds per GB")
+    panels[-1].legend(loc="upper right", fontsize="small")
+    return figure
+
+
+def _bars(axes: Any, found: Sequence[Result]) -> None:
+    names = [peer_title(result.peer) for result in found]
+    producers = [result.producer.cpu_s_per_gb for result in found]
+    consumers = [result.consumer.cpu_s_per_gb for result in found]
+    axes.barh(names, producers, color="#4c78a8", label="producer")
+    axes.barh(names, consumers, left=producers, color="#f2a65a", label="consumer")
+    for place, total in enumerate(a + b for a, b in zip(producers, consumers, strict=True)):
+        axes.text(total, place, f" {total:.2g}", va="center", fontsize="small")
+    for label, result in zip(axes.get_yticklabels(), found, strict=True):
+        if result.peer in _OURS:
+            label.set(color=_OURS[result.peer], fontweight="bold")
+    axes.margins(x=0.12)
+    axes.grid(axis="x", alpha=0.25)

@@ -1,0 +1,207 @@
+"""The records of a transport run: what each peer did in each case, what it cost, what the machine allows, what is absent.
+
+They are written to JSON as they are, with the machine and the versions they come from, and read back by ``bench report``.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench.cases import Case
+from bench.costs import Cost
+from bench.machine import Machine
+from bench.messages import Measurement
+
+__all__ = ["Absence", "Limit", "Reason", "Result", "Results", "Side", "Spread", "read_json", "write_json"]
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A number over the repetitions."""
+
+    median: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, numbers: Iterable[float]) -> Spread:
+        values = list(numbers)
+        return cls(statistics.median(values), min(values), max(values))
+
+
+class Side(msgspec.Struct, frozen=True):
+    """What the timed phase cost the consumer, or the producers.
+
+    Attributes:
+        cpu_us_per_message, cpu_s_per_gb: CPU time of all threads, user and system, of all producers together.
+        resident_nbytes: the largest of the processes, shared memory and the benchmark's buffers aside.
+        descriptors: open; of the process with most.
+        lag_p50_ms, lag_max_ms: of the event loop; None where it has no other work to do.
+        lag_max_on_core_ms: the same without waits for a core.
+        connect_ms: how long a producer took to connect; None where the peer does not say.
+    """
+
+    cpu_us_per_message: Spread
+    cpu_s_per_gb: float
+    resident_nbytes: int
+    descriptors: int
+    lag_p50_ms: float | None
+    lag_max_ms: Spread | None
+    lag_max_on_core_ms: Spread | None
+    connect_ms: Spread | None = None
+
+    @classmethod
+    def of(cls, repetitions: Sequence[Sequence[Cost]], nbytes: int) -> Side:
+        """Sums up what each repetition cost each process of this side, in which messages of ``nbytes`` were moved."""
+        cpu = Spread.of(sum(c.cpu_s for c in costs) / sum(c.messages for c in costs) * 1e6 for costs in repetitions)
+        every = [cost for costs in repetitions for cost in costs]
+        lags = [[cost.lag for cost in costs if cost.lag is not None] for costs in repetitions]
+        watched = all(lags)
+        connects = [cost.connect_s * 1e3 for cost in every if cost.connect_s is not None]
+        return cls(
+            cpu_us_per_message=cpu,
+            cpu_s_per_gb=cpu.median / 1e6 / (nbytes / 1e9),
+            resident_nbytes=max(cost.resident_nbytes for cost in every),
+            descriptors=max(cost.descriptors for cost in every),
+            lag_p50_ms=statistics.median(lag.p50_ms for found in lags for lag in found) if watched else None,
+            lag_max_ms=Spread.of(max(lag.max_ms for lag in found) for found in lags) if watched else None,
+            lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in found) for found in lags) if watched else None,
+            connect_ms=Spread.of(connects) if connects else None,
+        )
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A peer in a case.
+
+    Attributes:
+        messages: timed, in all repetitions.
+        runs: messages a second in each repetition; those of one case and index were measured beside each other.
+        shmring_ratio: messages a second of the baseline over those of this peer, in the same repetition.
+        latency_p50_us: one-way, behind up to a window of messages: the median of each repetition.
+        latency_p99_us, latency_p999_us: the same over all repetitions.
+    """
+
+    peer: str
+    case: Case
+    messages: int
+    messages_per_s: Spread
+    runs: list[float]
+    gb_per_s: float
+    shmring_ratio: Spread
+    latency_p50_us: Spread
+    latency_p99_us: float
+    latency_p999_us: float
+    consumer: Side
+    producer: Side
+
+    @classmethod
+    def of(cls, peer: str, case: Case, measurements: Sequence[Measurement], baseline: Sequence[float]) -> Result:
+        """Sums up a peer's repetitions beside the baseline's messages a second in the same repetitions."""
+        runs = [measurement.messages_per_s for measurement in measurements]
+        latencies_us = [measurement.latencies_ns / 1e3 for measurement in measurements]
+        p99, p999 = np.percentile(np.concatenate(latencies_us), [99, 99.9])
+        speed = Spread.of(runs)
+        return cls(
+            peer=peer,
+            case=case,
+            messages=sum(measurement.messages for measurement in measurements),
+            messages_per_s=speed,
+            runs=runs,
+            gb_per_s=speed.median * case.nbytes / 1e9,
+            shmring_ratio=Spread.of(ours / theirs for ours, theirs in zip(baseline, runs, strict=True)),
+            latency_p50_us=Spread.of(float(np.median(latencies)) for latencies in latencies_us),
+            latency_p99_us=float(p99),
+            latency_p999_us=float(p999),
+            consumer=Side.of([[m.consumer] for m in measurements if m.consumer is not None], case.nbytes),
+            producer=Side.of([m.producers for m in measurements], case.nbytes),
+        )
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """What the machine's memory allows at a size: copies and reads a second.
+
+    Attributes:
+        copies_cold_per_s: memcpy to another place each time, through more memory than the last-level cache holds.
+        copies_hot_per_s: memcpy to the same place each time.
+        reads_per_s: a read of another place each time.
+        copies_cold_runs: of each repetition, beside those of the results of that size and one producer.
+    """
+
+    nbytes: int
+    copies_cold_per_s: Spread
+    copies_hot_per_s: Spread
+    reads_per_s: Spread
+    copies_cold_runs: list[float]
+
+
+class Reason(enum.Enum):
+    """Why there is no result."""
+
+    MISSING = "missing"  # it is not installed
+    LIMIT = "limit"  # it can't do that
+    FAILED = "failed"  # it was tried
+
+
+class Absence(msgspec.Struct, frozen=True):
+    """A peer, or a peer in a case, without a result.
+
+    Attributes:
+        case: None stands for all.
+        text: what happened, or what to do about it.
+    """
+
+    peer: str
+    case: Case | None
+    reason: Reason
+    text: str
+
+
+class Results(msgspec.Struct, frozen=True):
+    """A run.
+
+    Attributes:
+        load_before: processes that wanted a core in the minute before the run.
+        torch_resident_nbytes: what a process holds that has only imported torch.
+        versions: of what the peers are made of, by peer.
+    """
+
+    mode: str
+    started: str
+    machine: Machine
+    versions: dict[str, str]
+    load_before: float
+    torch_resident_nbytes: int
+    repetitions: int
+    timed_s: float
+    results: list[Result]
+    limits: list[Limit]
+    absences: list[Absence]
+
+    @property
+    def failed(self) -> list[Absence]:
+        """What was tried and went wrong."""
+        return [absence for absence in self.absences if absence.reason is Reason.FAILED]
+
+    def find(self, peer: str, case: Case) -> Result | None:
+        """Returns a peer's result in a case, if there is one."""
+        return next((result for result in self.results if result.peer == peer and result.case == case), None)
+
+
+def write_json(results: Results, path: Path) -> None:
+    """Writes results with all that they depend on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+
+
+def read_json(path: Path) -> Results:
+    """Reads what :func:`write_json` wrote.
+
+    Raises:
+        msgspec.DecodeError: the file holds something else.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Results)

@@ -1,0 +1,140 @@
+"""``python -m bench request``: progress goes to stderr, tables go to stdout."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench.commands import shown_progress, terminated
+from bench.processes import BenchError
+from bench.request.peers import BASELINE, PEERS
+from bench.request.plan import Plan, run, steps
+from bench.request.questions import ITEM_NBYTES, MAX_CLIENTS
+from bench.request.report import Report, lines, report, rich_table, scaling_report, write_json
+from bench.request.scaling import MAX_SCALING_NBYTES, ScalingPlan, run_scaling, scaling_steps
+from shmring.config import parse_nbytes
+
+__all__ = ["request_command"]
+
+_PIPE_WIDTH = 140  # of a table that goes into a file or a pipe
+
+_SIZES = tuple(parse_nbytes(size) for size in ("4KiB", "64KiB", "1MiB", "8MiB"))
+_QUICK_SIZES = _SIZES[:3]
+_SCALING_SIZES = _SIZES[:1]
+_IN_FLIGHT = (1, 16, 64)
+_QUICK_IN_FLIGHT = (16,)
+_SCALING_IN_FLIGHT = (32,)  # one of each client, where all of them ask
+_CLIENTS = (1, 4)
+_QUICK_CLIENTS = (1,)
+
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            nbytes = parse_nbytes(value)  # type: ignore[arg-type] # it says itself what it can't take
+        except (ValueError, TypeError) as error:
+            self.fail(str(error), param, ctx)
+        if nbytes < ITEM_NBYTES or nbytes % ITEM_NBYTES:
+            self.fail(f"{value} is not a positive multiple of {ITEM_NBYTES} bytes, the size of a float32", param, ctx)
+        return nbytes
+
+
+@click.command("request", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option(
+    "--size", "sizes", multiple=True, type=_Size(), help="Of a tensor; repeatable.  [default: 4KiB, 64KiB, 1MiB, 8MiB]"
+)
+@click.option(
+    "--in-flight", multiple=True, type=click.IntRange(1, 1024), help="Of each client; repeatable.  [default: 1, 16, 64]"
+)
+@click.option("--clients", multiple=True, type=click.IntRange(1, MAX_CLIENTS), help="Processes; repeatable.  [default: 1, 4]")
+@click.option("--reply-size", "reply_nbytes", default="64", type=_Size(), help="Of a reply's tensor.")
+@click.option(
+    "--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Beside shmring; repeatable.  [default: all]"
+)
+@click.option("--repetitions", default=None, type=click.IntRange(min=1), help="Interleaved.  [default: 7; 5 if quick]")
+@click.option(
+    "--seconds", default=None, type=click.FloatRange(min=0.01), help="Timed in each repetition.  [default: 1; 0.2 if quick]"
+)
+@click.option("--quick", is_flag=True, help="Up to 1 MiB, 16 in flight, 1 client, 5 repetitions of 0.2 s.")
+@click.option("--scaling", is_flag=True, help="Instead: what a request costs at 1 and 32 clients, 10 and 10,000 slots in use.")
+@click.option(
+    "--json", "json_path", default=None, type=click.Path(dir_okay=False, path_type=Path), help="Also write to this file."
+)
+def request_command(
+    sizes: tuple[int, ...],
+    in_flight: tuple[int, ...],
+    clients: tuple[int, ...],
+    reply_nbytes: int,
+    peers: tuple[str, ...],
+    repetitions: int | None,
+    seconds: float | None,
+    quick: bool,
+    scaling: bool,
+    json_path: Path | None,
+) -> None:
+    """Requests with a payload, each with its reply, many in flight; all of them checked."""
+    signal.signal(signal.SIGTERM, terminated)
+    repetitions = repetitions or (5 if quick else 7)
+    timed_s, warm_up_s = seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.25
+    try:
+        if scaling:
+            _check_scaling(sizes, peers, clients)
+            found = _scaling(
+                ScalingPlan(
+                    sizes=sizes or _SCALING_SIZES,
+                    in_flight=in_flight or _SCALING_IN_FLIGHT,
+                    reply_nbytes=reply_nbytes,
+                    repetitions=repetitions,
+                    timed_s=timed_s,
+                    warm_up_s=warm_up_s,
+                )
+            )
+        else:
+            found = _comparison(
+                Plan(
+                    peers=[name for name in PEERS if not peers or name in peers or name == BASELINE],
+                    sizes=sizes or (_QUICK_SIZES if quick else _SIZES),
+                    in_flight=in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT),
+                    clients=clients or (_QUICK_CLIENTS if quick else _CLIENTS),
+                    reply_nbytes=reply_nbytes,
+                    repetitions=repetitions,
+                    timed_s=timed_s,
+                    warm_up_s=warm_up_s,
+                )
+            )
+    except BenchError as error:
+        raise click.ClickException(str(error)) from error
+    _show(found)
+    if json_path is not None:
+        write_json(found, json_path)
+
+
+def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tuple[int, ...]) -> None:
+    if peers or clients:
+        raise click.UsageError("--scaling measures shmring alone, and sets the clients itself: no --peer, no --clients")
+    if max(sizes, default=0) > MAX_SCALING_NBYTES:
+        raise click.UsageError(f"--scaling takes sizes up to {MAX_SCALING_NBYTES:,} bytes, of which 20,000 slots fit its slab")
+
+
+def _scaling(plan: ScalingPlan) -> Report:
+    with shown_progress(scaling_steps(plan)) as progress:
+        return scaling_report(run_scaling(plan, progress))
+
+
+def _comparison(plan: Plan) -> Report:
+    with shown_progress(steps(plan)) as progress:
+        return report(run(plan, progress))
+
+
+def _show(found: Report) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    for table in found.tables:
+        console.print(rich_table(table, found.machine))
+    for line in lines(found):
+        console.print(line, highlight=False)

@@ -1,0 +1,244 @@
+"""What ``bench request`` measures, and measuring it.
+
+Method: for each number of clients, all processes are started first. Then, cell by cell, repetitions are interleaved (A B C
+A B C ...): whatever else the machine does hits all peers alike, and the ratio to shmring is taken within each repetition.
+Medians over the repetitions are reported, with the spread beside them; latencies are pooled. In each repetition all
+clients start at one moment and warm up, every process measures itself between two moments, and every request and every
+reply is checked (:mod:`bench.request.questions`). A peer that can't be measured is a result, too: it says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench.machine import Machine
+from bench.records import Spread
+from bench.request.peers import BASELINE, PEERS, Peer
+from bench.request.processes import Group, Measurement
+from bench.request.questions import Cell, checks_us
+
+__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "Unmeasured", "measured", "run", "steps"]
+
+_COPIES_IN_FLIGHT = 3  # of all questions at a time: at their client, on their way, at the engine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure: every combination of these.
+
+    Attributes:
+        peers: keys of :data:`bench.request.peers.PEERS`; the baseline is among them.
+        sizes: of a question's tensor in bytes, multiples of 4.
+        in_flight: requests of each client.
+        clients: processes that ask.
+        reply_nbytes: size of a reply's tensor, a multiple of 4.
+        repetitions: of each peer and cell.
+        timed_s, warm_up_s: of each repetition.
+        limit_s: after which a repetition has failed.
+    """
+
+    peers: Sequence[str]
+    sizes: Sequence[int]
+    in_flight: Sequence[int]
+    clients: Sequence[int]
+    reply_nbytes: int
+    repetitions: int
+    timed_s: float
+    warm_up_s: float
+    limit_s: float = 120.0
+
+    def cells(self, clients: int, directory: str) -> Iterator[Cell]:
+        """The cells of a number of clients, in the order in which they are measured."""
+        for in_flight in self.in_flight:
+            for nbytes in self.sizes:
+                yield Cell(
+                    nbytes=nbytes,
+                    reply_nbytes=self.reply_nbytes,
+                    in_flight=in_flight,
+                    clients=clients,
+                    warm_up_s=self.warm_up_s,
+                    timed_s=self.timed_s,
+                    limit_s=self.limit_s,
+                    directory=directory,
+                )
+
+
+class Repetition(msgspec.Struct, frozen=True):
+    """One repetition, as measured."""
+
+    requests_per_s: float
+    engine_us: float
+    client_us: float
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A peer in a cell.
+
+    Attributes:
+        shmring_ratio: requests a second of the baseline over those of this peer, in the same repetition.
+        round_trip_p50_us, round_trip_p99_us, round_trip_p999_us: from before the request was handed over until its reply
+            was there, with ``in_flight`` requests of each client on the way; over all repetitions.
+        engine_us, client_us: microseconds of CPU for each request in the engine's process and in its client's, copies and
+            the checks of the benchmark included.
+    """
+
+    peer: str
+    nbytes: int
+    reply_nbytes: int
+    in_flight: int
+    clients: int
+    requests: int
+    requests_per_s: Spread
+    shmring_ratio: Spread
+    round_trip_p50_us: float
+    round_trip_p99_us: float
+    round_trip_p999_us: float
+    engine_us: Spread
+    client_us: Spread
+    repetitions: list[Repetition]
+
+
+class Unmeasured(msgspec.Struct, frozen=True):
+    """What was not measured, and why. Without a size: nothing of that peer."""
+
+    peer: str
+    reason: str
+    nbytes: int | None = None
+    in_flight: int | None = None
+    clients: int | None = None
+
+
+class Checks(msgspec.Struct, frozen=True):
+    """What stamping and checking take of each request's CPU, in microseconds, whatever the transport."""
+
+    nbytes: int
+    engine_us: float
+    client_us: float
+
+
+class Results(msgspec.Struct, frozen=True):
+    """A run."""
+
+    machine: Machine
+    reply_nbytes: int
+    timed_s: float
+    versions: dict[str, str]
+    results: list[Result]
+    unmeasured: list[Unmeasured]
+    checks: list[Checks]
+
+
+def run(plan: Plan, progress: Callable[[str], None]) -> Results:
+    """Measures what a plan says. When this returns or raises, no process and no file of it is left.
+
+    Args:
+        plan: what to measure.
+        progress: called with a line before each step; :func:`steps` says how many there are at most.
+
+    Raises:
+        BenchError: a request or a reply was not what was sent, or a process died or took too long.
+    """
+    chosen = [PEERS[name] for name in plan.peers]
+    unmeasured = [Unmeasured(peer.name, reason) for peer in chosen if (reason := peer.missing()) is not None]
+    peers = [peer for peer in chosen if peer.missing() is None]
+    results: list[Result] = []
+    checks: dict[int, Checks] = {}
+    for clients in plan.clients:
+        with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+            progress(f"starting {(clients + 1) * len(peers)} processes")
+            with started(peers, clients) as groups:
+                for cell in plan.cells(clients, directory):
+                    if cell.nbytes not in checks:
+                        checks[cell.nbytes] = _checks(cell)
+                    reasons = {peer: reason for peer in peers if (reason := _reason(peer, cell)) is not None}
+                    unmeasured += [
+                        Unmeasured(peer.name, reason, cell.nbytes, cell.in_flight, clients) for peer, reason in reasons.items()
+                    ]
+                    able = {peer: group for peer, group in groups.items() if peer not in reasons}
+                    results += _results(cell, measured(able, cell, plan.repetitions, progress))
+    versions = {peer.name: found for peer in peers if (found := peer.version()) is not None}
+    return Results(Machine.here(), plan.reply_nbytes, plan.timed_s, versions, results, unmeasured, [*checks.values()])
+
+
+def steps(plan: Plan) -> int:
+    """Returns how often :func:`run` reports progress, at most."""
+    return len(plan.clients) * (1 + len(plan.sizes) * len(plan.in_flight) * plan.repetitions * len(plan.peers))
+
+
+@contextlib.contextmanager
+def started(peers: Sequence[Peer], clients: int) -> Iterator[dict[Peer, Group]]:
+    """The processes of these peers, all started at the same time; they end when this is left."""
+    with contextlib.ExitStack() as stack:
+        groups = {peer: stack.enter_context(Group(peer, clients)) for peer in peers}
+        for group in groups.values():
+            group.start()
+        yield groups
+
+
+def measured(
+    groups: dict[Peer, Group], cell: Cell, repetitions: int, progress: Callable[[str], None]
+) -> dict[Peer, list[Measurement]]:
+    """Runs a cell on all groups in turn, again and again."""
+    measurements: dict[Peer, list[Measurement]] = {peer: [] for peer in groups}
+    for repetition in range(repetitions):
+        for peer, group in groups.items():
+            progress(
+                f"{cell.nbytes:,} bytes, {cell.in_flight} in flight, clients: {cell.clients}, "
+                f"repetition {repetition + 1} of {repetitions}: {peer.title}"
+            )
+            measurements[peer].append(group.run(cell))
+    return measurements
+
+
+def _checks(cell: Cell) -> Checks:
+    client_us, engine_us = checks_us(cell)
+    return Checks(cell.nbytes, engine_us, client_us)
+
+
+def _reason(peer: Peer, cell: Cell) -> str | None:
+    """Why a cell can't be measured with a peer."""
+    needed, available = _COPIES_IN_FLIGHT * cell.total_nbytes, _available_nbytes()
+    if needed > available:
+        return f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
+    return peer.limits(cell)
+
+
+def _available_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("/proc/meminfo does not say what memory is available")
+
+
+def _results(cell: Cell, measurements: dict[Peer, list[Measurement]]) -> list[Result]:
+    baseline = [one.requests_per_s for peer, some in measurements.items() if peer.name == BASELINE for one in some]
+    return [_result(cell, peer, some, baseline) for peer, some in measurements.items()]
+
+
+def _result(cell: Cell, peer: Peer, measurements: list[Measurement], baseline: list[float]) -> Result:
+    speeds = [one.requests_per_s for one in measurements]
+    latencies_us = np.concatenate([one.latencies_ns for one in measurements]) / 1e3
+    p50, p99, p999 = np.percentile(latencies_us, [50, 99, 99.9])
+    return Result(
+        peer=peer.name,
+        nbytes=cell.nbytes,
+        reply_nbytes=cell.reply_nbytes,
+        in_flight=cell.in_flight,
+        clients=cell.clients,
+        requests=sum(one.requests for one in measurements),
+        requests_per_s=Spread.of(speeds),
+        shmring_ratio=Spread.of([ours / theirs for ours, theirs in zip(baseline, speeds, strict=True)]),
+        round_trip_p50_us=float(p50),
+        round_trip_p99_us=float(p99),
+        round_trip_p999_us=float(p999),
+        engine_us=Spread.of([one.engine_us for one in measurements]),
+        client_us=Spread.of([one.client_us for one in measurements]),
+        repetitions=[Repetition(one.requests_per_s, one.engine_us, one.client_us) for one in measurements],
+    )

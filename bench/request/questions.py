@@ -1,0 +1,216 @@
+"""What clients ask, what the engine answers, and the check of both.
+
+A question is a float32 tensor under a header: the client's index and a sequence number of that client. Before each request
+a client writes a value that follows from the header to a few places of the tensor, most of which move from question to
+question. The engine compares them, and that no question comes twice; it answers with a tensor that holds the same value at
+both ends, and the client compares those. A request that is lost, doubled, torn, overwritten too early or answered with
+somebody else's reply so ends the run: nothing is timed that does not deliver. What is lost ends it by the limit of time.
+
+Invariants: a question's memory is not written between its sending and its reply, so that a transport may send from it at
+any time in between; and each reply is memory of its own, as the results of a model are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.messages import CheckError
+
+__all__ = ["ITEM_NBYTES", "MAX_CLIENTS", "Answer", "Cell", "Desk", "Header", "Question", "checks_us"]
+
+ITEM_NBYTES = 4  # float32
+MAX_CLIENTS = 64  # so that stamps of different clients differ for a quarter of a million questions of each
+
+_EXACT_INTEGERS = 1 << 24  # that float32 can hold
+_CHECKS = 2000  # rounds over which the cost of the checks alone is taken: some ten milliseconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement: what to ask, how much at a time, for how long.
+
+    Attributes:
+        nbytes: size of a question's tensor, a multiple of 4.
+        reply_nbytes: size of a reply's tensor, a multiple of 4.
+        in_flight: requests that each client has in flight.
+        clients: processes that ask.
+        warm_up_s, timed_s: how long they do; all at the same time.
+        limit_s: after which the whole measurement has failed.
+        directory: for sockets; private to this run.
+        corrupt_question, corrupt_answer: for tests of the checks: the sequence number of what is spoiled.
+    """
+
+    nbytes: int
+    reply_nbytes: int
+    in_flight: int
+    clients: int
+    warm_up_s: float
+    timed_s: float
+    limit_s: float
+    directory: str
+    corrupt_question: int | None = None
+    corrupt_answer: int | None = None
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of questions in flight, of all clients."""
+        return self.nbytes * self.in_flight * self.clients
+
+
+class Header(NamedTuple):
+    """Which question this is; its answer carries the same."""
+
+    client: int
+    sequence: int
+
+
+class Answer(NamedTuple):
+    """A reply, as it came out of a transport."""
+
+    header: Header
+    tensor: torch.Tensor
+
+
+def _places(sequence: int, length: int) -> tuple[int, int, int, int]:
+    """Where a question is stamped: both ends, and two places that move through the tensor."""
+    return 0, length - 1, sequence * 40_503 % length, (sequence * 9_973 + length // 2) % length
+
+
+def _stamp(header: Header) -> float:
+    """The value of a question and of its answer; what tensors hold otherwise is positive."""
+    return -1.0 - (header.sequence * MAX_CLIENTS + header.client) % (_EXACT_INTEGERS - 1)
+
+
+def _checked(what: str, header: Header, array: NDArray[np.float32], places: tuple[int, ...]) -> None:
+    value = _stamp(header)
+    for place in places:
+        if array.item(place) != value:
+            raise CheckError(
+                f"{what} {header.sequence} of client {header.client} holds {array.item(place)} at {place}, not {value}: "
+                "it is corrupted"
+            )
+
+
+def _array(what: str, header: Header, tensor: torch.Tensor, shape: tuple[int]) -> NDArray[np.float32]:
+    if tensor.dtype is not torch.float32 or tensor.shape != shape:
+        raise CheckError(
+            f"{what} {header.sequence} of client {header.client} is {tensor.dtype}{list(tensor.shape)}, "
+            f"not torch.float32{list(shape)}"
+        )
+    array: NDArray[np.float32] = tensor.numpy()
+    return array
+
+
+class Question:
+    """The memory of one request at a time: as many of them as a client has in flight.
+
+    Attributes:
+        tensor: float32, one-dimensional; what is sent.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self._length = cell.nbytes // ITEM_NBYTES
+        self._reply_shape = (cell.reply_nbytes // ITEM_NBYTES,)
+        array = np.ones(self._length, np.float32)
+        self.tensor = torch.from_numpy(array)
+        self._items: Any = array.data  # a memoryview: the fastest way to write single items
+
+    def stamp(self, header: Header) -> None:
+        """Makes it the question of a header."""
+        value = _stamp(header)
+        for place in _places(header.sequence, self._length):
+            self._items[place] = value
+        if header.sequence == self._cell.corrupt_question:
+            self._items[self._length - 1] = value - 1
+
+    def check(self, header: Header, answer: Answer) -> None:
+        """Compares an answer with the question's header.
+
+        Raises:
+            CheckError: it is another's, or not what the engine sent.
+        """
+        if answer.header != header:
+            raise CheckError(f"request {tuple(header)} (client, sequence) got the reply of {tuple(answer.header)}")
+        array = _array("reply", header, answer.tensor, self._reply_shape)
+        _checked("reply", header, array, (0, len(array) - 1))
+
+
+class _Seen:
+    """Which sequence numbers of a client have come: all below one, and the few that came before their turn."""
+
+    def __init__(self) -> None:
+        self._below = 0
+        self._early: set[int] = set()
+
+    def add(self, header: Header) -> None:
+        sequence = header.sequence
+        if sequence < self._below or sequence in self._early:
+            raise CheckError(f"request {sequence} of client {header.client} came twice")
+        if sequence != self._below:
+            self._early.add(sequence)
+            return
+        self._below += 1
+        while self._early and self._below in self._early:
+            self._early.remove(self._below)
+            self._below += 1
+
+
+class Desk:
+    """The engine's answers. Used by one thread at a time.
+
+    Attributes:
+        answered: how many questions it has checked and answered.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self._length = cell.nbytes // ITEM_NBYTES
+        self._reply_length = cell.reply_nbytes // ITEM_NBYTES
+        self._seen = [_Seen() for _ in range(cell.clients)]
+        self.answered = 0
+
+    def answer(self, header: Header, tensor: torch.Tensor) -> torch.Tensor:
+        """Checks a question, and returns the content of its reply.
+
+        Returns:
+            float32, one-dimensional, of ``reply_nbytes``, in memory that nobody else has; what is between its first and its
+            last item is not initialised.
+
+        Raises:
+            CheckError: it is not what was sent, or came before.
+        """
+        self._seen[header.client].add(header)
+        array = _array("request", header, tensor, (self._length,))
+        _checked("request", header, array, _places(header.sequence, self._length))
+        reply = np.empty(self._reply_length, np.float32)
+        reply[0] = reply[-1] = _stamp(header)
+        if header.sequence == self._cell.corrupt_answer:
+            reply[-1] += 1
+        self.answered += 1
+        return torch.from_numpy(reply)
+
+
+def checks_us(cell: Cell) -> tuple[float, float]:
+    """Returns microseconds of CPU that stamping and checking take by themselves: a client's, the engine's; per request."""
+    question, desk = Question(cell), Desk(cell)
+    headers = [Header(0, sequence) for sequence in range(_CHECKS)]
+    started = time.thread_time()
+    answers = []
+    for header in headers:
+        question.stamp(header)
+        answers.append(Answer(header, desk.answer(header, question.tensor)))
+        question.check(header, answers[-1])
+    both_s = time.thread_time() - started
+    started = time.thread_time()
+    for header, answer in zip(headers, answers, strict=True):
+        question.stamp(header)
+        question.check(header, answer)
+    client_s = time.thread_time() - started
+    return client_s / _CHECKS * 1e6, max(0.0, both_s - client_s) / _CHECKS * 1e6

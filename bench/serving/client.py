@@ -1,0 +1,244 @@
+"""Sends one request and times its answer.
+
+The client is aiohttp, whose parser is compiled: it took 23 microseconds of CPU for an event of a stream, its JSON aside, where
+httpx and httpcore took 70 to 84 (25,800 events of 200 bytes from a server that only replays them, 40 streams at a time, uvloop,
+on a 2-core virtual machine). A server needs several times as long to make one. Whether the generator was the bottleneck after
+all is measured in each run (:class:`bench.serving.measurement.Generator`).
+
+Times are those at which pieces came out of the socket, and several events in one piece came at one time. A token is what an
+event with text is, unless the server's own count at the end says otherwise.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import io
+import time
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.serving.plan import Endpoint
+from bench.serving.sse import EventParser, StreamFormatError
+
+__all__ = ["Client", "Exchange", "RequestFailedError", "ServerUnusableError"]
+
+_PATHS: Mapping[Endpoint, str] = {"chat": "/v1/chat/completions", "embeddings": "/v1/embeddings"}
+_JSON = {"content-type": "application/json"}
+_ERROR_NBYTES = 64 << 10  # of an error's body, of which a code is wanted
+_CODE_LENGTH = 64  # of a code; nothing longer is one
+_KEEP_ALIVE_S = 2.0  # uvicorn closes what was idle for 5 s; a request sent at that very moment would fail
+_MODELS_TIMEOUT_S = 10.0  # it takes milliseconds
+_METRICS_TIMEOUT_S = 10.0
+_METRICS_PERIOD_S = 1.5  # frontends bring their counters up to date every second
+_SLAB_BYTES = "shmring_frontend_slab_bytes_total"
+
+
+class RequestFailedError(Exception):
+    """A request had no whole answer; the text is the reason, and the same for all that failed alike."""
+
+
+class ServerUnusableError(Exception):
+    """The server can't be asked at all."""
+
+
+class Exchange:
+    """A request and what became of it; times are of ``time.perf_counter``.
+
+    Attributes:
+        began: when it was due and its turn had come, in seconds.
+        sent: when sending began.
+        ended: when the answer was whole, or the request had failed.
+        token_times: when each event with text came.
+        output_tokens: of the answer.
+        failure: why there is no whole answer.
+    """
+
+    __slots__ = ("began", "ended", "failure", "output_tokens", "sent", "token_times")
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.sent = began
+        self.ended = began
+        self.token_times = array.array("d")
+        self.output_tokens = 0
+        self.failure: str | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class _Error(msgspec.Struct):
+    code: str | int | None = None
+    type: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    """Whatever the server sends: a chunk of a stream, embeddings, or an error."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    data: list[msgspec.Raw] = []
+    error: _Error | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+_MODELS = msgspec.json.Decoder(_Models)
+
+
+class Client:
+    """A server, as a caller sees it. Make it in a running loop, and use it with ``async with``.
+
+    Args:
+        url: without ``/v1``.
+        endpoint: that requests go to.
+        timeout_s: after which a request has failed.
+        api_key: that the server asks for, if it does.
+    """
+
+    def __init__(self, url: str, endpoint: Endpoint, timeout_s: float, api_key: str | None = None) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._url = self._base + _PATHS[endpoint]
+        self._answer = {"chat": self._chat, "embeddings": self._embed}[endpoint]
+        self._timeout_s = timeout_s
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        # As many connections as requests: the load says how many there are, and a limit here would hide it.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def model(self) -> str:
+        """Returns the first model that the server lists.
+
+        Raises:
+            ServerUnusableError: it lists none, or does not answer.
+        """
+        url = f"{self._base}/v1/models"
+        try:
+            async with asyncio.timeout(_MODELS_TIMEOUT_S), self._session.get(url) as response:
+                if response.status != 200:
+                    raise ServerUnusableError(f"{url} answers HTTP {response.status}; is that a server of OpenAI's API?")
+                models = _MODELS.decode(await response.read()).data
+        except (aiohttp.ClientError, msgspec.DecodeError, TimeoutError) as error:
+            raise ServerUnusableError(f"{url} has no answer to read ({type(error).__name__}); does the server run?") from None
+        if not models:
+            raise ServerUnusableError(f"{url} lists no model; name one with --model")
+        return models[0].id
+
+    async def slab_nbytes(self) -> int:
+        """Returns the bytes of slots that an idle server of ours has handed to its engine, ever.
+
+        Raises:
+            ServerUnusableError: it does not answer.
+        """
+        found = -1
+        while found != (latest := await self._slab_nbytes()):
+            found = latest
+            await asyncio.sleep(_METRICS_PERIOD_S)
+        return found
+
+    async def _slab_nbytes(self) -> int:
+        url = f"{self._base}/metrics"
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT_S), self._session.get(url) as response:
+                text = await response.text() if response.status == 200 else ""
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerUnusableError(f"{url} does not answer ({type(error).__name__}); does the server run?") from None
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return int(sum(sample.value for sample in samples if sample.name == _SLAB_BYTES))
+
+    async def exchange(self, body: bytes, began: float) -> Exchange:
+        """Sends a request, and returns when it has ended, however that is.
+
+        Args:
+            body: JSON.
+            began: when it was due, as a time of ``time.perf_counter``.
+        """
+        exchange = Exchange(began)
+        exchange.sent = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # Read in pieces: bytes of a megabyte would be handed to the socket at once, with nothing else served meanwhile.
+                async with self._session.post(self._url, data=io.BytesIO(body), headers=_JSON) as response:
+                    if response.status != 200:
+                        raise RequestFailedError(f"HTTP {response.status}{await _code_of(response)}")
+                    await self._answer(response, exchange)
+        except RequestFailedError as error:
+            exchange.failure = str(error)
+        except TimeoutError:
+            exchange.failure = f"no whole answer within {self._timeout_s:g} s"
+        except (aiohttp.ClientError, ConnectionError) as error:
+            exchange.failure = f"connection: {type(error).__name__}"
+        except (msgspec.DecodeError, StreamFormatError) as error:
+            exchange.failure = f"not an answer of OpenAI's API: {type(error).__name__}"
+        exchange.ended = time.perf_counter()
+        return exchange
+
+    async def _chat(self, response: aiohttp.ClientResponse, exchange: Exchange) -> None:
+        parser = EventParser()
+        done = False
+        async for piece in response.content.iter_any():
+            now = time.perf_counter()
+            for event in parser.feed(piece):
+                if event.data == b"[DONE]":
+                    done = True
+                else:
+                    _take_chunk(_ANSWER.decode(event.data), now, exchange)
+        if not done:
+            raise RequestFailedError("the stream ended before [DONE]")
+        if not exchange.token_times:
+            raise RequestFailedError("the stream had no tokens")
+        exchange.output_tokens = exchange.output_tokens or len(exchange.token_times)
+
+    async def _embed(self, response: aiohttp.ClientResponse, exchange: Exchange) -> None:
+        if not _ANSWER.decode(await response.read()).data:
+            raise RequestFailedError("the answer had no embeddings")
+
+
+def _take_chunk(chunk: _Answer, now: float, exchange: Exchange) -> None:
+    if chunk.error is not None:
+        raise RequestFailedError(f"in the stream{_named(chunk.error)}")
+    if chunk.choices and chunk.choices[0].delta is not None and chunk.choices[0].delta.content:
+        exchange.token_times.append(now)
+    if chunk.usage is not None and chunk.usage.completion_tokens:
+        exchange.output_tokens = chunk.usage.completion_tokens
+
+
+async def _code_of(response: aiohttp.ClientResponse) -> str:
+    """What an error's body says in a word; its message may repeat what was sent, and differs from request to request."""
+    body = await response.content.read(_ERROR_NBYTES)
+    try:
+        error = _ANSWER.decode(body).error
+    except msgspec.DecodeError:
+        return ""  # not of OpenAI's form; the status says what there is to say
+    return "" if error is None else _named(error)
+
+
+def _named(error: _Error) -> str:
+    name = error.code if error.code is not None else error.type
+    return "" if name is None else f" {str(name)[:_CODE_LENGTH]}"

@@ -1,0 +1,282 @@
+"""``python -m bench serve``: the command line of the load generator. What it runs is imported when it is run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+
+from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
+from frontend.options import FiniteRange
+
+if TYPE_CHECKING:
+    from bench.serving.run import Progress, Results
+
+__all__ = ["serve_command"]
+
+_PIPE_WIDTH = 132  # of a table that goes into a file or a pipe
+_SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_DIRECTORY = click.Path(exists=True, file_okay=False)
+_COUNT = click.IntRange(min=1)
+_SECONDS = _FACTOR = FiniteRange(min=0, min_open=True)
+_SCALED = ("num_prompts", "max_concurrency")
+
+_MEDIA, _LOAD, _SERVER = Media(), Load(requests=1), ServerOptions()
+
+
+if TYPE_CHECKING:
+    _SizeType = click.ParamType[tuple[int, int]]
+    _RateType = click.ParamType[float]
+else:
+    _SizeType = _RateType = click.ParamType  # which older versions of click do not let be subscripted
+
+
+class _Size(_SizeType):
+    """Width and height: 640x360."""
+
+    name = "size"
+
+    def __init__(self, *, even: bool = False) -> None:
+        self._even = even
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Returns width and height."""
+        if isinstance(value, tuple):
+            return value
+        found = _SIZE.fullmatch(value)
+        if found is None:
+            self.fail(f"write a width and a height in pixels such as 640x360, not {value!r}", param, ctx)
+        width, height = int(found[1]), int(found[2])
+        if self._even and (width % 2 or height % 2):
+            self.fail(f"{value}: width and height of a clip must be even", param, ctx)
+        return width, height
+
+
+class _Rate(_RateType):
+    """Requests a second, or inf."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Returns the rate."""
+        try:
+            rate = float(value)
+        except ValueError:
+            rate = math.nan
+        if not rate > 0:
+            self.fail(f"{value!r} is neither a number above 0 nor inf", param, ctx)
+        return rate
+
+
+def _shown(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+@click.command("serve", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="A known scenario; options given besides it count more.")
+@click.option("--scale", default=1.0, type=_FACTOR, help="Multiplies the preset's requests and their concurrency.")
+@click.option("--url", help="Of a server that runs already.  [default: one is started, and stopped]")
+@click.option("--compare", is_flag=True, help="Start two servers, slab and --disable-mm-shm, and load them in turn.")
+@click.option("--repetitions", type=_COUNT, help="Of the load on each server.  [default: 3 with --compare, else 1]")
+@click.option("--num-prompts", default=100, type=_COUNT, help="Requests.")
+@click.option("--request-rate", default=math.inf, type=_Rate(), help="Requests that become due a second; inf: all at once.")
+@click.option(
+    "--burstiness",
+    default=1.0,
+    type=_SECONDS,
+    help="Of their arrival: 1 is a Poisson process, less is burstier, more steadier.",
+)
+@click.option("--max-concurrency", type=_COUNT, help="Requests in flight at most.  [default: as many as are due]")
+@click.option("--endpoint", default="chat", type=click.Choice(get_args(Endpoint)), help="Chats are streamed.")
+@click.option("--output-tokens", default=_LOAD.output_tokens, type=_COUNT, help="Asked for in each chat.")
+@click.option(
+    "--media",
+    "kinds",
+    default=_MEDIA.kinds,
+    multiple=True,
+    type=click.Choice([*get_args(MediaKind), "none"]),
+    help="What a request has; repeatable, then they take turns.",
+)
+@click.option("--picture-size", default=_shown(_MEDIA.picture_size), type=_Size(), help="In pixels.")
+@click.option("--audio-seconds", default=_MEDIA.audio_seconds, type=_SECONDS, help="Length of a recording.")
+@click.option("--video-frames", default=_MEDIA.video_frames, type=_COUNT, help="Of a clip.")
+@click.option("--video-size", default=_shown(_MEDIA.video_size), type=_Size(even=True), help="In pixels.")
+@click.option("--distinct-media", default=_MEDIA.distinct, type=_COUNT, help="Made of each kind; requests take them in turn.")
+@click.option(
+    "--media-dir", type=_DIRECTORY, help="Send the files of this directory instead, of all kinds unless --media says which."
+)
+@click.option("--seed", default=_LOAD.seed, type=click.IntRange(min=0), help="Of arrival times and media.")
+@click.option("--warm-up", default=_LOAD.warm_up_requests, type=click.IntRange(min=0), help="Requests before, not counted.")
+@click.option("--request-timeout", default=_LOAD.request_timeout_s, type=_SECONDS, help="Seconds until a request has failed.")
+@click.option("--model", help="What requests name as their model.  [default: the first that the server lists]")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="That the server of --url asks for; better in OPENAI_API_KEY.")
+@click.option("--executor", default=_SERVER.executor, help="Of the server that is started.")
+@click.option("--executor-options", default=_SERVER.executor_options, help='JSON; synthetic: {"step_s": 0.01, "item_s": 0}.')
+@click.option("--api-servers", default=_SERVER.api_servers, type=_COUNT, help="Frontends of the server that is started.")
+@click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
+@click.option("--disable-mm-shm", "inline", is_flag=True, help="The server that is started sends media inside messages.")
+@click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decode-threads=2.")
+@click.option("--json", "json_path", type=_FILE, help="Also write to this file.")
+def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
+    """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
+    if preset is not None:
+        values |= {name: value for name, value in _scaled(preset, values["scale"]).items() if _is_default(name)}
+    elif not _is_default("scale"):
+        raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
+    plan = _plan_of(values)
+    report, results = _run(plan)
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(report.table(results))
+    for note in report.notes(results):
+        click.echo(note)
+    if json_path is not None:
+        report.write_json(results, json_path)
+    if not all(one.completed for one in results.measurements):
+        raise click.ClickException("no request had an answer")
+
+
+def _scaled(preset: str, scale: float) -> dict[str, Any]:
+    found = dict(PRESETS[preset])
+    return found | {name: max(1, round(found[name] * scale)) for name in _SCALED}
+
+
+def _is_default(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.DEFAULT
+
+
+def _plan_of(values: dict[str, Any]) -> Plan:
+    if values["url"] is not None and (values["compare"] or values["inline"]):
+        raise click.UsageError("--compare and --disable-mm-shm are about servers that are started here; leave --url out")
+    if values["inline"] and values["compare"]:
+        raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
+    kinds = () if "none" in values["kinds"] else values["kinds"]
+    if values["media_dir"] is not None and _is_default("kinds"):
+        kinds = get_args(MediaKind)
+    if "none" in values["kinds"] and len(values["kinds"]) > 1:
+        raise click.UsageError("--media none goes with no other --media")
+    return Plan(
+        load=Load(
+            requests=values["num_prompts"],
+            endpoint=values["endpoint"],
+            request_rate=None if math.isinf(values["request_rate"]) else values["request_rate"],
+            burstiness=values["burstiness"],
+            max_concurrency=values["max_concurrency"],
+            output_tokens=values["output_tokens"],
+            warm_up_requests=values["warm_up"],
+            request_timeout_s=values["request_timeout"],
+            seed=values["seed"],
+            media=Media(
+                kinds=tuple(kinds),
+                picture_size=values["picture_size"],
+                audio_seconds=values["audio_seconds"],
+                video_frames=values["video_frames"],
+                video_size=values["video_size"],
+                distinct=values["distinct_media"],
+                directory=values["media_dir"],
+            ),
+        ),
+        url=values["url"],
+        model=values["model"],
+        api_key=values["api_key"],
+        server=ServerOptions(
+            executor=values["executor"],
+            executor_options=values["executor_options"],
+            api_servers=values["api_servers"],
+            slab_nbytes=values["slab_nbytes"],
+            inline=values["inline"],
+            further=values["further"],
+        ),
+        compare=values["compare"],
+        repetitions=values["repetitions"] or (3 if values["compare"] else 1),
+    )
+
+
+# -- running it ----------------------------------------------------------------------------------------------------------
+
+
+def _run(plan: Plan) -> tuple[Any, Results]:
+    """Carries a plan out; returns what reports it, and what it has shown."""
+    try:
+        from bench.serving import report, run
+        from bench.serving.client import ServerUnusableError
+        from bench.serving.media import MediaFileError
+        from bench.serving.server import ServerError
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is not installed: pip install 'shmring[bench]'") from None
+    try:
+        with _progress() as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return report, runner.run(_until_told_to_end(run.run(plan, progress)))
+    except _ToldToEnd as told:
+        sys.exit(128 + told.number)
+    except (ServerError, ServerUnusableError, MediaFileError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+class _ToldToEnd(Exception):
+    """A signal has come."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+async def _until_told_to_end(running: Coroutine[Any, Any, Results]) -> Results:
+    """Runs it; SIGINT and SIGTERM cancel it, so that everything that was started is stopped on the way out."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
+    told: list[signal.Signals] = []
+
+    def end(number: signal.Signals) -> None:
+        told.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if told:
+            raise _ToldToEnd(told[0]) from None
+        raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Yields what shows a line for each step on stderr: a bar to a person, plain lines to a log."""
+    from bench.serving.run import Progress
+
+    class Lines(Progress):
+        def step(self, line: str, requests: int) -> None:
+            click.echo(line, err=True)
+
+    class Bar(Progress):
+        def __init__(self, bar: ProgressBar) -> None:
+            self._bar = bar
+            self._task: TaskID = bar.add_task("", total=None)
+
+        def step(self, line: str, requests: int) -> None:
+            self._bar.reset(self._task, description=line, total=requests or None)
+
+        def request_ended(self) -> None:
+            self._bar.advance(self._task)
+
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ProgressBar(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield Bar(bar)

@@ -1,0 +1,244 @@
+"""What a run has shown, as a table to read and as JSON to keep.
+
+A cell is the median of the repetitions, with the least and the greatest behind it where there are several. The ratio of a
+comparison is taken within each repetition, and its median and spread shown likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from bench.machine import Machine
+from bench.serving.measurement import Latency, Measurement, Spread
+from bench.serving.plan import Media, Plan
+from bench.serving.run import Results
+
+__all__ = ["StoredTable", "notes", "stored_table", "table", "write_json"]
+
+_BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
+
+
+class StoredTable(msgspec.Struct, frozen=True):
+    """A table as text: its first column names what the others are."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """The file that ``--json`` writes."""
+
+    mode: str
+    machine: Machine
+    client: str
+    plan: Plan
+    request_nbytes: int
+    slab_nbytes: dict[str, int]
+    tables: list[StoredTable]
+    notes: list[str]
+    results: list[Measurement]
+
+
+class _Metric(NamedTuple):
+    """A row: what it is called, where it comes from, its decimals, and whether a ratio says anything."""
+
+    name: str
+    of: Callable[[Measurement], float | None]
+    decimals: int
+    compared: bool = True
+
+
+def _latency_metrics(name: str, of: Callable[[Measurement], Latency | None]) -> Iterator[_Metric]:
+    def picked(field: str) -> Callable[[Measurement], float | None]:
+        return lambda one: None if (latency := of(one)) is None else getattr(latency, field)
+
+    for title, field in (("mean", "mean_ms"), ("median", "median_ms"), ("p99", "p99_ms")):
+        yield _Metric(f"{name}, {title}, ms", picked(field), 1)
+
+
+def _cpu_metric(part: str) -> _Metric:
+    """CPU of a part of the server for each request with an answer; None where there is no such part."""
+    return _Metric(
+        f"{part}' CPU, ms/request" if part.endswith("s") else f"{part}'s CPU, ms/request",
+        lambda one: 1e3 * one.cpu_s[part] / one.completed if part in one.cpu_s and one.completed else None,
+        1,
+    )
+
+
+_METRICS = (
+    _Metric("requests/s", lambda one: one.requests_per_s, 2),
+    _Metric("output tokens/s", lambda one: one.output_tokens_per_s or None, 0),
+    _Metric("duration, s", lambda one: one.duration_s, 1),
+    _Metric("peak concurrency", lambda one: one.peak_concurrency, 0, compared=False),
+    *_latency_metrics("TTFT", lambda one: one.ttft),
+    *_latency_metrics("TPOT", lambda one: one.tpot),
+    *_latency_metrics("ITL", lambda one: one.itl),
+    *_latency_metrics("E2E", lambda one: one.e2e),
+    _cpu_metric("engine"),
+    _cpu_metric("frontends"),
+    _Metric("generator's CPU, ms/request", lambda one: 1e3 * one.generator.cpu_s / max(one.completed, 1), 1, compared=False),
+    _Metric("generator's loop lag, p99, ms", lambda one: one.generator.loop_lag_p99_ms, 1, compared=False),
+)
+
+
+def stored_table(results: Results) -> StoredTable:
+    """Returns the table of a run."""
+    variants = results.variants
+    columns = ["", *variants]
+    if results.plan.compare:
+        columns.append(f"{variants[0]} / {variants[1]}")
+    rows = [["answered", *(_answered(results.of(variant)) for variant in variants)]]
+    rows += _failures(results)
+    rows += [row for metric in _METRICS if (row := _row(metric, results)) is not None]
+    if results.slab_nbytes:
+        rows.append(["through the slab, bytes/request", *(f"{results.slab_nbytes[variant]:,}" for variant in variants)])
+    return StoredTable(_title(results.plan), columns, [row + [""] * (len(columns) - len(row)) for row in rows])
+
+
+def _answered(measurements: Sequence[Measurement]) -> str:
+    return f"{sum(one.completed for one in measurements):,} of {sum(one.requests for one in measurements):,}"
+
+
+def _failures(results: Results) -> list[list[str]]:
+    reasons = dict.fromkeys(reason for one in results.measurements for reason in one.failures)
+    return [
+        [
+            f"failed: {reason}",
+            *(f"{sum(one.failures.get(reason, 0) for one in results.of(variant)):,}" for variant in results.variants),
+        ]
+        for reason in reasons
+    ]
+
+
+def _row(metric: _Metric, results: Results) -> list[str] | None:
+    """A metric's row; None if nobody has it."""
+    series = [[metric.of(one) for one in results.of(variant)] for variant in results.variants]
+    if all(value is None for values in series for value in values):
+        return None
+    cells = [_cell([value for value in values if value is not None], metric.decimals) for values in series]
+    if results.plan.compare and metric.compared:
+        ratios = [ours / theirs for ours, theirs in zip(*series, strict=True) if ours is not None and theirs]
+        cells.append(_cell(ratios, 2))
+    return [metric.name, *cells]
+
+
+def _cell(values: Sequence[float], decimals: int) -> str:
+    if not values:
+        return "none"
+    spread = Spread.of(values)
+    if len(values) == 1:
+        return f"{spread.median:,.{decimals}f}"
+    return f"{spread.median:,.{decimals}f} ({spread.minimum:,.{decimals}f} .. {spread.maximum:,.{decimals}f})"
+
+
+def _title(plan: Plan) -> str:
+    load = plan.load
+    when = "all at once" if load.request_rate is None else f"{load.request_rate:g} a second"
+    limit = "" if load.max_concurrency is None else f", at most {load.max_concurrency} at a time"
+    tokens = f", {load.output_tokens} tokens each" if load.endpoint == "chat" else ""
+    return f"serve: {load.requests:,} {load.endpoint} requests with {_carried(load.media)}{tokens}, {when}{limit}"
+
+
+def _carried(media: Media) -> str:
+    if not media.kinds:
+        return "text only"
+    if media.directory is not None:
+        return f"files of kind {', '.join(media.kinds)}"
+    sizes = {
+        "picture": f"a picture of {_pixels(media.picture_size)}",
+        "audio": f"a recording of {media.audio_seconds:g} s",
+        "video": f"a clip of {media.video_frames} frames of {_pixels(media.video_size)}",
+    }
+    return " or ".join(sizes[kind] for kind in media.kinds)
+
+
+def _pixels(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+# -- what a reader must know ---------------------------------------------------------------------------------------------
+
+
+def notes(results: Results) -> list[str]:
+    """Returns what a reader must know besides the table."""
+    load, server = results.plan.load, results.plan.server
+    found = [
+        f"Bodies are {results.request_nbytes:,} bytes; seed {load.seed}; {load.warm_up_requests} requests before, not counted. "
+        f"Sent by {results.client}, on the same machine.",
+        "Latencies count from when a request was due and its turn had come. TTFT: to the first text; TPOT: the rest over the "
+        "tokens after the first; ITL: between two texts; E2E: to the end.",
+    ]
+    if results.plan.url is None:
+        found.append(
+            f"Server: {server.api_servers} API servers, executor {server.executor} {server.executor_options}, slab "
+            f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further)
+        )
+    if results.plan.compare:
+        found.append(
+            f"{results.plan.repetitions} repetitions of the same load, slab and inline (--disable-mm-shm) in turn; medians, "
+            f"with the least and the greatest; ratios within each repetition."
+        )
+    return [*found, *_busy_notes(results), *_failure_notes(results)]
+
+
+def _busy_notes(results: Results) -> Iterator[str]:
+    for variant in results.variants:
+        measurements = results.of(variant)
+        duration_s = sum(one.duration_s for one in measurements)
+        generator_share = sum(one.generator.cpu_s for one in measurements) / duration_s
+        shares = {part: sum(one.cpu_s[part] for one in measurements) / duration_s for part in measurements[0].cpu_s} | {
+            "load generator": generator_share
+        }
+        text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+        cores = results.machine.cores
+        yield f"CPU while the {variant} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
+        if generator_share > _BUSY_SHARE:
+            yield f"The load generator was busy {generator_share:.0%} of the {variant} load: it may be what was measured."
+
+
+def _failure_notes(results: Results) -> Iterator[str]:
+    failed = sum(one.requests - one.completed for one in results.measurements)
+    if failed:
+        yield f"{failed:,} requests failed; rates and latencies are those of the others."
+
+
+# -- output --------------------------------------------------------------------------------------------------------------
+
+
+def table(results: Results) -> Group:
+    """Returns the table for a person, its title above it and the machine below."""
+    stored, machine = stored_table(results), results.machine
+    shown = Table()
+    shown.add_column("", no_wrap=True)
+    for column in stored.columns[1:]:
+        shown.add_column(column, justify="right", no_wrap=True)
+    for row in stored.rows:
+        failed = row[0].startswith("failed: ")
+        shown.add_row(*map(Text, row), style="bold red" if failed else None, end_section=row[0].endswith("p99, ms"))
+    commit = f", commit {machine.commit}" if machine.commit else ""
+    where = f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}, torch {machine.torch}"
+    return Group(Text(stored.title, "bold"), shown, Text(f"{where}, shmring {machine.shmring}{commit}"))
+
+
+def write_json(results: Results, path: Path) -> None:
+    """Writes a run with all that it depends on."""
+    stored = _Stored(
+        mode="serve",
+        machine=results.machine,
+        client=results.client,
+        plan=results.plan,
+        request_nbytes=results.request_nbytes,
+        slab_nbytes=results.slab_nbytes,
+        tables=[stored_table(results)],
+        notes=notes(results),
+        results=results.measurements,
+    )
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(stored)) + b"\n")

@@ -1,0 +1,167 @@
+"""One run: servers, loads on them in turn, and what they have shown.
+
+With ``compare`` two servers run all the time, of which the one that is not asked sleeps, and get the same load one after the
+other, again and again (A B A B ...): whatever else the machine does meets both, and the ratio is taken within each repetition.
+Requests, media and arrival times are the same for both, and made before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.metadata import version
+
+import msgspec
+
+from bench.machine import Machine
+from bench.serving.client import Client
+from bench.serving.load import Requests, play, warm_up
+from bench.serving.measurement import Measurement, measure
+from bench.serving.media import media_parts
+from bench.serving.plan import Load, Plan, ServerOptions
+from bench.serving.server import Server, serving
+
+__all__ = ["Progress", "Results", "run"]
+
+INLINE = "inline"
+SLAB = "slab"
+URL = "url"
+
+
+class Progress:
+    """Hears how a run goes. This one keeps it to itself."""
+
+    def step(self, line: str, requests: int) -> None:
+        """Something begins that takes a while: so many requests, or none."""
+
+    def request_ended(self) -> None:
+        """One of them has ended."""
+
+
+class Results(msgspec.Struct, frozen=True):
+    """A run.
+
+    Attributes:
+        machine: where.
+        client: what sent the requests.
+        plan: what was asked for, without its key.
+        request_nbytes: size of the first request's body.
+        slab_nbytes: bytes that went through the slab for each request, by server; empty for one that was there before.
+        measurements: every load, in the order in which they were sent.
+    """
+
+    machine: Machine
+    client: str
+    plan: Plan
+    request_nbytes: int
+    slab_nbytes: dict[str, int]
+    measurements: list[Measurement]
+
+    def of(self, variant: str) -> list[Measurement]:
+        """Returns the measurements of one server, repetition by repetition."""
+        return [one for one in self.measurements if one.variant == variant]
+
+    @property
+    def variants(self) -> list[str]:
+        """The servers, in the order in which they were asked."""
+        return list(dict.fromkeys(one.variant for one in self.measurements))
+
+
+class _Target(msgspec.Struct, frozen=True):
+    client: Client
+    requests: Requests
+    server: Server | None
+
+    def cpu_s(self) -> dict[str, float]:
+        return {} if self.server is None else self.server.cpu_s()
+
+
+async def run(plan: Plan, progress: Progress) -> Results:
+    """Carries a plan out. When this returns or raises, no process and no file of it is left.
+
+    Args:
+        plan: what to do.
+        progress: what hears of it.
+
+    Raises:
+        ServerError: a server did not start or did not last.
+        ServerUnusableError: it can't be asked.
+        MediaFileError, OSError: there are no media to send.
+    """
+    progress.step("making media", 0)
+    parts = await asyncio.to_thread(media_parts, plan.load)
+    measurements: list[Measurement] = []
+    async with contextlib.AsyncExitStack() as stack:
+        if plan.url is None:
+            progress.step("starting two servers" if plan.compare else "starting a server", 0)
+        targets = await stack.enter_async_context(_targets(plan, parts))
+        request_nbytes = max(len(target.requests.body(0)) for target in targets.values())
+        for variant, target in targets.items():
+            progress.step(f"{variant}: warming up", 0)
+            await warm_up(plan.load, target.client, target.requests)
+        for repetition in range(plan.repetitions):
+            for variant, target in targets.items():
+                progress.step(f"{variant}: {repetition + 1} of {plan.repetitions}", plan.load.requests)
+                measurements.append(await _measure(plan, variant, target, progress.request_ended))
+        progress.step("reading the servers' counters", 0)
+        slab_nbytes = await _slab_nbytes(plan, targets)
+    stored_plan = msgspec.structs.replace(plan, api_key=None)
+    return Results(Machine.here(), _client_name(), stored_plan, request_nbytes, slab_nbytes, measurements)
+
+
+@contextlib.asynccontextmanager
+async def _targets(plan: Plan, parts: list[msgspec.Raw]) -> AsyncIterator[Mapping[str, _Target]]:
+    """Has whoever is to be asked, by name; starts them together, since each takes some seconds."""
+    async with contextlib.AsyncExitStack() as stack:
+        servers = {URL: None} if plan.url is not None else await _start(_wanted(plan), plan.load, stack)
+        targets = {}
+        for name, server in servers.items():
+            url = plan.url if server is None else server.url
+            assert url is not None, "there is a URL or a server"
+            client = Client(url, plan.load.endpoint, plan.load.request_timeout_s, plan.api_key)
+            await stack.enter_async_context(client)
+            model = await client.model() if plan.model is None else plan.model
+            targets[name] = _Target(client, Requests(plan.load, model, parts), server)
+        yield targets
+
+
+def _wanted(plan: Plan) -> dict[str, ServerOptions]:
+    if plan.compare:
+        return {name: msgspec.structs.replace(plan.server, inline=name == INLINE) for name in (SLAB, INLINE)}
+    return {INLINE if plan.server.inline else SLAB: plan.server}
+
+
+async def _start(
+    wanted: Mapping[str, ServerOptions], load: Load, stack: contextlib.AsyncExitStack
+) -> Mapping[str, Server | None]:
+    """Starts servers together; the stack stops them."""
+    starting = (stack.enter_async_context(serving(options, load)) for options in wanted.values())
+    # Waits for all of them whatever happens, so that each is either the stack's or has been stopped.
+    started = await asyncio.gather(*starting, return_exceptions=True)
+    servers: dict[str, Server | None] = {}
+    for name, server in zip(wanted, started, strict=True):
+        if isinstance(server, BaseException):
+            raise server
+        servers[name] = server
+    return servers
+
+
+async def _measure(plan: Plan, variant: str, target: _Target, ended: Callable[[], None]) -> Measurement:
+    cpu_s = target.cpu_s()
+    played = await play(plan.load, target.client, target.requests, ended)
+    used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
+    return measure(variant, played.exchanges, played.start, played.cpu_s, played.loop_lags_s, used_s)
+
+
+async def _slab_nbytes(plan: Plan, targets: Mapping[str, _Target]) -> dict[str, int]:
+    """What went through the slab of each server, by request. That one path uses it and the other does not is to be seen."""
+    ours = {name: target for name, target in targets.items() if target.server is not None}
+    totals = await asyncio.gather(*(target.client.slab_nbytes() for target in ours.values()))
+    requests = plan.load.warm_up_requests + plan.repetitions * plan.load.requests
+    return {name: total // requests for name, total in zip(ours, totals, strict=True)}
+
+
+def _client_name() -> str:
+    return f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}"

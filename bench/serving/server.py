@@ -1,0 +1,192 @@
+"""A server of the run's own: ``shmring serve`` as a process, with a directory for all that it leaves on the disk.
+
+It is told to stop in every way out of the block, and what does not stop is killed; it is told by the kernel if this process is
+killed (:mod:`bench.serving.leash`). Its supervisor takes engine and frontends with it, also if it is killed itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from bench.serving import leash
+from bench.serving.plan import Load, ServerOptions
+
+__all__ = ["Server", "ServerError", "serving"]
+
+logger = logging.getLogger("bench.serving")
+
+_PROGRAM = ("-m", "frontend.cli", "serve")
+_READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
+_STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
+_GONE_PERIOD_S = 0.02  # between two looks whether engine and frontends have gone
+_LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
+_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ServerError(Exception):
+    """The server did not start, or did not last."""
+
+
+class Server(msgspec.Struct):
+    """A server that runs.
+
+    Attributes:
+        url: without ``/v1``.
+        pids: of its processes, by part.
+    """
+
+    url: str
+    pids: dict[str, list[int]]
+
+    def cpu_s(self) -> dict[str, float]:
+        """Returns the CPU seconds that its processes have used, by part.
+
+        Raises:
+            ServerError: one of them has ended.
+        """
+        return {part: sum(map(_cpu_s, pids)) for part, pids in self.pids.items()}
+
+
+@contextlib.asynccontextmanager
+async def serving(options: ServerOptions, load: Load) -> AsyncIterator[Server]:
+    """Runs a server on a free port of the loopback interface; when the block is left, nothing of it is.
+
+    Args:
+        options: what it is.
+        load: what it will be asked: it is told how many frames its clips have.
+
+    Raises:
+        ServerError: it did not start, ended before it was told to, or ended with an error.
+    """
+    # Not in the default place for temporary files: that may be too long a path for a socket.
+    with tempfile.TemporaryDirectory(prefix=f"shmring-serve-{os.getpid()}-", dir="/tmp") as directory:
+        errors = Path(directory, "stderr")
+        process = await _start(_arguments(options, load, directory), directory, errors)
+        server: Server | None = None
+        try:
+            server = await _until_ready(process, options.start_timeout_s, errors)
+            yield server
+            if process.returncode is not None:
+                raise ServerError("the server ended during the run; it was not told to")
+        finally:
+            pids = [] if server is None else [pid for part in server.pids.values() for pid in part]
+            await _stop(process, pids, directory)
+            if server is not None and (words := _last_words(errors)):
+                logger.warning("the server wrote%s", words)
+        if process.returncode != 0:
+            raise ServerError(f"the server ended with exit code {process.returncode}")
+
+
+def _arguments(options: ServerOptions, load: Load, directory: str) -> list[str]:
+    arguments = [
+        "--host=127.0.0.1",
+        "--port=0",
+        "--name=bench",
+        f"--socket-dir={directory}",
+        f"--api-server-count={options.api_servers}",
+        f"--slab-nbytes={options.slab_nbytes}",
+        f"--executor={options.executor}",
+        f"--executor-options={options.executor_options}",
+        "--shutdown-timeout=0",  # nothing is in flight, or nobody wants to wait for it
+    ]
+    if options.executor == "synthetic" and "video" in load.media.kinds:
+        # It would take ten frames of each, whatever was sent.
+        arguments.append(f'--mm-processor-kwargs={{"num_frames": {load.media.video_frames}}}')
+    if options.inline:
+        arguments.append("--disable-mm-shm")
+    return [*arguments, *options.further]
+
+
+async def _start(arguments: list[str], directory: str, errors: Path) -> asyncio.subprocess.Process:
+    command = [sys.executable, *_PROGRAM, *arguments]
+    with errors.open("wb") as file:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            leash.__file__,
+            str(os.getpid()),
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=file,
+            env=os.environ | {"TMPDIR": directory},  # frontends keep their counters in files
+            start_new_session=True,  # Ctrl-C is for us, who then stop it
+        )
+
+
+async def _until_ready(process: asyncio.subprocess.Process, timeout_s: float, errors: Path) -> Server:
+    assert process.stdout is not None, "it is a pipe"
+    try:
+        async with asyncio.timeout(timeout_s):
+            line = (await process.stdout.readline()).decode(errors="replace")
+    except TimeoutError:
+        raise ServerError(f"the server was not ready within {timeout_s:g} s{_last_words(errors)}") from None
+    found = _READY.search(line)
+    if found is None:
+        raise ServerError(f"the server did not start{_last_words(errors)}")
+    pids = {"engine": [int(found["engine"])], "frontends": [int(pid) for pid in found["frontends"].split()]}
+    return Server(found["url"], pids)
+
+
+async def _stop(process: asyncio.subprocess.Process, pids: list[int], directory: str) -> None:
+    """Ends a server; does not return before its processes are gone, unless it is cancelled: then they are killed."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await _gone(process, pids, directory)
+    except TimeoutError:
+        _kill(process, pids, directory)
+        await _gone(process, pids, directory)
+    except asyncio.CancelledError:
+        _kill(process, pids, directory)
+        raise
+
+
+async def _gone(process: asyncio.subprocess.Process, pids: list[int], directory: str) -> None:
+    await process.wait()
+    # They end by themselves when their supervisor was killed. Nobody tells us: they are not our children.
+    while any(_is_ours(pid, directory) for pid in pids):  # noqa: ASYNC110
+        await asyncio.sleep(_GONE_PERIOD_S)
+
+
+def _kill(process: asyncio.subprocess.Process, pids: list[int], directory: str) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    for pid in pids:
+        if _is_ours(pid, directory):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_ours(pid: int, directory: str) -> bool:
+    """Says whether a process of the server still runs; its pid may be somebody else's by now."""
+    try:
+        return directory.encode() in Path("/proc", str(pid), "cmdline").read_bytes()  # empty for one that has ended
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _last_words(errors: Path) -> str:
+    words = errors.read_text(errors="replace").strip()[-_LAST_WORDS_LENGTH:]
+    return f":\n{words}" if words else ""
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        fields = ["X"]
+    if fields[0] in "ZX":  # the state
+        raise ServerError(f"a process of the server (pid {pid}) ended during the run")
+    return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S  # user and system

@@ -1,0 +1,144 @@
+"""The peers that are a package away at most: each moves checked messages, gives up when told to, and leaves nothing.
+
+Both ends run here, each on a thread with a loop of its own: what is between them is what is between processes, and a cell takes
+a fraction of a second. In processes of their own they run in ``test_transport.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.messages import Cell, Measurement
+from bench.peers import PEERS, pyzmq_multipart
+from bench.processes import Failed, Part, run_cell
+from shmring.memory.slab import SHM_DIRECTORY
+
+NAMES = ("pyzmq", "shared-memory", "spinning-ring", "spinning-arena", "multiprocessing-queue")
+SIZES = (4 << 10, 1 << 20)
+SMALL = Cell(nbytes=4 << 10, window=4, warm_up_s=0.01, timed_s=0.03, limit_s=20.0, directory="")
+LISTENING_S = 10.0  # for a consumer to listen, on a machine that does much else
+
+
+@pytest.fixture
+def cell() -> Iterator[Cell]:
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+        yield dataclasses.replace(SMALL, directory=directory)
+        assert os.listdir(directory) == []
+
+
+@contextlib.contextmanager
+def parts(name: str, producers: int) -> Iterator[Part]:
+    """Yields what the ends of a peer share; skips the test where its package is missing."""
+    peer, context = PEERS[name], get_context("spawn")
+    if (reason := peer.missing()) is not None:
+        pytest.skip(reason)
+    shared = peer.create_shared(context, producers)
+    try:
+        yield Part(name, shared, context.RawArray("q", 2), producers)
+    finally:
+        peer.close_shared(shared)
+
+
+def run(name: str, cell: Cell) -> list[Any]:
+    """Plays all parts of a cell, and returns their outcomes: the consumer's, and then those of the producers."""
+    with parts(name, cell.producers) as part, ThreadPoolExecutor(1 + cell.producers) as ends, contextlib.ExitStack() as stack:
+        controls = []
+        for _ in range(1 + cell.producers):
+            ours, theirs = (stack.enter_context(end) for end in get_context("spawn").Pipe())
+            controls.append((ours, theirs))
+        outcomes = [ends.submit(run_cell, "consumer", part, controls[0][1], cell)]
+        assert controls[0][0].poll(LISTENING_S), "the consumer does not listen"
+        for producer, (_, control) in enumerate(controls[1:]):
+            role = dataclasses.replace(part, producer=producer)
+            outcomes.append(ends.submit(run_cell, "producer", role, control, cell))
+        if isinstance(outcomes[0].result(), Failed):
+            for ours, _ in controls[1:]:
+                ours.send("there is nobody left to send to")  # a run would have killed them
+        return [outcome.exception() or outcome.result() for outcome in outcomes]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize(
+    ("producers", "options"),
+    [(1, {"dtype": "float32", "window": 1}), (2, {"dtype": "bfloat16"}), (2, {"dtype": "uint8", "copies_out": True})],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options: dict[str, Any], nbytes: int) -> None:
+    cell = dataclasses.replace(cell, nbytes=nbytes, producers=producers, **options)
+    outcome, *others = run(name, cell)
+    assert not [end for end in (outcome, *others) if isinstance(end, Failed | BaseException)]
+    measurement: Measurement = outcome.measurement
+    assert measurement.messages >= cell.window
+    assert (measurement.latencies_ns > 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_content_that_is_not_what_was_sent_is_noticed(cell: Cell, name: str) -> None:
+    outcome, _ = run(name, dataclasses.replace(cell, corrupt_sequence=20))
+    assert isinstance(outcome, Failed)
+    assert "message 20" in outcome.error
+    assert "corrupted" in outcome.error
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_consumer_that_nobody_sends_to_gives_up(cell: Cell, name: str) -> None:
+    ours, control = get_context("spawn").Pipe()
+    with parts(name, 1) as part, ours, control:
+        outcome = run_cell("consumer", part, control, dataclasses.replace(cell, limit_s=0.1))
+    assert outcome == Failed("it took longer than 0.1 s")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_fit_is_said_beforehand(cell: Cell, name: str) -> None:
+    assert PEERS[name].limits(cell) is None
+    reason = PEERS[name].limits(dataclasses.replace(cell, nbytes=1 << 40))
+    assert reason is not None
+    assert "GiB" in reason
+
+
+def test_rings_are_unmapped_after_a_cell(cell: Cell) -> None:
+    for name in ("spinning-ring", "spinning-arena"):
+        run(name, cell)
+    assert "bench-spinning-ring" not in Path("/proc/self/maps").read_text()
+
+
+def test_segments_that_nobody_has_read_are_removed() -> None:
+    with parts("shared-memory", 1) as part:
+        segment = SharedMemory(f"{part.shared}-0-7", create=True, size=1)
+        segment.close()
+        assert (SHM_DIRECTORY / segment.name).exists()
+    assert not (SHM_DIRECTORY / segment.name).exists()
+
+
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert PEERS["pyzmq"].missing() == "not installed: pip install pyzmq"
+    assert [PEERS[name].missing() for name in NAMES[1:]] == [None] * 4  # the standard library
+
+
+def test_an_adapter_can_be_imported_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)  # importing it fails
+    spec = importlib.util.spec_from_file_location("imported_anew", pyzmq_multipart.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # msgspec looks types up there
+    spec.loader.exec_module(module)
+    assert module.PyzmqMultipart.name == "pyzmq"

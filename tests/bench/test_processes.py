@@ -1,0 +1,77 @@
+"""A group of processes: cells run on it again and again, and a failure, a death or silence ends all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.context import SpawnContext
+from typing import Any
+
+import pytest
+
+from bench.messages import Cell
+from bench.peers import PEERS
+from bench.processes import BenchError, Failed, Group, Part, run_cell
+
+SMALL = Cell(nbytes=4096, window=4, warm_up_s=0.02, timed_s=0.05, limit_s=20.0, directory="")
+NAME = "shmring"
+
+
+@pytest.fixture
+def cell() -> Iterator[Cell]:
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+        yield dataclasses.replace(SMALL, directory=directory)
+
+
+def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
+    cell = dataclasses.replace(cell, producers=2)
+    with Group(NAME, 2) as group:
+        group.start()
+        for copies_out in (False, True):
+            measurement = group.run(dataclasses.replace(cell, copies_out=copies_out))
+            assert measurement.messages > 0
+            costs = [measurement.consumer, *measurement.producers]
+            assert len(costs) == 3
+            for cost in costs:
+                assert cost is not None
+                assert cost.messages >= cell.window
+                assert cost.cpu_s > 0
+                assert cost.resident_nbytes > 10 << 20
+                assert cost.descriptors > 3
+                assert cost.lag is not None
+                assert cost.lag.max_ms >= cost.lag.p50_ms
+            assert all(cost.connect_s is not None for cost in measurement.producers)
+        with pytest.raises(BenchError, match=r"the consumer failed: CheckError: message 20 holds .* it is corrupted") as caught:
+            group.run(dataclasses.replace(cell, corrupt_sequence=20))
+        assert PEERS[NAME].title in str(caught.value)
+        assert not any(process.is_alive() for process in group.processes)
+        with pytest.raises(BenchError, match="were ended after a failure"):
+            group.run(cell)
+
+
+def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
+    with Group(NAME) as group:
+        group.start()
+        group.processes[0].kill()
+        with pytest.raises(BenchError, match="the consumer has died with exit code -9"):
+            group.run(cell)
+        assert group.ended
+        assert not any(process.is_alive() for process in group.processes)
+
+
+def test_a_cell_that_takes_too_long_is_an_error(cell: Cell) -> None:
+    control, ours = multiprocessing.Pipe()
+    with control, ours:
+        outcome = run_cell("consumer", Part(NAME), control, dataclasses.replace(cell, limit_s=0.05))
+    assert outcome == Failed("it took longer than 0.05 s")  # no producer ever came
+
+
+def test_what_can_not_be_made_for_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(context: SpawnContext, producers: int) -> Any:
+        raise ValueError(f"not for {producers}")
+
+    monkeypatch.setattr(PEERS[NAME], "create_shared", refuse)
+    with pytest.raises(BenchError, match="ValueError: not for 3"):
+        Group(NAME, 3)

@@ -1,0 +1,128 @@
+"""The document: made of stored results and of nothing else, whichever modes there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench import plots, records, report
+from bench.__main__ import main
+from bench.cases import Case
+from bench.records import Absence, Reason
+
+Make = Callable[..., Any]
+KB = 1 << 10
+
+
+@pytest.fixture
+def stored(tmp_path: Path, made_result: Make, made_results: Make) -> Path:
+    """A directory with a transport run in which inline msgpack is faster at 4 KB and iceoryx2 nowhere."""
+    directory = tmp_path / "results"
+    found = []
+    for window in (16, 1):
+        for nbytes, inline in ((4 * KB, 200.0), (64 * KB, 50.0)):
+            case = Case(nbytes, window=window)
+            found += [
+                made_result("shmring", case, [100.0] * 3),
+                made_result("shmring-in-place", case, [150.0] * 3, ratio=100 / 150),
+                made_result("inline-msgpack", case, [inline] * 3, ratio=100 / inline),
+                made_result("iceoryx2-loaned", case, [103.0] * 3, ratio=100 / 103, cpu_us=30.0),
+            ]
+    absences = [Absence("zenoh", None, Reason.MISSING, "not installed: pip install eclipse-zenoh")]
+    records.write_json(made_results(found, {4 * KB: 1e6, 64 * KB: 1e5}, absences), directory / "transport.json")
+    return directory
+
+
+def other(directory: Path, name: str, **content: Any) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the plots out, which take most of the time."""
+    monkeypatch.setattr(plots, "draw", lambda results, stem, kinds: [])
+
+
+def section(text: str, title: str) -> str:
+    return text.partition(f"{title}\n")[2].partition("\n#")[0]
+
+
+def test_results_are_read_back_as_they_were_written(stored: Path, made_results: Make) -> None:
+    results = records.read_json(stored / "transport.json")
+    assert results.find("shmring", Case(4 * KB)) is not None
+    records.write_json(results, stored / "again.json")
+    assert (stored / "again.json").read_bytes() == (stored / "transport.json").read_bytes()
+
+
+def test_a_document_says_what_was_measured(stored: Path, tmp_path: Path) -> None:
+    text = report.build(stored, tmp_path / "docs").read_text()
+    assert "A Processor, 2 cores" in text
+    assert "not installed: pip install eclipse-zenoh" in section(text, "### Not measured")
+    assert "**not measured**" in section(text, "### Targets")
+    assert "| shmring, one copy | 100 | 100 |" in section(text, "### By size")
+    assert "4 KB of float32, 1 producer, window 16" in section(text, "### Every case")
+    for name in ("throughput", "latency"):
+        assert f"(benchmarks/transport-{name}.svg)" in text
+        assert (tmp_path / "docs" / "benchmarks" / f"transport-{name}.svg").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_it_says_where_others_are_better(stored: Path, tmp_path: Path) -> None:
+    lost = section(report.build(stored, tmp_path / "docs").read_text(), "### Where shmring is not the best choice")
+    copy, _, in_place = lost.partition("In place:")
+    assert "| 4 KB of float32, 1 producer, window 16 | inline msgpack, same socket: 2.00 x |" in copy
+    assert "64 KB" not in copy
+    assert "iceoryx2" not in copy  # it copies nothing, so that it is no peer of what copies
+    assert "No peer was better" in in_place
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_other_modes_are_shown_as_they_tell_it(stored: Path, tmp_path: Path) -> None:
+    other(
+        stored,
+        "request",
+        mode="request",
+        results=[{"ignored": 1}],
+        tables=[{"title": "Round trips", "columns": ["peer", "per second"], "rows": [["shmring", 21000], ["a|b", 1.5]]}],
+        notes=["Measured at night."],
+    )
+    text = report.build(stored, tmp_path / "docs").read_text()
+    shown = section(text, "## Request")
+    assert "Round trips:\n\n| peer | per second |\n|---|---:|\n| shmring | 21000 |\n| a/b | 1.5 |" in shown
+    assert "- Measured at night." in shown
+    assert "see request below" in section(text, "### Targets")
+    assert "python -m bench request --json bench/results/request.json" in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_targets_of_other_modes_stand_with_the_rest(stored: Path, tmp_path: Path) -> None:
+    target = {"what": "fill", "at": "a trace", "asked": ">= 90 %", "measured": "93 %", "met": True}
+    other(stored, "allocator", mode="allocator", tables=[], targets=[target])
+    found = section(report.build(stored, tmp_path / "docs").read_text(), "### Targets")
+    assert "| fill | a trace | >= 90 % | 93 % | **met** |  |" in found
+    assert "fill at first failure" not in found  # what was only announced
+
+
+def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:
+    other(tmp_path / "results", "soak", mode="soak", tables=[{"title": "Memory", "columns": ["a"], "rows": []}])
+    assert "## Soak" in report.build(tmp_path / "results", tmp_path / "docs").read_text()
+
+
+@pytest.mark.parametrize("content", ["{}", "[", '{"mode": "transport"}', '{"mode": "x", "tables": [1]}'])
+def test_a_file_that_holds_something_else_is_an_error(stored: Path, tmp_path: Path, content: str) -> None:
+    (stored / "wrong.json").write_text(content)
+    arguments = ["report", "--results", str(stored), "--docs", str(tmp_path / "docs")]
+    outcome = CliRunner().invoke(main, arguments)
+    assert outcome.exit_code == 1
+    assert "wrong.json holds no results of a benchmark" in outcome.stderr
+
+
+def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(report.ReportError, match="python -m bench transport --json"):
+        report.build(tmp_path, tmp_path / "docs")

@@ -1,0 +1,549 @@
+"""``bench serve``: events are read as browsers read them, what is counted is right, failures are told apart, both paths of a
+real server are loaded and compared, and nothing of a server outlives the run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import av
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+pytest.importorskip("aiohttp")
+
+from aiohttp import web
+
+from bench.machine import Machine
+from bench.serving import command, leash, report, run, serve_command
+from bench.serving import server as server_module
+from bench.serving.client import Client, Exchange, ServerUnusableError
+from bench.serving.load import Requests, play
+from bench.serving.measurement import Generator, Latency, Measurement, Spread, measure
+from bench.serving.media import MediaFileError, media_parts, picture, recording, video
+from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
+from bench.serving.server import Server, ServerError, serving
+from bench.serving.sse import EventParser, ServerSentEvent, StreamFormatError
+from frontend.media.loader import MediaSource
+from frontend.openai.chat import CHAT_PARSER, engine_request
+from frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
+
+TEXT_ONLY = Media(kinds=())
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+STREAM = (
+    b"\xef\xbb\xbf: a comment\r\ndata: one\r\n\r\n"
+    b"event: error\rdata:two\rdata:  three\r\r"
+    b"id: 7\nretry: 100\nunknown: field\ndata\n\n"
+    b"event: without data\n\n"
+    b"data: \xc3\xa9\xe2\x82\xac\n\n\n\n"
+    b"data: cut off"
+)
+EVENTS = [
+    ServerSentEvent(b"one"),
+    ServerSentEvent(b"two\n three", "error"),
+    ServerSentEvent(b""),
+    ServerSentEvent("é€".encode()),
+]
+
+
+def parsed(pieces: list[bytes]) -> list[ServerSentEvent]:
+    parser = EventParser()
+    return [event for piece in pieces for event in parser.feed(piece)]
+
+
+def test_events_are_read_as_the_standard_says() -> None:
+    assert parsed([STREAM]) == EVENTS
+
+
+def test_where_a_stream_is_cut_makes_no_difference() -> None:
+    assert parsed([STREAM[index : index + 1] for index in range(len(STREAM))]) == EVENTS
+    for index in range(len(STREAM)):
+        assert parsed([STREAM[:index], b"", STREAM[index:]]) == EVENTS
+    chance = random.Random(1)
+    for _ in range(200):
+        cuts = sorted(chance.choices(range(len(STREAM)), k=6))
+        assert parsed([STREAM[a:b] for a, b in zip([0, *cuts], [*cuts, len(STREAM)], strict=True)]) == EVENTS
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_an_event_without_an_end_is_given_up(end: bytes) -> None:
+    piece = b"data: " + b"x" * (600 << 10) + end
+    with pytest.raises(StreamFormatError, match="larger than"):
+        parsed([piece, piece])
+
+
+# -- what is sent, and when ----------------------------------------------------------------------------------------------
+
+
+def test_requests_come_at_the_rate_asked_for_and_as_bursty() -> None:
+    for burstiness in (0.25, 1.0, 4.0):
+        load = Load(requests=20_000, request_rate=50, burstiness=burstiness, seed=3)
+        gaps = np.diff(arrival_times(load))
+        assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+        assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+    assert arrival_times(load) == arrival_times(load)
+    assert arrival_times(load) != arrival_times(msgspec.structs.replace(load, seed=4))
+    assert arrival_times(Load(requests=3)) == [0.0] * 3
+
+
+def test_media_have_the_sizes_asked_for() -> None:
+    generator = np.random.default_rng(1)
+    with Image.open(io.BytesIO(picture((96, 64), generator))) as opened:
+        assert (opened.size, opened.format) == ((96, 64), "JPEG")
+    with av.open(io.BytesIO(video((64, 48), 7, generator))) as clip:
+        assert [(frame.width, frame.height) for frame in clip.decode(video=0)] == [(64, 48)] * 7
+    with av.open(io.BytesIO(recording(0.5, generator))) as sound:
+        assert sum(frame.samples for frame in sound.decode(audio=0)) == 8000
+
+
+def test_media_follow_from_the_seed_and_differ() -> None:
+    load = Load(requests=4, media=Media(picture_size=(32, 32)))
+    parts = media_parts(load)
+    assert len({bytes(part) for part in parts}) == 4
+    assert list(map(bytes, parts)) == list(map(bytes, media_parts(load)))
+    assert bytes(parts[0]) != bytes(media_parts(msgspec.structs.replace(load, seed=2))[0])
+
+
+def test_files_of_a_directory_are_sent_instead(tmp_path: Path) -> None:
+    (tmp_path / "b.JPG").write_bytes(b"picture")
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    (tmp_path / "notes.txt").write_bytes(b"text")
+    load = Load(requests=9, media=Media(kinds=("picture", "audio"), directory=str(tmp_path)))
+    assert [json.loads(bytes(part)) for part in media_parts(load)] == [
+        {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,c291bmQ="}},
+        {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,cGljdHVyZQ=="}},
+    ]
+    with pytest.raises(MediaFileError, match=r"\.mp4"):
+        media_parts(msgspec.structs.replace(load, media=Media(kinds=("video",), directory=str(tmp_path))))
+
+
+@pytest.mark.parametrize("kinds", [("picture",), ("audio",), ("video",), ()])
+def test_the_server_reads_what_is_sent(kinds: tuple[MediaKind, ...]) -> None:
+    media = Media(kinds=kinds, picture_size=(32, 32), audio_seconds=0.1, video_size=(32, 32), video_frames=2)
+    chats = Load(requests=1, output_tokens=9, media=media)
+    generation, sources = engine_request(CHAT_PARSER.parse(Requests(chats, "a model", media_parts(chats)).body(3)))
+    names = {"picture": "image", "audio": "audio", "video": "video"}
+    assert [source.kind for source in sources] == [names[kind] for kind in kinds]
+    assert generation.sampling.max_tokens == 9
+    embeddings = Load(requests=1, endpoint="embeddings", media=media)
+    body = Requests(embeddings, "a model", media_parts(embeddings)).body(3)
+    [one] = take_inputs(EMBEDDING_PARSER.parse(body), 1)
+    assert isinstance(one, MediaSource) == bool(kinds)
+
+
+# -- what is counted -------------------------------------------------------------------------------------------------------
+
+
+def exchange(began: float, sent: float, tokens: list[float], ended: float, failure: str | None = None) -> Exchange:
+    made = Exchange(began)
+    made.sent, made.ended, made.failure = sent, ended, failure
+    made.token_times.extend(tokens)
+    made.output_tokens = len(tokens)
+    return made
+
+
+def measured(*exchanges: Exchange, variant: str = "slab") -> Measurement:
+    return measure(variant, exchanges, 100.0, 0.5, [0.001, 0.003], {"engine": 0.25, "frontends": 1.5})
+
+
+def test_statistics_of_a_load() -> None:
+    found = measured(
+        exchange(100.0, 100.1, [101.0, 101.5, 103.0], 103.0),
+        exchange(101.0, 101.0, [101.5], 102.0),
+        exchange(102.0, 102.0, [], 102.5, "HTTP 503 overloaded"),
+        exchange(103.5, 103.5, [104.0], 104.5, "the stream ended before [DONE]"),
+        exchange(104.0, 104.0, [], 105.0, "HTTP 503 overloaded"),
+    )
+    assert (found.requests, found.completed) == (5, 2)
+    assert found.failures == {"HTTP 503 overloaded": 2, "the stream ended before [DONE]": 1}
+    assert found.duration_s == pytest.approx(5.0)
+    assert found.requests_per_s == pytest.approx(2 / 5)
+    assert found.output_tokens_per_s == pytest.approx(4 / 5)
+    assert found.ttft == Latency(2, 750.0, 750.0, 995.0)
+    assert found.tpot == Latency(1, 1000.0, 1000.0, 1000.0)
+    assert found.itl == Latency(2, 1000.0, 1000.0, pytest.approx(1490.0))
+    assert found.e2e == Latency(2, 2000.0, 2000.0, pytest.approx(2980.0))
+    assert found.peak_concurrency == 2
+    assert found.generator == Generator(0.5, pytest.approx(2.98), 3.0, pytest.approx(96.0))
+    assert [one.failure is None for one in found.by_request] == [True, True, False, False, False]
+
+
+def test_a_load_of_which_nothing_came_back_has_no_latencies() -> None:
+    found = measured(exchange(100.0, 100.0, [], 101.0, "connection: ClientConnectorError"))
+    assert (found.ttft, found.tpot, found.itl, found.e2e) == (None, None, None, None)
+    assert found.requests_per_s == 0
+
+
+def results(plan: Plan, *measurements: Measurement) -> run.Results:
+    return run.Results(Machine.here(), "a client", plan, 1000, {"slab": 10, "inline": 0}, list(measurements))
+
+
+def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
+    slab = [measured(exchange(100.0, 100.0, [101.0], ended)) for ended in (102.0, 110.0, 104.0)]
+    inline = [measured(exchange(100.0, 100.0, [101.0], ended), variant="inline") for ended in (104.0, 130.0, 104.0)]
+    found = results(
+        Plan(load=Load(requests=1), compare=True, repetitions=3),
+        *(one for both in zip(slab, inline, strict=True) for one in both),
+    )
+    rows = {row[0]: row[1:] for row in report.stored_table(found).rows}
+    assert report.stored_table(found).columns == ["", "slab", "inline", "slab / inline"]
+    assert rows["requests/s"] == ["0.25 (0.10 .. 0.50)", "0.25 (0.03 .. 0.25)", "2.00 (1.00 .. 3.00)"]
+    assert rows["answered"] == ["3 of 3", "3 of 3", ""]
+    assert rows["engine's CPU, ms/request"][0] == "250.0 (250.0 .. 250.0)"
+    report.write_json(found, tmp_path / "results.json")
+    stored = json.loads((tmp_path / "results.json").read_bytes())
+    assert stored["mode"] == "serve"
+    assert [one["variant"] for one in stored["results"]] == ["slab", "inline"] * 3
+    assert stored["tables"][0]["rows"][0] == ["answered", "3 of 3", "3 of 3", ""]
+
+
+def test_failures_and_a_busy_generator_are_told() -> None:
+    failed = measured(exchange(100.0, 100.0, [100.2], 100.6), exchange(100.0, 100.0, [], 100.5, "HTTP 503 overloaded"))
+    found = results(Plan(load=Load(requests=2)), failed)
+    assert ["failed: HTTP 503 overloaded", "1"] in report.stored_table(found).rows
+    assert any("1 requests failed" in note for note in report.notes(found))
+    assert any("it may be what was measured" in note for note in report.notes(found))
+
+
+def test_a_spread_has_the_median_between_its_ends() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+
+
+# -- a server that does what it is told to ---------------------------------------------------------------------------------
+
+
+def chunk(text: str | None = None, **fields: Any) -> bytes:
+    choices = [] if text is None else [{"delta": {"content": text}}]
+    return b"data: " + msgspec.json.encode({"choices": choices, **fields}) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+ROLE = b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+ERROR = b'data: {"error": {"message": "m", "type": "server_error", "code": "engine_dead"}}\n\n'
+
+
+class Script:
+    """What the stub answers to whom: a status and pieces; and what it has seen."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.pieces: list[bytes] = [ROLE, chunk("a"), chunk("b"), chunk(None, usage={"completion_tokens": 5}), DONE]
+        self.hangs = False
+        self.hangs_up = False
+        self.bodies: list[Any] = []
+        self.in_flight = self.peak = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        try:
+            self.bodies.append(await request.json())
+            response = web.StreamResponse(status=self.status)
+            await response.prepare(request)
+            for piece in self.pieces:
+                await response.write(piece)
+                await asyncio.sleep(0)
+            if self.hangs:
+                await asyncio.sleep(60)
+            if self.hangs_up and request.transport is not None:
+                request.transport.abort()
+            return response
+        finally:
+            self.in_flight -= 1
+
+
+async def models(_: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "stub"}]})
+
+
+Stub = tuple[Script, str]
+
+
+@pytest.fixture
+async def stub() -> AsyncIterator[Stub]:
+    """What the stub does, and its URL."""
+    script = Script()
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_get("/v1/models", models)
+    for path in ("/v1/chat/completions", "/v1/embeddings"):
+        app.router.add_post(path, script.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield script, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def ask(url: str, load: Load) -> Exchange:
+    async with Client(url, load.endpoint, load.request_timeout_s, "a key") as client:
+        return await client.exchange(Requests(load, "stub", []).body(0), time.perf_counter())
+
+
+async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) -> None:
+    script, url = stub
+    found = await ask(url, Load(requests=1, output_tokens=5, media=TEXT_ONLY))
+    assert found.failure is None
+    assert (len(found.token_times), found.output_tokens) == (2, 5)
+    assert found.began <= found.sent < found.token_times[0] <= found.token_times[1] <= found.ended
+    assert script.bodies[0]["max_tokens"] == 5
+    assert script.bodies[0]["stream"] is True
+    del script.pieces[3]
+    assert (await ask(url, Load(requests=1, media=TEXT_ONLY))).output_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"status": 503, "pieces": [b'{"error": {"message": "m", "code": "overloaded"}}']}, "HTTP 503 overloaded"),
+        ({"status": 400, "pieces": [b'{"error": {"message": "m", "type": "bad"}}']}, "HTTP 400 bad"),
+        ({"status": 502, "pieces": [b"<html>"]}, "HTTP 502"),
+        ({"pieces": [chunk("a"), ERROR]}, "in the stream engine_dead"),
+        ({"pieces": [chunk("a")]}, "the stream ended before [DONE]"),
+        ({"pieces": [ROLE, DONE]}, "the stream had no tokens"),
+        ({"pieces": [b"data: <html>\n\n"]}, "not an answer of OpenAI's API: DecodeError"),
+        ({"pieces": [chunk("a")], "hangs_up": True}, "connection: ClientPayloadError"),
+        ({"pieces": [chunk("a")], "hangs": True}, "no whole answer within 0.3 s"),
+    ],
+)
+async def test_every_failure_has_its_reason(stub: Stub, changes: dict[str, Any], reason: str) -> None:
+    script, url = stub
+    vars(script).update(changes)
+    assert (await ask(url, Load(requests=1, media=TEXT_ONLY, request_timeout_s=0.3))).failure == reason
+
+
+async def test_nobody_there_is_a_failure_too() -> None:
+    assert (await ask("http://127.0.0.1:1", Load(requests=1))).failure == "connection: ClientConnectorError"
+    with pytest.raises(ServerUnusableError, match="does the server run"):
+        async with Client("http://127.0.0.1:1", "chat", 1.0) as client:
+            await client.model()
+
+
+async def test_embeddings_are_counted_without_tokens(stub: Stub) -> None:
+    script, url = stub
+    load = Load(requests=1, endpoint="embeddings", media=TEXT_ONLY)
+    script.pieces = [b'{"data": [{"embedding": "AAAA"}]}']
+    found = await ask(url, load)
+    assert (found.failure, found.output_tokens) == (None, 0)
+    script.pieces = [b'{"data": []}']
+    assert (await ask(url, load)).failure == "the answer had no embeddings"
+
+
+async def test_no_more_are_in_flight_than_allowed(stub: Stub) -> None:
+    script, url = stub
+    load = Load(requests=30, max_concurrency=4, media=TEXT_ONLY)
+    ended: list[int] = []
+    async with Client(url, "chat", 10.0) as client:
+        played = await play(load, client, Requests(load, "stub", []), lambda: ended.append(1))
+    found = measure("url", played.exchanges, played.start, played.cpu_s, played.loop_lags_s, {})
+    assert (found.completed, len(ended), script.peak) == (30, 30, 4)
+    assert found.peak_concurrency <= 4
+    assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
+    # A request's clock starts when a turn comes free, not when all were due.
+    assert played.exchanges[-1].began > played.start
+
+
+async def test_a_slow_server_gets_the_same_load(stub: Stub) -> None:
+    script, url = stub
+    script.hangs = True
+    load = Load(requests=6, request_rate=100, request_timeout_s=0.4, media=TEXT_ONLY)
+    async with Client(url, "chat", load.request_timeout_s) as client:
+        played = await play(load, client, Requests(load, "stub", []), lambda: None)
+    assert [one.began - played.start for one in played.exchanges] == pytest.approx(arrival_times(load))
+    assert script.peak == 6
+    assert {one.failure for one in played.exchanges} == {"no whole answer within 0.4 s"}
+
+
+async def test_a_server_that_runs_already_is_measured_by_its_url(stub: Stub) -> None:
+    _, url = stub
+    plan = Plan(load=Load(requests=5, media=TEXT_ONLY, warm_up_requests=1), url=f"{url}/v1/", api_key="secret")
+    found = await run.run(plan, run.Progress())
+    assert found.measurements[0].completed == 5
+    assert "secret" not in msgspec.json.encode(found).decode()
+    assert report.notes(found)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def plan_of(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    plans: list[Plan] = []
+
+    def keep(plan: Plan) -> Any:
+        plans.append(plan)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command, "_run", keep)
+    done = CliRunner().invoke(serve_command, arguments)
+    assert done.exit_code == 0, done.output
+    return plans[0]
+
+
+def test_a_preset_is_what_options_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = PRESETS["pr32104"]
+    plan = plan_of("--preset", "pr32104", "--compare", monkeypatch=monkeypatch)
+    assert (plan.load.requests, plan.load.max_concurrency, plan.load.output_tokens) == (1000, 400, 128)
+    assert plan.load.media.kinds == ("video",)
+    assert (plan.load.media.video_frames, plan.server.api_servers, plan.repetitions) == (10, 3, 3)
+    plan = plan_of(
+        "--preset", "pr32104", "--scale", "0.1", "--video-frames", "4", "--num-prompts", "7", monkeypatch=monkeypatch
+    )
+    assert (plan.load.requests, plan.load.max_concurrency, plan.load.media.video_frames) == (7, 40, 4)
+    assert plan.load.media.video_size == preset["video_size"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--compare", "--url", "http://127.0.0.1:1"],
+        ["--compare", "--disable-mm-shm"],
+        ["--scale", "0.1"],
+        ["--media", "none", "--media", "audio"],
+        ["--video-size", "641x360"],
+        ["--picture-size", "large"],
+        ["--request-rate", "0"],
+        ["--request-rate", "nan"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
+    done = CliRunner().invoke(serve_command, arguments)
+    assert done.exit_code == 2, done.output
+    assert "Error" in done.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_cancels_the_run(number: signal.Signals) -> None:
+    begun = asyncio.Event()
+    stopped: list[bool] = []
+
+    async def running() -> Any:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            stopped.append(True)
+
+    waiting = asyncio.ensure_future(command._until_told_to_end(running()))
+    await begun.wait()
+    os.kill(os.getpid(), number)
+    with pytest.raises(command._ToldToEnd) as told:
+        await waiting
+    assert (told.value.number, stopped) == (number, [True])
+
+
+# -- real servers ----------------------------------------------------------------------------------------------------------
+
+
+def private_directories() -> list[Path]:
+    return list(Path("/tmp").glob(f"shmring-serve-{os.getpid()}-*"))
+
+
+def test_both_paths_of_a_real_server_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    load = ["--num-prompts=12", "--max-concurrency=4", "--output-tokens=6", "--warm-up=3"]
+    media = ["--media=picture", "--media=audio", "--media=video", "--picture-size=64x48", "--audio-seconds=0.5"]
+    clips = ["--video-size=64x48", "--video-frames=3"]
+    servers = ["--compare", "--repetitions=2", "--api-servers=1", "--slab-nbytes=32MiB"]
+    done = CliRunner().invoke(serve_command, [*load, *media, *clips, *servers, f"--json={path}"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "slab / inline" in done.output
+    stored = json.loads(path.read_bytes())
+    assert [one["variant"] for one in stored["results"]] == ["slab", "inline"] * 2
+    for one in stored["results"]:
+        # The executor fails what arrives with another checksum: these have crossed whole.
+        assert (one["completed"], one["failures"]) == (12, {})
+        assert {request["output_tokens"] for request in one["by_request"]} == {6}
+        assert 0 < one["ttft"]["median_ms"] <= one["e2e"]["p99_ms"]
+        assert one["itl"]["count"] == 12 * 5
+        assert 1 < one["peak_concurrency"] <= 4
+        assert one["cpu_s"]["frontends"] > 0
+    assert stored["slab_nbytes"]["inline"] == 0
+    assert stored["slab_nbytes"]["slab"] > 64 * 48 * 3
+    assert {"cpu", "commit"} <= stored["machine"].keys()
+    assert private_directories() == []
+
+
+#: Stands in for ``shmring serve``: says what that says, about itself and a child, and stops as it is told to, or not.
+STAND_IN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if {deaf} else lambda *_: (child.kill(), sys.exit({status})))
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", *sys.argv])
+print(f"shmring: serving on http://127.0.0.1:9 (engine pid {{child.pid}}, frontends pids {{child.pid}})", flush=True)
+print("last words", file=sys.stderr, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+async def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=deaf, status=0)))
+    monkeypatch.setattr(server_module, "_STOP_TIMEOUT_S", 0.5 if deaf else 15.0)
+    servers: list[Server] = []
+    began = asyncio.Event()
+
+    async def use() -> None:
+        async with serving(ServerOptions(), Load(requests=1)) as server:
+            servers.append(server)
+            began.set()
+            await asyncio.Event().wait()
+
+    using = asyncio.ensure_future(use())
+    await began.wait()
+    assert servers[0].cpu_s().keys() == {"engine", "frontends"}
+    using.cancel()
+    await asyncio.wait([using])
+    assert using.cancelled()
+    with pytest.raises(ServerError, match="ended during the run"):
+        servers[0].cpu_s()
+    assert private_directories() == []
+
+
+async def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(server_module, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=False, status=3)))
+    with pytest.raises(ServerError, match="exit code 3"):
+        async with serving(ServerOptions(), Load(requests=1)):
+            pass
+    assert "last words" in caplog.text
+    monkeypatch.setattr(server_module, "_PROGRAM", ("-S", "-c", "import sys; sys.exit('no such slab')"))
+    with pytest.raises(ServerError, match=r"did not start:\nno such slab"):
+        async with serving(ServerOptions(), Load(requests=1)):
+            pass
+    assert private_directories() == []
+
+
+def test_what_is_leashed_ends_with_whoever_started_it() -> None:
+    sleeper = [sys.executable, "-S", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
+    parent = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, {leash.__file__!r}, str(os.getpid()), *{sleeper!r}])\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            pid = int(process.stdout.readline())
+            assert Path("/proc", str(pid)).exists()
+        finally:
+            process.kill()
+        process.stdout.read()  # until the one that has it, too, has ended
+    deadline = time.monotonic() + 10
+    while (stat := Path("/proc", str(pid), "stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

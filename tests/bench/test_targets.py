@@ -1,0 +1,126 @@
+"""Targets: judged by what was measured, by the worst of it, and not judged where nothing was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench import targets
+from bench.cases import Case
+from bench.records import Results
+from bench.targets import Verdict
+
+Make = Callable[..., Any]
+KB, MB = 1 << 10, 1 << 20
+
+
+def verdict(results: Results, what: str, at: str = "") -> Verdict:
+    (found,) = [one for one in targets.evaluate(results) if what in one.what and at in one.at]
+    return found
+
+
+@pytest.mark.parametrize(("ours", "met"), [([150.0, 160.0, 150.0], True), ([149.0, 160.0, 100.0], False)])
+def test_the_worst_size_decides(made_result: Make, made_results: Make, ours: list[float], met: bool) -> None:
+    small, large = Case(4 * KB), Case(64 * KB)
+    results = made_results(
+        [
+            made_result("shmring", small, [1000.0] * 3),
+            made_result("iceoryx2", small, [100.0] * 3),
+            made_result("shmring", large, ours),
+            made_result("iceoryx2", large, [100.0] * 3),
+        ]
+    )
+    found = verdict(results, "messages/s of iceoryx2, one copy", "4 KB, 64 KB")
+    assert found.met is met
+    assert found.asked == ">= 1.5 x"
+    assert found.measured == ("1.5 x" if met else "1.49 x")
+    assert found.detail.startswith("4 KB: 10, 64 KB: 1.")
+    assert (found in targets.missed([found])) is not met
+
+
+def test_ratios_are_taken_within_repetitions(made_result: Make, made_results: Make) -> None:
+    case = Case(8 * MB)
+    results = made_results(
+        [made_result("shmring", case, [10.0, 200.0, 30.0]), made_result("torch-queue", case, [1.0, 100.0, 3.0])]
+    )
+    assert verdict(results, "torch.multiprocessing.Queue", "8 MB").measured == "10 x"  # medians would say 10 over 3
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed(made_result: Make, made_results: Make) -> None:
+    found = targets.evaluate(made_results([]))
+    assert len(found) == len(targets.TARGETS)
+    assert {one.met for one in found} == {None}
+    assert {one.word for one in found} == {"not measured"}
+    assert targets.missed(found) == []
+    partly = made_results([made_result("shmring", Case(4 * KB), [90.0] * 3), made_result("pyzmq", Case(4 * KB), [10.0] * 3)])
+    assert verdict(partly, "messages/s of pyzmq", "4 KB, 64 KB").detail == "4 KB: 9, 64 KB: not measured"
+
+
+def test_the_memcpy_limit_is_that_of_the_same_size(made_result: Make, made_results: Make) -> None:
+    results = made_results(
+        [made_result("shmring", Case(nbytes), [80.0] * 3) for nbytes in (1 * MB, 8 * MB)], limits={1 * MB: 100.0, 8 * MB: 100.0}
+    )
+    assert verdict(results, "memcpy limit", "1 MB").met is True
+    assert verdict(results, "memcpy limit", "8 MB").met is False
+
+
+def test_latency_is_compared_with_the_nearest_peer_that_sleeps(made_result: Make, made_results: Make) -> None:
+    case = Case(4 * KB, window=1)
+    results = made_results(
+        [
+            made_result("shmring", case, [1.0], p50_us=80.0),
+            made_result("spinning-ring", case, [1.0], p50_us=20.0),
+            made_result("iceoryx2-loaned", case, [1.0], p50_us=60.0),  # copies nothing
+            made_result("iceoryx2", case, [1.0], p50_us=100.0),
+            made_result("inline-msgpack", case, [1.0], p50_us=90.0),
+        ]
+    )
+    found = verdict(results, "one copy: p50")
+    assert found.met is True
+    assert found.detail.startswith("4 KB (inline-msgpack): 1.12")
+
+
+def test_latency_in_place_hardly_depends_on_the_size(made_result: Make, made_results: Make) -> None:
+    def measured(p50_us: float) -> Verdict:
+        small = made_result("shmring-in-place", Case(4 * KB, window=1), [1.0], p50_us=60.0)
+        large = made_result("shmring-in-place", Case(8 * MB, window=1), [1.0], p50_us=p50_us)
+        return verdict(made_results([small, large]), "p50 at 8 MB over that at 4 KB")
+
+    assert measured(70.0).met is True
+    assert measured(90.0).met is False
+
+
+def test_of_many_places_the_worst_are_shown(made_result: Make, made_results: Make) -> None:
+    costs = [made_result("shmring-in-place", Case(nbytes * KB), [1.0], cpu_us=float(nbytes)) for nbytes in (4, 8, 12, 16)]
+    found = verdict(made_results(costs), "CPU time per message, in place")
+    assert found.detail.startswith("producer of in place, 16 KB of float32, 1 producer, window 16: 16, ")
+    assert found.detail.endswith("; the worst of 8")
+    assert " 4 KB" not in found.detail
+
+
+def test_costs_are_of_the_worse_side(made_result: Make, made_results: Make) -> None:
+    cheap = made_result("shmring-in-place", Case(4 * KB), [1.0], cpu_us=15.0)
+    dear = made_result("shmring-in-place", Case(1 * MB), [1.0], cpu_us=25.0)
+    assert verdict(made_results([cheap]), "CPU time per message, in place").met is True
+    assert verdict(made_results([cheap, dear]), "CPU time per message, in place").met is False
+
+
+@pytest.mark.parametrize(("runs", "met"), [([95.0] * 3, True), ([80.0] * 3, False)])
+def test_producers_together_keep_up_with_one(made_result: Make, made_results: Make, runs: list[float], met: bool) -> None:
+    one = made_result("shmring", Case(64 * KB), [100.0] * 3)
+    eight = made_result("shmring", Case(64 * KB, producers=8), runs)
+    assert verdict(made_results([one, eight]), "8 producers together").met is met
+
+
+def test_stalls_and_memory_are_judged(made_result: Make, made_results: Make) -> None:
+    stalled = made_result("shmring", Case(64 * MB), [1.0], lag_ms=6.0, resident_nbytes=270 * MB)
+    found = made_results([stalled])
+    assert verdict(found, "longest stall").met is False
+    assert verdict(found, "longest stall").measured == "6 ms"
+    assert verdict(found, "resident memory above").measured == "70 MB"
+    assert verdict(found, "resident memory above").met is False
+    assert verdict(found, "connecting").met is True
+    elsewhere = made_results([made_result("shmring", Case(8 * MB), [1.0], lag_ms=6.0)])
+    assert verdict(elsewhere, "longest stall").met is None
