@@ -98,7 +98,7 @@ class _Collector:
 
     def collect(self) -> None:
         gc.collect()
-        if len(sys.modules) != self._modules:
+        if len(sys.modules) != self._modules or not gc.get_freeze_count():  # what is tested may unfreeze, too
             self._modules = len(sys.modules)
             gc.freeze()
 

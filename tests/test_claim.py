@@ -229,7 +229,6 @@ async def test_a_view_that_something_hides_keeps_its_slot_until_that_is_gone(
         await eventually(lambda: ends.ring.statistics().slots_draining == 0)
         await eventually(lambda: ends.client.statistics().slots_in_use == 0)
     finally:
-        gc.unfreeze()
         gc.enable()
 
 

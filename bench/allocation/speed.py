@@ -65,15 +65,19 @@ class _Run:
                 return start, blocks  # else a smaller one is tried: nothing is measured here
 
     def batch(self, steps: int) -> None:
-        """Frees a slot and places another, so many times; what can't be placed at once ends the batch, and is replaced."""
-        victims = [self.chance.randrange(len(self.places)) for _ in range(steps)]
-        blocks = [slot_blocks(self.sizes.draw(self.chance)) for _ in range(steps)]
-        done, elapsed_s = _swap(self.policy, self.places, victims, blocks)
-        if done < steps:
-            self.places[victims[done]] = self.place()
-        if done:
-            self.step_s = elapsed_s / done
-            self.batches_us.append(self.step_s / 2 * 1e6)
+        """Frees a slot and places another, so many times; what can't be placed at once ends the batch, and is replaced.
+
+        A batch that ended with its first step says nothing, and is repeated.
+        """
+        done = 0
+        while not done:
+            victims = [self.chance.randrange(len(self.places)) for _ in range(steps)]
+            blocks = [slot_blocks(self.sizes.draw(self.chance)) for _ in range(steps)]
+            done, elapsed_s = _swap(self.policy, self.places, victims, blocks)
+            if done < steps:
+                self.places[victims[done]] = self.place()
+        self.step_s = elapsed_s / done
+        self.batches_us.append(self.step_s / 2 * 1e6)
 
 
 def _swap(policy: Policy, places: list[tuple[int, int]], victims: Sequence[int], lengths: Sequence[int]) -> tuple[int, float]:

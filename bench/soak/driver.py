@@ -30,6 +30,7 @@ _START_LIMIT_S = 120.0  # for the import of torch, on a machine that does much e
 _ANSWER_LIMIT_S = 30.0
 _LEAVE_LIMIT_S = 10.0
 _SETTLE_LIMIT_S = 10.0  # after an idle phase; everything should have come home within it already
+_SHORT_SETTLE_LIMIT_S = 1.0
 _SETTLE_POLL_S = 0.05
 
 
@@ -170,7 +171,8 @@ class _Driver:
 
     def look_idle(self, cycle: int) -> None:
         """Looks whether everything has come home; on a crowded machine it may take a moment longer."""
-        deadline = time.monotonic() + _SETTLE_LIMIT_S
+        # What is kept on purpose is not waited for.
+        deadline = time.monotonic() + (_SHORT_SETTLE_LIMIT_S if self.plan.sabotages else _SETTLE_LIMIT_S)
         while not (look := self.idle_look(cycle)).is_empty and time.monotonic() < deadline:
             time.sleep(_SETTLE_POLL_S)
         self.seen.idle_looks.append(look)
