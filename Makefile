@@ -13,12 +13,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint types pytest faults leftovers bench-quick guards fuzz format clean install
+.PHONY: demo test checks test-gpu lint types unit-tests system-tests faults leftovers bench-quick guards fuzz format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
 
-test: lint types pytest faults leftovers
+test: checks faults leftovers
+
+# The tests without a ring, on the core that those with processes leave idle.
+UNITS := tests/fuzz tests/bench/test_simulator.py tests/frontend/openai \
+	$(filter-out %/test_loader.py,$(wildcard tests/frontend/media/test_*.py)) \
+	$(patsubst %,tests/engine/test_%.py,clips descriptors detokenizer features sampling scheduler sounds stopping texts)
+
+checks: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target system-tests lint types unit-tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -27,14 +35,17 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-pytest: $(INSTALLED)
+unit-tests: $(INSTALLED)
 	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
-	$(BIN)/python -m pytest --ignore=tests/core
+	$(BIN)/python -m pytest $(UNITS)
 
-faults: $(INSTALLED)
+system-tests: $(INSTALLED)
+	$(BIN)/python -m pytest --ignore=tests/core $(addprefix --ignore=,$(UNITS))
+
+faults: checks
 	$(BIN)/python -m bench faults --minutes 1 --seed 1
 
-leftovers: pytest faults
+leftovers: checks faults
 	$(BIN)/python tests/leftovers.py
 
 bench-quick: $(INSTALLED)
