@@ -485,8 +485,8 @@ STAND_IN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN if {deaf} else lambda *_: (child.kill(), sys.exit({status})))
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", *sys.argv])
-print(f"shmring: serving on http://127.0.0.1:9 (engine pid {{child.pid}}, frontends pids {{child.pid}})", flush=True)
 print("last words", file=sys.stderr, flush=True)
+print(f"shmring: serving on http://127.0.0.1:9 (engine pid {{child.pid}}, frontends pids {{child.pid}})", flush=True)
 child.wait()
 """
 
