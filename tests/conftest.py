@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -90,22 +89,6 @@ class _Complaints(logging.Handler):
         self.messages.append(self.format(record))
 
 
-class _Collector:
-    """Collects garbage after each test. What was imported is none, and a walk through all of transformers takes a while."""
-
-    def __init__(self) -> None:
-        self._modules = 0
-
-    def collect(self) -> None:
-        gc.collect()
-        if len(sys.modules) != self._modules or not gc.get_freeze_count():  # what is tested may unfreeze, too
-            self._modules = len(sys.modules)
-            gc.freeze()
-
-
-_COLLECTOR = _Collector()
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_lost() -> Iterator[None]:
     """No task or future ends with an exception that nobody looks at, and no callback raises."""
@@ -114,7 +97,8 @@ def nothing_is_lost() -> Iterator[None]:
     logger.addHandler(complaints)
     try:
         yield
-        _COLLECTOR.collect()
+        gc.collect()
+        gc.freeze()  # what is left is no garbage of this test: without this, each walks through all that was imported
     finally:
         logger.removeHandler(complaints)
     assert complaints.messages == []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+
+_GRACE_S = 10.0  # a server of forks ends when it sees that its parent has, and unloads torch, a moment later
 
 
 def leftovers() -> list[str]:
@@ -24,6 +27,8 @@ def leftovers() -> list[str]:
 
 
 if __name__ == "__main__":
-    lines = leftovers()
+    deadline = time.monotonic() + _GRACE_S
+    while (lines := leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.1)
     print("\n".join(["left behind:", *lines]) if lines else "nothing is left behind")
     sys.exit(bool(lines))
