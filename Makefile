@@ -37,10 +37,10 @@ types: $(INSTALLED)
 
 unit-tests: $(INSTALLED)
 	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
-	$(BIN)/python -m pytest $(UNITS)
+	@echo 'pytest: the tests without a ring'; $(BIN)/python -m pytest $(UNITS)
 
 system-tests: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore=tests/core $(addprefix --ignore=,$(UNITS))
+	@echo 'pytest: the tests with rings and processes'; $(BIN)/python -m pytest --ignore=tests/core $(addprefix --ignore=,$(UNITS))
 
 faults: checks
 	$(BIN)/python -m bench faults --minutes 1 --seed 1
