@@ -466,13 +466,12 @@ class Ring:
         self._claims.pop((client_id, claim.request_id), None)
         effects, viewed = self._release(client_id, submit)
         if self._ledger.end(client_id, claim.request_id, RequestEvent.FINISH):
-            self._counters.finished += 1
             released: tuple[int, ...] = ()
             if effects:  # it is connected, or its request would have ended before; so there is nothing else to do
                 [effect] = effects
                 assert isinstance(effect, Released)
                 released = effect.generations
-            self._frontends[client_id].send(Done(claim.request_id, released))
+            self._finished(client_id, claim.request_id, released)
         else:
             self._carry_out(effects)
         self._expect_deaths(client_id, viewed)
@@ -509,13 +508,15 @@ class Ring:
     ) -> None:
         if not self._ledger.end(client_id, request_id, event):
             return
-        frontend = self._frontends[client_id]
         if error is None:
-            self._counters.finished += 1
-            frontend.send(Done(request_id))
+            self._finished(client_id, request_id)
         else:
             self._counters.failed += 1
-            frontend.send(Failed(request_id, kind, *self._describe(error)))
+            self._frontends[client_id].send(Failed(request_id, kind, *self._describe(error)))
+
+    def _finished(self, client_id: int, request_id: int, released: tuple[int, ...] = ()) -> None:
+        self._counters.finished += 1
+        self._frontends[client_id].send(Done(request_id, released))
 
     def _describe(self, error: BaseException) -> tuple[str, str]:
         """Returns an error's type and text as they can travel, whatever is in them."""

@@ -135,12 +135,15 @@ def socket_dir() -> Iterator[Path]:
 
 @pytest.fixture
 async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.Ring]]]:
-    """``await serve(handler=None, name="test", **options)``: a small ring, with ``ring.run(handler)`` if there is one."""
+    """``await serve(handler=None, name="test", **options)``: a small ring, with ``ring.run(handler)`` if there is one.
+
+    Tensors of more than 1 KiB take a slot in it, so that small ones do; likewise in ``connect``.
+    """
     rings: list[shmring.Ring] = []
     tasks: list[asyncio.Task[None]] = []
 
     async def start(handler: Any = None, name: str = "test", max_concurrency: int = 64, **options: Any) -> shmring.Ring:
-        settings: dict[str, Any] = {"slab_nbytes": "1MiB", "socket_dir": str(socket_dir)}
+        settings: dict[str, Any] = {"slab_nbytes": "1MiB", "inline_nbytes": "1KiB", "socket_dir": str(socket_dir)}
         ring = await shmring.serve(name, **(settings | options))
         rings.append(ring)
         if handler is not None:
@@ -161,7 +164,7 @@ async def connect(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., A
     clients: list[shmring.RingClient] = []
 
     async def open_client(name: str = "test", **options: Any) -> shmring.RingClient:
-        settings: dict[str, Any] = {"lease_nbytes": "64KiB", "socket_dir": str(socket_dir)}
+        settings: dict[str, Any] = {"lease_nbytes": "64KiB", "inline_nbytes": "1KiB", "socket_dir": str(socket_dir)}
         client = await shmring.connect(name, **(settings | options))
         clients.append(client)
         return client

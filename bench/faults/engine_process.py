@@ -180,6 +180,7 @@ async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
         assignment.name,
         slab_nbytes=plan.slab_nbytes,
         reply_nbytes=plan.reply_nbytes,
+        inline_nbytes="1KiB",
         socket_dir=assignment.socket_dir,
         payload_type=Order,
         calls={"statistics": engine.statistics},

@@ -87,6 +87,7 @@ class _Frontend:
             lease_nbytes=self.plan.lease_nbytes,
             connect_timeout_s=60.0,
             lease_idle_s=0.5,
+            inline_nbytes="1KiB",  # what is put to the test is slots
             reconnect=True,
             reconnect_max_s=0.1,
         )

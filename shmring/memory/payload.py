@@ -136,6 +136,8 @@ class Packed:
 
     def content_inline(self, slots: tuple[SlotRef, ...] = ()) -> Content:
         """Copies the tensors into the message itself. ``slots`` are those in which tensors lie in place."""
+        if not self.copy_nbytes:
+            return self._content(b"", slots)
         inline = np.empty(self.copy_nbytes, np.uint8)
         self.copy_into(inline, int(inline.ctypes.data))
         return self._content(inline.tobytes(), slots)
@@ -261,9 +263,9 @@ def _tensor_part(tensor: torch.Tensor) -> _Part:
         raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} can't be sent; make it dense first")
     if tensor.is_nested:
         raise TypeError("a nested tensor can't be sent; send a list of tensors, or pad it")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise TypeError("a tensor on the meta device has no content to send")
-    return _Part(tensor, torch_dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size())
+    return _Part(tensor, torch_dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
 
 
 def _array_part(array: NDArray[Any]) -> _Part:

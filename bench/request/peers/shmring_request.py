@@ -2,7 +2,7 @@
 
 How its users use it: a frontend awaits ``client.request`` once for each request, from as many tasks as it has requests;
 the tensor is copied into a slot. An engine iterates over the ring, reads ``claim.payload`` in place, replies, and leaves the
-claim, which releases the slot. A reply of up to 1 KiB travels in the message, a larger one in a slot of the reply reserve,
+claim, which releases the slot. A reply of up to 8 KiB travels in the message, a larger one in a slot of the reply reserve,
 where the client views it. Both ends have the default configuration, but for the size of the slab: twice what is in flight,
 and no more than the default, so that the largest cells wait for space, as they do in a server. This is what every other
 peer is compared with.
