@@ -406,13 +406,14 @@ class Session:
             return
         if self._slot_views.anchor(id(record)) is not None and self.config.debug:
             logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
-        if drain and self._slot_views.anchor(id(record)) is not None:
+        draining = drain and self._slot_views.anchor(id(record)) is not None
+        if draining:
             record.viewed = True
             self._viewed[id(record)] = record
         else:
             self._slot_views.forget(id(record))
         self._carry_out(self.book.give_up(record, self.loop.time()))
-        if record.viewed:
+        if draining:  # not `viewed`: what the caller has not left when the client closes counts as that, too
             self._slot_views.expect(id(record))
 
     def _wake_for_deaths(self) -> None:

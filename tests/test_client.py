@@ -520,6 +520,19 @@ async def test_what_is_still_used_when_a_client_closes_stays_its_own(serve: Any,
     slot.close()
 
 
+@pytest.mark.parametrize("drain", [False, True])
+async def test_a_slot_may_be_left_while_its_client_says_goodbye(serve: Any, connect: Any, drain: bool) -> None:
+    await serve()
+    client = await connect()
+    async with client.slot(4096, drain=drain) as slot:
+        slot.tensor((4096,), torch.uint8).fill_(1)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+    await closing
+    assert client.closed
+
+
 async def test_closing_is_an_end_even_if_it_is_cancelled(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
     ring = await serve(handle)
     for steps in range(1, 12):
