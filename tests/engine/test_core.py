@@ -151,7 +151,7 @@ async def engine_and_client(
     )
     async with core:
         running = asyncio.create_task(core.run())
-        async with await EngineClient.connect("core", socket_dir=str(socket_dir)) as client:
+        async with await EngineClient.connect("core", socket_dir=str(socket_dir), inline_nbytes="1KiB") as client:
             yield core, client
         await until(lambda: core.ring.statistics().clients == 0)
     await running
@@ -225,7 +225,7 @@ async def test_requests_of_several_frontends_share_a_step_by_priority_and_in_tur
     gate = Gate()
     async with (
         engine_and_client(gate, socket_dir, max_num_seqs=8) as (core, first),
-        await EngineClient.connect("core", socket_dir=str(socket_dir)) as second,
+        await EngineClient.connect("core", socket_dir=str(socket_dir), inline_nbytes="1KiB") as second,
     ):
         answers = [asyncio.create_task(encode(first, request_of(0)))]
         await until(lambda: gate.seen)
@@ -399,7 +399,7 @@ async def test_an_executor_that_dies_ends_the_engine_and_everybody_is_told_why(s
         raise death
 
     core = await EngineCore.create("core", CallbackExecutor(compute), slab_nbytes="16MiB", socket_dir=str(socket_dir))
-    client = await EngineClient.connect("core", socket_dir=str(socket_dir))
+    client = await EngineClient.connect("core", socket_dir=str(socket_dir), inline_nbytes="1KiB")
     answers: list[asyncio.Task[torch.Tensor]] = []
 
     async def run_until_dead() -> None:
@@ -743,7 +743,7 @@ async def test_closing_waits_for_the_step_and_closes_the_executor(socket_dir: Pa
     executor = CallbackExecutor(compute)
     core = await EngineCore.create("core", executor, slab_nbytes="16MiB", socket_dir=str(socket_dir))
     running = asyncio.create_task(core.run())
-    client = await EngineClient.connect("core", socket_dir=str(socket_dir))
+    client = await EngineClient.connect("core", socket_dir=str(socket_dir), inline_nbytes="1KiB")
     answer = asyncio.create_task(encode(client, request_of(1)))
     await until(lambda: core._busy is not None)
     closing = asyncio.create_task(core.close())
@@ -763,7 +763,7 @@ async def test_closing_waits_for_the_step_and_closes_the_executor(socket_dir: Pa
 async def test_cancelling_it_waits_for_the_step_and_fails_what_runs(socket_dir: Path) -> None:
     gate = Gate()
     core = await EngineCore.create("core", CallbackExecutor(gate), slab_nbytes="16MiB", socket_dir=str(socket_dir))
-    async with core, await EngineClient.connect("core", socket_dir=str(socket_dir)) as client:
+    async with core, await EngineClient.connect("core", socket_dir=str(socket_dir), inline_nbytes="1KiB") as client:
         running = asyncio.create_task(core.run())
         answer = asyncio.create_task(encode(client, request_of(1)))
         await until(lambda: gate.seen)
