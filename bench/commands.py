@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import cases, plots, records, report, tables, targets, transport
+from bench import cases, command_line, plots, records, report, tables, targets, transport
+from bench.command_line import DIRECTORY, shown_progress, terminated
 from bench.messages import DTYPES, ITEM_NBYTES
 from bench.peers import PEERS
 from bench.processes import BenchError
 from bench.records import Results
-from shmring.config import parse_nbytes
 
 __all__ = ["quick_command", "report_command", "shown_progress", "terminated", "transport_command"]
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_DIRECTORY = click.Path(file_okay=False, path_type=Path)
-_SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
-
 _ROOT = Path(__file__).resolve().parents[1]
 
-# A quick run has 9 cases in under 5 minutes: 13 peers, 3 repetitions, and what connecting and closing take besides.
+# A quick run has 9 cases in under 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
 _QUICK = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
 _FULL = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
 
 
-class _Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            nbytes = parse_nbytes(value)  # type: ignore[arg-type] # it says itself what it can't take
-        except (ValueError, TypeError) as error:
-            self.fail(str(error), param, ctx)
-        if nbytes < ITEM_NBYTES or nbytes % ITEM_NBYTES:
-            self.fail(f"{value} is not a positive multiple of {ITEM_NBYTES} bytes, the size of a stamp", param, ctx)
-        return nbytes
-
-
-def _output_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The options of where results go."""
-    plot = click.option("--plot", "plot_stem", default=None, type=_FILE, help="Also draw FILE-*.png and FILE-*.svg.")
-    return click.option("--json", "json_path", default=None, type=_FILE, help="Also write to this file.")(plot(function))
-
-
-@click.command("transport", context_settings=_SETTINGS)
+@click.command("transport", context_settings=command_line.SETTINGS)
 @click.option("--quick", is_flag=True, help="Few cases and short repetitions, in under 5 minutes.")
-@click.option("--size", "sizes", multiple=True, type=_Size(), help="Of a tensor; repeatable.  [default: 4KiB to 256MiB]")
+@command_line.size_option(
+    "--size", "sizes", item_nbytes=ITEM_NBYTES, item="a stamp", text="Of a tensor; repeatable.  [default: 4KiB to 256MiB]"
+)
 @click.option(
     "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="Of a tensor; repeatable.  [default: all]"
 )
@@ -72,14 +46,11 @@ def _output_options(function: Callable[..., None]) -> Callable[..., None]:
     help="The consumer copies every byte into a buffer of its own, or not.  [default: both]",
 )
 @click.option("--product", is_flag=True, help="Measure every combination, instead of varying one thing at a time.")
-@click.option(
-    "--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Beside shmring; repeatable.  [default: all]"
-)
-@click.option(
-    "--repetitions", default=None, type=click.IntRange(min=1), help="Of each case and peer, interleaved.  [default: 5]"
-)
-@click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help="Timed in each repetition.  [default: 0.5]")
-@_output_options
+@command_line.peer_option(PEERS)
+@command_line.repetitions_option("Of each case and peer, interleaved.  [default: 5]")
+@command_line.seconds_option("0.5")
+@command_line.json_option
+@command_line.plot_option
 def transport_command(
     quick: bool,
     sizes: tuple[int, ...],
@@ -111,17 +82,18 @@ def transport_command(
         raise click.ClickException(f"{len(results.failed)} cases failed: see the table")
 
 
-@click.command("quick", context_settings=_SETTINGS)
-@click.option("--repetitions", default=None, type=click.IntRange(min=1), help="Of each case and peer.  [default: 3]")
-@click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help="Timed in each repetition.  [default: 0.15]")
-@_output_options
+@click.command("quick", context_settings=command_line.SETTINGS)
+@command_line.repetitions_option("Of each case and peer.  [default: 3]")
+@command_line.seconds_option("0.15")
+@command_line.json_option
+@command_line.plot_option
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
     """Transports in under 5 minutes; fails if a target that this measures is missed."""
     names = _peers(())
     plan = _plan(cases.quick(names), True, repetitions, seconds, cases.quick_without(names))
     results = _measure(plan, json_path, plot_stem)
     verdicts = targets.evaluate(results)
-    _console().print(tables.targets_table(verdicts))
+    command_line.console(tables.TABLE_WIDTH).print(tables.targets_table(verdicts))
     missed = targets.missed(verdicts)
     if results.failed:
         raise click.ClickException(f"{len(results.failed)} cases failed: see the table")
@@ -129,9 +101,9 @@ def quick_command(repetitions: int | None, seconds: float | None, json_path: Pat
         raise click.ClickException(f"{len(missed)} targets missed: see the table")
 
 
-@click.command("report", context_settings=_SETTINGS)
-@click.option("--results", "results_directory", default=_ROOT / "bench" / "results", type=_DIRECTORY, help="JSON of all modes.")
-@click.option("--docs", "docs_directory", default=_ROOT / "docs", type=_DIRECTORY, help="Where benchmarks.md goes.")
+@click.command("report", context_settings=command_line.SETTINGS)
+@click.option("--results", "results_directory", default=_ROOT / "bench" / "results", type=DIRECTORY, help="JSON of all modes.")
+@click.option("--docs", "docs_directory", default=_ROOT / "docs", type=DIRECTORY, help="Where benchmarks.md goes.")
 def report_command(results_directory: Path, docs_directory: Path) -> None:
     """Builds docs/benchmarks.md and its plots from stored results."""
     try:
@@ -179,32 +151,11 @@ def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | Non
             results = transport.run(plan, progress)
     except (BenchError, plots.MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
-    console = _console()
+    shown = command_line.console(tables.TABLE_WIDTH)
     for table in tables.transport_tables(results):
-        console.print(table)
+        shown.print(table)
     if json_path is not None:
         records.write_json(results, json_path)
     if plot_stem is not None:
         plots.draw(results, plot_stem)
     return results
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else tables.TABLE_WIDTH)
-
-
-@contextlib.contextmanager
-def shown_progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """Yields what shows a line for each step on stderr: a bar to a person, plain lines to a log."""
-    if not sys.stderr.isatty():
-        yield lambda line: click.echo(line, err=True)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
-        yield lambda line: progress.update(task, description=line, advance=1)
-
-
-def terminated(number: int, frame: object) -> NoReturn:
-    """An orderly exit: everything that was started is ended on the way out."""
-    sys.exit(128 + number)

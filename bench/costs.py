@@ -49,6 +49,7 @@ class Cost:
         descriptors: open at the end of the phase.
         lag: of its event loop; None where it has none that is meant to stay responsive.
         connect_s: how long it took to connect, where a peer says so.
+        idle_share: of a core, that it took while connected with nothing to do after the phase, where a peer has looked.
     """
 
     messages: int
@@ -57,6 +58,7 @@ class Cost:
     descriptors: int
     lag: Lag | None
     connect_s: float | None = None
+    idle_share: float | None = None
 
 
 def resident_nbytes() -> int:
@@ -110,10 +112,23 @@ class Meter:
             connect_s=self.connect_s,
         )
 
+    async def watch_idling(self, seconds: float) -> None:
+        """Looks at what this process takes when the phase is over and nothing comes; the loop's lag is watched no more.
+
+        Args:
+            seconds: for how long.
+        """
+        assert self.cost is not None, "the phase is over"
+        self.close()  # ticks are no rest
+        cpu_s, wall_s = _cpu_s(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        self.cost = dataclasses.replace(self.cost, idle_share=(_cpu_s() - cpu_s) / (time.perf_counter() - wall_s))
+
     def close(self) -> None:
-        """Ends the watch over the loop. Called on the loop's thread."""
+        """Ends the watch over the loop. Called on the loop's thread. Twice is once."""
         if self._ticker is not None:
             self._ticker.close()
+            self._ticker = None
 
 
 class _Ticker:

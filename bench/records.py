@@ -44,6 +44,7 @@ class Side(msgspec.Struct, frozen=True):
         lag_p50_ms, lag_max_ms: of the event loop; None where it has no other work to do.
         lag_max_on_core_ms: the same without waits for a core.
         connect_ms: how long a producer took to connect; None where the peer does not say.
+        idle_percent: of a core, taken while connected with nothing to do; None where the peer has not looked.
     """
 
     cpu_us_per_message: Spread
@@ -54,6 +55,7 @@ class Side(msgspec.Struct, frozen=True):
     lag_max_ms: Spread | None
     lag_max_on_core_ms: Spread | None
     connect_ms: Spread | None = None
+    idle_percent: Spread | None = None
 
     @classmethod
     def of(cls, repetitions: Sequence[Sequence[Cost]], nbytes: int) -> Side:
@@ -63,6 +65,7 @@ class Side(msgspec.Struct, frozen=True):
         lags = [[cost.lag for cost in costs if cost.lag is not None] for costs in repetitions]
         watched = all(lags)
         connects = [cost.connect_s * 1e3 for cost in every if cost.connect_s is not None]
+        idling = [cost.idle_share * 100 for cost in every if cost.idle_share is not None]
         return cls(
             cpu_us_per_message=cpu,
             cpu_s_per_gb=cpu.median / 1e6 / (nbytes / 1e9),
@@ -72,6 +75,7 @@ class Side(msgspec.Struct, frozen=True):
             lag_max_ms=Spread.of(max(lag.max_ms for lag in found) for found in lags) if watched else None,
             lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in found) for found in lags) if watched else None,
             connect_ms=Spread.of(connects) if connects else None,
+            idle_percent=Spread.of(idling) if idling else None,
         )
 
 

@@ -30,7 +30,7 @@ _UP_TO_1_MB = (4 * _KB, 64 * _KB, 1 * _MB)
 
 _SHOWN_PLACES = 4  # of a target that spans many
 
-_COPY, _IN_PLACE = "shmring", "shmring-in-place"
+_COPY, _IN_PLACE, _BUSY_POLL = "shmring", "shmring-in-place", "shmring-busy-poll"
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -133,18 +133,24 @@ class _OfMemcpy(Target):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sooner(Target):
-    """The least one-way latency of any event-driven peer, as a multiple of ours; of those that copy, where ours does."""
+    """The least one-way latency of any event-driven peer, as a multiple of ours; of those that copy, where ours does.
+
+    Attributes:
+        event_driven: else it is the least of those that spin.
+    """
 
     ours: str
+    sizes: Sequence[int] = _UP_TO_1_MB
+    event_driven: bool = True
 
     def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
         in_place = PEERS[self.ours].in_place
-        for nbytes in _UP_TO_1_MB:
+        for nbytes in self.sizes:
             ours = _base(results, self.ours, nbytes, window=1)
             others = [
                 result
                 for name, peer in PEERS.items()
-                if not name.startswith(_COPY) and peer.event_driven and (in_place or not peer.in_place)
+                if not name.startswith(_COPY) and peer.event_driven is self.event_driven and (in_place or not peer.in_place)
                 if (result := _base(results, name, nbytes, window=1)) is not None
             ]
             if ours is None or not others:
@@ -256,6 +262,10 @@ def _above_torch(side: Side, results: Results) -> float | None:
     return (side.resident_nbytes - results.torch_resident_nbytes) / _MB
 
 
+def _idling(side: Side, results: Results) -> float | None:
+    return None if side.idle_percent is None else side.idle_percent.median
+
+
 def _connecting(side: Side, results: Results) -> float | None:
     return None if side.connect_ms is None else side.connect_ms.median
 
@@ -289,8 +299,15 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
         sizes=_LARGE[1:2], relative_to=4 * _KB,
     ),
     _Latency(
-        what="busy polling: p50", at="4 KB, 64 KB", limit=25.0, unit="us", at_least=False, ours="shmring-busy-poll",
-        sizes=_SMALL,
+        what="busy polling: p50", at="4 KB, 64 KB", limit=25.0, unit="us", at_least=False, ours=_BUSY_POLL, sizes=_SMALL,
+    ),
+    _Sooner(
+        what="busy polling: p50 of the nearest peer that spins", at="4 KB, 64 KB", limit=1.0, unit="x", at_least=True,
+        ours=_BUSY_POLL, sizes=_SMALL, event_driven=False,
+    ),
+    _Sides(
+        what="busy polling: CPU of an end with nothing to do", at="each side", limit=1.0, unit="% of a core", at_least=False,
+        peers=(_BUSY_POLL,), chosen=lambda case: True, number=_idling,
     ),
     _Sides(
         what="CPU time per message, in place", at="each side, any size", limit=20.0, unit="us", at_least=False,
@@ -320,6 +337,10 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     Elsewhere("allocator", "fill at first failure, log-uniform trace", "mean, least", ">= 90 %, >= 75 %"),
     Elsewhere("allocator", "time per operation", "10,000 live slots", "<= 5 us"),
     Elsewhere("serve", "slab path: requests/s of the inline path", "preset of PR 32104", ">= 1.3 x"),
+    Elsewhere("gpu", "pinned slot: GB/s of pin_memory() memory", "8 MB and above", ">= 0.95 x"),
+    Elsewhere("gpu", "pinned slot: GB/s of cloning, then copying", "64 MB", ">= 3 x"),
+    Elsewhere("gpu", "device slab: p50 of a hand-over", "any size", "<= 150 us"),
+    Elsewhere("gpu", "device slab: p50 over that of the smallest size", "any size", "<= 1.3 x"),
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from bench.peers.peer import Peer
 from bench.peers.pyzmq_multipart import PyzmqMultipart
 from bench.peers.ray_store import RayStore
 from bench.peers.shared_memory_segments import SharedMemorySegments
+from bench.peers.shmring_busy_poll import ShmringBusyPoll
 from bench.peers.shmring_copy import ShmringCopy
 from bench.peers.shmring_in_place import ShmringInPlace
 from bench.peers.spinning_ring import SpinningArena, SpinningRing
@@ -24,6 +25,7 @@ PEERS: dict[str, Peer] = {
     for peer in (
         ShmringCopy(),
         ShmringInPlace(),
+        ShmringBusyPoll(),
         Iceoryx2(),
         Iceoryx2Loaned(),
         ZenohShm(),

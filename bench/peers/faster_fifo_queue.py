@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import struct
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from typing import Any, NamedTuple
 
@@ -28,14 +26,13 @@ import torch
 
 from bench.messages import DTYPES, Cell, Header, Sink, Source
 from bench.peers.peer import Peer
-from bench.peers.window import Window
+from bench.peers.window import Acknowledgements
 
 __all__ = ["FasterFifoQueue"]
 
 _QUEUE_NBYTES = 320 << 20  # the largest message and a quarter; both sides copy under the same lock, more would gain nothing
 _TIMEOUT_S = 10.0  # the package's default
 _BATCH_NBYTES = 1 << 20  # received at a time, so that what is read is still in the cache; at least one message
-_ACKS_NBYTES = 4096  # at a time; a byte each
 _LENGTH_NBYTES = 8  # that the queue puts before each message
 _HEADER = struct.Struct("<4QB23x")  # with the queue's length it makes 64 bytes, which keeps the tensor's bytes aligned
 _DTYPES = tuple(DTYPES)
@@ -45,7 +42,7 @@ _Message = tuple[Header, torch.Tensor]
 
 class _Shared(NamedTuple):
     queue: Any
-    acks: list[tuple[Connection, Connection]]  # the reader and the writer, for each producer
+    acknowledgements: Acknowledgements
 
 
 class FasterFifoQueue(Peer):
@@ -62,27 +59,20 @@ class FasterFifoQueue(Peer):
 
     def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
         queue = importlib.import_module("faster_fifo").Queue(_QUEUE_NBYTES, loads=_loads, dumps=_dumps)
-        return _Shared(queue, [context.Pipe(duplex=False) for _ in range(producers)])
+        return _Shared(queue, Acknowledgements.create(context, producers))
 
     def close_shared(self, shared: _Shared) -> None:
         shared.queue.shared_memory = None  # the ring's memory, which the queue has no method to give back
-        for ends in shared.acks:
-            for end in ends:
-                end.close()
+        shared.acknowledgements.close()
 
     async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
-        loop = asyncio.get_running_loop()
-        window = Window(max(1, min(cell.window, _QUEUE_NBYTES // (cell.producers * _message_nbytes(cell)))))
-        acks = shared.acks[source.producer][0].fileno()
-        loop.add_reader(acks, lambda: window.give(len(os.read(acks, _ACKS_NBYTES))))
-        try:
+        size = max(1, min(cell.window, _QUEUE_NBYTES // (cell.producers * _message_nbytes(cell))))
+        with shared.acknowledgements.counted(source.producer, size) as window:
             while not source.finished:
                 await window.take()
                 header = source.stamp()
                 shared.queue.put((header, source.tensor), timeout=_TIMEOUT_S)
             await window.drain()
-        finally:
-            loop.remove_reader(acks)
 
     async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
         listening()
@@ -90,13 +80,13 @@ class FasterFifoQueue(Peer):
 
 
 def _receive(cell: Cell, shared: _Shared, sink: Sink) -> None:
-    acks = [writer.fileno() for _, writer in shared.acks]
+    give = shared.acknowledgements.givers()
     batch = max(1, _BATCH_NBYTES // cell.nbytes)
     finished = False
     while not finished:
         for header, tensor in shared.queue.get_many(timeout=_TIMEOUT_S, max_messages_to_get=batch):
             finished = sink.take(header, tensor)
-            os.write(acks[header.producer], b"\0")
+            give[header.producer]()
 
 
 def _message_nbytes(cell: Cell) -> int:

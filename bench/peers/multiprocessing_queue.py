@@ -13,66 +13,21 @@ message. The window is counted back through a pipe for each producer that its lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from multiprocessing.context import SpawnContext
 from typing import Any, NamedTuple
 
 import torch
 
 from bench.messages import DTYPES, Cell, Header, Sink, Source
+from bench.peers.memory import memory_shortage
 from bench.peers.peer import Peer
-from bench.peers.spinning_ring import memory_shortage
-from bench.peers.window import Window
+from bench.peers.window import Acknowledgements
 
-__all__ = ["Acknowledgements", "MultiprocessingQueue"]
+__all__ = ["MultiprocessingQueue"]
 
-_ACKS_NBYTES = 4096  # at a time; a byte each
 _COPIES = 3  # of one message beyond the window: the pickle, what comes out of the pipe, and the bytes unpickled from it
-
-
-class Acknowledgements:
-    """A pipe from the consumer to each producer, with a byte for each message that has been consumed.
-
-    Args:
-        pipes: for each producer the end it reads, and the end that the consumer writes to.
-    """
-
-    def __init__(self, pipes: list[tuple[Connection, Connection]]) -> None:
-        self._pipes = pipes
-
-    @classmethod
-    def create(cls, context: SpawnContext, producers: int) -> Acknowledgements:
-        return cls([context.Pipe(duplex=False) for _ in range(producers)])
-
-    def close(self) -> None:
-        """Closes this process's ends."""
-        for reader, writer in self._pipes:
-            reader.close()
-            writer.close()
-
-    @contextlib.contextmanager
-    def counted(self, producer: int, size: int) -> Iterator[Window]:
-        """Yields the window of a producer, which the running loop keeps true."""
-        loop = asyncio.get_running_loop()
-        window = Window(size)
-        descriptor = self._pipes[producer][0].fileno()
-        loop.add_reader(descriptor, lambda: window.give(len(os.read(descriptor, _ACKS_NBYTES))))
-        try:
-            yield window
-        finally:
-            loop.remove_reader(descriptor)
-
-    def givers(self) -> list[Callable[[], object]]:
-        """Returns what the consumer calls when it has consumed a message, for each producer."""
-        return [_giver(writer.fileno()) for _, writer in self._pipes]
-
-
-def _giver(descriptor: int) -> Callable[[], object]:
-    return lambda: os.write(descriptor, b"\0")
 
 
 class _Shared(NamedTuple):

@@ -10,30 +10,21 @@ from typing import Any, ClassVar
 
 from bench.messages import Cell, Sink, Source
 
-__all__ = ["Peer"]
+__all__ = ["Adapter", "Peer"]
 
 
-class Peer(abc.ABC):
-    """A transport, used the way its users use it.
-
-    ``produce`` runs in each of a cell's producer processes, ``consume`` in its one consumer process, all on uvloop, once for
-    each cell. The package a peer needs is imported inside its methods: an adapter can be imported without it.
+class Adapter:
+    """A transport that may not be installed, whatever is measured of it.
 
     Attributes:
         name: as the command line and the results spell it.
         title: as the table spells it.
         requires: the distribution it needs, as pip spells it; None for what shmring depends on anyway.
-        in_place: whether the producer writes into the transport's memory, and copies nothing.
-        event_driven: whether its ends sleep while nothing comes; else they spin.
-        loop_is_free: whether the ends' event loops are meant to go on with other work, so that their lag means something.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
+    name: str
+    title: str
     requires: ClassVar[str | None] = None
-    in_place: ClassVar[bool] = False
-    event_driven: ClassVar[bool] = True
-    loop_is_free: ClassVar[bool] = True
 
     def missing(self) -> str | None:
         """Returns why this peer can't be measured here and what to do about it, or None if it can."""
@@ -50,6 +41,23 @@ class Peer(abc.ABC):
         except metadata.PackageNotFoundError:
             return None
 
+
+class Peer(Adapter, abc.ABC):
+    """A transport, used the way its users use it.
+
+    ``produce`` runs in each of a cell's producer processes, ``consume`` in its one consumer process, all on uvloop, once for
+    each cell. The package a peer needs is imported inside its methods: an adapter can be imported without it.
+
+    Attributes:
+        in_place: whether the producer writes into the transport's memory, and copies nothing.
+        event_driven: whether its ends sleep while nothing comes; else they spin.
+        loop_is_free: whether the ends' event loops are meant to go on with other work, so that their lag means something.
+    """
+
+    in_place: ClassVar[bool] = False
+    event_driven: ClassVar[bool] = True
+    loop_is_free: ClassVar[bool] = True
+
     def limits(self, cell: Cell) -> str | None:
         """Returns why this peer can't do a cell, such as a largest message; None if it can."""
         return None
@@ -58,7 +66,7 @@ class Peer(abc.ABC):
         """Makes what all processes must inherit, in their parent, once for the life of them. Nothing, usually."""
         return None
 
-    def close_shared(self, shared: Any) -> None:  # noqa: B027 # most have nothing to close
+    def close_shared(self, shared: Any) -> None:  # most have nothing to close
         """Removes what :meth:`create_shared` made, in the parent, once, when all the processes have ended."""
 
     @abc.abstractmethod

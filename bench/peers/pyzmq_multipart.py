@@ -27,9 +27,9 @@ import msgspec
 import torch
 
 from bench.messages import DTYPES, Cell, Header, Sink, Source
-from bench.peers.multiprocessing_queue import Acknowledgements
+from bench.peers.memory import memory_shortage
 from bench.peers.peer import Peer
-from bench.peers.spinning_ring import memory_shortage
+from bench.peers.window import Acknowledgements
 
 __all__ = ["PyzmqMultipart"]
 

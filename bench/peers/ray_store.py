@@ -40,14 +40,15 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.messages import Cell, Header, Sink, Source
+from bench.peers.memory import meminfo_nbytes
 from bench.peers.peer import Peer
-from bench.peers.window import Window
+from bench.peers.window import Acknowledgements
+from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["RayStore"]
 
 _ADDRESS = "127.0.0.1"
 _MAILBOX = "mailbox"
-_ACKS_NBYTES = 4096  # at a time; a byte each
 _STORE_SHARE = 0.3  # of the shared memory: as much of a machine as Ray takes without being told
 _STORE_WINDOWS = 2  # that must fit: objects live on for a while after their last reader, references are counted by messages
 _END_LIMIT_S = 10.0  # for killed processes to be gone, on a machine that does much else
@@ -61,7 +62,8 @@ class _Shared(NamedTuple):
     directory: str  # Ray's; its sockets are in it, so its path is short
     token: str
     store_nbytes: int
-    acks: list[tuple[Connection, Connection]]  # the reader and the writer, for each producer
+    producers: int
+    acknowledgements: Acknowledgements
     departures: tuple[Connection, Connection]  # a byte from each producer that has left the cluster
 
 
@@ -81,32 +83,27 @@ class RayStore(Peer):
             tempfile.mkdtemp(prefix="bench-ray-"),
             secrets.token_hex(32),
             _store_nbytes(),
-            [context.Pipe(duplex=False) for _ in range(producers)],
+            producers,
+            Acknowledgements.create(context, producers),
             context.Pipe(duplex=False),
         )
 
     def close_shared(self, shared: _Shared) -> None:
         _end_survivors(shared.directory)
         shutil.rmtree(shared.directory)
-        for ends in (*shared.acks, shared.departures):
-            for end in ends:
-                end.close()
+        shared.acknowledgements.close()
+        for end in shared.departures:
+            end.close()
 
     async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
-        loop = asyncio.get_running_loop()
-        window = Window(cell.window)
-        acks = shared.acks[source.producer][0].fileno()
         ray = _join(shared)
         mailbox = ray.get_actor(_MAILBOX)
-        loop.add_reader(acks, lambda: window.give(len(os.read(acks, _ACKS_NBYTES))))
-        try:
+        with shared.acknowledgements.counted(source.producer, cell.window) as window:
             while not source.finished:
                 await window.take()
                 header = source.stamp()
                 mailbox.put.remote(tuple(header), [ray.put(source.array)])  # in a list a reference stays one
             await window.drain()
-        finally:
-            loop.remove_reader(acks)
 
     async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
         mailbox = _start(shared).get_actor(_MAILBOX)
@@ -146,14 +143,14 @@ def _leave(ray: Any, shared: _Shared) -> None:
 def _stop(ray: Any, shared: _Shared) -> None:
     """Ends the cluster after the producers have left it: a driver does not survive its cluster."""
     deadline = time.monotonic() + _LEAVE_LIMIT_S
-    for _ in shared.acks:
+    for _ in range(shared.producers):
         if shared.departures[0].poll(max(0.0, deadline - time.monotonic())):
             os.read(shared.departures[0].fileno(), 1)
     ray.shutdown()
 
 
 async def _receive(cell: Cell, shared: _Shared, sink: Sink, mailbox: Any) -> None:
-    acks = [writer.fileno() for _, writer in shared.acks]
+    give = shared.acknowledgements.givers()
     order = _Order(cell.producers)
     finished = False
     while not finished:
@@ -162,7 +159,7 @@ async def _receive(cell: Cell, shared: _Shared, sink: Sink, mailbox: Any) -> Non
         while messages:
             header, _ = messages.pop(0)
             finished = sink.take(header, torch.from_numpy(arrays.pop(0)).view(cell.torch_dtype))
-            os.write(acks[header.producer], b"\0")  # the reference and the array are gone, and the store's memory with them
+            give[header.producer]()  # the reference and the array are gone, and the store's memory with them
 
 
 def _get(references: list[Any]) -> list[Any]:
@@ -250,8 +247,7 @@ def _import_ray(shared: _Shared) -> Any:
 
 
 def _store_nbytes() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(_STORE_SHARE * min(shutil.disk_usage("/dev/shm").total, int(fields["MemTotal"].split()[0]) << 10))
+    return int(_STORE_SHARE * min(shutil.disk_usage(SHM_DIRECTORY).total, meminfo_nbytes("MemTotal")))
 
 
 def _address_path(shared: _Shared) -> Path:

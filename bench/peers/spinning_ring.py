@@ -39,9 +39,10 @@ import torch
 from numpy.typing import NDArray
 
 from bench.messages import DTYPES, Cell, Header, Sink, Source
+from bench.peers.memory import memory_shortage
 from bench.peers.peer import Peer
 
-__all__ = ["SpinningArena", "SpinningRing", "memory_shortage"]
+__all__ = ["SpinningArena", "SpinningRing"]
 
 _SPIN_S = 1.0  # after the last message, as vLLM
 _NAP_S = 0.1  # as vLLM's first spin timer; no cell has gaps in which it matters
@@ -50,15 +51,6 @@ _DESCRIPTION_NBYTES = 256  # at the start of a chunk; a description takes about 
 _LENGTH_NBYTES = 2  # of the length before a description
 
 _LOCK = threading.Lock()  # for nothing but fences
-
-
-def memory_shortage(nbytes: int) -> str | None:
-    """Returns that so much memory for what is in flight is not there, if it is not."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    if nbytes <= available:
-        return None
-    return f"{nbytes / 2**30:.1f} GiB would be in flight, and {available / 2**30:.1f} GiB of memory are available"
 
 
 # -- both ends ---------------------------------------------------------------------------------------------------------

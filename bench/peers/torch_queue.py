@@ -17,9 +17,7 @@ memory (``torch.from_numpy``), which is moved for the price of one copy and leav
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from multiprocessing.util import get_temp_dir
 from typing import Any, ClassVar, NamedTuple
@@ -29,19 +27,18 @@ import torch.multiprocessing
 
 from bench.messages import Cell, Header, Sink, Source
 from bench.peers.peer import Peer
-from bench.peers.window import Window
+from bench.peers.window import Acknowledgements
 
 __all__ = ["TorchQueueByDescriptor", "TorchQueueByName"]
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
 _QUEUE_TIMEOUT_S = 10.0  # as in vLLM
-_ACKS_NBYTES = 4096  # at a time; a byte each
 
 
 class _Shared(NamedTuple):
     queue: Any  # torch.multiprocessing.Queue, whose class exists only in a context
-    acks: list[tuple[Connection, Connection]]  # the reader and the writer, for each producer
+    acknowledgements: Acknowledgements
 
 
 class _TorchQueue(Peer):
@@ -52,23 +49,20 @@ class _TorchQueue(Peer):
     def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
         get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
         queue = _torch_multiprocessing.get_context("spawn").Queue()
-        return _Shared(queue, [context.Pipe(duplex=False) for _ in range(producers)])
+        return _Shared(queue, Acknowledgements.create(context, producers))
+
+    def close_shared(self, shared: _Shared) -> None:
+        shared.acknowledgements.close()
 
     async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
         _torch_multiprocessing.set_sharing_strategy(self.strategy)
-        loop = asyncio.get_running_loop()
-        window = Window(cell.window)
-        acks = shared.acks[source.producer][0].fileno()
-        loop.add_reader(acks, lambda: window.give(len(os.read(acks, _ACKS_NBYTES))))
-        try:
+        with shared.acknowledgements.counted(source.producer, cell.window) as window:
             while not source.finished:
                 await window.take()
                 header = source.stamp()
                 tensor: Any = torch.from_numpy(source.array).view(cell.torch_dtype)
                 shared.queue.put((header, tensor.share_memory_()), timeout=_QUEUE_TIMEOUT_S)
             await window.drain()
-        finally:
-            loop.remove_reader(acks)
 
     async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
         _torch_multiprocessing.set_sharing_strategy(self.strategy)
@@ -93,11 +87,11 @@ class TorchQueueByName(_TorchQueue):
 
 
 def _receive(shared: _Shared, sink: Sink) -> None:
-    acks = [writer.fileno() for _, writer in shared.acks]
+    give = shared.acknowledgements.givers()
     finished = False
     while not finished:
         header, tensor = shared.queue.get(timeout=_QUEUE_TIMEOUT_S)
         header = Header(*header)
         finished = sink.take(header, tensor)
         del tensor  # its segment goes with it
-        os.write(acks[header.producer], b"\0")
+        give[header.producer]()

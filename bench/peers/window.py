@@ -1,10 +1,20 @@
-"""A bounded number of messages in flight, for peers whose transport does not count them itself."""
+"""A bounded number of messages in flight, for peers whose transport does not count them itself.
+
+A peer whose transport has no way back counts through :class:`Acknowledgements`: a pipe for each producer, which its loop reads.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
 
-__all__ = ["Window"]
+__all__ = ["Acknowledgements", "Window"]
+
+_ACKS_NBYTES = 4096  # at a time; a byte each
 
 
 class Window:
@@ -50,3 +60,44 @@ class Window:
             await self._waiter
         finally:
             self._waiter = None
+
+
+class Acknowledgements:
+    """A pipe from the consumer to each producer, with a byte for each message that has been consumed.
+
+    Args:
+        pipes: for each producer the end it reads, and the end that the consumer writes to.
+    """
+
+    def __init__(self, pipes: list[tuple[Connection, Connection]]) -> None:
+        self._pipes = pipes
+
+    @classmethod
+    def create(cls, context: SpawnContext, producers: int) -> Acknowledgements:
+        return cls([context.Pipe(duplex=False) for _ in range(producers)])
+
+    def close(self) -> None:
+        """Closes this process's ends."""
+        for reader, writer in self._pipes:
+            reader.close()
+            writer.close()
+
+    @contextlib.contextmanager
+    def counted(self, producer: int, size: int) -> Iterator[Window]:
+        """Yields the window of a producer, which the running loop keeps true."""
+        loop = asyncio.get_running_loop()
+        window = Window(size)
+        descriptor = self._pipes[producer][0].fileno()
+        loop.add_reader(descriptor, lambda: window.give(len(os.read(descriptor, _ACKS_NBYTES))))
+        try:
+            yield window
+        finally:
+            loop.remove_reader(descriptor)
+
+    def givers(self) -> list[Callable[[], object]]:
+        """Returns what the consumer calls when it has consumed a message, for each producer."""
+        return [_giver(writer.fileno()) for _, writer in self._pipes]
+
+
+def _giver(descriptor: int) -> Callable[[], object]:
+    return lambda: os.write(descriptor, b"\0")

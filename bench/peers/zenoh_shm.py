@@ -32,7 +32,6 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,14 +39,14 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.messages import Cell, Header, Sink, Source
+from bench.peers.memory import shared_memory_shortage
 from bench.peers.peer import Peer
-from bench.peers.window import Window
+from bench.peers.window import Acknowledgements
 
 __all__ = ["ZenohShm"]
 
 _KEY = "bench/tensors"
 _HEADER = struct.Struct("<4Q")
-_ACKS_NBYTES = 4096  # at a time; a byte each
 _SPARE_MESSAGES = (
     4  # in a pool beside the window: one being written, one not yet collected, and what the allocator itself takes
 )
@@ -58,7 +57,7 @@ _MIN_POOL_NBYTES = 1 << 20  # less would be made anew for each of the smaller si
 
 class _Shared(NamedTuple):
     records: str  # a directory: what each process has mapped, one file for each
-    acks: list[tuple[Connection, Connection]]  # the reader and the writer, for each producer
+    acknowledgements: Acknowledgements
 
 
 class ZenohShm(Peer):
@@ -73,23 +72,17 @@ class ZenohShm(Peer):
         self._pool_nbytes = 0
 
     def limits(self, cell: Cell) -> str | None:
-        needed = cell.producers * _pool_nbytes(cell)
-        available = _available_nbytes()
-        if needed <= available:
-            return None
-        return f"its pools take {needed / 2**30:.1f} GiB of shared memory, {available / 2**30:.1f} GiB are available"
+        return shared_memory_shortage(cell.producers * _pool_nbytes(cell), "its pools")
 
     def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
-        return _Shared(tempfile.mkdtemp(prefix="shmring-bench-"), [context.Pipe(duplex=False) for _ in range(producers)])
+        return _Shared(tempfile.mkdtemp(prefix="shmring-bench-"), Acknowledgements.create(context, producers))
 
     def close_shared(self, shared: _Shared) -> None:
         for record in Path(shared.records).iterdir():
             for segment in record.read_text().splitlines():
                 Path(segment).unlink(missing_ok=True)
         shutil.rmtree(shared.records)
-        for ends in shared.acks:
-            for end in ends:
-                end.close()
+        shared.acknowledgements.close()
 
     async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
         zenoh: Any = importlib.import_module("zenoh")
@@ -97,14 +90,10 @@ class ZenohShm(Peer):
         provider = self._open_provider(shm, cell)
         policy = shm.BlockOn(shm.GarbageCollect())
         bytes_of_tensor = bytearray(cell.nbytes)
-        loop = asyncio.get_running_loop()
-        window = Window(cell.window)
-        acks = shared.acks[source.producer][0].fileno()
         with zenoh.open(_config(zenoh, cell, "connect")) as session:
             publisher = session.declare_publisher(_KEY, congestion_control=zenoh.CongestionControl.BLOCK, express=True)
             await _matched(publisher)
-            loop.add_reader(acks, lambda: window.give(len(os.read(acks, _ACKS_NBYTES))))
-            try:
+            with shared.acknowledgements.counted(source.producer, cell.window) as window:
                 while not source.finished:
                     await window.take()
                     header = source.stamp()
@@ -115,8 +104,6 @@ class ZenohShm(Peer):
                     if not header.sequence:
                         _record(shared)
                 await window.drain()
-            finally:
-                loop.remove_reader(acks)
 
     async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
         zenoh: Any = importlib.import_module("zenoh")
@@ -144,7 +131,7 @@ class _Reception:
         self._cell = cell
         self._shared = shared
         self._sink = sink
-        self._acks = [writer.fileno() for _, writer in shared.acks]
+        self._give = shared.acknowledgements.givers()
         self._samples: deque[Any] = deque()
         self._due = False  # whether the loop is about to take samples
         self._batch = max(1, min(_MAX_BATCH, _BATCH_NBYTES // cell.nbytes))
@@ -177,7 +164,7 @@ class _Reception:
         if buffer is None:
             raise RuntimeError("zenoh has sent the tensor through its link, not through shared memory")
         finished = self._sink.take(header, torch.frombuffer(bytes(buffer), dtype=self._cell.torch_dtype))
-        os.write(self._acks[header.producer], b"\0")
+        self._give[header.producer]()
         if not header.sequence:
             _record(self._shared)
         return finished
@@ -185,12 +172,6 @@ class _Reception:
 
 def _pool_nbytes(cell: Cell) -> int:
     return max(_MIN_POOL_NBYTES, (cell.window + _SPARE_MESSAGES) * cell.nbytes)
-
-
-def _available_nbytes() -> int:
-    """Returns how much shared memory there is: that of the mount, as far as the machine has it."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return min(shutil.disk_usage("/dev/shm").free, int(fields["MemAvailable"].split()[0]) << 10)
 
 
 def _config(zenoh: Any, cell: Cell, role: str) -> Any:

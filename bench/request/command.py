@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import signal
-import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from bench.commands import shown_progress, terminated
+from bench import command_line
 from bench.processes import BenchError
 from bench.request.peers import BASELINE, PEERS
 from bench.request.plan import Plan, run, steps
@@ -31,41 +30,22 @@ _SCALING_IN_FLIGHT = (32,)  # one of each client, where all of them ask
 _CLIENTS = (1, 4)
 _QUICK_CLIENTS = (1,)
 
-
-class _Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            nbytes = parse_nbytes(value)  # type: ignore[arg-type] # it says itself what it can't take
-        except (ValueError, TypeError) as error:
-            self.fail(str(error), param, ctx)
-        if nbytes < ITEM_NBYTES or nbytes % ITEM_NBYTES:
-            self.fail(f"{value} is not a positive multiple of {ITEM_NBYTES} bytes, the size of a float32", param, ctx)
-        return nbytes
+_size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYTES, item="a float32")
 
 
-@click.command("request", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option(
-    "--size", "sizes", multiple=True, type=_Size(), help="Of a tensor; repeatable.  [default: 4KiB, 64KiB, 1MiB, 8MiB]"
-)
+@click.command("request", context_settings=command_line.SETTINGS)
+@_size_option("--size", "sizes", text="Of a tensor; repeatable.  [default: 4KiB, 64KiB, 1MiB, 8MiB]")
 @click.option(
     "--in-flight", multiple=True, type=click.IntRange(1, 1024), help="Of each client; repeatable.  [default: 1, 16, 64]"
 )
 @click.option("--clients", multiple=True, type=click.IntRange(1, MAX_CLIENTS), help="Processes; repeatable.  [default: 1, 4]")
-@click.option("--reply-size", "reply_nbytes", default="64", type=_Size(), help="Of a reply's tensor.")
-@click.option(
-    "--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Beside shmring; repeatable.  [default: all]"
-)
-@click.option("--repetitions", default=None, type=click.IntRange(min=1), help="Interleaved.  [default: 7; 5 if quick]")
-@click.option(
-    "--seconds", default=None, type=click.FloatRange(min=0.01), help="Timed in each repetition.  [default: 1; 0.2 if quick]"
-)
+@_size_option("--reply-size", "reply_nbytes", text="Of a reply's tensor.", default="64")
+@command_line.peer_option(PEERS)
+@command_line.repetitions_option("Interleaved.  [default: 7; 5 if quick]")
+@command_line.seconds_option("1; 0.2 if quick")
 @click.option("--quick", is_flag=True, help="Up to 1 MiB, 16 in flight, 1 client, 5 repetitions of 0.2 s.")
 @click.option("--scaling", is_flag=True, help="Instead: what a request costs at 1 and 32 clients, 10 and 10,000 slots in use.")
-@click.option(
-    "--json", "json_path", default=None, type=click.Path(dir_okay=False, path_type=Path), help="Also write to this file."
-)
+@command_line.json_option
 def request_command(
     sizes: tuple[int, ...],
     in_flight: tuple[int, ...],
@@ -79,7 +59,7 @@ def request_command(
     json_path: Path | None,
 ) -> None:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, command_line.terminated)
     repetitions = repetitions or (5 if quick else 7)
     timed_s, warm_up_s = seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.25
     try:
@@ -123,18 +103,18 @@ def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tupl
 
 
 def _scaling(plan: ScalingPlan) -> Report:
-    with shown_progress(scaling_steps(plan)) as progress:
+    with command_line.shown_progress(scaling_steps(plan)) as progress:
         return scaling_report(run_scaling(plan, progress))
 
 
 def _comparison(plan: Plan) -> Report:
-    with shown_progress(steps(plan)) as progress:
+    with command_line.shown_progress(steps(plan)) as progress:
         return report(run(plan, progress))
 
 
 def _show(found: Report) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    shown = command_line.console(_PIPE_WIDTH)
     for table in found.tables:
-        console.print(rich_table(table, found.machine))
+        shown.print(rich_table(table, found.machine))
     for line in lines(found):
-        console.print(line, highlight=False)
+        shown.print(line, highlight=False)

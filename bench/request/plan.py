@@ -13,12 +13,12 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from bench.machine import Machine
+from bench.peers.memory import available_nbytes
 from bench.records import Spread
 from bench.request.peers import BASELINE, PEERS, Peer
 from bench.request.processes import Group, Measurement
@@ -204,17 +204,10 @@ def _checks(cell: Cell) -> Checks:
 
 def _reason(peer: Peer, cell: Cell) -> str | None:
     """Why a cell can't be measured with a peer."""
-    needed, available = _COPIES_IN_FLIGHT * cell.total_nbytes, _available_nbytes()
+    needed, available = _COPIES_IN_FLIGHT * cell.total_nbytes, available_nbytes()
     if needed > available:
         return f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
     return peer.limits(cell)
-
-
-def _available_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/meminfo does not say what memory is available")
 
 
 def _results(cell: Cell, measurements: dict[Peer, list[Measurement]]) -> list[Result]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
+from rich.progress import TaskID
 
+from bench.command_line import SETTINGS, console, json_option, progress_bar
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from frontend.options import FiniteRange
 
@@ -28,7 +28,6 @@ __all__ = ["serve_command"]
 
 _PIPE_WIDTH = 132  # of a table that goes into a file or a pipe
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _DIRECTORY = click.Path(exists=True, file_okay=False)
 _COUNT = click.IntRange(min=1)
 _SECONDS = _FACTOR = FiniteRange(min=0, min_open=True)
@@ -85,7 +84,7 @@ def _shown(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
 
 
-@click.command("serve", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command("serve", context_settings=SETTINGS)
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A known scenario; options given besides it count more.")
 @click.option("--scale", default=1.0, type=_FACTOR, help="Multiplies the preset's requests and their concurrency.")
 @click.option("--url", help="Of a server that runs already.  [default: one is started, and stopped]")
@@ -129,7 +128,7 @@ def _shown(size: tuple[int, int]) -> str:
 @click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
 @click.option("--disable-mm-shm", "inline", is_flag=True, help="The server that is started sends media inside messages.")
 @click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decode-threads=2.")
-@click.option("--json", "json_path", type=_FILE, help="Also write to this file.")
+@json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
     if preset is not None:
@@ -138,7 +137,7 @@ def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> 
         raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
     plan = _plan_of(values)
     report, results = _run(plan)
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(report.table(results))
+    console(_PIPE_WIDTH).print(report.table(results))
     for note in report.notes(results):
         click.echo(note)
     if json_path is not None:
@@ -274,9 +273,5 @@ def _progress() -> Iterator[Progress]:
         def request_ended(self) -> None:
             self._bar.advance(self._task)
 
-    if not sys.stderr.isatty():
-        yield Lines()
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with ProgressBar(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield Bar(bar)
+    with progress_bar() as bar:
+        yield Lines() if bar is None else Bar(bar)

@@ -25,12 +25,13 @@ def _side(cpu_us: float, nbytes: int, **options: Any) -> Side:
         lag_max_ms=lag,
         lag_max_on_core_ms=lag,
         connect_ms=Spread.of([2.0]),
+        idle_percent=options.get("idle_percent"),
     )
 
 
 @pytest.fixture
 def made_result() -> Callable[..., Result]:
-    """``made_result(peer, case, runs, p50_us=100.0, cpu_us=10.0, ratio=1.0, lag_ms=1.0, resident_nbytes=...)``."""
+    """``made_result(peer, case, runs, p50_us=100.0, cpu_us=10.0, ratio=1.0, lag_ms=1.0, ...)``: see ``_side``."""
 
     def make(peer: str, case: Case, runs: Sequence[float], **options: Any) -> Result:
         speed = Spread.of(runs)

@@ -341,7 +341,7 @@ def test_a_cell_that_does_not_fit_the_memory_says_so(monkeypatch: pytest.MonkeyP
     def nothing(peers: list[Peer], clients: int) -> contextlib.AbstractContextManager[dict[Peer, None]]:
         return contextlib.nullcontext(dict.fromkeys(peers))
 
-    monkeypatch.setattr("bench.request.plan._available_nbytes", lambda: 1 << 30)
+    monkeypatch.setattr("bench.request.plan.available_nbytes", lambda: 1 << 30)
     monkeypatch.setattr("bench.request.plan.started", nothing)
     plan = Plan(
         peers=[BASELINE],

@@ -9,7 +9,7 @@ import pytest
 
 from bench import targets
 from bench.cases import Case
-from bench.records import Results
+from bench.records import Results, Spread
 from bench.targets import Verdict
 
 Make = Callable[..., Any]
@@ -80,6 +80,34 @@ def test_latency_is_compared_with_the_nearest_peer_that_sleeps(made_result: Make
     found = verdict(results, "one copy: p50")
     assert found.met is True
     assert found.detail.startswith("4 KB (inline-msgpack): 1.12")
+
+
+@pytest.mark.parametrize(("p50_us", "near", "met"), [(20.0, True, True), (24.0, True, False), (26.0, False, False)])
+def test_busy_polling_is_compared_with_peers_that_spin(
+    made_result: Make, made_results: Make, p50_us: float, near: bool, met: bool
+) -> None:
+    case = Case(4 * KB, window=1)
+    results = made_results(
+        [
+            made_result("shmring-busy-poll", case, [1.0], p50_us=p50_us),
+            made_result("spinning-ring", case, [1.0], p50_us=22.0),
+            made_result("inline-msgpack", case, [1.0], p50_us=15.0),  # sleeps
+        ]
+    )
+    assert verdict(results, "busy polling: p50 of the nearest").met is met
+    assert [one.met for one in targets.evaluate(results) if one.what == "busy polling: p50"] == [near]
+
+
+@pytest.mark.parametrize(("percent", "met"), [(0.9, True), (1.1, False)])
+def test_an_end_with_nothing_to_do_hardly_takes_a_core(
+    made_result: Make, made_results: Make, percent: float, met: bool
+) -> None:
+    looked = made_result("shmring-busy-poll", Case(4 * KB, window=1), [1.0], idle_percent=Spread.of([percent]))
+    others = [made_result("shmring-busy-poll", Case(4 * KB), [1.0])]
+    found = verdict(made_results([looked, *others]), "nothing to do")
+    assert found.met is met
+    assert found.detail.count("window 1") == 2
+    assert verdict(made_results(others), "nothing to do").met is None
 
 
 def test_latency_in_place_hardly_depends_on_the_size(made_result: Make, made_results: Make) -> None:

@@ -30,7 +30,7 @@ from bench.__main__ import main
 from bench.cases import Case, Choice, Round
 from bench.costs import Cost
 from bench.messages import Cell, Measurement
-from bench.peers import PEERS
+from bench.peers import PEERS, shmring_busy_poll
 from bench.processes import BenchError, Failed, Part, run_cell
 from bench.records import Reason
 from bench.transport import Plan
@@ -38,7 +38,13 @@ from shmring.memory.slab import SHM_DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Cell(nbytes=4096, window=4, warm_up_s=0.01, timed_s=0.03, limit_s=20.0, directory="")
-OWN = ("shmring", "shmring-in-place", "inline-msgpack", "torch-queue")  # the other torch queue leaves a daemon to its process
+OWN = (
+    "shmring",
+    "shmring-in-place",
+    "shmring-busy-poll",
+    "inline-msgpack",
+    "torch-queue",
+)  # the other torch queue leaves a daemon to its process
 
 
 @pytest.fixture
@@ -88,6 +94,15 @@ def test_a_corrupted_message_is_detected(cell: Cell, name: str) -> None:
     assert isinstance(report, Failed)
     assert "message 10 holds" in report.error
     assert "corrupted" in report.error
+
+
+def test_busy_polling_ends_say_what_they_take_when_nothing_comes(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shmring_busy_poll, "_IDLE_S", 0.3)
+    reports = played("shmring-busy-poll", dataclasses.replace(cell, window=1))
+    for cost in (reports[0].measurement.consumer, reports[1].cost):
+        assert 0 < cost.idle_share < 0.5  # of a core, by both ends, which are one process here; they would take two
+    (other,) = (report.cost for report in played("shmring-busy-poll", cell)[1:])  # of a larger window
+    assert other.idle_share is None
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------------

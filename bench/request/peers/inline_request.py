@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from bench.peers.unix_stream import Messages
 from bench.request.peers.peer import Ask, Peer
 from bench.request.peers.pending import Pending
 from bench.request.questions import Answer, Cell, Desk, Header
 
 __all__ = ["InlineRequest"]
 
-_PREFIX = struct.Struct("<I")
-_SCRATCH_NBYTES = 256 << 10  # what uvloop, too, reads at a time
 _MAX_NBYTES = (1 << 32) - 4096  # what the prefix can say, less what is around the tensor
 
 
@@ -77,86 +75,30 @@ def _socket_path(cell: Cell) -> Path:
     return Path(cell.directory, "inline-request.sock")
 
 
-class _Messages(asyncio.BufferedProtocol):
-    """Both ends: cuts the stream into messages, small ones in a scratch buffer, the rest of a large one into its own memory."""
+class _Tensors(Messages):
+    """Both ends: a tensor in each message."""
 
     def __init__(self) -> None:
-        self.writable = asyncio.Event()
-        self.writable.set()
+        super().__init__()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_Message)
-        self._transport: asyncio.Transport | None = None
-        self._scratch = memoryview(bytearray(_SCRATCH_NBYTES))
-        self._kept = 0  # bytes at the start of scratch
-        self._body: memoryview | None = None
-        self._filled = 0
 
-    def received(self, header: Header, tensor: torch.Tensor) -> None:
+    def take(self, header: Header, tensor: torch.Tensor) -> None:
         """A message has come."""
         raise NotImplementedError
 
-    def failed(self, error: BaseException) -> None:
-        """The connection has ended, or what came on it was wrong."""
-        raise NotImplementedError
-
-    def send(self, header: Header, tensor: torch.Tensor) -> None:
-        """Writes a message; the tensor may be written again at once."""
-        assert self._transport is not None
+    def write(self, header: Header, tensor: torch.Tensor) -> None:
+        """Sends a message; the tensor may be written again at once."""
         array = tensor.numpy()
-        body = self._encoder.encode(_Message(header, array.dtype.str, array.shape, array.data.cast("B")))
-        self._transport.writelines((_PREFIX.pack(len(body)), body))
+        self.send(self._encoder.encode(_Message(header, array.dtype.str, array.shape, array.data.cast("B"))))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def pause_writing(self) -> None:
-        self.writable.clear()
-
-    def resume_writing(self) -> None:
-        self.writable.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.writable.set()
-        self.failed(exc or ConnectionError("the other end closed the connection"))
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._scratch[self._kept :] if self._body is None else self._body[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        try:
-            if self._body is None:
-                self._cut(self._kept + nbytes)
-                return
-            self._filled += nbytes
-            if self._filled == len(self._body):
-                body, self._body = self._body, None
-                self._take(body)
-        except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
-            self.failed(error)
-
-    def _cut(self, end: int) -> None:
-        position = 0
-        while end - position >= _PREFIX.size:
-            (length,) = _PREFIX.unpack_from(self._scratch, position)
-            position += _PREFIX.size
-            body = np.empty(length, np.uint8).data
-            self._filled = min(length, end - position)
-            body[: self._filled] = self._scratch[position : position + self._filled]
-            position += self._filled
-            if self._filled < length:
-                self._body = body
-                break
-            self._take(body)
-        self._kept = end - position
-        self._scratch[: self._kept] = self._scratch[position:end]
-
-    def _take(self, body: memoryview) -> None:
+    def received(self, body: memoryview) -> None:
         message = self._decoder.decode(body)
         array = np.frombuffer(message.content, np.dtype(message.dtype))
-        self.received(message.header, torch.from_numpy(array).view(message.shape))
+        self.take(message.header, torch.from_numpy(array).view(message.shape))
 
 
-class _Answering(_Messages):
+class _Answering(_Tensors):
     """The engine's end. It does not wait for a client to read: a client has no more replies to come than it has asked for."""
 
     def __init__(self, desk: Desk, failed: asyncio.Future[None]) -> None:
@@ -164,8 +106,8 @@ class _Answering(_Messages):
         self._desk = desk
         self._failed = failed
 
-    def received(self, header: Header, tensor: torch.Tensor) -> None:
-        self.send(header, self._desk.answer(header, tensor))
+    def take(self, header: Header, tensor: torch.Tensor) -> None:
+        self.write(header, self._desk.answer(header, tensor))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """A client has gone: all of them do, in the end."""
@@ -175,7 +117,7 @@ class _Answering(_Messages):
             self._failed.set_exception(error)
 
 
-class _Asking(_Messages):
+class _Asking(_Tensors):
     """A client's end."""
 
     def __init__(self) -> None:
@@ -185,10 +127,10 @@ class _Asking(_Messages):
     async def ask(self, header: Header, tensor: torch.Tensor) -> Answer:
         await self.writable.wait()
         reply = self._pending.open(header.sequence)
-        self.send(header, tensor)
+        self.write(header, tensor)
         return await reply
 
-    def received(self, header: Header, tensor: torch.Tensor) -> None:
+    def take(self, header: Header, tensor: torch.Tensor) -> None:
         self._pending.settle(Answer(header, tensor))
 
     def failed(self, error: BaseException) -> None:

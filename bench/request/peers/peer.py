@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.context import SpawnContext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from bench.peers.peer import Adapter
 from bench.request.questions import Answer, Cell, Desk, Header
 
 __all__ = ["Ask", "Peer"]
@@ -19,31 +19,8 @@ __all__ = ["Ask", "Peer"]
 Ask = Callable[[Header, torch.Tensor], Awaitable[Answer]]
 
 
-class Peer(abc.ABC):
-    """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell.
-
-    Attributes:
-        name: as the command line and the results spell it.
-        title: as the table spells it.
-        requires: the distribution it needs; None: what shmring itself needs will do.
-    """
-
-    name: str
-    title: str
-    requires: ClassVar[str | None] = None
-
-    def version(self) -> str | None:
-        """Returns the version of the distribution it needs; None if it is not installed, or if there is none."""
-        try:
-            return None if self.requires is None else version(self.requires)
-        except PackageNotFoundError:
-            return None
-
-    def missing(self) -> str | None:
-        """Returns what to do before it can be measured; None if nothing."""
-        if self.requires is None or self.version() is not None:
-            return None
-        return f"not installed: pip install {self.requires}"
+class Peer(Adapter, abc.ABC):
+    """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell."""
 
     def limits(self, cell: Cell) -> str | None:
         """Returns why a cell can't be measured with it; None if it can."""

@@ -1,0 +1,247 @@
+"""The processes that play the parts of a cell, and their parent's hold on them.
+
+All are spawned (not forked), run uvloop, live for all cells and sleep in a read of their control pipe between cells. A cell is
+a fresh event loop, fresh connections and a fresh slab in each. Every wait of the parent is bounded and also ends with the
+children; a group that failed in any way is killed as a whole, since nobody knows what state it is in. The children leave
+Ctrl-C to the parent, and end by themselves when it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import signal
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+import torch
+import uvloop
+
+__all__ = ["BenchError", "Child", "Children", "Failed", "outcome"]
+
+_START_LIMIT_S = 180.0  # for a process to import torch, on a machine where several do, or that does much else
+_GRACE_S = 5.0  # for a process to end by itself, or to report its own timeout
+_SECOND_REPORT_S = 1.0  # for the other processes to say what they saw of a failure
+
+#: Plays a child's part of a cell: called with its control pipe and the cell, returns its report.
+Play = Callable[[Connection, Any], Any]
+
+_Report = TypeVar("_Report")
+
+
+class BenchError(Exception):
+    """A measurement failed; there is no result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """A child is there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A child's part of a cell has failed.
+
+    Attributes:
+        error: what happened, in words.
+    """
+
+    error: str
+
+
+# -- in the parent -----------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """One of the processes, as their parent sees it.
+
+    Args:
+        name: of its role.
+        label: of what all of them measure; the process is called by both.
+        cell_type: of what it plays; anything else that is sent between cells ends it.
+        play: travels to it.
+    """
+
+    def __init__(self, context: SpawnContext, name: str, label: str, cell_type: type, play: Play) -> None:
+        self.name = name
+        self.control, control = context.Pipe()
+        self.process: SpawnProcess = context.Process(
+            target=_run, args=(cell_type, play, control), name=f"bench-{label}-{name}", daemon=True
+        )
+        self.process.start()
+        control.close()  # the child has its own; were this end open, its death would not be an end of file
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.control.close()
+
+
+class Children:
+    """Processes that play cells together. Use it with ``with``; :meth:`start` waits until all are ready.
+
+    A subclass makes them, in the order in which errors name them, and says what a cell is.
+
+    Args:
+        title: of what they measure, for errors.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._children: list[Child] = []
+        self._ended = False
+
+    @property
+    def processes(self) -> list[SpawnProcess]:
+        """All of them."""
+        return [child.process for child in self._children]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the processes have been ended, by a failure or by :meth:`close`."""
+        return self._ended
+
+    def start(self) -> None:
+        """Waits until all processes are ready.
+
+        Raises:
+            BenchError: one did not start.
+        """
+        self._hear(self._children, time.monotonic() + _START_LIMIT_S, "starting")
+
+    @contextlib.contextmanager
+    def _playing(self, limit_s: float) -> Iterator[float]:
+        """Yields when the cell that is run within must be over; whatever is raised ends all processes."""
+        if self._ended:
+            raise BenchError(f"{self._title}: its processes were ended after a failure")
+        try:
+            yield time.monotonic() + limit_s + _GRACE_S
+        except BaseException:
+            self.kill()
+            raise
+
+    def _tell(self, children: Sequence[Child], message: object, what: str) -> None:
+        for child in children:
+            try:
+                child.control.send(message)
+            except OSError:
+                self._died(child, what)
+
+    def _hear(self, children: Sequence[Child], deadline: float, what: str) -> list[Any]:
+        """Waits for the next report of each; raises what one says of a failure, its silence or its death."""
+        waiting: dict[Any, Child] = {child.control: child for child in children}
+        reports: dict[Child, Any] = {}
+        while waiting:
+            ready = connection.wait(list(waiting), _until(deadline))  # a dead child's pipe is ready, too
+            if not ready:
+                names = ", ".join(f"the {child.name}" for child in waiting.values())
+                raise BenchError(f"{self._title}, {what}: {names} did not finish in time")
+            for control in ready:
+                child = waiting.pop(control)
+                reports[child] = self._receive(child, what)
+        return [reports[child] for child in children]
+
+    def _receive(self, child: Child, what: str) -> Any:
+        try:
+            report = child.control.recv()
+        except (EOFError, OSError):
+            self._died(child, what)
+        if isinstance(report, Failed):
+            raise BenchError(f"{self._title}, {what}: {self._failures(child, report)}")
+        return report
+
+    def _died(self, child: Child, what: str) -> NoReturn:
+        child.process.join(_GRACE_S)
+        raise BenchError(f"{self._title}, {what}: the {child.name} has died with exit code {child.process.exitcode}")
+
+    def _failures(self, first: Child, report: Failed) -> str:
+        """What all say of a failure, in their order: when one fails, the others' connections do."""
+        errors = {first: report.error}
+        deadline = time.monotonic() + _SECOND_REPORT_S
+        for other in self._children:
+            with contextlib.suppress(EOFError, OSError):
+                while other not in errors and other.control.poll(_until(deadline)):
+                    later = other.control.recv()
+                    if isinstance(later, Failed):
+                        errors[other] = later.error
+        return "; ".join(f"the {child.name} failed: {errors[child]}" for child in self._children if child in errors)
+
+    def close(self) -> None:
+        """Ends all processes: in order if they are idle, else by force. Twice is once."""
+        if self._ended:
+            return
+        deadline = time.monotonic() + _GRACE_S
+        for child in self._children:
+            with contextlib.suppress(OSError):  # it is dead
+                child.control.send(None)
+        for child in self._children:
+            child.process.join(_until(deadline))
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends all processes at once. Twice is once."""
+        if self._ended:
+            return
+        self._ended = True
+        for child in self._children:
+            child.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.kill()
+
+
+def _until(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+# -- in the child ------------------------------------------------------------------------------------------------------
+
+
+def _run(cell_type: type, play: Play, control: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends us
+    # Both as servers do it. With more threads, torch's copies wait for a core that is busy with another process;
+    # without the freeze, a collection walks all that torch has imported, and hits some peer for 80 ms.
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):  # the parent has gone
+        control.send(_Ready())
+        while isinstance(cell := control.recv(), cell_type):
+            control.send(play(control, cell))
+
+
+def outcome(playing: Coroutine[Any, Any, _Report], limit_s: float) -> _Report | Failed:
+    """Runs a child's part of a cell on a loop of its own, which must itself end in time.
+
+    Args:
+        playing: the part.
+        limit_s: how long it takes at most, for what is said of a timeout.
+
+    Returns:
+        What it returns; or what went wrong, since that is for the parent to act on.
+    """
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(playing)
+    except TimeoutError:
+        return Failed(f"it took longer than {limit_s:g} s")
+    except Exception as error:  # noqa: BLE001 # it ends the benchmark, in the parent
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        where = traceback.extract_tb(first.__traceback__)[-1]
+        return Failed(f"{type(first).__name__}: {first} ({where.name}, line {where.lineno} of {where.filename})")

@@ -1,0 +1,152 @@
+"""What the benchmarks' commands have in common: options, the bar on stderr, the width of tables, an orderly end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shmring.config import parse_nbytes
+
+__all__ = [
+    "DIRECTORY",
+    "FILE",
+    "SETTINGS",
+    "console",
+    "json_option",
+    "peer_option",
+    "plot_option",
+    "progress_bar",
+    "repetitions_option",
+    "seconds_option",
+    "shown_progress",
+    "size_option",
+    "terminated",
+]
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+DIRECTORY = click.Path(file_okay=False, path_type=Path)
+
+#: Of every command.
+SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    _SizeType = click.ParamType[int]
+else:
+    _SizeType = click.ParamType  # which older versions of click do not let be subscripted
+
+
+# -- options -------------------------------------------------------------------------------------------------------------
+
+
+class _TensorSize(_SizeType):
+    """Bytes, such as 64KiB.
+
+    Args:
+        item_nbytes: of what a tensor holds whole numbers of.
+        item: its name.
+    """
+
+    name = "size"
+
+    def __init__(self, item_nbytes: int, item: str) -> None:
+        self._item_nbytes = item_nbytes
+        self._item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            nbytes = parse_nbytes(value)
+        except (ValueError, TypeError) as error:
+            self.fail(str(error), param, ctx)
+        if nbytes < self._item_nbytes or nbytes % self._item_nbytes:
+            self.fail(f"{value} is not a positive multiple of {self._item_nbytes} bytes, the size of {self._item}", param, ctx)
+        return nbytes
+
+
+def size_option(
+    *names: str, item_nbytes: int, item: str, text: str, default: str | None = None
+) -> Callable[[_Function], _Function]:
+    """A tensor's size in bytes; repeatable if it has no default.
+
+    Args:
+        names: of the option and its parameter.
+        item_nbytes, item: what sizes are multiples of.
+        text: what it is of.
+        default: if it is given once.
+    """
+    kind = _TensorSize(item_nbytes, item)
+    return click.option(*names, type=kind, multiple=default is None, default=default, help=text)
+
+
+def peer_option(names: Collection[str]) -> Callable[[_Function], _Function]:
+    """The peers to measure, of those with these names."""
+    kind = click.Choice(list(names))
+    return click.option("--peer", "peers", multiple=True, type=kind, help="Beside shmring; repeatable.  [default: all]")
+
+
+def repetitions_option(text: str) -> Callable[[_Function], _Function]:
+    """How often; None if it is not said."""
+    return click.option("--repetitions", default=None, type=click.IntRange(min=1), help=text)
+
+
+def seconds_option(defaults: str) -> Callable[[_Function], _Function]:
+    """How long each repetition is timed; None if it is not said, and then what the defaults say in words."""
+    text = f"Timed in each repetition.  [default: {defaults}]"
+    return click.option("--seconds", default=None, type=click.FloatRange(min=0.01), help=text)
+
+
+def json_option(function: _Function) -> _Function:
+    """Where results go, too."""
+    return click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")(function)
+
+
+def plot_option(function: _Function) -> _Function:
+    """Where plots go, and how their names begin."""
+    return click.option("--plot", "plot_stem", default=None, type=FILE, help="Also draw FILE-*.png and FILE-*.svg.")(function)
+
+
+# -- what is shown -------------------------------------------------------------------------------------------------------
+
+
+def console(pipe_width: int) -> Console:
+    """Returns stdout as what tables are printed to.
+
+    Args:
+        pipe_width: of the tables if they go into a file or a pipe.
+    """
+    return Console(width=None if sys.stdout.isatty() else pipe_width)
+
+
+@contextlib.contextmanager
+def shown_progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """Yields what shows a line for each step on stderr: a bar to a person, plain lines to a log."""
+    with progress_bar() as progress:
+        if progress is None:
+            yield lambda line: click.echo(line, err=True)
+            return
+        task = progress.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
+        yield lambda line: progress.update(task, description=line, advance=1)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """Yields a bar on stderr, which is gone in the end; None where nobody would see it move."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield progress
+
+
+def terminated(number: int, frame: object) -> NoReturn:
+    """An orderly exit: everything that was started is ended on the way out. A handler of signals."""
+    sys.exit(128 + number)
