@@ -1,11 +1,13 @@
 """One connection: frames in, frames out, batched writes, flow control.
 
-The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. The first message
-of a loop iteration leaves at once, by a system call of ours, if nothing is before it: whoever waits for it should not wait
-for all that this iteration has to do besides (uvloop writes at its very end). Those that follow in the same iteration leave
-together at its end, in one write (large ones in several). ``drain`` waits while the peer reads slower than we write: whoever
-sends what may be large awaits it *before*, so that many at once can't add up. Messages that can't wait (releases, terminal
-replies) may go past that, up to a limit that says that the peer does not read at all.
+The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. The first message of
+a loop iteration leaves at once, by a system call of ours, if nothing is before it: whoever waits for it should not wait for
+all that this iteration has to do besides (uvloop writes at its very end). Those that follow in the same iteration leave
+together at its end, in one write (large ones in several). So does the first, when the last iteration that sent had several to
+send: the peer then has enough to do, and being woken twice for what it could have read at once costs both ends. ``drain``
+waits while the peer reads slower than we write: whoever sends what may be large awaits it *before*, so that many at once can't
+add up. Messages that can't wait (releases, terminal replies) may go past that, up to a limit that says that the peer does not
+read at all.
 
 A forked child inherits the socket and the loop's epoll descriptor. It must touch neither: what it wrote would reach its
 parent's peer, and what it stopped watching its parent would miss.
@@ -80,6 +82,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._outgoing_nbytes = 0
         self._fd = -1
         self._sent_in_this_iteration = False
+        self._queued_in_this_iteration = 0
+        self._crowded = False  # the last iteration that sent had several messages left at its end
         self._writable = asyncio.Event()
         self._writable.set()
         self._deaf = False  # nothing is delivered any more
@@ -144,11 +148,12 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         if not self._sent_in_this_iteration:
             self._sent_in_this_iteration = True
             self._loop.call_soon(self._flush)
-            if not self._outgoing and self._transport is not None:
+            if not self._crowded and not self._outgoing and self._transport is not None:
                 frame = self._write_at_once(frame)
                 if not frame:
                     return
         self._outgoing.append(frame)
+        self._queued_in_this_iteration += 1
         self._outgoing_nbytes += len(frame)
         if self._outgoing_nbytes > self._write_buffer_nbytes:
             self._write()  # now, so that `can_write` counts it before the next sender asks
@@ -214,6 +219,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
 
     def _flush(self) -> None:
         self._sent_in_this_iteration = False
+        self._crowded = self._queued_in_this_iteration > 1
+        self._queued_in_this_iteration = 0
         self._write()
         if self._transport is None or self._deaf:
             return

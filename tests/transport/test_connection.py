@@ -8,7 +8,7 @@ import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -153,8 +153,38 @@ async def test_the_first_message_of_an_iteration_leaves_at_once_and_the_others_i
         assert writes == []
         await asyncio.sleep(0)
         assert writes == [frame(Abort(1)) + frame(Abort(2))]
-        end.connection.send(Abort(3))
-        assert await received_now(end) == frame(Abort(3))
+    finally:
+        end.connection._transport = transport
+
+
+async def test_where_several_were_sent_before_the_first_waits_for_the_others(open_end: Any) -> None:
+    end = await open_end()
+    writes: list[bytes] = []
+    transport = end.connection._transport
+
+    def write(data: bytes) -> None:
+        writes.append(data)
+
+    class Recording:
+        def __getattr__(self, name: str) -> Any:
+            return write if name == "write" else getattr(transport, name)
+
+    end.connection._transport = cast(asyncio.Transport, Recording())
+    try:
+        for number in range(3):
+            end.connection.send(Abort(number))
+        assert await received_now(end) == frame(Abort(0))
+        await asyncio.sleep(0)
+        for number in range(3, 5):
+            end.connection.send(Abort(number))
+        assert await received_now(end) == b""
+        await asyncio.sleep(0)
+        assert writes == [frame(Abort(1)) + frame(Abort(2)), frame(Abort(3)) + frame(Abort(4))]
+        end.connection.send(Abort(5))
+        await asyncio.sleep(0)
+        assert writes[2:] == [frame(Abort(5))]
+        end.connection.send(Abort(6))  # one alone came before it: it is waited for, as far as one can tell
+        assert await received_now(end) == frame(Abort(6))
     finally:
         end.connection._transport = transport
 
