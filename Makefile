@@ -53,7 +53,7 @@ bench-quick: $(INSTALLED)
 	$(BIN)/python -m bench quick
 
 test-gpu: $(INSTALLED)
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu tests/bench/test_gpu.py
 
 guards: $(INSTALLED)
 	$(BIN)/python tests/guards.py

@@ -12,6 +12,7 @@ from rich.console import Console
 from bench import faults
 from bench.allocation.command import allocator_command
 from bench.commands import quick_command, report_command, terminated, transport_command
+from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
 from bench.simulation.command import simulate_command
@@ -31,6 +32,7 @@ for command in (
     request_command,
     serve_command,
     allocator_command,
+    gpu_command,
     soak_command,
     quick_command,
     report_command,

@@ -17,6 +17,8 @@ import msgspec
 
 from bench import plots, targets
 from bench.cases import Case, format_nbytes
+from bench.gpu import plot as gpu_plot
+from bench.gpu import report as gpu_report
 from bench.machine import Machine
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
@@ -51,6 +53,16 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 - **resident memory** leaves shared memory out, and the tensor that is sent.
 - **lag** is the longest time by which the event loop came late to a callback due every 5 ms, waits for a core aside.
 - **memcpy, cold** copies to another place each time, through four times the last-level cache, **hot** to the same place.
+"""
+
+
+_GPU = "gpu"
+_NO_GPU = """\
+## GPU
+
+Not yet measured: no result of `python -m bench gpu` is stored. It measures bandwidth from a slot to the GPU beside memory of
+`pin_memory()`, pageable memory and what vLLM does; how long the engine's loop is held up; and hand-overs between processes
+through a host slot, the device slab and torch's CUDA IPC.
 """
 
 
@@ -100,7 +112,10 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
         drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
         sections += _transport(name, results, drawn, others)
     for name, stored in others.items():
-        sections += _other(name, stored)
+        drawn = _draw_gpu(results_directory, docs_directory, name) if stored.mode == _GPU else []
+        sections += _other(name, stored, drawn)
+    if not any(stored.mode == _GPU for stored in others.values()):
+        sections.append(_NO_GPU)
     sections.append(_again(transports, others))
     path = docs_directory / "benchmarks.md"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -325,15 +340,26 @@ def _both(result: Result, text: Callable[[Side], str]) -> str:
 # -- other modes -------------------------------------------------------------------------------------------------------
 
 
-def _other(name: str, stored: Stored) -> Iterator[str]:
-    yield f"## {stored.mode.capitalize()}{'' if name == stored.mode else f' ({name})'}\n"
+def _other(name: str, stored: Stored, drawn: Sequence[Path]) -> Iterator[str]:
+    title = stored.mode.upper() if stored.mode == _GPU else stored.mode.capitalize()
+    yield f"## {title}{'' if name == stored.mode else f' ({name})'}\n"
     if stored.machine is not None:
         yield _machine(stored.machine)
+    yield from (f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn)
     for table in stored.tables:
         yield f"{table.title}:\n"
         yield _table(table.columns, table.rows)
     if stored.notes:
         yield "\n".join(f"- {note}" for note in stored.notes) + "\n"
+
+
+def _draw_gpu(results_directory: Path, docs_directory: Path, name: str) -> list[Path]:
+    path = results_directory / f"{name}.json"
+    try:
+        found = gpu_report.read_json(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
+    return gpu_plot.draw(found, docs_directory / "benchmarks" / name, kinds=("svg",))
 
 
 def _again(transports: dict[str, Results], others: dict[str, Stored]) -> str:

@@ -75,6 +75,10 @@ class Claim:
     def payload(self) -> Any:
         """The payload, its tensors viewed in place. Views taken from it keep their slot after the claim is left.
 
+        Tensors in slots of the device slab are on its GPU, to be used on the stream that was this thread's current one when the
+        request was claimed: it waits for what their frontend has queued. A further stream that is to use them must wait for
+        it, and it for that stream before the last view is dropped.
+
         Raises:
             LocalProtocolError: the claim has released it.
         """
@@ -100,6 +104,10 @@ class Claim:
         thread if it is large. What is awaited is space in the GPU's staging memory (``RingConfig.staging_nbytes``), whose
         part of it the request has until the last of its tensors is gone.
 
+        Tensors in slots of the device slab are on their GPU already. They are given as they are, with ``stream`` waiting for
+        what their frontend has queued; their slots drain until the last of them is gone and ``stream`` has come to what was
+        queued on it by then.
+
         Do not copy from ``payload`` with ``non_blocking=True`` instead: a pinned slab makes that copy outlive its call,
         and nothing then keeps the slot until it ends.
 
@@ -113,7 +121,7 @@ class Claim:
             does not have (text, times) are copied on the host. ``payload`` is released, as by :meth:`release`.
 
         Raises:
-            ValueError: ``device`` is no CUDA device.
+            ValueError: ``device`` is no CUDA device, or another than that of the device slab in which a tensor lies.
             CapacityError: the tensors can never fit the staging memory.
             CudaError: CUDA is not there, or failed.
             AbortedError: the request was aborted.

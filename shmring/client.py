@@ -15,8 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from shmring.config import ClientConfig, configured
 from shmring.core.states import ClientSlot
+from shmring.device_slots import cuda_index_of
 from shmring.errors import (
     AbortedError,
     ClosedError,
@@ -24,10 +27,14 @@ from shmring.errors import (
     LocalProtocolError,
     RemoteError,
     ShmringError,
+    SlabError,
     WouldBlock,
     fresh,
 )
 from shmring.memory.copier import Copier
+from shmring.memory.cuda import Cuda, TorchCuda
+from shmring.memory.device import DeviceMemory
+from shmring.memory.driver import Driver
 from shmring.memory.payload import PayloadDecoder
 from shmring.pending import Pending
 from shmring.session import ClientCounters, Session
@@ -128,12 +135,23 @@ class RingClient:
         config: as configured.
     """
 
-    def __init__(self, name: str, path: Path, config: ClientConfig, reconnect: bool, description: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        config: ClientConfig,
+        reconnect: bool,
+        description: str,
+        cuda: Cuda,
+        device_memory: DeviceMemory,
+    ) -> None:
         self.name = name
         self.config = config
         self._path = path
         self._reconnect = reconnect
         self._description = description
+        self._cuda = cuda
+        self._device_memory = device_memory
         self._counters = ClientCounters()
         self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
         self._decoders: dict[Any, PayloadDecoder] = {}
@@ -146,9 +164,19 @@ class RingClient:
         self._pid = os.getpid()
 
     @classmethod
-    async def create(cls, name: str, config: ClientConfig, *, reconnect: bool = False, description: str = "") -> RingClient:
+    async def create(
+        cls,
+        name: str,
+        config: ClientConfig,
+        *,
+        reconnect: bool = False,
+        description: str = "",
+        cuda: Cuda | None = None,
+        device_memory: DeviceMemory | None = None,
+    ) -> RingClient:
         """Attaches to an engine, waiting for it up to ``connect_timeout_s``. See :func:`connect`."""
-        client = cls(name, socket_path(name, config.socket_dir), config, reconnect, description)
+        path = socket_path(name, config.socket_dir)
+        client = cls(name, path, config, reconnect, description, cuda or TorchCuda(), device_memory or Driver())
         client._check_name(description)
         try:
             await client._attach_in_time()
@@ -168,7 +196,8 @@ class RingClient:
 
         Args:
             payload: any msgspec-encodable object with torch tensors and numpy arrays at any depth. Tensors that lie in a
-                slot of this client are sent from there; others are copied, once, into one slot.
+                slot of this client are sent from there; others are copied, once, into one slot in host memory: also those on
+                a GPU, for which that waits.
             timeout: seconds for all of it, waiting for space included.
             reply_type: a msgspec type to decode the reply into.
             request_id: the caller's own name for it, for :meth:`abort` and the engine's log.
@@ -273,7 +302,9 @@ class RingClient:
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    def slot(self, nbytes: int, *, timeout: float | None = None, drain: bool = False) -> AcquiringSlot:
+    def slot(
+        self, nbytes: int, *, timeout: float | None = None, drain: bool = False, device: torch.device | str = "cpu"
+    ) -> AcquiringSlot:
         """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
 
         Args:
@@ -282,32 +313,56 @@ class RingClient:
             drain: whether the memory, after the block was left, is kept until the last view of it has died. For slots that
                 threads write to: cancelling ``asyncio.to_thread`` does not stop the thread. Whatever holds a view then keeps
                 the memory, the frames of an exception that somebody keeps included.
+            device: ``"cuda"``: memory of the engine's device slab (``RingConfig.device_slab_nbytes``), for what is made on
+                that GPU. The first such slot maps it into this process. What is queued on the current stream is waited for
+                by whoever comes next, the engine as well as this client; another stream that writes to the slot is for the
+                current one to wait for, before the slot is submitted and before it is left.
 
         Raises:
             CapacityError: more than the engine can lease out; waiting would be useless.
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
-            ValueError: ``nbytes`` is negative.
+            SlabError: the engine has no device slab, or (``CudaError``) this process can't use it. Slots in host memory are
+                never given in its place.
+            ValueError: ``nbytes`` is negative, or ``device`` another GPU than that of the device slab.
         """
         _check_nbytes(nbytes)
+        is_on_host, index = _where(device)
 
         async def acquire() -> Slot:
             async with asyncio.timeout(timeout):
                 session = await self._ready()
-                return session.hold(await session.acquire(nbytes, held=True), drain=drain)
+                if is_on_host:
+                    return session.hold(await session.acquire(nbytes, held=True), drain=drain)
+                self._check_device_slab(session)
+                slots = await session.open_device()
+                slots.check_index(index)
+                return session.hold(await session.acquire(nbytes, held=True, book=slots.book), drain=drain)
 
         return AcquiringSlot(acquire)
 
-    def slot_nowait(self, nbytes: int, *, drain: bool = False) -> Slot:
+    def slot_nowait(self, nbytes: int, *, drain: bool = False, device: torch.device | str = "cpu") -> Slot:
         """Returns a slot if one is free in this client's leases.
 
         Raises:
-            WouldBlock: none is, or others wait for one.
-            CapacityError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
+            WouldBlock: none is, or others wait for one; or this process has not mapped the device slab yet, as the waiting twin
+                does.
+            CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as :meth:`slot`.
         """
         _check_nbytes(nbytes)
+        is_on_host, index = _where(device)
         session = self._ready_nowait()
         session.check_alive()
-        return session.hold(session.acquire_nowait(nbytes, held=True), drain=drain)
+        if is_on_host:
+            return session.hold(session.acquire_nowait(nbytes, held=True), drain=drain)
+        self._check_device_slab(session)
+        if session.device is None:
+            raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")
+        session.device.check_index(index)
+        return session.hold(session.acquire_nowait(nbytes, held=True, book=session.device.book), drain=drain)
+
+    def _check_device_slab(self, session: Session) -> None:
+        if session.welcome.device is None:
+            raise SlabError(f"engine {self.name!r} has no device slab: serve it with device_slab_nbytes=...")
 
     # -- the connection --------------------------------------------------------------------------------------------------
 
@@ -351,7 +406,14 @@ class RingClient:
 
     async def _attach(self) -> None:
         session = await Session.open(
-            self._path, self.config, self._description, self._counters, self._copier, self._session_lost
+            self._path,
+            self.config,
+            self._description,
+            self._counters,
+            self._copier,
+            self._cuda,
+            self._device_memory,
+            self._session_lost,
         )
         session.check_alive()  # it may have been lost while it opened
         self._session = session
@@ -432,6 +494,8 @@ class RingClient:
         """Returns counts of what there is and what has been."""
         session, counters = self._session, self._counters
         book = session.book if session is not None else None
+        device = session.device if session is not None else None
+        books = [each for each in (book, device.book if device is not None else None) if each is not None]
         return ClientStatistics(
             connected=session is not None,
             epoch=session.welcome.epoch if session is not None else 0,
@@ -439,11 +503,11 @@ class RingClient:
             leases=len(book.leases) if book is not None else 0,
             leased_nbytes=book.leased_nbytes if book is not None else 0,
             free_nbytes=book.free_nbytes if book is not None else 0,
-            slots_writing=book.count(ClientSlot.WRITING) if book is not None else 0,
-            slots_submitted=book.count(ClientSlot.SUBMITTED) if book is not None else 0,
-            slots_cached=book.count(ClientSlot.CACHED) if book is not None else 0,
-            slots_draining=book.count(ClientSlot.DRAINING) if book is not None else 0,
-            waiting=book.waiting if book is not None else 0,
+            slots_writing=sum(each.count(ClientSlot.WRITING) for each in books),
+            slots_submitted=sum(each.count(ClientSlot.SUBMITTED) for each in books),
+            slots_cached=sum(each.count(ClientSlot.CACHED) for each in books),
+            slots_draining=sum(each.count(ClientSlot.DRAINING) for each in books),
+            waiting=sum(each.waiting for each in books),
             in_flight=len(session.pending) if session is not None else 0,
             reply_slots_held=session.reply_slots_held if session is not None else 0,
             submitted=counters.submitted,
@@ -459,12 +523,20 @@ class RingClient:
             replies=counters.replies,
             stale_releases=counters.stale_releases,
             reconnections=counters.reconnections,
+            **(device.statistics() if device is not None else {}),
         )
 
     def _check_name(self, name: str) -> None:
         if len(name) > _MAX_NAME_CHARACTERS:
             raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
+
+
+def _where(device: torch.device | str) -> tuple[bool, int | None]:
+    """Returns whether a device is the host, and the index it names if it is none."""
+    if device == "cpu" or torch.device(device).type == "cpu":
+        return True, None
+    return False, cuda_index_of(device)
 
 
 def _check_nbytes(nbytes: int) -> None:

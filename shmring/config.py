@@ -23,6 +23,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 _MAX_BUSY_POLL_S = 0.1
 
+_CUDA_DEVICE = re.compile(r"cuda(:[0-9]{1,3})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -117,6 +118,10 @@ class RingConfig:
             alone. It takes about 0.1 s a GB, and a CUDA context on this thread's current device.
         staging_nbytes: memory on each GPU that ``claim.to`` copies to, allocated at the first copy there. What a request
             takes of it, it has until its last tensor is gone; no request can be larger.
+        device_slab_nbytes: memory on a GPU that frontends write tensors to (``client.slot(..., device="cuda")``), for what is
+            made there. Allocated at the start, rounded up to 2 MiB; 0: none. One frontend may hold three quarters of it
+            while others are connected.
+        device_slab_device: which GPU; ``"cuda"``: this thread's current one.
         inline_nbytes: replies whose tensors take no more than this travel in the message. At 4 and 8 KiB that costs both ends
             together a quarter less than a slot's bookkeeping; from 32 KiB on it costs more, and the bytes are not pinned.
         copy_offload_nbytes: copies larger than this run on a thread (they release the interpreter lock); up to it, waking
@@ -145,6 +150,8 @@ class RingConfig:
     prefault: bool = True
     pin: Literal["auto", "on", "off"] = "auto"
     staging_nbytes: int | str = "256MiB"
+    device_slab_nbytes: int | str = 0
+    device_slab_device: str = "cuda"
     inline_nbytes: int | str = "8KiB"
     copy_offload_nbytes: int | str = "1MiB"
     busy_poll_s: float = 0.0
@@ -153,10 +160,15 @@ class RingConfig:
     def __post_init__(self) -> None:
         _normalise(
             self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "max_frame_nbytes",
-            "write_buffer_nbytes", "max_write_buffer_nbytes", "staging_nbytes", "inline_nbytes", "copy_offload_nbytes",
+            "write_buffer_nbytes", "max_write_buffer_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
+            "copy_offload_nbytes",
         )  # fmt: skip
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")
         _require(int(self.staging_nbytes) >= 4096, "staging_nbytes must be at least 4096")
+        _require(
+            _CUDA_DEVICE.fullmatch(self.device_slab_device) is not None,
+            f"device_slab_device must be 'cuda' or 'cuda:N', not {self.device_slab_device!r}",
+        )
         for field in ("max_clients", "max_inflight", "max_calls", "max_leases", "max_tensors"):
             _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
         _require(self.handshake_timeout_s > 0, "handshake_timeout_s must be positive")

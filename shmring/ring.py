@@ -84,11 +84,14 @@ from shmring.errors import (
     StaleDescriptorError,
     WouldBlock,
 )
+from shmring.memories import Memories, create_memories
 from shmring.memory.copier import Copier
-from shmring.memory.cuda import Cuda, Stream, TorchCuda
+from shmring.memory.cuda import Cuda, CudaError, Stream, TorchCuda
+from shmring.memory.device import DeviceMemory, whole_nbytes
+from shmring.memory.device_claims import DeviceClaims, check_fence
+from shmring.memory.driver import Driver
+from shmring.memory.layout import Given
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
-from shmring.memory.pinned import PinnedSlab, pin_slab
-from shmring.memory.slab import Slab, sweep
 from shmring.memory.upload import Decode, Region, Uploads
 from shmring.memory.views import Obituaries
 from shmring.statistics import RingStatistics
@@ -108,6 +111,7 @@ _MAX_ERROR_TEXT = 4096  # characters of an exception's text that travel; the res
 _CALL_RESULT_NBYTES = 64  # at most, of a call's result around the result itself
 _DESCRIPTORS_EXHAUSTED_PAUSE_S = 0.1  # before accepting again when this process is out of descriptors
 _COPY_THREADS = 2  # for replies, which are small beside requests
+_NO_SLOTS: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(slots=True)
@@ -177,8 +181,7 @@ class Ring:
         *,
         epoch: int,
         geometry: Geometry,
-        slab: Slab,
-        pinned: PinnedSlab,
+        memories: Memories,
         cuda: Cuda,
         listener: Listener,
         payload_type: Any,
@@ -190,8 +193,9 @@ class Ring:
         self.loop = asyncio.get_running_loop()
         self.polling = BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None
         self._pid = os.getpid()
-        self._slab = slab
-        self._pinned = pinned
+        self._slab = slab = memories.slab
+        self._pinned = pinned = memories.pinned
+        self._slab_nbytes = geometry.slab_nbytes
         self._listener = listener
         self._geometry = geometry
         leasable = geometry.leasable_blocks
@@ -202,6 +206,7 @@ class Ring:
                 quota_blocks=_blocks(config.client_quota_nbytes, max(1, leasable * 3 // 4)),
                 max_leases=config.max_leases,
                 max_inflight=config.max_inflight,
+                device_quota_blocks=max(1, geometry.device_blocks * 3 // 4),
             ),
         )
         self._decoder = PayloadDecoder(payload_type)
@@ -223,7 +228,10 @@ class Ring:
         self._claimers: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._reply_waiters: dict[int, asyncio.Future[ReplySlot]] = {}
         self._tickets = itertools.count(1)
-        self._views: Obituaries[tuple[int, int]] = Obituaries(self._wake_for_deaths)
+        self._views: Obituaries[tuple[int, int], NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
+        self._device: DeviceClaims | None = None
+        if memories.device is not None:
+            self._device = DeviceClaims(cuda, memories.device, self._slab_nbytes, self._wake_for_deaths)
         self._draining: dict[tuple[int, int], str] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._counters = _Counters()
@@ -239,15 +247,20 @@ class Ring:
         payload_type: Any = Any,
         calls: Mapping[str, CallHandler] | None = None,
         cuda: Cuda | None = None,
+        device_memory: DeviceMemory | None = None,
     ) -> Ring:
         """Takes the name, sweeps what a crash left, reserves the slab and listens. See :func:`serve`."""
         path = socket_path(name, config.socket_dir)
-        geometry = Geometry.of(int(config.slab_nbytes), None if config.reply_nbytes is None else int(config.reply_nbytes))
+        geometry = Geometry.of(
+            int(config.slab_nbytes),
+            None if config.reply_nbytes is None else int(config.reply_nbytes),
+            whole_nbytes(int(config.device_slab_nbytes)),
+        )
         epoch = secrets.randbits(63)
         listener = Listener.create(path, others_may_connect=config.allowed_uids is not None)
         cuda = cuda or TorchCuda()
         try:
-            slab, pinned = await _create_slab(name, geometry.slab_nbytes, epoch, config, cuda)
+            memories = await create_memories(name, geometry, epoch, config, cuda, device_memory or Driver())
         except BaseException:
             listener.close()
             raise
@@ -257,16 +270,14 @@ class Ring:
                 config,
                 epoch=epoch,
                 geometry=geometry,
-                slab=slab,
-                pinned=pinned,
+                memories=memories,
                 cuda=cuda,
                 listener=listener,
                 payload_type=payload_type,
                 calls=calls or {},
             )
         except BaseException:  # msgspec knows no such payload_type
-            pinned.close()
-            slab.close()
+            memories.close()
             listener.close()
             raise
 
@@ -400,11 +411,23 @@ class Ring:
         self._ledger.claim(client_id, submit.request_id)
         try:
             for slot in submit.content.slots:
-                self._ledger.verify(*self._slab.read_slot_header(slot.offset), slot)
-            payload = self._decoder.decode(submit.content, lambda number: self._region(client_id, submit, number))
+                if slot.offset < self._slab_nbytes:  # in device memory stands no header
+                    self._ledger.verify(*self._slab.read_slot_header(slot.offset), slot)
+            region = functools.partial(self._region, client_id, submit)
+            if self._device is not None and submit.content.fence:
+                self._device.take_up(client_id, submit)
+                payload = self._decoder.decode(submit.content, region, self._device.given(client_id, submit).place)
+            else:
+                payload = self._decoder.decode(submit.content, region)
         except (RemoteProtocolError, StaleDescriptorError) as error:
             self.release_claim(client_id, submit)
             self.refuse_frontend(frontend, RemoteProtocolError(f"request {submit.request_id}: {error}"))
+            return None
+        except CudaError as error:
+            # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
+            logger.error("request %d of client %d can't be taken up: %s", submit.request_id, client_id, str(error))
+            self.release_claim(client_id, submit)
+            self._end(client_id, submit.request_id, RequestEvent.ERROR, "error", error)
             return None
         except Exception as error:  # noqa: BLE001 - whatever payload_type makes of it ends this request, and nothing else
             if not isinstance(error, msgspec.ValidationError):
@@ -442,12 +465,21 @@ class Ring:
             check: raises if the claim was released while this waited: its slots may then be somebody else's.
         """
         region, decode = self._sources(client_id, submit)
-        return await self._uploads.upload(submit.content, region, decode, device, stream, check)
+        given = self._given(client_id, submit, device, stream)
+        return await self._uploads.upload(submit.content, region, decode, device, stream, check, given)
 
     def upload_nowait(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Any:
         """The same if nothing has to be waited for. See :meth:`Claim.to_nowait`."""
         region, decode = self._sources(client_id, submit)
-        return self._uploads.upload_nowait(submit.content, region, decode, device, stream)
+        given = self._given(client_id, submit, device, stream)
+        return self._uploads.upload_nowait(submit.content, region, decode, device, stream, given)
+
+    def _given(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given | None:
+        """Returns a claim's tensors in device memory, for whose fence the stream waits from now on; None if it has none."""
+        if self._device is None or not submit.content.fence:
+            return None
+        self._device.use_on(client_id, submit, device, stream)
+        return self._device.given(client_id, submit)
 
     def _sources(self, client_id: int, submit: Submit) -> tuple[Region, Decode]:
         """Returns where a claim's bytes are, and how its payload is decoded with tensors that are somewhere else."""
@@ -486,8 +518,11 @@ class Ring:
         viewed: set[int] = set()
         if not generations:
             return [], viewed
+        on_device = self._release_on_device(client_id, submit, copying=copying) if self._device is not None else _NO_SLOTS
         for generation in generations:
             key = (client_id, generation)
+            if generation in on_device:
+                continue
             if self._views.anchor(key) is None:
                 self._views.forget(key)
                 continue
@@ -495,7 +530,17 @@ class Ring:
             self._draining[key] = f"request {submit.request_id} of client {client_id}"
             if self.config.debug and not copying:
                 _log_drain(submit)
-        return self._ledger.release_slots(client_id, generations, viewed), viewed
+        return self._ledger.release_slots(client_id, generations, viewed | on_device if on_device else viewed), viewed
+
+    def _release_on_device(self, client_id: int, submit: Submit, *, copying: bool) -> frozenset[int]:
+        """Releases slots in device memory. All of them drain: a GPU may be at work on what nobody views any more."""
+        assert self._device is not None
+        if self.config.debug and not copying and self._device.is_viewed(client_id, submit):
+            _log_drain(submit)
+        draining = self._device.release(client_id, submit)
+        for generation in draining:
+            self._draining[client_id, generation] = f"request {submit.request_id} of client {client_id}"
+        return draining
 
     def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException | None) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
@@ -635,6 +680,8 @@ class Ring:
                     logger.info("%s has gone: %d bytes reclaimed", self._frontends[client_id], nbytes)
                 case ClientGone(client_id):
                     frontend = self._frontends.pop(client_id)
+                    if self._device is not None:
+                        self._device.gone(client_id)
                     if frontend.watch is not None:
                         frontend.watch.close()
 
@@ -662,7 +709,10 @@ class Ring:
             self.loop.call_soon_threadsafe(self._collect_deaths)
 
     def _collect_deaths(self) -> None:
-        for key in self._views.collect():
+        dead = self._views.collect()
+        if self._device is not None:
+            dead += self._device.collect()
+        for key in dead:
             if self._draining.pop(key, None) is not None:
                 self._carry_out(self._ledger.last_view_gone(*key))
 
@@ -709,11 +759,12 @@ class Ring:
             base_lease = self._ledger.connect(frontend.client_id, peer.hello.lease_nbytes)
             self._frontends[frontend.client_id] = frontend
             frontend.watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
+            if self._device is not None:
+                self._device.told(frontend.client_id)
             try:
                 send_welcome(peer, self._welcome(frontend.client_id, base_lease), self._slab.fd)
             except PeerLostError:  # it never got the slab, so nothing of it needs a proof that it does not write
-                frontend.connected = False
-                self._carry_out(self._ledger.goodbye(frontend.client_id, (), ()))
+                self._said_goodbye(frontend, Goodbye())
                 raise
             # In one piece: cancelled midway, uvloop would close the descriptor under the socket object.
             connecting = self.loop.connect_accepted_socket(lambda: frontend.connection, peer.socket)
@@ -742,6 +793,7 @@ class Ring:
             max_frame_nbytes=int(config.max_frame_nbytes),
             max_tensors=config.max_tensors,
             base_lease=base_lease,
+            device=self._device.handle if self._device is not None else None,
         )
 
     def message_received(self, frontend: _Frontend, message: FrontendMessage) -> None:
@@ -752,25 +804,32 @@ class Ring:
                 self._submitted(frontend, message)
             case Abort(request_id):
                 self._carry_out(self._ledger.abort(client_id, request_id))
-            case LeaseRequest(token, nbytes, preferred_nbytes):
-                self._carry_out(self._ledger.request_lease(client_id, token, nbytes, preferred_nbytes))
+            case LeaseRequest(token, nbytes, preferred_nbytes, memory):
+                self._carry_out(self._ledger.request_lease(client_id, token, nbytes, preferred_nbytes, memory))
             case LeaseReturn(lease_ids):
                 self._carry_out(self._ledger.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
                 self._carry_out(self._ledger.release_replies(client_id, generations))
             case Call():
                 self._called(frontend, message)
-            case Goodbye(kept_lease_ids, kept_reply_generations):
-                frontend.connected = False
-                self._carry_out(self._ledger.goodbye(client_id, kept_lease_ids, kept_reply_generations))
+            case Goodbye():
+                self._said_goodbye(frontend, message)
                 frontend.connection.close()
             case Hello():
                 raise RemoteProtocolError("a connection says hello once")
+
+    def _said_goodbye(self, frontend: _Frontend, goodbye: Goodbye) -> None:
+        frontend.connected = False
+        if self._device is not None and not goodbye.maps_device_slab:
+            self._device.unmapped(frontend.client_id)
+        self._carry_out(self._ledger.goodbye(frontend.client_id, goodbye.kept_lease_ids, goodbye.kept_reply_generations))
 
     def _submitted(self, frontend: _Frontend, submit: Submit) -> None:
         if submit.epoch != self.epoch:
             raise RemoteProtocolError(f"request {submit.request_id} is of epoch {submit.epoch:016x}, this is {self.epoch:016x}")
         submit.content.check(self.config.max_tensors)
+        if self._device is not None or submit.content.fence:
+            check_fence(submit.content, self._slab_nbytes)
         self._ledger.submit(frontend.client_id, submit.request_id, submit.content.slots)
         self._counters.submitted += 1
         self._counters.received_nbytes += sum(slot.nbytes for slot in submit.content.slots)
@@ -826,6 +885,8 @@ class Ring:
     def _frontend_died(self, frontend: _Frontend) -> None:
         frontend.connected = False
         frontend.connection.abort()
+        if self._device is not None:
+            self._device.unmapped(frontend.client_id)
         self._carry_out(self._ledger.died(frontend.client_id))
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
@@ -870,6 +931,8 @@ class Ring:
                 logger.error("a GPU has not said that it is done reading: the slab stays pinned until this process ends")
             elif self._pinned.nbytes:
                 await self.loop.run_in_executor(None, self._pinned.close)
+            if self._device is not None:
+                await self._device.close()
         finally:
             self._slab.close()
 
@@ -918,7 +981,22 @@ class Ring:
             device_copies=self._uploads.copies,
             device_copied_nbytes=self._uploads.copied_nbytes,
             **dataclasses.asdict(counters),
+            **self._device_statistics(),
         )
+
+    def _device_statistics(self) -> dict[str, int]:
+        lent, device = self._ledger.device, self._device
+        if lent is None or device is None:
+            return {}
+        return {
+            "device_slab_nbytes": device.nbytes,
+            "device_slab_free_nbytes": lent.free_nbytes,
+            "device_slab_leased_nbytes": lent.leased_nbytes(Lease.LEASED),
+            "device_slab_quarantined_nbytes": lent.leased_nbytes(Lease.QUARANTINED),
+            "device_slots_in_use": self._ledger.count_device_slots(),
+            "device_slots_lost": device.lost,
+            "device_fences": device.opened_fences,
+        }
 
 
 def _blocks(nbytes: int | str | None, default: int) -> int:
@@ -942,35 +1020,6 @@ def _log_drain(submit: Submit) -> None:
     tensors = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in submit.content.tensors)
     where = "".join(traceback.format_stack(limit=8)[:-3])
     logger.warning("request %d is left with living views of %s; left at\n%s", submit.request_id, tensors, where)
-
-
-async def _create_slab(name: str, nbytes: int, epoch: int, config: RingConfig, cuda: Cuda) -> tuple[Slab, PinnedSlab]:
-    """Reserves and pins the slab on a thread: that takes a second per 4 GiB, and the caller's loop may have other work."""
-    swept = sweep()
-    if swept:
-        logger.warning("removed the name of a slab in /dev/shm that no living engine holds: %s", ", ".join(swept))
-    device = cuda.current_device()  # of this thread: the one that creates has none of its own
-
-    def create() -> tuple[Slab, PinnedSlab]:
-        slab = Slab.create(name, nbytes, epoch, prefault=config.prefault)
-        try:
-            return slab, pin_slab(slab, config.pin, cuda, device)
-        except BaseException:
-            slab.close()
-            raise
-
-    def discard(done: asyncio.Future[tuple[Slab, PinnedSlab]]) -> None:
-        if done.exception() is None:
-            slab, pinned = done.result()
-            pinned.close()
-            slab.close()
-
-    creating = asyncio.get_running_loop().run_in_executor(None, create)
-    try:
-        return await asyncio.shield(creating)
-    except asyncio.CancelledError:
-        creating.add_done_callback(discard)
-        raise
 
 
 class Serving:
@@ -1011,7 +1060,8 @@ def serve(
         calls: control calls that frontends may make, by name: coroutine functions of msgpack values.
 
     Raises:
-        SlabError: ``/dev/shm`` can't hold the slab, or (``CudaError``) it can't be pinned with ``pin="on"``.
+        SlabError: ``/dev/shm`` can't hold the slab, or (``CudaError``) it can't be pinned with ``pin="on"``, or a GPU can't
+            hold the device slab.
         LocalProtocolError: a living engine has this name.
         PermissionError: the socket's directory is not safe.
         ValueError, TypeError: a name, size or option is not valid.

@@ -14,13 +14,14 @@ import itertools
 import logging
 import os
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
@@ -51,6 +52,7 @@ from shmring.core.messages import (
     decode_engine_message,
 )
 from shmring.core.states import ClientSlot
+from shmring.device_slots import DeviceSlots
 from shmring.errors import (
     AbortedError,
     CapacityError,
@@ -66,6 +68,8 @@ from shmring.errors import (
     fresh,
 )
 from shmring.memory.copier import Copier
+from shmring.memory.cuda import Cuda, CudaError, Stream
+from shmring.memory.device import DeviceMemory, DeviceSlab, Fence
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
 from shmring.memory.slab import Slab
 from shmring.memory.views import Obituaries
@@ -111,6 +115,8 @@ class Session:
         config: ClientConfig,
         counters: ClientCounters,
         copier: Copier,
+        cuda: Cuda,
+        device_memory: DeviceMemory,
         welcome: Welcome,
         slab: Slab,
         pidfd: int,
@@ -122,6 +128,8 @@ class Session:
         self.welcome = welcome
         self.error: ShmringError | None = None
         self._copier = copier
+        self._cuda = cuda
+        self._device_memory = device_memory
         self._slab = slab
         self._on_lost = on_lost
         self._pid = os.getpid()
@@ -135,6 +143,8 @@ class Session:
                 lease_idle_s=config.lease_idle_s,
             )
         )
+        self.device: DeviceSlots | None = None  # from the first slot in device memory on
+        self._opening_device: asyncio.Task[DeviceSlots] | None = None
         self._packer = Packer(welcome.max_tensors)
         self._in_flight = asyncio.Semaphore(welcome.max_inflight)
         self._calls_in_flight = asyncio.Semaphore(welcome.max_calls)
@@ -145,9 +155,9 @@ class Session:
         self._held: dict[int, SlotRecord] = {}  # by first block
         self._held_starts: list[int] = []
         self._lease_ranges: dict[int, tuple[int, int]] = {}
-        self._slot_views: Obituaries[int] = Obituaries(self._wake_for_deaths)
+        self._slot_views: Obituaries[int, NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
         self._viewed: dict[int, SlotRecord] = {}  # by id: left by their caller, still viewed
-        self._reply_views: Obituaries[int] = Obituaries(self._wake_for_deaths)
+        self._reply_views: Obituaries[int, NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
         self._expiry: asyncio.TimerHandle | None = None
         self._touching: asyncio.Task[None] | None = None
         self._ended = self.loop.create_future()
@@ -170,6 +180,8 @@ class Session:
         name: str,
         counters: ClientCounters,
         copier: Copier,
+        cuda: Cuda,
+        device_memory: DeviceMemory,
         on_lost: Callable[[Session], object],
     ) -> Session:
         """Attaches to the engine at a path.
@@ -189,7 +201,7 @@ class Session:
             say_goodbye(engine.socket)
             engine.socket.close()
             raise
-        session = cls(config, counters, copier, welcome, slab, engine.pidfd, on_lost)
+        session = cls(config, counters, copier, cuda, device_memory, welcome, slab, engine.pidfd, on_lost)
         try:
             if config.map_leased_only:
                 slab.protect(0, welcome.slab_nbytes, readable=True, writable=False)
@@ -228,6 +240,8 @@ class Session:
                 self._add_lease(message)
             case LeaseRecall(lease_ids):
                 self._carry_out(self.book.recalled(lease_ids))
+                if self.device is not None:  # neither book minds ids that are the other's
+                    self._carry_out(self.device.book.recalled(lease_ids))
             case CallResult():
                 self._call_ended(message)
             case Refused(reason):
@@ -235,7 +249,10 @@ class Session:
             case Welcome():
                 raise RemoteProtocolError("an engine says welcome once")
 
-    def _released(self, generations: tuple[int, ...]) -> None:
+    def _released(self, generations: Sequence[int]) -> None:
+        if self.device is not None:
+            effects, generations = self.device.released(generations, self.loop.time())
+            self._carry_out(effects)
         effects, unknown = self.book.released(generations, self.loop.time())
         self.counters.stale_releases += unknown
         self._carry_out(effects)
@@ -279,6 +296,8 @@ class Session:
             if not future.done():
                 future.set_exception(self._fresh_error())
         self._slab.close()
+        if self.device is not None:
+            self.device.abandon()
         self._on_lost(self)
 
     def check_alive(self) -> None:
@@ -300,9 +319,10 @@ class Session:
     # -- leases and slots ------------------------------------------------------------------------------------------------
 
     def _add_lease(self, grant: LeaseGrant) -> None:
-        """Takes a lease into the book."""
-        effects = self.book.granted(grant, self.loop.time())
-        if self.config.map_leased_only:
+        """Takes a lease into the book of its memory."""
+        device = self.device if grant.offset >= self.welcome.slab_nbytes else None
+        effects = (self.book if device is None else device.book).granted(grant, self.loop.time())
+        if self.config.map_leased_only and device is None:
             self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
             self._lease_ranges[grant.lease_id] = (grant.offset, grant.nbytes)
         self._carry_out(effects)
@@ -329,71 +349,90 @@ class Session:
                 if not future.done():
                     future.set_result(effect.slot)
                 else:  # its waiter was cancelled in this very iteration, and has not run yet
-                    self._carry_out(self.book.give_up(effect.slot, self.loop.time()))
+                    self._carry_out(self._book_of(effect.slot).give_up(effect.slot, self.loop.time()))
                 continue
             if self.config.map_leased_only and isinstance(effect.message, LeaseReturn):
-                for lease_id in effect.message.lease_ids:
+                for lease_id in self._lease_ranges.keys() & set(effect.message.lease_ids):  # none in device memory
                     self._slab.protect(*self._lease_ranges.pop(lease_id), readable=True, writable=False)
             self.connection.send(effect.message)
         self._plan_expiry()
 
     def _plan_expiry(self) -> None:
-        if self._expiry is None and (when := self.book.next_expiry()) is not None:
+        if self._expiry is not None:
+            return
+        when = self.book.next_expiry()
+        if self.device is not None and (first := self.device.book.next_expiry()) is not None:
+            when = first if when is None else min(when, first)
+        if when is not None:
             self._expiry = self.loop.call_at(when, self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
         self._carry_out(self.book.expire(self.loop.time()))
+        if self.device is not None:
+            self._carry_out(self.device.book.expire(self.loop.time()))
 
-    async def acquire(self, nbytes: int, *, held: bool) -> SlotRecord:
-        """Waits in line for a slot."""
-        slot = self.book.acquire(nbytes, held=held)
+    def _book_of(self, record: SlotRecord) -> LeaseBook:
+        return self.device.book if self.device is not None and self.device.has(record) else self.book
+
+    async def acquire(self, nbytes: int, *, held: bool, book: LeaseBook | None = None) -> SlotRecord:
+        """Waits in line for a slot, in host memory or that of another book."""
+        book = self.book if book is None else book
+        slot = book.acquire(nbytes, held=held)
         if slot is not None:
             return slot
         ticket = next(self._ids)
         future: asyncio.Future[SlotRecord] = self.loop.create_future()
         self._slot_waiters[ticket] = future
-        warning = self.loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, nbytes)
-        self._carry_out(self.book.queue(ticket, nbytes, held=held))
+        warning = self.loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, book, nbytes)
+        self._carry_out(book.queue(ticket, nbytes, held=held))
         try:
             slot = await future
             self.check_alive()  # it may have been lost between the grant and now
             return slot
         except BaseException:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._carry_out(self.book.give_up(future.result(), self.loop.time()))
+                self._carry_out(book.give_up(future.result(), self.loop.time()))
             elif self._slot_waiters.pop(ticket, None) is not None:
-                self._carry_out(self.book.cancel(ticket))
+                self._carry_out(book.cancel(ticket))
             raise
         finally:
             warning.cancel()
             del future  # it holds its error, whose traceback holds this frame and its callers', and they the payload
 
-    def _warn_of_draining(self, nbytes: int) -> None:
-        if self.book.draining_nbytes():
+    def _warn_of_draining(self, book: LeaseBook, nbytes: int) -> None:
+        if book.draining_nbytes():
             logger.warning(
                 "waiting for %d bytes while %d bytes of slots that were left are kept by living views; del them, or leave "
                 "the function that holds them",
                 nbytes,
-                self.book.draining_nbytes(),
+                book.draining_nbytes(),
             )
 
-    def acquire_nowait(self, nbytes: int, *, held: bool) -> SlotRecord:
+    def acquire_nowait(self, nbytes: int, *, held: bool, book: LeaseBook | None = None) -> SlotRecord:
         """Takes a slot if none has to be waited for; else asks for a lease in passing, and raises WouldBlock."""
-        slot = self.book.acquire(nbytes, held=held)
+        book = self.book if book is None else book
+        slot = book.acquire(nbytes, held=held)
         if slot is None:
-            self._carry_out(self.book.wish(nbytes))
+            self._carry_out(book.wish(nbytes))
             raise WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
         return slot
 
     def hold(self, record: SlotRecord, *, drain: bool) -> Slot:
         """Hands an acquired slot to the caller."""
+        try:
+            anchor = self._anchor(record)
+        except BaseException:  # of device memory, CUDA has to make the view
+            self._carry_out(self._book_of(record).give_up(record, self.loop.time()))
+            raise
         self._held[record.start] = record
         insort(self._held_starts, record.start)
-        return Slot(self, record, drain)
+        return Slot(self, record, anchor, drain)
 
-    def anchor(self, record: SlotRecord) -> NDArray[np.uint8]:
+    def _anchor(self, record: SlotRecord) -> NDArray[np.uint8] | torch.Tensor:
         """Returns the bytes of a slot's content, and watches for the death of the last view of them."""
+        if self.device is not None and self.device.has(record):
+            return self.device.anchor(record)
         anchor = self._slab.anchor(content_start(record), record.nbytes)
         self._slot_views.watch(id(record), anchor)
         return anchor
@@ -404,8 +443,11 @@ class Session:
         self._held_starts.remove(record.start)
         if self.error is not None:
             return
-        if self._slot_views.anchor(id(record)) is not None and self.config.debug:
-            logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+        if self.device is not None and self.device.has(record):
+            self._warn_of_views(record, self.device.is_viewed(record))
+            self._carry_out(self.device.leave(record, drain=drain, now=self.loop.time()))
+            return
+        self._warn_of_views(record, self._slot_views.anchor(id(record)) is not None)
         draining = drain and self._slot_views.anchor(id(record)) is not None
         if draining:
             record.viewed = True
@@ -416,13 +458,21 @@ class Session:
         if draining:  # not `viewed`: what the caller has not left when the client closes counts as that, too
             self._slot_views.expect(id(record))
 
+    def _warn_of_views(self, record: SlotRecord, is_viewed: bool) -> None:
+        if is_viewed and self.config.debug:
+            logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+
     def _wake_for_deaths(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
             self.loop.call_soon_threadsafe(self._collect_deaths)
 
     def _collect_deaths(self) -> None:
         if self.error is not None:
+            if self.device is not None:
+                self.device.close_soon()
             return
+        if self.device is not None:
+            self._carry_out(self.device.collect(self.loop.time()))
         for key in self._slot_views.collect():
             record = self._viewed.pop(key, None)
             if record is not None:
@@ -431,22 +481,67 @@ class Session:
         if dead:
             self.connection.send(ReplyRelease(tuple(dead)))
 
+    # -- device memory -----------------------------------------------------------------------------------------------------
+
+    async def open_device(self) -> DeviceSlots:
+        """Attaches to the engine's device slab, once.
+
+        Raises:
+            CudaError: this process can't have it. The next call tries again.
+        """
+        if self.device is not None:
+            return self.device
+        opening = self._opening_device
+        if opening is None:
+            opening = self._opening_device = self.loop.create_task(self._attach_device())
+            opening.add_done_callback(self._device_opened)
+        try:
+            device = await asyncio.shield(opening)
+        except CudaError as error:
+            raise fresh(error) from None  # others may be waiting for the same
+        self.check_alive()
+        return device
+
+    async def _attach_device(self) -> DeviceSlots:
+        handle = self.welcome.device
+        assert handle is not None
+        slab = await self._copier.run(functools.partial(DeviceSlab.attach, self._cuda, self._device_memory, handle))
+        device = DeviceSlots(
+            self._cuda,
+            slab,
+            self.welcome,
+            lease_nbytes=int(self.config.lease_nbytes),
+            lease_idle_s=self.config.lease_idle_s,
+            wake=self._wake_for_deaths,
+        )
+        self.device = device
+        if self.error is not None:  # lost meanwhile
+            device.abandon()
+        return device
+
+    def _device_opened(self, opening: asyncio.Task[DeviceSlots]) -> None:
+        self._opening_device = None
+        if not opening.cancelled():
+            opening.exception()  # retrieved, though everybody who waited for it may have gone
+
     # -- requests ----------------------------------------------------------------------------------------------------------
 
     async def submit(self, payload: object, name: str) -> Pending:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
         self.check_alive()
+        # Of now: while this waits, another task may make another stream the current one.
+        stream = self.device.current_stream() if self.device is not None else None
         await self._in_flight.acquire()
         try:
             self.check_alive()
-            while (pending := await self._try_submit(payload, name)) is None:
+            while (pending := await self._try_submit(payload, name, stream)) is None:
                 pass
         except BaseException:
             self._in_flight.release()
             raise
         return pending
 
-    async def _try_submit(self, payload: object, name: str) -> Pending | None:
+    async def _try_submit(self, payload: object, name: str, stream: Stream | None) -> Pending | None:
         """One attempt; None if a slot that the payload lies in has changed hands while we waited for space."""
         packed, in_place = self._pack(payload)
         slot: SlotRecord | None = None
@@ -461,7 +556,8 @@ class Session:
             self.check_alive()
             if not all(_is_submittable(record) for record in in_place):
                 return None
-            pending = self._send(packed, in_place, slot, name)
+            fence = None if self.device is None else self.device.record_fence(in_place, stream)
+            pending = self._send(packed, in_place, slot, name, fence)
             sent = True
             return pending
         finally:
@@ -489,14 +585,17 @@ class Session:
         slot: SlotRecord | None = None
         if packed.copy_nbytes > int(self.config.inline_nbytes):
             slot = self.acquire_nowait(packed.copy_nbytes, held=False)
-            try:
+        try:
+            if slot is not None:
                 self._copier.copy_nowait(packed, *self._target(slot))
-            except BaseException:
+            fence = None if self.device is None else self.device.record_fence(in_place, None)
+        except BaseException:
+            if slot is not None:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
-                raise
+            raise
         with contextlib.suppress(StopIteration):
             self._in_flight.acquire().send(None)  # an unlocked semaphore is acquired without suspending
-        return self._send(packed, in_place, slot, name)
+        return self._send(packed, in_place, slot, name, fence)
 
     def _pack(self, payload: object) -> tuple[Packed, list[SlotRecord]]:
         in_place: list[SlotRecord] = []
@@ -519,8 +618,12 @@ class Session:
 
         Those of a slot that the engine still has are copied instead: reading it is safe, submitting it twice is not.
         """
+        if not self._held_starts:
+            return None
         offset = self._slab.find(address)
-        if offset is None or not self._held_starts:
+        if offset is None and self.device is not None:
+            offset = self.device.find(address)
+        if offset is None:
             return None
         position = bisect_right(self._held_starts, offset // self.welcome.block_nbytes)
         if not position:
@@ -531,12 +634,17 @@ class Session:
             return None
         return record, inside
 
-    def _send(self, packed: Packed, in_place: list[SlotRecord], slot: SlotRecord | None, name: str) -> Pending:
+    def _send(
+        self, packed: Packed, in_place: list[SlotRecord], slot: SlotRecord | None, name: str, fence: Fence | None
+    ) -> Pending:
         records = [*in_place, slot] if slot is not None else in_place
         refs = []
         for record in records:
-            generation = self.book.submit(record)
-            self._slab.write_slot_header(record.offset, generation, record.nbytes)
+            if self.device is not None and self.device.has(record):
+                self.device.book.submit(record, self.book)
+            else:
+                generation = self.book.submit(record)
+                self._slab.write_slot_header(record.offset, generation, record.nbytes)
             refs.append(record.ref())
         slots = tuple(refs)
         if slot is not None:
@@ -545,6 +653,9 @@ class Session:
             content = packed.content_inline(slots)
             self._copier.count(packed)
             self.counters.inline_payloads += 1 if packed.copied else 0
+        if self.device is not None and fence is not None:
+            content = msgspec.structs.replace(content, fence=fence.handle)
+            self.device.submitted([record.generation for record in records if self.device.has(record)], fence)
         pending = Pending(self, next(self._ids), name)
         pending.slots = records
         self.pending[pending.request_id] = pending
@@ -595,6 +706,8 @@ class Session:
         if pending is None:
             raise RemoteProtocolError(f"a reply came to request {request_id}, which is not in flight")
         content.check(self.welcome.max_tensors)
+        if content.fence:
+            raise RemoteProtocolError("a reply came with an event, and replies have none")
         for slot in content.slots:
             if slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > self.welcome.slab_nbytes:
                 raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes exceeds the slab")
@@ -686,12 +799,18 @@ class Session:
         if self.error is not None:
             return
         self._closing = True
+        self._abort_all()
+        maps_device_slab = False
+        if self.welcome.device is not None:
+            maps_device_slab = await self._leave_device()
+            if self.error is not None:
+                return  # lost meanwhile
+            self._abort_all()
         for record in list(self._held.values()):
             record.viewed = True  # its caller has not left it, and may still write
-        for pending in list(self.pending.values()):
-            self.abort(pending, ClosedError("this client was closed"))
+        kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
         kept_replies = tuple(self._reply_views.living())
-        self.connection.send(Goodbye(self.book.leases_in_use(), kept_replies))
+        self.connection.send(Goodbye(kept, kept_replies, maps_device_slab))
         self.connection.close()
         try:
             with contextlib.suppress(TimeoutError):
@@ -699,6 +818,20 @@ class Session:
                     await asyncio.shield(self._ended)
         finally:
             self._lose(ClosedError("this client was closed"))
+
+    def _abort_all(self) -> None:
+        for pending in list(self.pending.values()):
+            self.abort(pending, ClosedError("this client was closed"))
+
+    async def _leave_device(self) -> bool:
+        """Unmaps the device slab when the GPU is done with what this process queued; returns whether it is still mapped."""
+        if self._opening_device is not None:
+            await asyncio.wait([self._opening_device])
+        if self.device is None:
+            return False
+        is_unmapped = await uninterrupted(self.loop.create_task(self.device.close()))
+        self._collect_deaths()
+        return not is_unmapped
 
 
 def _is_submittable(record: SlotRecord) -> bool:

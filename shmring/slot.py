@@ -1,9 +1,12 @@
-"""A slot in the hands of a frontend's caller: memory of the engine's slab to write a tensor into, in place.
+"""A slot in the hands of a frontend's caller: memory of one of the engine's slabs to write a tensor into, in place.
 
 A slot is the caller's from ``client.slot(nbytes)`` until the block is left; in between it may be submitted, and submitted
 again once the engine has released it. Views of it are for use inside the block, like those of a file that is open. Where
 something may go on writing after the block was left (a thread that a cancellation leaves behind), ``drain=True`` keeps the
 memory until the last view has died.
+
+A slot in device memory holds torch tensors only. It is written by what its caller queues on the current stream of the GPU, and
+nobody has to wait for that: submitting it and leaving it come behind what is queued by then.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from shmring.core.leasebook import SlotRecord
 from shmring.core.messages import SLOT_HEADER_NBYTES, TensorRef, align, item_nbytes
 from shmring.errors import CapacityError, ClosedError
 from shmring.memory.payload import torch_dtype_name
-from shmring.memory.views import tensor_view
+from shmring.memory.views import device_view, tensor_view
 
 if TYPE_CHECKING:
     from shmring.session import Session
@@ -36,12 +39,12 @@ class Slot:
         nbytes: how many bytes of tensors it holds, alignment between them included.
     """
 
-    def __init__(self, session: Session, record: SlotRecord, drain: bool) -> None:
+    def __init__(self, session: Session, record: SlotRecord, anchor: NDArray[np.uint8] | torch.Tensor, drain: bool) -> None:
         self._session: Session | None = session
         self._drain = drain
         self._record = record
         self._cursor = 0
-        self._anchor: NDArray[np.uint8] | None = session.anchor(record)
+        self._anchor: NDArray[np.uint8] | torch.Tensor | None = anchor
         self.nbytes = record.nbytes
 
     def __repr__(self) -> str:
@@ -65,7 +68,13 @@ class Slot:
         return view
 
     def array(self, shape: tuple[int, ...] | list[int], dtype: DTypeLike) -> NDArray[Any]:
-        """Returns an uninitialised, writable numpy array in the slot; otherwise like :meth:`tensor`."""
+        """Returns an uninitialised, writable numpy array in the slot; otherwise like :meth:`tensor`.
+
+        Raises:
+            TypeError: also of a slot in device memory, where no array can be.
+        """
+        if isinstance(self._anchor, torch.Tensor):
+            raise TypeError("numpy has no arrays in device memory: use tensor(), or a slot with device='cpu'")
         spelled = np.dtype(dtype)
         size = item_nbytes(spelled.str)
         if size is None:
@@ -89,7 +98,10 @@ class Slot:
                 capacity=self.nbytes,
             )
         self._cursor = offset + nbytes
-        return tensor_view(TensorRef(1, offset, nbytes, dtype, shape), self._anchor, writable=True)
+        ref = TensorRef(1, offset, nbytes, dtype, shape)
+        if isinstance(self._anchor, torch.Tensor):
+            return device_view(ref, self._anchor)
+        return tensor_view(ref, self._anchor, writable=True)
 
     def close(self) -> None:
         """Leaves the slot: it is free again when the engine has released it, and drained if that was asked for.

@@ -33,6 +33,11 @@ class RingStatistics:
         reclaimed_nbytes: bytes taken back from frontends that had gone.
         pinned_nbytes, pin_seconds: what of the slab is registered with CUDA (all or nothing), and what that took.
         device_copies, device_copied_nbytes: requests copied to a GPU, and their bytes, small gaps between tensors included.
+        device_slab_nbytes: the device slab; 0 if there is none. What is in it is in none of the sizes above, but its slots are.
+        device_slab_free_nbytes, device_slab_leased_nbytes, device_slab_quarantined_nbytes: they add up to it.
+        device_slots_in_use: slots in it that the engine holds in any state.
+        device_slots_lost: slots of it that are kept for good, because CUDA failed to say when they are free.
+        device_fences: events of frontends that are open in this process.
     """
 
     epoch: int
@@ -69,6 +74,13 @@ class RingStatistics:
     pin_seconds: float
     device_copies: int
     device_copied_nbytes: int
+    device_slab_nbytes: int = 0
+    device_slab_free_nbytes: int = 0
+    device_slab_leased_nbytes: int = 0
+    device_slab_quarantined_nbytes: int = 0
+    device_slots_in_use: int = 0
+    device_slots_lost: int = 0
+    device_fences: int = 0
 
     @property
     def slots_in_use(self) -> int:
@@ -97,6 +109,11 @@ class ClientStatistics:
         reply_slots_held: reply slots that living views keep.
         stale_releases: releases of slots that were not with the engine (late or doubled).
         reconnections: engines attached to after the first.
+        device_slab_nbytes: the engine's device slab, once this client has attached to it. Its leases are in none of the sizes
+            above, but its slots are.
+        device_leased_nbytes, device_free_nbytes: bytes of leases in it, and bytes of them in no slot.
+        device_slots_in_use: slots in it, in any state but free.
+        device_slots_lost: slots of it that are kept for good, because CUDA failed to say when they are free.
     """
 
     connected: bool
@@ -125,6 +142,11 @@ class ClientStatistics:
     reply_slots_held: int
     stale_releases: int
     reconnections: int
+    device_slab_nbytes: int = 0
+    device_leased_nbytes: int = 0
+    device_free_nbytes: int = 0
+    device_slots_in_use: int = 0
+    device_slots_lost: int = 0
 
     @property
     def slots_in_use(self) -> int:

@@ -118,9 +118,30 @@ GUARDS = (
     Guard(
         "draining: a frontend's slot that threads write to",
         "shmring/session.py",
-        "if drain and self._slot_views.anchor(id(record)) is not None:",
-        "if False:",
+        "draining = drain and self._slot_views.anchor(id(record)) is not None",
+        "draining = False",
         "tests/test_slot.py::test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again",
+    ),
+    Guard(
+        "draining: what a GPU may still be at",
+        "shmring/memory/device_views.py",
+        "            self._watcher.guard(event, [hold])",
+        "            pass",
+        "tests/memory/test_device_slots.py::test_a_slot_comes_back_when_the_gpu_is_done_and_not_before",
+    ),
+    Guard(
+        "the fence of who wrote to device memory",
+        "shmring/memory/device_claims.py",
+        "        self._wait(client_id, submit.content, stream)\n        for slot in slots:",
+        "        for slot in slots:",
+        "tests/memory/test_device_slots.py::test_the_engine_reads_after_the_producer_has_written",
+    ),
+    Guard(
+        "device memory that somebody may map is not freed",
+        "shmring/memory/device_claims.py",
+        "if self._told",
+        "if False",
+        "tests/memory/test_device_slots.py::test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it",
     ),
     Guard(
         "posix_fallocate",

@@ -326,10 +326,11 @@ async def test_a_copy_that_fails_gives_its_slot_back(client: shmring.RingClient,
 
     monkeypatch.setattr("shmring.memory.payload.Packed.copy_into", fail)
     for nbytes in (5000, 500):
+        payload = {"do": "echo", "x": tensor(nbytes), "y": tensor(1)}  # two: a single one in a message needs no region
         with pytest.raises(RuntimeError, match="device"):
-            await client.request({"do": "echo", "x": tensor(nbytes)}, timeout=5)
+            await client.request(payload, timeout=5)
         with pytest.raises(RuntimeError, match="device"):
-            client.submit_nowait({"do": "echo", "x": tensor(nbytes)})
+            client.submit_nowait(payload)
         assert client.statistics().slots_in_use == client.statistics().in_flight == 0
     monkeypatch.undo()
     await client.request({"do": "echo", "x": tensor(5000)}, timeout=5)

@@ -20,6 +20,9 @@ from collections.abc import Iterator
 
 __all__ = ["RunAllocator", "TakenRuns"]
 
+_START_BITS = 40  # of a key, the length being above them; 2**40 blocks of 4 KiB are 4 PiB
+_START_MASK = (1 << _START_BITS) - 1
+
 
 class RunAllocator:
     """Allocates contiguous runs out of ``[start, start + length)``; units are whatever the caller counts in.
@@ -34,12 +37,13 @@ class RunAllocator:
     def __init__(self, start: int, length: int) -> None:
         if start < 0 or length < 1:
             raise ValueError(f"a range needs a start of at least 0 and a length of at least 1, not {start} and {length}")
+        assert start + length <= _START_MASK, "a key holds 40 bits of a start"
         self.start = start
         self.length = length
         self.free_units = length
         self._starts = [start]
         self._length_at = {start: length}
-        self._by_length = [(length, start)]
+        self._by_length = [length << _START_BITS | start]  # one int each: they compare faster than tuples
 
     @property
     def end(self) -> int:
@@ -54,7 +58,7 @@ class RunAllocator:
     @property
     def largest_run(self) -> int:
         """Length of the largest free run; 0 when full."""
-        return self._by_length[-1][0] if self._by_length else 0
+        return self._by_length[-1] >> _START_BITS if self._by_length else 0
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Yields the free runs as ``(start, length)``, by address."""
@@ -65,10 +69,11 @@ class RunAllocator:
         """Takes the shortest free run that fits, and returns its start; ``None`` if none fits."""
         if length < 1:
             raise ValueError(f"a run has a length of at least 1, not {length}")
-        position = bisect_left(self._by_length, (length, -1))
+        position = bisect_left(self._by_length, length << _START_BITS)
         if position == len(self._by_length):
             return None
-        run_length, start = self._by_length.pop(position)
+        key = self._by_length.pop(position)
+        run_length, start = key >> _START_BITS, key & _START_MASK
         del self._length_at[start]
         place = bisect_left(self._starts, start)
         if run_length == length:
@@ -77,7 +82,7 @@ class RunAllocator:
             rest = start + length
             self._starts[place] = rest  # still in order: what is behind it is behind the whole run
             self._length_at[rest] = run_length - length
-            insort(self._by_length, (run_length - length, rest))
+            insort(self._by_length, run_length - length << _START_BITS | rest)
         self.free_units -= length
         return start
 
@@ -121,7 +126,7 @@ class RunAllocator:
             length += self._forget_length(before)
             start = before
         self._length_at[start] = length
-        insort(self._by_length, (length, start))
+        insort(self._by_length, length << _START_BITS | start)
 
     def _free_run_around(self, unit: int) -> tuple[int, int] | None:
         position = bisect_right(self._starts, unit)
@@ -142,7 +147,7 @@ class RunAllocator:
     def _insert(self, start: int, length: int) -> None:
         insort(self._starts, start)
         self._length_at[start] = length
-        insort(self._by_length, (length, start))
+        insort(self._by_length, length << _START_BITS | start)
 
     def _remove(self, start: int) -> None:
         del self._starts[bisect_left(self._starts, start)]
@@ -150,7 +155,7 @@ class RunAllocator:
 
     def _forget_length(self, start: int) -> int:
         length = self._length_at.pop(start)
-        del self._by_length[bisect_left(self._by_length, (length, start))]
+        del self._by_length[bisect_left(self._by_length, length << _START_BITS | start)]
         return length
 
 

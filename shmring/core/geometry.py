@@ -26,16 +26,20 @@ def slot_blocks(nbytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """How the slab is divided: one header block, the leasable part, the reply reserve; all in blocks."""
+    """How the slab is divided: one header block, the leasable part, the reply reserve; and the device slab behind it.
+
+    All in blocks. The device slab is another memory, wholly leasable, in the same address space.
+    """
 
     leasable_blocks: int
     reply_blocks: int
+    device_blocks: int = 0
 
     LEASABLE_START = 1
 
     @classmethod
-    def of(cls, slab_nbytes: int, reply_nbytes: int | None) -> Geometry:
-        """Divides a slab; ``reply_nbytes`` None takes a sixteenth for replies.
+    def of(cls, slab_nbytes: int, reply_nbytes: int | None, device_nbytes: int = 0) -> Geometry:
+        """Divides a slab; ``reply_nbytes`` None takes a sixteenth for replies. ``device_nbytes``: of the device slab.
 
         Raises:
             ValueError: the slab is too small for a header, a lease and a reply.
@@ -47,11 +51,20 @@ class Geometry:
                 f"a slab of {slab_nbytes} bytes has no room for leases beside {reply_blocks * BLOCK_NBYTES} bytes of "
                 f"replies; make slab_nbytes at least {(reply_blocks + 2) * BLOCK_NBYTES}"
             )
-        return cls(leasable_blocks=blocks - 1 - reply_blocks, reply_blocks=reply_blocks)
+        return cls(
+            leasable_blocks=blocks - 1 - reply_blocks,
+            reply_blocks=reply_blocks,
+            device_blocks=device_nbytes // BLOCK_NBYTES,
+        )
 
     @property
     def slab_nbytes(self) -> int:
-        return (1 + self.leasable_blocks + self.reply_blocks) * BLOCK_NBYTES
+        """Size of the slab, and so where the device slab begins in the address space."""
+        return self.device_start * BLOCK_NBYTES
+
+    @property
+    def device_start(self) -> int:
+        return 1 + self.leasable_blocks + self.reply_blocks
 
     @property
     def reply_start(self) -> int:
@@ -60,9 +73,13 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerLimits:
-    """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so."""
+    """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so.
+
+    ``quota_blocks`` is of the slab, ``device_quota_blocks`` of the device slab; ``max_leases`` holds in each.
+    """
 
     max_lease_blocks: int
     quota_blocks: int
     max_leases: int
     max_inflight: int
+    device_quota_blocks: int = 0

@@ -7,12 +7,10 @@ and changes nothing. Nothing here believes a peer: each number of a message is c
 
 The slab is counted in blocks::
 
-    | 0: header | leasable ...                                             | reply reserve ... |
+    | 0: header | leasable ...                          | reply reserve ... | device slab: leasable ... |
 
-Leases: a client has at most one lease request waiting. Requests are served in order of arrival, which is round robin
-over clients. The first that can't be served gets a *window*: the address range that is cheapest to empty (its leases are
-recalled), closed to every other client until the request is granted or withdrawn. So small requests go on beside a large
-one, but can't overtake it for ever.
+A device slab, where there is one, is another memory in the same address space: what is granted there is told apart by where
+it is. Leases are lent in each by the rules of :mod:`.lending`.
 
 Generations: a client numbers its submissions ``client_id << 40 | n`` with n growing. One comparison so refuses replays,
 and no generation means two things in one engine's life. Reply slots are numbered the same way by the ledger (client 0).
@@ -24,16 +22,13 @@ released holds nothing.
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
+import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
-from shmring.core.allocator import RunAllocator, TakenRuns
+from shmring.core.allocator import RunAllocator
 from shmring.core.effects import (
     ClientGone,
     Effect,
-    Granted,
-    Recalled,
     Reclaimed,
     Released,
     ReplyGranted,
@@ -41,8 +36,9 @@ from shmring.core.effects import (
     RequestAborted,
 )
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits, blocks_for, slot_blocks
-from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
-from shmring.core.records import ClientRecord, LeaseRecord, LeaseWant, ReplyWant, RequestRecord, SlotRecord, Window
+from shmring.core.lending import Lending
+from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, Memory, SlotRef
+from shmring.core.records import ClientRecord, LeaseRecord, ReplyWant, RequestRecord, SlotRecord
 from shmring.core.states import (
     ENGINE_SLOT,
     LEASE,
@@ -59,24 +55,41 @@ from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorEr
 
 __all__ = ["Ledger"]
 
+#: Ids of leases in device memory: nobody grants as many in the slab before.
+_FIRST_DEVICE_LEASE_ID = 1 << 40
 
-class Ledger:
-    """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order."""
+
+class DeviceLending(Lending):
+    """The leases of a device slab."""
+
+    memory = DEVICE_MEMORY
+
+
+class Ledger(Lending):
+    """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order.
+
+    It is itself the lending of the slab, and keeps that of the device slab beside, where there is one.
+    """
+
+    _device: DeviceLending | None = None
 
     def __init__(self, geometry: Geometry, limits: LedgerLimits) -> None:
+        super().__init__({}, limits, geometry.LEASABLE_START, geometry.leasable_blocks, first_lease_id=1)
         self.geometry = geometry
-        self.limits = limits
-        self.clients: dict[int, ClientRecord] = {}
-        self._free = RunAllocator(geometry.LEASABLE_START, geometry.leasable_blocks)
         self._replies = RunAllocator(geometry.reply_start, geometry.reply_blocks)
-        self._wants: dict[int, LeaseWant] = {}  # by client, in order of arrival
         self._reply_wants: dict[int, ReplyWant] = {}  # by ticket, in order of arrival
-        self._window: Window | None = None
-        self._next_lease_id = 1
         self._next_reply_generation = 1
         self._lent_replies: set[int] = set()  # generations, of all clients
         self.late_aborts = 0  # of requests that had ended: messages cross
         self.stale_releases = 0  # of reply slots that had been given back
+        if geometry.device_blocks:
+            self._device = DeviceLending(
+                self.clients,
+                dataclasses.replace(limits, quota_blocks=limits.device_quota_blocks),
+                geometry.device_start,
+                geometry.device_blocks,
+                first_lease_id=_FIRST_DEVICE_LEASE_ID,
+            )
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +99,7 @@ class Ledger:
         client = self.clients[client_id] = ClientRecord(client_id, last_generation=client_id << GENERATION_BITS)
         wanted = min(blocks_for(lease_nbytes), self.limits.max_lease_blocks)
         start = None if self._wants else self._free.allocate(wanted)
-        return None if start is None else self._lend(client, 0, start, wanted)
+        return None if start is None else self.lend(client, 0, start, wanted)
 
     def goodbye(self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int]) -> list[Effect]:
         """A frontend ends, and says that it uses nothing of the slab any more but what it names.
@@ -108,11 +121,12 @@ class Ledger:
         for request_id in list(client.requests):
             effects += self.abort(client_id, request_id)
         client.connected = False
-        self._wants.pop(client_id, None)
+        self.forget(client_id)
+        if self._device is not None:
+            self._device.forget(client_id)
         self._drop_reply_wants(client_id)
         for lease in client.leases.values():
             lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
-        self._window = None  # it may rest on a lease that nobody will return now: choose again
         # Slots that the aborts have just released went to nobody: their client has gone.
         effects = [effect for effect in effects if not isinstance(effect, Released)]
         return effects + self._reclaim(client) + self._serve_wants() + self._serve_reply_wants()
@@ -153,28 +167,21 @@ class Ledger:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def request_lease(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int) -> list[Effect]:
-        """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
+    def request_lease(
+        self, client_id: int, token: int, nbytes: int, preferred_nbytes: int, memory: Memory = HOST_MEMORY
+    ) -> list[Effect]:
+        """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
 
         Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
 
         Raises:
-            RemoteProtocolError: it asks for more than can ever be granted.
+            RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
         """
         self._connected(client_id)
-        if nbytes == 0:
-            self._withdraw(client_id)
-            return self._serve_wants()
-        blocks = blocks_for(nbytes)
-        if blocks > self.geometry.leasable_blocks:
-            raise RemoteProtocolError(
-                f"a lease of {nbytes} bytes was requested of {self.geometry.leasable_blocks * BLOCK_NBYTES}"
-            )
-        if self._window is not None and self._window.client_id == client_id and self._window.blocks != blocks:
-            self._window = None
-        preferred = min(max(blocks, blocks_for(preferred_nbytes)), self.geometry.leasable_blocks)
-        self._wants[client_id] = LeaseWant(token, blocks, preferred)
-        return self._serve_wants()
+        lending: Lending | None = self if memory == HOST_MEMORY else self._device
+        if lending is None:
+            raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
+        return lending.ask(client_id, token, nbytes, preferred_nbytes)
 
     def return_leases(self, client_id: int, lease_ids: Collection[int]) -> list[Effect]:
         """A client gives leases back.
@@ -197,122 +204,10 @@ class Ledger:
         return self._serve_wants()
 
     def _take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
-        del client.leases[lease.lease_id]
-        client.leased_blocks -= lease.blocks
-        self._free.free(lease.start, lease.blocks)
-
-    def _lend(self, client: ClientRecord, token: int, start: int, blocks: int) -> LeaseGrant:
-        lease = LeaseRecord(
-            lease_id=self._next_lease_id,
-            start=start,
-            blocks=blocks,
-            state=advance(LEASE, Lease.FREE, LeaseEvent.GRANT),
-            live=TakenRuns(),
-        )
-        self._next_lease_id += 1
-        client.leases[lease.lease_id] = lease
-        client.leased_blocks += blocks
-        return LeaseGrant(token, lease.lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
+        (self if self._device is None or self.has(lease) else self._device).take_back(client, lease)
 
     def _serve_wants(self) -> list[Effect]:
-        """Grants what can be granted, in order of arrival; opens a window for the first that can't."""
-        effects: list[Effect] = []
-        while True:
-            for client_id, want in list(self._wants.items()):
-                client = self.clients[client_id]
-                if self._is_over_quota(client, want.blocks):
-                    # It waits for what its own client returns, so nobody else waits for it.
-                    if self._close_window(client_id):
-                        break
-                elif (taken := self._take_run(client, want)) is not None:
-                    effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
-                    if self._withdraw(client_id):
-                        break
-                elif self._window is None:
-                    effects += self._open_window(client_id, want.blocks)
-            else:
-                return effects
-            # A window was closed: begin again with the first, whom it may have kept out.
-
-    def _withdraw(self, client_id: int) -> bool:
-        self._wants.pop(client_id, None)
-        return self._close_window(client_id)
-
-    def _close_window(self, client_id: int) -> bool:
-        """Closes the client's window; returns whether it had one."""
-        if self._window is None or self._window.client_id != client_id:
-            return False
-        self._window = None
-        return True
-
-    def _is_over_quota(self, client: ClientRecord, blocks: int) -> bool:
-        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""
-        if len(client.leases) >= self.limits.max_leases:
-            return True
-        alone = sum(other.connected or bool(other.leases) for other in self.clients.values()) == 1
-        return not alone and client.leased_blocks > 0 and client.leased_blocks + blocks > self.limits.quota_blocks
-
-    def _take_run(self, client: ClientRecord, want: LeaseWant) -> tuple[int, int] | None:
-        """Takes a run for a want from the free list, outside the window of anybody else."""
-        for blocks in dict.fromkeys((want.preferred_blocks, want.blocks)):
-            if self._is_over_quota(client, blocks):
-                continue  # what it needs is within its quota, what it would prefer is not
-            if self._window is None or self._window.client_id == client.client_id:
-                start = self._free.allocate(blocks)
-            else:
-                start = self._allocate_outside(self._window, blocks)
-            if start is not None:
-                return start, blocks
-        return None
-
-    def _allocate_outside(self, window: Window, blocks: int) -> int | None:
-        pieces: list[tuple[int, int]] = []
-        for start, length in self._free.runs():
-            if not window.overlaps(start, start + length):
-                pieces.append((length, start))
-                continue
-            pieces += [(window.start - start, start), (start + length - window.end, window.end)]
-        fitting = [(length, start) for length, start in pieces if length >= blocks]
-        if not fitting:
-            return None
-        start = min(fitting)[1]
-        carved = self._free.carve(start, blocks)
-        assert carved, "the free runs changed under us"
-        return start
-
-    def _open_window(self, client_id: int, blocks: int) -> list[Effect]:
-        """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
-        leases = sorted(self._leases(), key=lambda lease: lease.start)
-        starts, ends = [lease.start for lease in leases], [lease.end for lease in leases]
-        # Sums over the first n leases, so that the cost of a range is two bisections and two differences.
-        leased = list(itertools.accumulate((lease.blocks for lease in leases), initial=0))
-        quarantined = list(
-            itertools.accumulate((lease.blocks * (lease.state is Lease.QUARANTINED) for lease in leases), initial=0)
-        )
-        last_start = self.geometry.reply_start - blocks
-        edges = {Geometry.LEASABLE_START, last_start, *starts, *ends}
-        edges |= {edge - blocks for edge in [*starts, *ends]}
-
-        def cost(start: int) -> tuple[int, int]:
-            first, behind = bisect_right(ends, start), bisect_left(starts, start + blocks)
-            # A quarantined lease comes back when a process dies, which may be never: last choice.
-            return quarantined[behind] - quarantined[first], leased[behind] - leased[first]
-
-        candidates = [start for start in edges if Geometry.LEASABLE_START <= start <= last_start]
-        start = min(sorted(candidates), key=cost)
-        self._window = Window(client_id, start, blocks)
-        effects: list[Effect] = []
-        for client in self.clients.values():
-            recalled = [
-                lease
-                for lease in client.leases.values()
-                if client.connected and not lease.recalled and self._window.overlaps(lease.start, lease.end)
-            ]
-            for lease in recalled:
-                lease.recalled = True
-            if recalled:
-                effects.append(Recalled(client.client_id, tuple(lease.lease_id for lease in recalled)))
-        return effects
+        return self.serve() + (self._device.serve() if self._device is not None else [])
 
     # -- requests and their slots ------------------------------------------------------------------------------------
 
@@ -562,30 +457,33 @@ class Ledger:
     # -- what there is -------------------------------------------------------------------------------------------------
 
     @property
-    def free_nbytes(self) -> int:
-        """Leasable bytes that nobody holds."""
-        return self._free.free_units * BLOCK_NBYTES
+    def waiting_lease_requests(self) -> int:
+        """Clients that wait for a lease, in either memory."""
+        return super().waiting_lease_requests + (self._device.waiting_lease_requests if self._device is not None else 0)
+
+    @property
+    def device(self) -> Lending | None:
+        """The leases of the device slab, if there is one; those of the slab are the ledger's own."""
+        return self._device
 
     @property
     def reply_free_nbytes(self) -> int:
         """Bytes of the reply reserve that nobody holds."""
         return self._replies.free_units * BLOCK_NBYTES
 
-    @property
-    def waiting_lease_requests(self) -> int:
-        """Clients that wait for a lease."""
-        return len(self._wants)
-
-    def leased_nbytes(self, state: Lease) -> int:
-        """Bytes in leases of this state."""
-        return sum(lease.blocks for lease in self._leases() if lease.state is state) * BLOCK_NBYTES
-
     def count_slots(self, state: EngineSlot) -> int:
-        """Slots in this state, of all clients."""
+        """Slots in this state, of all clients and in either memory."""
         return sum(slot.state is state for client in self.clients.values() for slot in client.slots.values())
+
+    def count_device_slots(self) -> int:
+        """Slots in device memory that the engine holds in any state."""
+        start = self.geometry.device_start
+        return sum(slot.start >= start for client in self.clients.values() for slot in client.slots.values())
 
     def verify(self, generation_in_slab: int, nbytes_in_slab: int, slot: SlotRef) -> None:
         """Compares a slot's header, as it stands in shared memory, with the descriptor that was accepted for it.
+
+        In device memory there is none to compare: there, that its generation is a new one of its client's is all there is.
 
         Raises:
             StaleDescriptorError: they differ.
@@ -602,17 +500,12 @@ class Ledger:
 
     def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
-        held = sum(lease.blocks for lease in self._leases())
-        assert self._free.free_units + held == self.geometry.leasable_blocks, "a block is lost or counted twice"
+        self.check_leases()
+        if self._device is not None:
+            self._device.check_leases()
         replies = sum(slot.blocks for client in self.clients.values() for slot in client.replies.values())
         assert self._replies.free_units + replies == self.geometry.reply_blocks, "a reply block is lost"
-        ends = Geometry.LEASABLE_START
-        for lease in sorted(self._leases(), key=lambda lease: lease.start):
-            assert lease.start >= ends, f"lease {lease.lease_id} overlaps another"
-            ends = lease.end
-        assert ends <= self.geometry.reply_start
         for client in self.clients.values():
-            assert client.leased_blocks == sum(lease.blocks for lease in client.leases.values())
             assert client.reply_blocks == sum(slot.blocks for slot in client.replies.values())
             assert client.connected or not client.requests, "a request outlives its connection"
             for lease in client.leases.values():

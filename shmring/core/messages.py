@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -30,16 +30,20 @@ __all__ = [
     "Call",
     "CallResult",
     "Content",
+    "DEVICE_MEMORY",
+    "DeviceHandle",
     "Done",
     "EngineMessage",
     "Failed",
     "FrontendMessage",
     "Goodbye",
+    "HOST_MEMORY",
     "Hello",
     "LeaseGrant",
     "LeaseRecall",
     "LeaseRequest",
     "LeaseReturn",
+    "Memory",
     "Refused",
     "Release",
     "Reply",
@@ -84,6 +88,15 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 
+#: Which memory a lease is wanted in. Where it was granted says its offset: device memory begins where the slab ends.
+Memory = Literal[0, 1]
+HOST_MEMORY: Final = 0
+DEVICE_MEMORY: Final = 1
+
+#: CUDA's handles of memory and of events are structures of 64 bytes.
+MemoryHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+EventHandle = Annotated[bytes, msgspec.Meta(max_length=64)]
+
 
 def align(nbytes: int) -> int:
     """Rounds up to where the next tensor may start."""
@@ -106,7 +119,10 @@ class _Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 
 class SlotRef(_Part, frozen=True):
-    """A slot, as its holder describes it: ``nbytes`` of content follow the header at ``offset`` in the slab."""
+    """A slot, as its holder describes it: ``nbytes`` of content follow the header at ``offset``.
+
+    In device memory there is room for a header, and none is written.
+    """
 
     lease_id: Unsigned
     offset: Unsigned
@@ -143,12 +159,13 @@ class TensorRef(_Part, frozen=True):
 
 
 class Content(_Part, frozen=True):
-    """A payload and where its tensors are."""
+    """A payload and where its tensors are. ``fence`` is the event behind what was written to slots in device memory."""
 
     payload: bytes
     tensors: tuple[TensorRef, ...] = ()
     inline: bytes = b""
     slots: tuple[SlotRef, ...] = ()
+    fence: EventHandle = b""
 
     def check(self, max_tensors: int) -> None:
         """Raises :class:`RemoteProtocolError` unless every tensor descriptor is sound."""
@@ -160,6 +177,14 @@ class Content(_Part, frozen=True):
             if tensor.region > len(self.slots):
                 raise RemoteProtocolError(f"a tensor is in region {tensor.region} of {len(self.slots)}")
             tensor.check(self.slots[tensor.region - 1].nbytes if tensor.region else len(self.inline))
+
+
+class DeviceHandle(_Part, frozen=True):
+    """What a frontend needs to attach to a device slab: the GPU's UUID, CUDA's handle of the memory, and its size."""
+
+    uuid: ShortText
+    memory: MemoryHandle
+    nbytes: Unsigned
 
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False, tag_field="t"):
@@ -195,12 +220,14 @@ class Abort(_Message, frozen=True, tag=3):
 class LeaseRequest(_Message, frozen=True, tag=4):
     """Asks for a lease of at least ``nbytes``, ``preferred_nbytes`` if that is free now.
 
-    A client has one request outstanding: a further one replaces it (and keeps its turn), and ``nbytes`` 0 withdraws it.
+    A client has one request outstanding in each memory: a further one replaces it (and keeps its turn), and ``nbytes`` 0
+    withdraws it.
     """
 
     token: Unsigned
     nbytes: Unsigned
     preferred_nbytes: Unsigned = 0
+    memory: Memory = HOST_MEMORY
 
 
 class LeaseReturn(_Message, frozen=True, tag=5):
@@ -224,17 +251,24 @@ class Call(_Message, frozen=True, tag=7):
 
 
 class Goodbye(_Message, frozen=True, tag=8):
-    """The last frame of an orderly end: this frontend writes nowhere any more, but in ``kept_lease_ids``."""
+    """The last frame of an orderly end: this frontend writes nowhere any more, but in ``kept_lease_ids``.
+
+    ``maps_device_slab``: it could not unmap the device slab, so that must not be freed before this process is dead.
+    """
 
     kept_lease_ids: tuple[Unsigned, ...] = ()
     kept_reply_generations: tuple[Generation, ...] = ()
+    maps_device_slab: bool = False
 
 
 # engine to frontend
 
 
 class LeaseGrant(_Message, frozen=True, tag=101):
-    """Lends ``[offset, offset + nbytes)`` of the slab. ``token`` names the request it answers, 0 for the base lease."""
+    """Lends ``[offset, offset + nbytes)``. ``token`` names the request it answers, 0 for the base lease.
+
+    The address space is the slab, and behind it the device slab. A lease is in one of them.
+    """
 
     token: Unsigned
     lease_id: Unsigned
@@ -243,7 +277,7 @@ class LeaseGrant(_Message, frozen=True, tag=101):
 
 
 class Welcome(_Message, frozen=True, tag=102):
-    """The answer to :class:`Hello`; the slab's descriptor travels beside it."""
+    """The answer to :class:`Hello`; the slab's descriptor travels beside it. ``device`` is None if there is no device slab."""
 
     version: int
     epoch: Generation
@@ -257,6 +291,7 @@ class Welcome(_Message, frozen=True, tag=102):
     max_frame_nbytes: Unsigned
     max_tensors: Unsigned
     base_lease: LeaseGrant | None
+    device: DeviceHandle | None = None
 
 
 class Reply(_Message, frozen=True, tag=103):

@@ -61,7 +61,7 @@ class ClientRecord:
     last_request_id: int = -1
     connected: bool = True
     dead: bool = False
-    leased_blocks: int = 0
+    leased_blocks: list[int] = dataclasses.field(default_factory=lambda: [0, 0])  # by memory
     reply_blocks: int = 0
     leases: dict[int, LeaseRecord] = dataclasses.field(default_factory=dict)
     slots: dict[int, SlotRecord] = dataclasses.field(default_factory=dict)

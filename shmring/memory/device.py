@@ -15,7 +15,8 @@ Invariants:
 - what is mapped is unmapped after its last view, or not at all: :meth:`DeviceSlab.close` says which;
 - the owner frees last. Nothing tells CUDA's owner that others still have the memory open, so whoever closes an owner's slab
   has to know that its frontends have closed theirs or are dead, as a lease in host memory has to be (``core/ledger.py``);
-- an event is recorded again only when the slot it went with has come back: the consumer has waited for it by then.
+- an event is recorded again only when all slots it went with have come back: the consumer has waited for it by then, or never
+  will.
 
 Source: vLLM PR 32104 hands hardware-decoded video over in VRAM, with a handle per tensor.
 """
@@ -29,10 +30,11 @@ from typing import Protocol
 
 import torch
 
+from shmring.core.messages import DeviceHandle
 from shmring.errors import LocalProtocolError, RemoteProtocolError
 from shmring.memory.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
 
-__all__ = ["DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences"]
+__all__ = ["DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences", "whole_nbytes"]
 
 #: What an allocation is rounded up to: CUDA packs smaller ones into one block, and a handle always means the whole block.
 GRANULE_NBYTES = 2 << 20
@@ -50,21 +52,6 @@ class DeviceMemory(Protocol):
     def open(self, device: int, handle: bytes) -> int: ...
 
     def close(self, device: int, address: int) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceHandle:
-    """What a frontend needs to attach.
-
-    Attributes:
-        uuid: of the GPU.
-        memory: CUDA's handle of the memory.
-        nbytes: its size.
-    """
-
-    uuid: str
-    memory: bytes
-    nbytes: int
 
 
 class _Mapping:
@@ -121,7 +108,7 @@ class DeviceSlab:
             CudaError: CUDA is not there, the memory is not, or it can't be shared. Nothing is left allocated.
         """
         _check_available(cuda, nbytes)
-        nbytes = -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
+        nbytes = whole_nbytes(nbytes)
         address = memory.allocate(device, nbytes)
         try:
             handle = DeviceHandle(cuda.uuid(device), memory.export(device, address), nbytes)
@@ -173,6 +160,15 @@ class DeviceSlab:
             self._mapping.lent.add(lent)
         return lent, self._cuda.view(self.device, lent)
 
+    def view(self, lent: DeviceBytes) -> torch.Tensor:
+        """Returns one more view of bytes that :meth:`anchor` has lent and that are alive."""
+        return self._cuda.view(self.device, lent)
+
+    def find(self, address: int) -> int | None:
+        """Returns the offset of an address of this process in the slab, or None if it is elsewhere."""
+        offset = address - self._mapping.address
+        return offset if 0 <= offset < self.nbytes else None
+
     def close(self) -> bool:
         """Gives the slab up; waits for the device. May be called again, until it returns True.
 
@@ -209,7 +205,7 @@ class Fence:
 
 
 class Fences:
-    """A producer's events, one for each slot that is written or on its way; recorded again when their slots come back.
+    """A producer's events, one for each submission that is on its way; recorded again when its slots have come back.
 
     Args:
         cuda: how to call CUDA.
@@ -231,7 +227,7 @@ class Fences:
         return fence
 
     def give_back(self, fence: Fence) -> None:
-        """The slot of a fence has come back."""
+        """All slots that went with a fence have come back."""
         self._free.append(fence)
 
 
@@ -241,7 +237,7 @@ class OpenedFences:
     Args:
         cuda: how to call CUDA.
         device: of the slab.
-        capacity: the most a frontend may have: one for each request in flight is as many as it can need.
+        capacity: the most a frontend may have.
     """
 
     def __init__(self, cuda: Cuda, device: int, capacity: int) -> None:
@@ -249,6 +245,9 @@ class OpenedFences:
         self._device = device
         self._capacity = capacity
         self._events: dict[bytes, Event] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
 
     def wait(self, stream: Stream, handle: bytes) -> None:
         """Has a stream wait for what the frontend queued before it sent a handle.
@@ -267,6 +266,11 @@ class OpenedFences:
                 raise RemoteProtocolError(f"a frontend's event can't be opened: {error}") from None
             self._events[handle] = event
         self._cuda.wait_event(stream, event)
+
+
+def whole_nbytes(nbytes: int) -> int:
+    """Returns the size of the slab that is made when somebody asks for ``nbytes``."""
+    return -(-nbytes // GRANULE_NBYTES) * GRANULE_NBYTES
 
 
 def _check_available(cuda: Cuda, nbytes: int) -> None:

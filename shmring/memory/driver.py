@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, tuple[type[object], ...]] = {
     "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
     "cuCtxPopCurrent_v2": (ctypes.c_void_p,),
+    "cuCtxSynchronize": (),
     "cuMemAlloc_v2": (ctypes.c_void_p, ctypes.c_size_t),
     "cuMemFree_v2": (ctypes.c_uint64,),
     "cuIpcGetMemHandle": (ctypes.c_void_p, ctypes.c_uint64),
@@ -82,8 +83,9 @@ class Driver:
         return address.value
 
     def close(self, device: int, address: int) -> None:
-        """Unmaps what :meth:`open` returned. The memory itself is its owner's."""
+        """Unmaps what :meth:`open` returned. The memory itself is its owner's. Waits for the device."""
         with self._current(device):
+            self._call("cuCtxSynchronize")  # that unmapping waits, as freeing does, is written nowhere
             self._call("cuIpcCloseMemHandle", address)
 
     @functools.cached_property

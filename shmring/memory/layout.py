@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from shmring.core.messages import TENSOR_ALIGNMENT, Content, TensorRef, align
 from shmring.memory.views import TORCH_DTYPES
 
-__all__ = ["GAP_NBYTES", "Layout", "Place", "Run"]
+__all__ = ["GAP_NBYTES", "Given", "Layout", "Place", "Run"]
 
-#: Makes the tensor that a descriptor describes, somewhere else than where its bytes are.
-Place = Callable[[TensorRef], "torch.Tensor | NDArray[Any]"]
+#: Makes the tensor that a descriptor describes, somewhere else than in host memory; None: it is to be viewed there after all.
+Place = Callable[[TensorRef], "torch.Tensor | NDArray[Any] | None"]
 
 #: Bytes between two tensors that are copied along rather than left out: queueing one more copy takes a few microseconds,
 #: in which PCIe 4 carries about as much.
@@ -39,23 +39,42 @@ class Run:
     target: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """The tensors of a content that are in device memory already, so that nobody has to copy them.
+
+    Attributes:
+        regions: where they are, by number.
+        place: makes them; None for any other.
+        nowhere: makes no bytes on that device, for tensors without content.
+    """
+
+    regions: frozenset[int]
+    place: Place
+    nowhere: Callable[[], torch.Tensor]
+
+
 class Layout:
     """Where a content's tensors come to lie on the device.
 
     Arrays whose dtype torch does not have (text, times, foreign byte order) have no place there.
+
+    Args:
+        content: as it was checked.
+        without: regions that are left out.
 
     Attributes:
         runs: what to copy, by region and address.
         nbytes: what all of it takes.
     """
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: Content, without: frozenset[int] = frozenset()) -> None:
         self.runs: list[Run] = []
         self.nbytes = 0
         self._runs_of: dict[int, tuple[list[int], list[Run]]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for ref in content.tensors:
-            if ref.nbytes and _torch_dtype(ref.dtype) is not None:
+            if ref.nbytes and ref.region not in without and _torch_dtype(ref.dtype) is not None:
                 spans.setdefault(ref.region, []).append((ref.offset, ref.offset + ref.nbytes))
         for region in sorted(spans):
             self._add(region, sorted(spans[region]))

@@ -12,6 +12,7 @@ hooks that collect them, is vLLM's (``v1/serial_utils.py``).
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -87,6 +88,13 @@ class _Part:
         plain = source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg()
         return source.data_ptr() if plain else None
 
+    def address_on_device(self) -> int | None:
+        """Where its bytes are, if they are contiguous memory of a GPU: nothing to read from, but maybe in a slot there."""
+        source = self.source
+        if not isinstance(source, torch.Tensor) or not source.is_cuda:
+            return None
+        return source.data_ptr() if source.is_contiguous() and not source.is_conj() and not source.is_neg() else None
+
     def copy_to(self, anchor: NDArray[np.uint8], anchor_address: int, copy: Copy) -> None:
         """Copies its bytes to ``offset`` in a region. Releases the interpreter lock for all but the smallest."""
         if not self.nbytes:
@@ -138,6 +146,10 @@ class Packed:
         """Copies the tensors into the message itself. ``slots`` are those in which tensors lie in place."""
         if not self.copy_nbytes:
             return self._content(b"", slots)
+        if self.copied == 1:  # as most often: one copy instead of two
+            [part] = (part for part in self.parts if part.nbytes and not part.in_place)
+            if (address := part.address()) is not None:
+                return self._content(ctypes.string_at(address, part.nbytes), slots)
         inline = np.empty(self.copy_nbytes, np.uint8)
         self.copy_into(inline, int(inline.ctypes.data))
         return self._content(inline.tobytes(), slots)
@@ -281,8 +293,12 @@ def _lay_out(encoded: bytes, parts: list[_Part], locate: Locate | None) -> Packe
     cursor = copied = in_place = in_place_nbytes = 0
     for part in parts:
         place = None
-        if locate is not None and part.nbytes and (address := part.address()) is not None:
-            place = locate(address, part.nbytes)
+        if locate is not None and part.nbytes:
+            address = part.address()
+            if address is None:
+                address = part.address_on_device()
+            if address is not None:
+                place = locate(address, part.nbytes)
         if place is not None:
             part.region, part.offset = place
             part.in_place = True
@@ -318,7 +334,7 @@ class PayloadDecoder:
         Args:
             content: from a message.
             region: returns a slot's bytes, header excluded, by region number (1 is ``content.slots[0]``).
-            place: makes the tensors, in place of views of the regions.
+            place: makes tensors in place of views of the regions, those for which it does not return None.
 
         Returns:
             The payload; its tensors are views of the regions (small ones of a private copy of ``inline``), or what
@@ -355,8 +371,8 @@ class PayloadDecoder:
         if len(data) != 4 or index >= len(self._content.tensors):
             raise RemoteProtocolError(f"a payload names tensor {index} of {len(self._content.tensors)}")
         ref = self._content.tensors[index]
-        if self._place is not None:
-            return self._place(ref)
+        if self._place is not None and (placed := self._place(ref)) is not None:
+            return placed
         return tensor_view(ref, self._region(ref.region) if ref.nbytes else _EMPTY, writable=self._writable)
 
 

@@ -161,7 +161,8 @@ def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device: int) -> PinnedSlab:
 
     Args:
         slab: of an engine.
-        mode: see :data:`PinMode`. That ``auto`` finds a torch without CUDA is worth no warning: there is nothing to pin for.
+        mode: see :data:`PinMode`. That ``auto`` finds a torch without CUDA is said, and worth no warning: there is no software
+            for a GPU at all, as on any machine without one.
         cuda: how to call CUDA.
         device: in whose context.
 
@@ -179,7 +180,7 @@ def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device: int) -> PinnedSlab:
         if mode == "on":
             message = f"the slab can't be pinned: {error}; pin='auto' would go on without"
             raise CudaError(message, call=error.call, code=error.code, nbytes=slab.nbytes) from None
-        level = logging.WARNING if cuda.is_built() else logging.DEBUG
+        level = logging.WARNING if cuda.is_built() else logging.INFO
         logger.log(
             level, "the slab is not pinned, copies to a GPU will be slower: %s; pin='off' says that this is meant", error
         )

@@ -5,18 +5,16 @@ their gaps allow, into a part of the device's staging memory; the tensors are th
 stream waits for an event behind the copies, so whatever it is given next may use the tensors at once.
 
 Until that event has come, the slots must not be reused. An anchor in our hands is what says so, as with any view: it is
-handed to a thread that waits for the events of one stream, in their order, and lets go of what each of them guards. From
-there on it is the death of a view like any other. Why a thread, and no polling from the loop: both event loops count in
-milliseconds (asyncio rounds a timer up to the next one, uvloop takes half of one for none at all and spins), while a
-thread that sleeps in ``cudaEventSynchronize`` is back some ten microseconds after the copy, and costs nothing meanwhile.
+handed to a thread that waits for the events of one stream, in their order, and lets go of what each of them guards
+(``watcher.py``). From
+there on it is the death of a view like any other.
 
 Copies from a slab that is not pinned block whoever asks for them until the bytes have been read; those above
 ``copy_offload_nbytes`` are made on a thread.
 
 Invariants:
 
-- an anchor is let go of only when CUDA has said that the copies before its event are over; where CUDA can't say so any
-  more, it is kept until the process ends: memory that is never used again harms nobody;
+- an anchor is let go of only when CUDA has said that the copies before its event are over;
 - no copy crosses a boundary of :meth:`~shmring.memory.pinned.PinnedSlab.split`;
 - :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
 """
@@ -26,9 +24,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import logging
-import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -41,65 +36,22 @@ from shmring.core.messages import Content, TensorRef
 from shmring.errors import ClosedError, WouldBlock, fresh
 from shmring.memory.copier import Copier
 from shmring.memory.cuda import Cuda, CudaError, Event, Stream, cuda_index
-from shmring.memory.layout import Layout, Place
+from shmring.memory.layout import Given, Layout, Place
 from shmring.memory.pinned import PinnedSlab
 from shmring.memory.slab import Slab
 from shmring.memory.staging import Part, StagingRing
 from shmring.memory.views import tensor_view
+from shmring.memory.watcher import Watcher
 
 __all__ = ["Decode", "Region", "Uploads"]
-
-logger = logging.getLogger("shmring.ring")
 
 #: How long closing waits for the copies under way: thousands of times what the largest of them takes.
 _CLOSE_TIMEOUT_S = 10.0
 
-#: Decodes a payload, its tensors made by a :data:`Place`.
+#: Decodes a payload, its tensors made by a :data:`~shmring.memory.layout.Place`.
 Decode = Callable[[Place], Any]
 #: Returns a slot's bytes by region number, 1 being the first slot, as an anchor.
 Region = Callable[[int], NDArray[np.uint8]]
-
-
-class _Watcher:
-    """A thread that waits for the events of one stream, in order, and empties the list that each guards."""
-
-    def __init__(self, cuda: Cuda, name: str) -> None:
-        self._cuda = cuda
-        self._queue: queue.SimpleQueue[tuple[Event, list[Any]] | None] = queue.SimpleQueue()
-        self._kept: list[list[Any]] = []  # what nobody can say of whether it is read
-        # A daemon: where the GPU never answers, the process must still be able to end.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def guard(self, event: Event, anchors: list[Any]) -> None:
-        """Keeps anchors until an event has come, then empties the list."""
-        self._queue.put((event, anchors))
-
-    def keep(self, anchors: list[Any]) -> None:
-        """Keeps anchors for good."""
-        self._kept.append(list(anchors))
-
-    def close(self, timeout_s: float) -> bool:
-        """Waits until all that was guarded is let go; returns whether that came to be."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive() and not self._kept
-
-    def _run(self) -> None:
-        while self._see_out(self._queue.get()):  # nothing of an item may stay in this frame while the next is awaited
-            pass
-
-    def _see_out(self, item: tuple[Event, list[Any]] | None) -> bool:
-        if item is None:
-            return False
-        event, anchors = item
-        try:
-            self._cuda.synchronize(event)
-        except CudaError as error:
-            logger.error("slots that a GPU may still be reading are kept until this process ends: %s", error)
-            self.keep(anchors)
-        anchors.clear()
-        return True
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -109,7 +61,7 @@ class _Lane:
     device: int
     stream: Stream
     staging: StagingRing
-    watcher: _Watcher
+    watcher: Watcher
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -164,6 +116,7 @@ class Uploads:
         device: torch.device | str | int,
         stream: Stream | None,
         check: Callable[[], object],
+        given: Given | None = None,
     ) -> Any:
         """Copies a content's tensors; returns its payload with them on the device, to be used on ``stream``.
 
@@ -174,6 +127,7 @@ class Uploads:
             device: where to.
             stream: that will use the tensors; ``None``: the current one of this thread on that device.
             check: called when the waiting is over; raises if the slots are no more the caller's.
+            given: tensors that are there already; where all are, nothing is copied, and nothing awaited.
 
         Raises:
             ValueError: ``device`` is no CUDA device.
@@ -181,12 +135,14 @@ class Uploads:
             CudaError: CUDA is not there, or failed.
             ClosedError: the ring was closed.
         """
+        layout = _layout(content, given)
+        if given is not None and not layout.nbytes:
+            return decode(self._placing(layout, content, region, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
-        layout = Layout(content)
         part, target = await lane.staging.acquire(max(1, layout.nbytes))
         check()
-        upload = self._prepare(layout, content, region, decode, part, target)
+        upload = self._prepare(layout, content, region, decode, given, part, target)
         del target
         failure: CudaError | None = None
         try:
@@ -203,7 +159,13 @@ class Uploads:
         return self._hand_over(lane, upload, event, consumer)
 
     def upload_nowait(
-        self, content: Content, region: Region, decode: Decode, device: torch.device | str | int, stream: Stream | None
+        self,
+        content: Content,
+        region: Region,
+        decode: Decode,
+        device: torch.device | str | int,
+        stream: Stream | None,
+        given: Given | None = None,
     ) -> Any:
         """The same if nothing has to be waited for.
 
@@ -211,15 +173,17 @@ class Uploads:
             WouldBlock: the device's staging memory is full, or was never used; or the slab is not pinned, and the copy large.
         """
         self._check_open()
+        layout = _layout(content, given)
+        if given is not None and not layout.nbytes:
+            return decode(self._placing(layout, content, region, given, given.nowhere()))
         lane = self._lanes.get(cuda_index(self._cuda, device))
         if lane is None:
             raise WouldBlock(f"nothing was copied to {device} yet, its staging memory has to be made; await the waiting twin")
-        layout = Layout(content)
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
         part, target = lane.staging.acquire_nowait(max(1, layout.nbytes))
-        upload = self._prepare(layout, content, region, decode, part, target)
+        upload = self._prepare(layout, content, region, decode, given, part, target)
         try:
             self._queue_copies(lane, upload)
         finally:
@@ -280,7 +244,7 @@ class Uploads:
 
         memory, stream = await self._copier.run(allocate)
         lane = _Lane(
-            device, stream, StagingRing(self._cuda, device, memory, stream), _Watcher(self._cuda, f"shmring-gpu-{device}")
+            device, stream, StagingRing(self._cuda, device, memory, stream), Watcher(self._cuda, f"shmring-gpu-{device}")
         )
         self._lanes[device] = lane
         return lane
@@ -291,21 +255,34 @@ class Uploads:
         return not self._pinned.nbytes and layout.nbytes > self._offload_nbytes
 
     def _prepare(
-        self, layout: Layout, content: Content, region: Region, decode: Decode, part: Part, target: torch.Tensor
+        self,
+        layout: Layout,
+        content: Content,
+        region: Region,
+        decode: Decode,
+        given: Given | None,
+        part: Part,
+        target: torch.Tensor,
     ) -> _Upload:
-        def bytes_of(number: int) -> NDArray[np.uint8]:  # a bytearray, since torch warns of arrays that it must not write to
-            return region(number) if number else np.frombuffer(bytearray(content.inline), np.uint8)
+        self._check_open()
+        sources = [_bytes_of(content, region, run.region) for run in layout.runs]
+        return _Upload(layout, sources, part, target, decode(self._placing(layout, content, region, given, target)))
+
+    @staticmethod
+    def _placing(layout: Layout, content: Content, region: Region, given: Given | None, target: torch.Tensor) -> Place:
+        """Returns what makes each tensor: as it is there, as it is copied to ``target``, or, unknown to torch, on the host."""
 
         def place(ref: TensorRef) -> torch.Tensor | NDArray[Any]:
-            placed = layout.place(ref, target)
+            placed = given.place(ref) if given is not None else None
+            if placed is None:
+                placed = layout.place(ref, target)
             if placed is not None:
                 return placed
-            on_host = tensor_view(ref, bytes_of(ref.region) if ref.nbytes else _NOTHING, writable=False)
+            on_host = tensor_view(ref, _bytes_of(content, region, ref.region) if ref.nbytes else _NOTHING, writable=False)
             assert isinstance(on_host, np.ndarray)
             return on_host.copy()
 
-        self._check_open()
-        return _Upload(layout, [bytes_of(run.region) for run in layout.runs], part, target, decode(place))
+        return place
 
     async def _on_thread(self, work: Callable[[], None]) -> None:
         self._on_threads += 1
@@ -352,3 +329,12 @@ class Uploads:
 
 
 _NOTHING = np.empty(0, np.uint8)
+
+
+def _layout(content: Content, given: Given | None) -> Layout:
+    return Layout(content) if given is None else Layout(content, given.regions)
+
+
+def _bytes_of(content: Content, region: Region, number: int) -> NDArray[np.uint8]:
+    # What is inline as a bytearray, since torch warns of arrays that it must not write to.
+    return region(number) if number else np.frombuffer(bytearray(content.inline), np.uint8)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
 from shmring.errors import RemoteProtocolError
 
-__all__ = ["Obituaries", "TORCH_DTYPES", "tensor_view"]
+__all__ = ["Obituaries", "TORCH_DTYPES", "device_view", "tensor_view"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TORCH_ITEM_NBYTES if hasattr(torch, name)}
 
@@ -35,9 +35,10 @@ _CARRIERS: dict[str, np.dtype[Any]] = {
 }
 
 _Key = TypeVar("_Key", bound=Hashable)
+_Anchor = TypeVar("_Anchor")
 
 
-class Obituaries(Generic[_Key]):
+class Obituaries(Generic[_Key, _Anchor]):
     """Tells when anchors die.
 
     Args:
@@ -46,19 +47,19 @@ class Obituaries(Generic[_Key]):
 
     def __init__(self, wake: Callable[[], object]) -> None:
         self._wake = wake
-        self._references: dict[_Key, weakref.ref[NDArray[np.uint8]]] = {}
+        self._references: dict[_Key, weakref.ref[_Anchor]] = {}
         self._expected: set[_Key] = set()
-        self._dead: deque[tuple[_Key, weakref.ref[NDArray[np.uint8]]]] = deque()
+        self._dead: deque[tuple[_Key, weakref.ref[_Anchor]]] = deque()
 
     def __len__(self) -> int:
         return len(self._references)
 
-    def watch(self, key: _Key, anchor: NDArray[np.uint8]) -> None:
+    def watch(self, key: _Key, anchor: _Anchor) -> None:
         """Watches an anchor; one living one at a time for a key."""
         assert self.anchor(key) is None, f"{key} is watched already"
         self._references[key] = weakref.ref(anchor, functools.partial(self._died, key))
 
-    def anchor(self, key: _Key) -> NDArray[np.uint8] | None:
+    def anchor(self, key: _Key) -> _Anchor | None:
         """Returns the living anchor watched under a key."""
         reference = self._references.get(key)
         return None if reference is None else reference()
@@ -89,11 +90,11 @@ class Obituaries(Generic[_Key]):
         self._references.pop(key, None)
         self._expected.discard(key)
 
-    def _died(self, key: _Key, reference: weakref.ref[NDArray[np.uint8]]) -> None:
+    def _died(self, key: _Key, reference: weakref.ref[_Anchor]) -> None:
         if key in self._expected:
             self._report(key, reference)
 
-    def _report(self, key: _Key, reference: weakref.ref[NDArray[np.uint8]]) -> None:
+    def _report(self, key: _Key, reference: weakref.ref[_Anchor]) -> None:
         self._dead.append((key, reference))
         self._wake()
 
@@ -119,6 +120,27 @@ def tensor_view(ref: TensorRef, anchor: NDArray[np.uint8], *, writable: bool) ->
         raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} can't be viewed here: {error}") from error
     array.flags.writeable = writable
     return array
+
+
+def device_view(ref: TensorRef, region: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that a descriptor describes, as a view of bytes on a device.
+
+    Args:
+        ref: a descriptor that was checked against the region's size.
+        region: ``uint8``, the region's bytes, header excluded.
+
+    Raises:
+        RemoteProtocolError: torch has no such tensors. What numpy alone has, no device can hold.
+    """
+    dtype = TORCH_DTYPES.get(ref.dtype)
+    if dtype is None:
+        raise RemoteProtocolError(f"a {ref.dtype} tensor can't be in device memory")
+    if not ref.nbytes:
+        return torch.empty(ref.shape, dtype=dtype, device=region.device)
+    try:
+        return region[ref.offset : ref.offset + ref.nbytes].view(dtype).view(ref.shape)
+    except RuntimeError as error:
+        raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} can't be viewed here: {error}") from error
 
 
 def _torch_view(ref: TensorRef, anchor: NDArray[np.uint8]) -> torch.Tensor:

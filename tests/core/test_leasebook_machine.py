@@ -91,7 +91,17 @@ class LeaseBookMachine(RuleBasedStateMachine):
         return self.leases[lease_id].blocks - self.used(lease_id)
 
     def can_acquire(self, blocks: int) -> bool:
-        return any(fits(self.free_in(i), blocks) for i, lease in self.leases.items() if not lease.recalled)
+        return any(
+            fits(self.free_in(i), blocks) and self.suits(lease, blocks)
+            for i, lease in self.leases.items()
+            if not lease.recalled
+        )
+
+    def suits(self, lease: ModelLease, blocks: int) -> bool:
+        """Whether a lease is for slots of any size, or for large ones and this is one; or there can be no other."""
+        if lease.is_base or len(lease.blocks) <= LEASE_BLOCKS or len(self.leases) >= MAX_LEASES:
+            return True
+        return 10 * blocks >= 9 * len(lease.blocks)
 
     def free_at_engine(self) -> set[int]:
         return set(range(1, 1 + LEASABLE)).difference(*(lease.blocks for lease in self.leases.values()))

@@ -1066,7 +1066,7 @@ def leave_the_leasable_part(ledger: Ledger) -> None:
 
 
 def miscount_leases(ledger: Ledger) -> None:
-    ledger.clients[1].leased_blocks += 1
+    ledger.clients[1].leased_blocks[0] += 1
 
 
 def miscount_replies(ledger: Ledger) -> None:

@@ -20,6 +20,7 @@ from shmring.core.messages import (
     Call,
     CallResult,
     Content,
+    DeviceHandle,
     Done,
     EngineMessage,
     Failed,
@@ -49,14 +50,14 @@ from shmring.errors import RemoteProtocolError
 BIGGEST = 2**62
 SLOT = SlotRef(1, 4096, 4096 - 64, (1 << 40) + 1)
 TENSOR = TensorRef(1, 128, 24, "float32", (2, 3))
-CONTENT = Content(b"\x81\xa1x\xd4\x53\x00", (TENSOR,), b"inline", (SLOT,))
+CONTENT = Content(b"\x81\xa1x\xd4\x53\x00", (TENSOR,), b"inline", (SLOT,), bytes(64))
 GRANT = LeaseGrant(1, 2, 4096, 8192)
 
 FRONTEND_MESSAGES: list[FrontendMessage] = [
     Hello(1, 4096, "api-0"),
     Submit(7, 3, CONTENT, "request"),
     Abort(3),
-    LeaseRequest(1, 4096, 8192),
+    LeaseRequest(1, 4096, 8192, 1),
     LeaseReturn((1, 2)),
     ReplyRelease((5, 6)),
     Call(1, "health", b"\xc0"),
@@ -64,7 +65,7 @@ FRONTEND_MESSAGES: list[FrontendMessage] = [
 ]
 ENGINE_MESSAGES: list[EngineMessage] = [
     GRANT,
-    Welcome(1, 7, 1, 1 << 30, 4096, 1 << 29, 8, 4, 16, 4096, 32, GRANT),
+    Welcome(1, 7, 1, 1 << 30, 4096, 1 << 29, 8, 4, 16, 4096, 32, GRANT, DeviceHandle("GPU-a", bytes(64), 1 << 21)),
     Reply(3, CONTENT),
     Done(3),
     Failed(3, "error", "ValueError", "no such model"),
@@ -86,23 +87,27 @@ contents = st.builds(
     st.lists(tensor_refs, max_size=3).map(tuple),
     st.binary(max_size=40),
     st.lists(slot_refs, max_size=3).map(tuple),
+    st.binary(max_size=64),
 )
 many_ids = st.lists(unsigned, max_size=5).map(tuple)
 many_generations = st.lists(generations, max_size=5).map(tuple)
+devices = st.builds(DeviceHandle, short_text, st.binary(min_size=64, max_size=64), unsigned)
 grants = st.builds(LeaseGrant, unsigned, unsigned, unsigned, unsigned)
 frontend_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(Hello, st.integers(-(2**63), 2**63), unsigned, short_text),
     st.builds(Submit, generations, unsigned, contents, short_text),
     st.builds(Abort, unsigned),
-    st.builds(LeaseRequest, unsigned, unsigned, unsigned),
+    st.builds(LeaseRequest, unsigned, unsigned, unsigned, st.sampled_from([0, 1])),
     st.builds(LeaseReturn, many_ids),
     st.builds(ReplyRelease, many_generations),
     st.builds(Call, unsigned, short_text, st.binary(max_size=40)),
-    st.builds(Goodbye, many_ids, many_generations),
+    st.builds(Goodbye, many_ids, many_generations, st.booleans()),
 )
 engine_messages: st.SearchStrategy[Any] = st.one_of(
     grants,
-    st.builds(Welcome, st.integers(0, 9), generations, *[unsigned] * 9, base_lease=st.none() | grants),
+    st.builds(
+        Welcome, st.integers(0, 9), generations, *[unsigned] * 9, base_lease=st.none() | grants, device=st.none() | devices
+    ),
     st.builds(Reply, unsigned, contents),
     st.builds(Done, unsigned),
     st.builds(Failed, unsigned, st.sampled_from(["error", "aborted", "timed_out", "invalid"]), short_text, st.text()),
@@ -157,7 +162,7 @@ def test_anything_an_engine_can_send_arrives(message: EngineMessage) -> None:
 def test_defaults_may_be_left_out() -> None:
     assert decode_frontend_message(msgspec.msgpack.encode([1, 1, 4096])) == Hello(1, 4096, "")
     assert decode_frontend_message(msgspec.msgpack.encode([8])) == Goodbye()
-    assert decode_frontend_message(msgspec.msgpack.encode([4, 1, 4096])) == LeaseRequest(1, 4096, 0)
+    assert decode_frontend_message(msgspec.msgpack.encode([4, 1, 4096])) == LeaseRequest(1, 4096, 0, 0)
     assert decode_frontend_message(msgspec.msgpack.encode([2, 7, 3, [b"x"]])) == Submit(7, 3, Content(b"x"))
 
 
@@ -206,8 +211,8 @@ def test_a_missing_field_is_refused(message: Any) -> None:
 
 @pytest.mark.parametrize("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
 def test_an_extra_or_missing_field_of_a_descriptor_is_refused(forge: Any) -> None:
-    payload, [tensor], inline, [slot] = plain(Reply(3, CONTENT))[2]
-    for content in ([payload, [forge(tensor)], inline, [slot]], [payload, [tensor], inline, [forge(slot)]]):
+    payload, [tensor], inline, [slot], fence = plain(Reply(3, CONTENT))[2]
+    for content in ([payload, [forge(tensor)], inline, [slot], fence], [payload, [tensor], inline, [forge(slot)], fence]):
         refused([2, 7, 3, content])
         refused([103, 3, content])
 
@@ -235,7 +240,8 @@ def test_no_field_takes_a_value_of_a_foreign_type(message: Any) -> None:
     fields = plain(message)
     for index in range(1, len(fields)):
         for wrong in (1.5, True, {}, {"a": 1}, [[[1]]], msgspec.msgpack.Ext(5, b"x")):
-            refused([*fields[:index], wrong, *fields[index + 1 :]])
+            if type(wrong) is not type(fields[index]):
+                refused([*fields[:index], wrong, *fields[index + 1 :]])
 
 
 @pytest.mark.parametrize(
@@ -405,6 +411,20 @@ def test_a_tensor_that_is_not_aligned_to_its_items_is_refused(dtype: str, offset
 def test_as_many_dimensions_as_numpy_takes_are_accepted() -> None:
     content_of(TensorRef(1, 0, 1, "uint8", (1,) * MAX_DIMENSIONS)).check(1)
     assert np.zeros((1,) * MAX_DIMENSIONS).ndim == MAX_DIMENSIONS
+
+
+@pytest.mark.parametrize("nbytes", [0, 63, 65])
+def test_a_handle_of_memory_has_64_bytes(nbytes: int) -> None:
+    refused([102, 1, 7, 1, 1 << 30, 4096, 1 << 29, 8, 4, 16, 4096, 32, None, ["GPU-a", bytes(nbytes), 1 << 21]])
+
+
+def test_a_fence_has_64_bytes_at_most() -> None:
+    refused([2, 7, 3, [b"", [], b"", [], bytes(65)], ""])
+
+
+@pytest.mark.parametrize("memory", [2, -1, "0", None])
+def test_there_are_two_memories(memory: object) -> None:
+    refused([4, 1, 4096, 0, memory])
 
 
 def test_too_many_tensors_or_slots_are_refused() -> None:

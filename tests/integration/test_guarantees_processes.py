@@ -367,7 +367,7 @@ async def test_engines_that_come_and_go_do_not_touch_a_living_one(
 async def one_more(socket_dir: Path, clients: list[shmring.RingClient]) -> bool:
     """Connects one more client, if the engine takes one."""
     try:
-        clients.append(await connected(socket_dir, connect_timeout_s=0.3))
+        clients.append(await connected(socket_dir, connect_timeout_s=1.0))
     except (shmring.EngineDeadError, shmring.RemoteProtocolError):
         return False
     return True

@@ -85,6 +85,10 @@ class FakeCuda:
         """Makes a device this thread's current one."""
         self._here.device = device
 
+    def queue(self, stream: FakeStream, work: Callable[[], None]) -> None:
+        """Queues work, as a kernel is queued."""
+        self._queue(stream, work)
+
     def release(self, *streams: FakeStream) -> None:
         """Lets streams run, all of them if none is given."""
         with self._lock:
@@ -154,8 +158,14 @@ class FakeCuda:
         self.streams.append(stream)
         return stream
 
+    def compute_on(self, stream: FakeStream | None) -> None:
+        """Makes a stream this thread's current one; None: the one it had at first."""
+        self._here.stream = stream
+
     def current_stream(self, device: int) -> FakeStream:
         self._call("current_stream", device)
+        if (chosen := getattr(self._here, "stream", None)) is not None and chosen.device == device:
+            return chosen
         if device not in self._computing:
             self._computing[device] = FakeStream(device)
             self.streams.append(self._computing[device])
@@ -197,6 +207,8 @@ class FakeCuda:
     def open_event(self, device: int, handle: bytes) -> FakeEvent:
         self._call("open_event", device)
         assert handle not in self.opened, "CUDA opens an event once in a process"
+        if handle not in self.exported:
+            self._refuse("open_event", 201)
         self.opened.add(handle)
         return self.exported[handle]
 
@@ -266,6 +278,49 @@ class FakeCuda:
             stream.queue.popleft()
             moved = True
         return moved
+
+
+class FakeMemory:
+    """Driver memory that is host memory; remembers who has what, and refuses what CUDA leaves undefined."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, torch.Tensor] = {}
+        self.handles: dict[bytes, int] = {}
+        self.opened: list[tuple[int, bytes]] = []
+        self.log: list[tuple[str, int]] = []
+        self.failing = ""  # the call that fails
+
+    def _call(self, name: str, device: int) -> None:
+        self.log.append((name, device))
+        if self.failing == name:
+            raise CudaError(f"{name} failed", call=name, code=999)
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        self._call("allocate", device)
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.memory[memory.data_ptr()] = memory
+        return memory.data_ptr()
+
+    def free(self, device: int, address: int) -> None:
+        self._call("free", device)
+        assert all(self.handles[handle] != address for _, handle in self.opened), "freed while another process has it open"
+        del self.memory[address]
+
+    def export(self, device: int, address: int) -> bytes:
+        self._call("export", device)
+        handle = (len(self.handles) + 1).to_bytes(64, "little")
+        self.handles[handle] = address
+        return handle
+
+    def open(self, device: int, handle: bytes) -> int:
+        self._call("open", device)
+        assert (device, handle) not in self.opened, "opened twice"
+        self.opened.append((device, handle))
+        return self.handles[handle]
+
+    def close(self, device: int, address: int) -> None:
+        self._call("close", device)
+        self.opened = [(index, handle) for index, handle in self.opened if self.handles[handle] != address]
 
 
 def _move(target: torch.Tensor, start: int, nbytes: int, _read: np.ndarray[Any, Any] | None) -> None:

@@ -17,49 +17,6 @@ from shmring.memory.device import DeviceHandle, DeviceSlab, Fences, OpenedFences
 MIB = 1 << 20
 
 
-class FakeMemory:
-    """Driver memory that is host memory; remembers who has what, and refuses what CUDA leaves undefined."""
-
-    def __init__(self) -> None:
-        self.memory: dict[int, torch.Tensor] = {}
-        self.handles: dict[bytes, int] = {}
-        self.opened: list[tuple[int, bytes]] = []
-        self.log: list[tuple[str, int]] = []
-        self.failing = ""
-
-    def _call(self, name: str, device: int) -> None:
-        self.log.append((name, device))
-        if self.failing == name:
-            raise CudaError(f"{name} failed", call=name, code=999)
-
-    def allocate(self, device: int, nbytes: int) -> int:
-        self._call("allocate", device)
-        memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self.memory[memory.data_ptr()] = memory
-        return memory.data_ptr()
-
-    def free(self, device: int, address: int) -> None:
-        self._call("free", device)
-        assert not self.opened, "freed while another process has it open"
-        del self.memory[address]
-
-    def export(self, device: int, address: int) -> bytes:
-        self._call("export", device)
-        handle = (len(self.handles) + 1).to_bytes(64, "little")
-        self.handles[handle] = address
-        return handle
-
-    def open(self, device: int, handle: bytes) -> int:
-        self._call("open", device)
-        assert (device, handle) not in self.opened, "opened twice"
-        self.opened.append((device, handle))
-        return self.handles[handle]
-
-    def close(self, device: int, address: int) -> None:
-        self._call("close", device)
-        self.opened = [(index, handle) for index, handle in self.opened if self.handles[handle] != address]
-
-
 @pytest.fixture(autouse=True)
 def nothing_stays_mapped() -> Iterator[None]:
     yield
@@ -67,16 +24,16 @@ def nothing_stays_mapped() -> Iterator[None]:
 
 
 @pytest.fixture
-def memory() -> FakeMemory:
-    return FakeMemory()
+def memory(device_memory: Any) -> Any:
+    return device_memory
 
 
-def elsewhere(memory: FakeMemory, nbytes: int = 2 * MIB, uuid: str = "GPU-b") -> DeviceHandle:
+def elsewhere(memory: Any, nbytes: int = 2 * MIB, uuid: str = "GPU-b") -> DeviceHandle:
     """A handle that another process exported."""
     return DeviceHandle(uuid, memory.export(1, memory.allocate(1, nbytes)), nbytes)
 
 
-def test_an_engine_allocates_once_and_frees_it(cuda: Any, memory: FakeMemory) -> None:
+def test_an_engine_allocates_once_and_frees_it(cuda: Any, memory: Any) -> None:
     slab = DeviceSlab.create(cuda, memory, 1, 3 * MIB)
     assert (slab.nbytes, slab.device, slab.handle.uuid) == (4 * MIB, 1, "GPU-b")
     assert slab.close()
@@ -85,7 +42,7 @@ def test_an_engine_allocates_once_and_frees_it(cuda: Any, memory: FakeMemory) ->
 
 
 @pytest.mark.parametrize(("failing", "left"), [("allocate", ["allocate"]), ("export", ["allocate", "export", "free"])])
-def test_a_slab_that_cannot_be_made_leaves_nothing(cuda: Any, memory: FakeMemory, failing: str, left: list[str]) -> None:
+def test_a_slab_that_cannot_be_made_leaves_nothing(cuda: Any, memory: Any, failing: str, left: list[str]) -> None:
     memory.failing = failing
     with pytest.raises(CudaError, match=f"{failing} failed"):
         DeviceSlab.create(cuda, memory, 0, MIB)
@@ -93,7 +50,7 @@ def test_a_slab_that_cannot_be_made_leaves_nothing(cuda: Any, memory: FakeMemory
     assert memory.memory == {}
 
 
-def test_a_frontend_finds_the_gpu_whatever_its_index_is_here(cuda: Any, memory: FakeMemory) -> None:
+def test_a_frontend_finds_the_gpu_whatever_its_index_is_here(cuda: Any, memory: Any) -> None:
     cuda.visible = ["GPU-b", "GPU-a"]
     slab = DeviceSlab.attach(cuda, memory, elsewhere(memory))
     assert slab.device == 0
@@ -102,13 +59,13 @@ def test_a_frontend_finds_the_gpu_whatever_its_index_is_here(cuda: Any, memory: 
     assert memory.log[-1] == ("close", 0)
 
 
-def test_a_gpu_that_this_process_does_not_see_is_named(cuda: Any, memory: FakeMemory) -> None:
+def test_a_gpu_that_this_process_does_not_see_is_named(cuda: Any, memory: Any) -> None:
     cuda.visible = ["GPU-a"]
     with pytest.raises(CudaError, match=r"is on GPU-b, which this process does not see; add it to CUDA_VISIBLE_DEVICES"):
         DeviceSlab.attach(cuda, memory, elsewhere(memory))
 
 
-def test_without_cuda_there_is_none(cuda: Any, memory: FakeMemory) -> None:
+def test_without_cuda_there_is_none(cuda: Any, memory: Any) -> None:
     cuda.reason = "torch finds no CUDA device"
     with pytest.raises(CudaError, match="no device slab here: torch finds no CUDA device"):
         DeviceSlab.create(cuda, memory, 0, MIB)
@@ -116,7 +73,7 @@ def test_without_cuda_there_is_none(cuda: Any, memory: FakeMemory) -> None:
         DeviceSlab.attach(cuda, memory, DeviceHandle("GPU-a", bytes(64), MIB))
 
 
-def test_a_handle_is_opened_once_and_closed_by_the_last(cuda: Any, memory: FakeMemory) -> None:
+def test_a_handle_is_opened_once_and_closed_by_the_last(cuda: Any, memory: Any) -> None:
     handle = elsewhere(memory)
     first, second = (DeviceSlab.attach(cuda, memory, handle) for _ in range(2))
     assert [name for name, _ in memory.log].count("open") == 1
@@ -127,7 +84,7 @@ def test_a_handle_is_opened_once_and_closed_by_the_last(cuda: Any, memory: FakeM
     assert memory.opened == []
 
 
-def test_the_process_that_exported_a_slab_does_not_open_it(cuda: Any, memory: FakeMemory) -> None:
+def test_the_process_that_exported_a_slab_does_not_open_it(cuda: Any, memory: Any) -> None:
     owner = DeviceSlab.create(cuda, memory, 0, MIB)
     attached = DeviceSlab.attach(cuda, memory, owner.handle)
     anchor, view = attached.anchor(64, 8)
@@ -142,7 +99,7 @@ def test_the_process_that_exported_a_slab_does_not_open_it(cuda: Any, memory: Fa
     assert "open" not in [name for name, _ in memory.log]
 
 
-def test_what_is_viewed_stays_mapped(cuda: Any, memory: FakeMemory) -> None:
+def test_what_is_viewed_stays_mapped(cuda: Any, memory: Any) -> None:
     slab = DeviceSlab.attach(cuda, memory, elsewhere(memory))
     anchor, view = slab.anchor(4096, 16)
     derived = view[:8].view(torch.int64)
@@ -160,14 +117,14 @@ def test_what_is_viewed_stays_mapped(cuda: Any, memory: FakeMemory) -> None:
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 10), (0, 0), (2 * MIB - 4, 5), (2 * MIB, 1)])
-def test_views_are_inside_the_slab(cuda: Any, memory: FakeMemory, offset: int, nbytes: int) -> None:
+def test_views_are_inside_the_slab(cuda: Any, memory: Any, offset: int, nbytes: int) -> None:
     slab = DeviceSlab.create(cuda, memory, 0, 2 * MIB)
     with pytest.raises(RemoteProtocolError, match="not inside a device slab"):
         slab.anchor(offset, nbytes)
     assert slab.close()
 
 
-def test_a_slab_that_cuda_does_not_take_back_is_reported_once(cuda: Any, memory: FakeMemory) -> None:
+def test_a_slab_that_cuda_does_not_take_back_is_reported_once(cuda: Any, memory: Any) -> None:
     slab = DeviceSlab.create(cuda, memory, 0, MIB)
     memory.failing = "free"
     with pytest.raises(CudaError, match="free failed"):
@@ -175,7 +132,7 @@ def test_a_slab_that_cuda_does_not_take_back_is_reported_once(cuda: Any, memory:
     assert slab.close()
 
 
-def test_a_handle_that_cannot_be_opened_can_be_tried_again(cuda: Any, memory: FakeMemory) -> None:
+def test_a_handle_that_cannot_be_opened_can_be_tried_again(cuda: Any, memory: Any) -> None:
     handle = elsewhere(memory)
     memory.failing = "open"
     with pytest.raises(CudaError, match="open failed"):

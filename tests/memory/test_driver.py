@@ -19,7 +19,7 @@ SOURCE = r"""
 #include <string.h>
 typedef int CUresult; typedef int CUdevice; typedef void *CUcontext; typedef unsigned long long CUdeviceptr;
 typedef struct { char reserved[64]; } CUipcMemHandle;
-static int initialised;
+static int initialised; int synchronised;
 static _Thread_local intptr_t stack[8]; static _Thread_local int depth; int retained; int log_device = -1;
 CUresult cuInit(unsigned flags) { initialised = 1; return flags; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal + 10; return initialised && ordinal < 2 ? 0 : 101; }
@@ -29,6 +29,7 @@ CUresult cuCtxPushCurrent_v2(CUcontext context) { stack[depth++] = (intptr_t)con
 CUresult cuCtxPopCurrent_v2(CUcontext *context) { *context = (CUcontext)stack[--depth]; return 0; }
 int context_depth(void) { return depth; }
 static int in_context(void) { if (!depth) return 201; log_device = (int)(stack[depth - 1] - 0x7f0000000000) - 10; return 0; }
+CUresult cuCtxSynchronize(void) { synchronised++; return in_context(); }
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
     if (nbytes > (1ull << 40)) return 2;
     *address = (CUdeviceptr)malloc(nbytes); return in_context(); }
@@ -37,7 +38,7 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     memset(handle, 0x5a, sizeof *handle); memcpy(handle->reserved + 56, &address, 8); return in_context(); }
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags) {
     memcpy(address, handle.reserved + 56, 8); return flags == 1 && handle.reserved[0] == 0x5a ? in_context() : 1; }
-CUresult cuIpcCloseMemHandle(CUdeviceptr address) { return address ? in_context() : 1; }
+CUresult cuIpcCloseMemHandle(CUdeviceptr address) { return address && synchronised ? in_context() : 1; }
 CUresult cuGetErrorString(CUresult code, const char **text) { *text = code == 2 ? "out of memory" : NULL; return 0; }
 """
 

@@ -157,10 +157,15 @@ def test_auto_goes_on_unpinned_with_one_warning(slab: Slab, cuda: Any, caplog: p
     pinned.close()
 
 
-def test_auto_is_silent_where_torch_knows_no_cuda(slab: Slab, cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_says_so_without_a_warning_where_torch_knows_no_cuda(
+    slab: Slab, cuda: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shmring.ring")
     cuda.built, cuda.reason = False, "this torch was built without CUDA"
     assert pin_slab(slab, "auto", cuda, 0).nbytes == 0
     assert warnings(caplog) == []
+    assert caplog.text.count("not pinned") == 1
+    assert "built without CUDA" in caplog.text
 
 
 def test_on_fails_where_the_slab_cannot_be_pinned(slab: Slab, cuda: Any) -> None:

@@ -31,7 +31,7 @@ class Watched:
     def __init__(self, nbytes: int = 256) -> None:
         self.memory = bytearray(range(256)) * (nbytes // 256)
         self.wakes = 0
-        self.obituaries: Obituaries[str] = Obituaries(self.wake)
+        self.obituaries: Obituaries[str, NDArray[np.uint8]] = Obituaries(self.wake)
         self.obituaries.watch("slot", np.frombuffer(self.memory, np.uint8))
         self.obituaries.forget("slot")
 
@@ -185,7 +185,7 @@ def anchor() -> NDArray[np.uint8]:
 
 def test_a_death_on_another_thread_is_noticed_there_and_collected_here() -> None:
     woken_on: list[int] = []
-    obituaries: Obituaries[int] = Obituaries(lambda: woken_on.append(threading.get_ident()))
+    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: woken_on.append(threading.get_ident()))
     held = [anchor()]
     obituaries.watch(1, held[0])
     obituaries.expect(1)
@@ -198,7 +198,7 @@ def test_a_death_on_another_thread_is_noticed_there_and_collected_here() -> None
 
 
 def test_a_key_can_be_watched_again_after_its_death_and_the_old_death_is_not_the_new_ones() -> None:
-    obituaries: Obituaries[int] = Obituaries(lambda: None)
+    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
     first = anchor()
     obituaries.watch(1, first)
     obituaries.expect(1)
@@ -213,7 +213,7 @@ def test_a_key_can_be_watched_again_after_its_death_and_the_old_death_is_not_the
 
 
 def test_two_living_anchors_of_one_key_are_our_own_bug() -> None:
-    obituaries: Obituaries[int] = Obituaries(lambda: None)
+    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
     first = anchor()
     obituaries.watch(1, first)
     with pytest.raises(AssertionError, match="watched already"):
@@ -221,7 +221,7 @@ def test_two_living_anchors_of_one_key_are_our_own_bug() -> None:
 
 
 def test_what_is_forgotten_has_no_obituary() -> None:
-    obituaries: Obituaries[int] = Obituaries(lambda: None)
+    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
     living, dying = anchor(), anchor()
     for key, value in ((1, living), (2, dying)):
         obituaries.watch(key, value)
@@ -236,7 +236,7 @@ def test_what_is_forgotten_has_no_obituary() -> None:
 
 
 def test_deaths_are_told_in_order_and_only_of_the_dead() -> None:
-    obituaries: Obituaries[int] = Obituaries(lambda: None)
+    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
     anchors = {key: anchor() for key in range(5)}
     for key, value in anchors.items():
         obituaries.watch(key, value)
@@ -250,7 +250,7 @@ def test_deaths_are_told_in_order_and_only_of_the_dead() -> None:
 
 def test_only_expected_deaths_wake_and_one_that_has_happened_is_told_at_once() -> None:
     wakes: list[int] = []
-    obituaries: Obituaries[int] = Obituaries(lambda: wakes.append(1))
+    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: wakes.append(1))
     held = anchor()
     obituaries.watch(1, held)
     del held
@@ -264,7 +264,7 @@ def test_only_expected_deaths_wake_and_one_that_has_happened_is_told_at_once() -
 
 def test_a_death_at_the_very_moment_at_which_it_is_expected_is_told_once() -> None:
     """The thread on which it dies, and the one that expects it, may both report it."""
-    obituaries: Obituaries[int] = Obituaries(lambda: None)
+    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
     for _ in range(200):
         held = [anchor()]
         obituaries.watch(1, held[0])

@@ -151,7 +151,7 @@ async def many(name: str, socket_dir: str, descriptors: str) -> None:
     error: Exception | None = None
     while error is None:
         try:
-            clients.append(await connected(name, socket_dir, timeout_s=0.1))
+            clients.append(await connected(name, socket_dir, timeout_s=1.0))
         except (shmring.ShmringError, OSError) as caught:
             error = caught
     say("failed", len(clients), type(error).__name__, error)
@@ -161,7 +161,7 @@ async def many(name: str, socket_dir: str, descriptors: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with contextlib.suppress(shmring.ShmringError, OSError):
-            clients.append(await connected(name, socket_dir, timeout_s=0.1))
+            clients.append(await connected(name, socket_dir, timeout_s=1.0))
     say("leaked", len(os.listdir("/proc/self/fd")) - before)
     await clients.pop().close()
     again = await connected(name, socket_dir)

@@ -1,0 +1,89 @@
+"""``python -m bench gpu``: progress goes to stderr, tables go to stdout. Ends with 2 where no GPU can be measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+
+import click
+
+from bench.children import BenchError
+from bench.command_line import FILE, SETTINGS, console, json_option, repetitions_option, shown_progress, size_option, terminated
+from bench.gpu import device
+from bench.gpu.marks import MIN_NBYTES
+from bench.gpu.plan import Plan, run, steps
+from bench.gpu.plot import draw
+from bench.gpu.report import Report, report, write_json
+from bench.gpu.routes import ROUTES
+from bench.gpu.ways import WAYS
+from bench.plots import MissingPlotter, check_plotter
+from bench.tables import targets_table
+from bench.targets import missed
+
+__all__ = ["gpu_command"]
+
+_PIPE_WIDTH = 132  # of a table that goes into a file or a pipe
+_WAYS, _ROUTES = click.Choice(list(WAYS)), click.Choice(list(ROUTES))
+
+
+class _NoGpu(click.ClickException):
+    """Nothing went wrong: there is nothing to measure."""
+
+    exit_code = 2
+
+
+@click.command("gpu", context_settings=SETTINGS)
+@click.option("--quick", is_flag=True, help="The sizes that targets are about, 3 repetitions, in a minute.")
+@size_option(
+    "--size", "sizes", item_nbytes=MIN_NBYTES, item="its marks", text="Of a tensor; repeatable.  [default: 64KiB to 256MiB]"
+)
+@click.option("--from", "ways", multiple=True, type=_WAYS, help="To the GPU; repeatable.  [default: all]")
+@click.option("--by", "routes", multiple=True, type=_ROUTES, help="Between processes; repeatable.  [default: all]")
+@repetitions_option("Interleaved.  [default: 7; 3 if quick]")
+@json_option
+@click.option("--plot", "plot_stem", default=None, type=FILE, help="Also draw FILE.png and FILE.svg.")
+def gpu_command(
+    quick: bool,
+    sizes: tuple[int, ...],
+    ways: tuple[str, ...],
+    routes: tuple[str, ...],
+    repetitions: int | None,
+    json_path: Path | None,
+    plot_stem: Path | None,
+) -> None:
+    """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
+
+    Fails if something could not be measured, or if a target is missed; with 2 where there is no GPU.
+    """
+    if (reason := device.missing()) is not None:
+        raise _NoGpu(reason)
+    signal.signal(signal.SIGTERM, terminated)
+    given = {"sizes": sizes, "ways": ways, "routes": routes, "repetitions": repetitions}
+    chosen = {name: value for name, value in given.items() if value}
+    plan = dataclasses.replace(Plan.quick() if quick else Plan(), **chosen)  # type: ignore[arg-type] # each is of its field
+    try:
+        if plot_stem is not None:
+            check_plotter()  # before the run, so that nobody learns minutes later that it is missing
+        with shown_progress(steps(plan)) as progress:
+            found = report(run(plan, progress))
+    except (BenchError, MissingPlotter) as error:
+        raise click.ClickException(str(error)) from error
+    if json_path is not None:
+        write_json(found, json_path)
+    if plot_stem is not None:
+        draw(found, plot_stem)
+    _show(found)
+    if found.absences:
+        raise click.ClickException(f"{len(found.absences)} cases could not be measured: see the notes")
+    if wrong := missed(found.targets):
+        raise click.ClickException(f"{len(wrong)} targets missed: see the table")
+
+
+def _show(found: Report) -> None:
+    shown = console(_PIPE_WIDTH)
+    for table in found.tables:
+        shown.print(table.rich())
+    shown.print(targets_table(found.targets))
+    for note in found.notes:
+        shown.print(note, highlight=False)

@@ -1,0 +1,85 @@
+"""A run as a plot: bandwidth from host memory by size, and how long hand-overs take by size, one line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.cases import format_nbytes
+from bench.gpu.report import HAND_OVER_US, Report
+from bench.gpu.routes import DEVICE_SLAB, HOST_SLOT, ROUTES
+from bench.gpu.ways import CEILING, PINNED_SLOT, WAYS
+from bench.plots import check_plotter
+
+__all__ = ["draw"]
+
+_DPI = 110
+_OURS = {PINNED_SLOT: "#c1121f", HOST_SLOT: "#c1121f", DEVICE_SLAB: "#f77f00"}
+_OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
+
+#: Of each line: its numbers by size.
+_Lines = Mapping[str, Mapping[int, float]]
+
+
+def draw(found: Report, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draws ``stem``.
+
+    Args:
+        found: a run.
+        stem: path without an ending.
+        kinds: file formats, by their endings.
+
+    Returns:
+        The files.
+
+    Raises:
+        MissingPlotter: matplotlib is not installed.
+    """
+    check_plotter()
+    import matplotlib
+    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
+    # Text stays text, and the same results give the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9}):
+        figure = Figure(figsize=(12.8, 5.2), layout="constrained")
+        figure.suptitle(found.gpu.name, fontsize="large", fontweight="bold")
+        bandwidth, hand_overs = figure.subplots(1, 2)
+        _draw_lines(bandwidth, _rates(found), {name: way.title for name, way in WAYS.items()})
+        bandwidth.set(title="from host memory to the GPU", ylabel="GB/s")
+        _draw_lines(hand_overs, _times(found), {name: route.title for name, route in ROUTES.items()})
+        hand_overs.axhline(HAND_OVER_US, color="black", linewidth=0.8, linestyle=":")
+        hand_overs.set(title="from submit until usable in the other process: lower is better", ylabel="median, microseconds")
+        for path, kind in zip(paths, kinds, strict=True):
+            figure.savefig(path, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
+    return paths
+
+
+def _rates(found: Report) -> _Lines:
+    names = dict.fromkeys(one.way for one in found.transfers)
+    return {name: {one.nbytes: one.gb_per_s.median for one in found.transfers if one.way == name} for name in names}
+
+
+def _times(found: Report) -> _Lines:
+    names = dict.fromkeys(one.route for one in found.handovers)
+    return {name: {one.nbytes: one.p50_us.median for one in found.handovers if one.route == name} for name in names}
+
+
+def _draw_lines(axes: Any, lines: _Lines, titles: Mapping[str, str]) -> None:
+    others = iter(_OTHERS)
+    for name, numbers in lines.items():
+        style: dict[str, Any] = {"color": _OURS[name], "linewidth": 3.0} if name in _OURS else {"color": next(others)}
+        if name == CEILING:
+            style = {"color": "black", "linestyle": "--"}
+        axes.plot(list(numbers), list(numbers.values()), marker="o", label=titles[name], **style)
+    sizes = sorted({nbytes for numbers in lines.values() for nbytes in numbers})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [format_nbytes(nbytes) for nbytes in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("size of a tensor")
+    axes.grid(which="major", alpha=0.25)
+    if lines:
+        axes.legend(fontsize="small")

@@ -1,0 +1,226 @@
+"""The routes by which a frontend's tensor comes to be usable on the engine's GPU, in another process.
+
+- **Host slot**: written into a slot of the pinned slab in place; the engine calls ``claim.to``.
+- **Device slab**: written into a slot on the GPU in place (``client.slot(nbytes, device="cuda")``); the engine's claim holds it
+  where it lies.
+- **CUDA IPC per tensor**: a new tensor on the GPU for each request, sent through ``torch.multiprocessing.Queue`` and
+  received by a thread that blocks in it, which is how vLLM's ``v1/engine/tensor_ipc.py`` does it. The frontend keeps the
+  tensor until the engine has answered. torch orders the streams, by an event for each tensor. The thread uses the tensor
+  itself, which spares this route the hop to the engine's loop.
+
+All write the marks, and wait until the GPU has, before the clock starts: making the content is no part of handing it over.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from multiprocessing.context import SpawnContext
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.multiprocessing
+
+import shmring
+from bench.gpu.device import Gpu
+from bench.gpu.marks import DTYPE, ITEM_NBYTES, check, marks, sample
+from bench.gpu.processes import described
+
+__all__ = ["DEVICE_SLAB", "HOST_SLOT", "ROUTES", "Ask", "Route"]
+
+_torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
+
+_RING = "bench"
+#: How long an answer may take: a thousand times what the slowest does.
+_ANSWER_LIMIT_S = 30.0
+#: How often the engine's thread looks whether it is to end.
+_STOP_S = 0.2
+#: Slots that there is room for: the one that is being written, and those whose release is on its way.
+_SLOTS = 3
+_SLAB_SPARE_NBYTES = 16 << 20
+
+#: Hands so many bytes over, with this number, and returns how many nanoseconds later they were usable.
+Ask = Callable[[int, int], Awaitable[int]]
+
+
+class _Usable(NamedTuple):
+    """What the engine answers.
+
+    Attributes:
+        at_ns: when the data was usable, on the clock that all processes share.
+        samples: of the data.
+    """
+
+    at_ns: int
+    samples: list[int]
+
+
+def _use(gpu: Gpu, tensor: torch.Tensor) -> _Usable:
+    """Reads a tensor with one small kernel, and waits for its end."""
+    samples = sample(tensor)
+    gpu.finish()
+    return _Usable(time.monotonic_ns(), samples.tolist())
+
+
+class Route(abc.ABC):
+    """One of them.
+
+    Attributes:
+        name, title: for JSON and for people.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+
+    def create_shared(self, context: SpawnContext) -> Any:
+        """Returns what both ends need; made by their parent."""
+        return None
+
+    @abc.abstractmethod
+    def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AbstractAsyncContextManager[None]:
+        """The engine's end, for the time of a ``with``.
+
+        Args:
+            gpu: that computes.
+            directory: for sockets.
+            shared: of :meth:`create_shared`.
+            nbytes: of the largest tensor.
+        """
+
+    @abc.abstractmethod
+    def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AbstractAsyncContextManager[Ask]:
+        """The frontend's end; the engine's is there."""
+
+
+class _Slots(Route):
+    on_gpu: ClassVar[bool]
+
+    @contextlib.asynccontextmanager
+    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
+        async def answer(claim: shmring.Claim) -> None:
+            payload = claim.payload if self.on_gpu else await claim.to("cuda")
+            await claim.reply(_use(gpu, payload.pop("x")))
+
+        options: dict[str, Any]
+        if self.on_gpu:
+            options = {"device_slab_nbytes": _leased(nbytes), "slab_nbytes": 2 * _SLAB_SPARE_NBYTES, "pin": "off"}
+        else:
+            slab_nbytes = _leased(nbytes) * 9 // 8 + _SLAB_SPARE_NBYTES  # a sixteenth is for replies
+            options = {
+                "slab_nbytes": slab_nbytes, "max_lease_nbytes": _leased(nbytes), "staging_nbytes": _leased(nbytes), "pin": "on",
+            }  # fmt: skip
+        async with gpu.serve(f"{_RING}-{self.name}", socket_dir=directory, **options) as ring:
+            running = asyncio.create_task(ring.run(answer, max_concurrency=1))
+            try:
+                yield
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
+        where: dict[str, Any] = {"device": "cuda"} if self.on_gpu else {}
+        # One lease for all slots: asking the engine for another one is no part of a hand-over.
+        async with gpu.connect(f"{_RING}-{self.name}", lease_nbytes=_leased(nbytes), socket_dir=directory) as client:
+
+            async def ask(nbytes: int, number: int) -> int:
+                async with client.slot(nbytes, timeout=_ANSWER_LIMIT_S, **where) as slot:
+                    tensor = slot.tensor((nbytes // ITEM_NBYTES,), DTYPE)
+                    marks(tensor).fill_(number)
+                    if self.on_gpu:
+                        gpu.finish()
+                    started_ns = time.monotonic_ns()
+                    answer = await client.request({"x": tensor}, timeout=_ANSWER_LIMIT_S, reply_type=_Usable)
+                    del tensor  # or the slot would wait for the next message to let go of it
+                check(answer.samples, number, self.title)
+                return int(answer.at_ns - started_ns)
+
+            yield ask
+
+
+def _leased(nbytes: int) -> int:
+    return _SLOTS * nbytes + _SLAB_SPARE_NBYTES
+
+
+class HostSlot(_Slots):
+    """See the head of this file."""
+
+    name = "host-slot"
+    title = "host slot, claim.to"
+    on_gpu = False
+
+
+class DeviceSlab(_Slots):
+    """See the head of this file."""
+
+    name = "device-slab"
+    title = "device slab"
+    on_gpu = True
+
+
+class CudaIpc(Route):
+    """See the head of this file."""
+
+    name = "cuda-ipc"
+    title = "torch CUDA IPC per tensor"
+
+    def create_shared(self, context: SpawnContext) -> Any:
+        return _torch_multiprocessing.get_context("spawn").Queue(), *context.Pipe(duplex=False)
+
+    @contextlib.asynccontextmanager
+    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
+        tensors, _, answers = shared
+        stop = threading.Event()
+        receiving = asyncio.create_task(asyncio.to_thread(_receive, gpu, tensors, answers, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await receiving
+
+    @contextlib.asynccontextmanager
+    async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
+        tensors, answers, _ = shared
+
+        async def ask(nbytes: int, number: int) -> int:
+            tensor = torch.empty(nbytes // ITEM_NBYTES, dtype=DTYPE, device=gpu.device)
+            marks(tensor).fill_(number)
+            gpu.finish()
+            started_ns = time.monotonic_ns()
+            tensors.put(tensor, timeout=_ANSWER_LIMIT_S)
+            if not answers.poll(_ANSWER_LIMIT_S):  # nothing else is to be done here meanwhile
+                raise TimeoutError(f"no answer within {_ANSWER_LIMIT_S:g} s")
+            answer = answers.recv()
+            if not isinstance(answer, _Usable):
+                raise RuntimeError(f"the engine's thread: {answer}")
+            check(answer.samples, number, self.title)
+            return answer.at_ns - started_ns
+
+        yield ask
+
+
+def _receive(gpu: Gpu, tensors: Any, answers: Any, stop: threading.Event) -> None:
+    """The engine's thread."""
+    while not stop.is_set():
+        with contextlib.suppress(queue.Empty):
+            answers.send(_received(gpu, tensors))
+
+
+def _received(gpu: Gpu, tensors: Any) -> _Usable | str:
+    """What is to be said of the next tensor, which is dropped before it is said."""
+    try:
+        return _use(gpu, tensors.get(timeout=_STOP_S))
+    except RuntimeError as error:  # of CUDA: the frontend has to know
+        return described(error)
+
+
+ROUTES: dict[str, Route] = {route.name: route for route in (HostSlot(), DeviceSlab(), CudaIpc())}
+"""By name, in the order of tables."""
+
+HOST_SLOT, DEVICE_SLAB = HostSlot.name, DeviceSlab.name

@@ -1,0 +1,94 @@
+"""What an engine reserves when it starts: the slab in host memory, pinned or not, and the device slab, if it has one.
+
+All of it or nothing: whatever fails, what came before it is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+
+from shmring.config import RingConfig
+from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.memory.cuda import Cuda, CudaError, cuda_index
+from shmring.memory.device import DeviceMemory, DeviceSlab
+from shmring.memory.pinned import PinnedSlab, pin_slab
+from shmring.memory.slab import Slab, sweep
+
+__all__ = ["Memories", "create_memories"]
+
+logger = logging.getLogger("shmring.ring")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memories:
+    """What an engine reserves.
+
+    Attributes:
+        slab: in host memory.
+        pinned: what of it is registered with CUDA.
+        device: on a GPU, if it was asked for.
+    """
+
+    slab: Slab
+    pinned: PinnedSlab
+    device: DeviceSlab | None
+
+    def close(self) -> None:
+        """Gives all of it up, while nobody uses it yet."""
+        self.pinned.close()
+        self.slab.close()
+        if self.device is not None:
+            try:
+                self.device.close()
+            except CudaError as error:
+                logger.error("the device slab stays allocated until this process ends: %s", error)
+
+
+async def create_memories(
+    name: str, geometry: Geometry, epoch: int, config: RingConfig, cuda: Cuda, device_memory: DeviceMemory
+) -> Memories:
+    """Reserves and pins on a thread: that takes a second per 4 GiB, and the caller's loop may have other work.
+
+    Args:
+        name, epoch: of the engine and of its life.
+        geometry: what to reserve.
+        config: how.
+        cuda, device_memory: how to call CUDA.
+
+    Raises:
+        SlabError: something can't be had. Nothing is left of what could.
+    """
+    swept = sweep()
+    if swept:
+        logger.warning("removed the name of a slab in /dev/shm that no living engine holds: %s", ", ".join(swept))
+    device_nbytes = geometry.device_blocks * BLOCK_NBYTES
+    # Of this thread: the one that creates has none of its own.
+    device = cuda_index(cuda, config.device_slab_device) if device_nbytes else cuda.current_device()
+
+    def create() -> Memories:
+        slab = Slab.create(name, geometry.slab_nbytes, epoch, prefault=config.prefault)
+        try:
+            # Before anything is pinned: where there is no CUDA, that is the error to be told of.
+            on_device = DeviceSlab.create(cuda, device_memory, device, device_nbytes) if device_nbytes else None
+            try:
+                return Memories(slab, pin_slab(slab, config.pin, cuda, device), on_device)
+            except BaseException:
+                if on_device is not None:
+                    on_device.close()
+                raise
+        except BaseException:
+            slab.close()
+            raise
+
+    def discard(done: asyncio.Future[Memories]) -> None:
+        if done.exception() is None:
+            done.result().close()
+
+    creating = asyncio.get_running_loop().run_in_executor(None, create)
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        creating.add_done_callback(discard)
+        raise

@@ -1,0 +1,241 @@
+"""The engine's end of a device slab: what it is handed there, from the claim to the moment when the GPU is done with it.
+
+Theory of operation: a request whose tensors lie in the device slab carries one *fence*, an event that its frontend recorded
+behind its writes. Claiming it has this thread's stream wait for that, so whatever is queued there next may use the tensors, and
+nobody waits for anything. Its slots go back by way of :class:`~shmring.memory.device_views.DeviceViews`.
+
+In the engine's address space the device slab begins where the slab ends: a slot whose offset is at or beyond that is ours.
+
+Invariants:
+
+- no stream is given a tensor of a slot before it waits for the slot's fence;
+- a frontend's events are dropped with the frontend, and not used for another;
+- the memory is freed only when every frontend that was told of it has said that it has unmapped it, or is dead: CUDA does not
+  say what becomes of a mapping whose owner has freed it. Else it stays allocated until the process ends, and a line says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import torch
+
+from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.messages import SLOT_HEADER_NBYTES, Content, DeviceHandle, SlotRef, Submit, TensorRef
+from shmring.errors import RemoteProtocolError
+from shmring.memory.cuda import Cuda, CudaError, Stream, cuda_index
+from shmring.memory.device import DeviceSlab, OpenedFences
+from shmring.memory.device_views import DeviceViews
+from shmring.memory.layout import Given
+from shmring.memory.views import device_view
+
+__all__ = ["DeviceClaims", "check_fence"]
+
+logger = logging.getLogger("shmring.ring")
+
+#: How long closing waits for the GPU: far beyond anything that is queued on it.
+_CLOSE_TIMEOUT_S = 10.0
+#: How long it waits for views: handlers that were cancelled let go of theirs within a few turns of the loop.
+_VIEWS_TIMEOUT_S = 1.0
+
+
+class DeviceClaims:
+    """What an engine does with its device slab. Lives in a loop.
+
+    Args:
+        cuda: how to call CUDA.
+        slab: the device slab; taken over.
+        start: where it begins in the address space, in bytes.
+        wake: called on any thread; must only wake the loop, which calls :meth:`collect`.
+    """
+
+    def __init__(self, cuda: Cuda, slab: DeviceSlab, start: int, wake: Callable[[], object]) -> None:
+        self._cuda = cuda
+        self._slab = slab
+        self._start = start
+        self._views: DeviceViews[tuple[int, int]] = DeviceViews(cuda, slab.device, wake)  # by client and generation
+        self._opened: dict[int, OpenedFences] = {}
+        self._told: set[int] = set()
+        self._in_use: set[tuple[int, int]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def handle(self) -> DeviceHandle:
+        """What a frontend is told, so that it can attach."""
+        return self._slab.handle
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the device slab."""
+        return self._slab.nbytes
+
+    @property
+    def opened_fences(self) -> int:
+        """Events of frontends that are open here."""
+        return sum(len(opened) for opened in self._opened.values())
+
+    @property
+    def lost(self) -> int:
+        """Slots that are kept for good, because CUDA failed to say when they are free."""
+        return self._views.lost
+
+    def has(self, slot: SlotRef) -> bool:
+        """Whether a slot lies in the device slab."""
+        return slot.offset >= self._start
+
+    # -- frontends -----------------------------------------------------------------------------------------------------
+
+    def told(self, client_id: int) -> None:
+        """A frontend is told of the slab, and may map it at any moment."""
+        self._told.add(client_id)
+
+    def unmapped(self, client_id: int) -> None:
+        """A frontend has said that it does not map the slab, or is dead."""
+        self._told.discard(client_id)
+
+    def gone(self, client_id: int) -> None:
+        """Nothing of a frontend is left in the books."""
+        self._opened.pop(client_id, None)
+
+    # -- claims --------------------------------------------------------------------------------------------------------
+
+    def take_up(self, client_id: int, submit: Submit) -> None:
+        """Has this thread's stream wait for what a request's frontend has queued. Returns at once.
+
+        Raises:
+            RemoteProtocolError: the fence is none.
+            CudaError: CUDA failed. No slot counts as used.
+        """
+        slots = [slot for slot in submit.content.slots if self.has(slot)]
+        if not slots:
+            return
+        stream = self._cuda.current_stream(self._slab.device)
+        self._wait(client_id, submit.content, stream)
+        for slot in slots:
+            key = (client_id, slot.generation)
+            self._views.use(key, stream)
+            self._in_use.add(key)
+        self._idle.clear()
+
+    def use_on(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> None:
+        """The slots of a claim will be used on one more stream, which waits for their fence.
+
+        Raises:
+            ValueError: it is a stream of another device.
+            CudaError: CUDA failed.
+        """
+        index = cuda_index(self._cuda, device)
+        own = self._slab.device
+        if index != own:
+            raise ValueError(
+                f"request {submit.request_id} has tensors in the device slab on cuda:{own}, which cuda:{index} can't have: "
+                f"claim.to('cuda:{own}') gives them as they are; copy what another GPU needs from there"
+            )
+        consumer = self._cuda.current_stream(own) if stream is None else stream
+        self._wait(client_id, submit.content, consumer)
+        for slot in submit.content.slots:
+            if self.has(slot):
+                self._views.use((client_id, slot.generation), consumer)
+
+    def given(self, client_id: int, submit: Submit) -> Given:
+        """Returns the tensors of a claim that are on the device already, for whoever decodes its payload."""
+        slots = submit.content.slots
+        regions = frozenset(number for number, slot in enumerate(slots, 1) if self.has(slot))
+        made: dict[int, torch.Tensor] = {}
+
+        def place(ref: TensorRef) -> torch.Tensor | None:
+            if ref.region not in regions:
+                return None
+            if ref.region not in made:
+                made[ref.region] = self._bytes(client_id, slots[ref.region - 1])
+            return device_view(ref, made[ref.region])
+
+        def nowhere() -> torch.Tensor:
+            return self._bytes(client_id, slots[min(regions) - 1]).new_empty(0)
+
+        return Given(regions, place, nowhere)
+
+    def _bytes(self, client_id: int, slot: SlotRef) -> torch.Tensor:
+        key = (client_id, slot.generation)
+        lent = self._views.lent(key)
+        if lent is not None:
+            return self._slab.view(lent)
+        # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
+        lent, view = self._slab.anchor(slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes))
+        self._views.watch(key, lent)
+        return view
+
+    def release(self, client_id: int, submit: Submit) -> frozenset[int]:
+        """A claim is released. Returns the generations that drain: all of its slots here, as a GPU may be at work on them."""
+        draining = []
+        for slot in submit.content.slots:
+            key = (client_id, slot.generation)
+            if key in self._views:
+                self._views.leave(key)
+                draining.append(slot.generation)
+        return frozenset(draining)
+
+    def is_viewed(self, client_id: int, submit: Submit) -> bool:
+        """Whether a view of one of a claim's slots here is alive in this process."""
+        return any(self._views.lent((client_id, slot.generation)) is not None for slot in submit.content.slots)
+
+    def collect(self) -> list[tuple[int, int]]:
+        """Returns the slots that nobody uses any more since the last call, by client and generation."""
+        over = self._views.collect()
+        if over:
+            self._in_use.difference_update(over)
+            if not self._in_use:
+                self._idle.set()
+        return over
+
+    def _wait(self, client_id: int, content: Content, stream: Stream) -> None:
+        opened = self._opened.get(client_id)
+        if opened is None:
+            # A fence is out for as long as a slot is, also when its request has ended. So no more of them can be needed than
+            # there are blocks.
+            opened = self._opened[client_id] = OpenedFences(self._cuda, self._slab.device, self._slab.nbytes // BLOCK_NBYTES)
+        opened.wait(stream, content.fence)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Frees the device slab, if nobody can be using it any more; else says that it stays. To be called once."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_VIEWS_TIMEOUT_S):
+                await self._idle.wait()
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+
+    def _close(self) -> None:
+        is_over = self._views.close(_CLOSE_TIMEOUT_S)
+        try:
+            reason = (
+                "a GPU has not said that it is done with it"
+                if not is_over
+                else f"{len(self._told)} frontends were told of it, and have neither said goodbye nor died"
+                if self._told
+                else "views of it are alive"
+                if not self._slab.close()
+                else None
+            )
+        except CudaError as error:
+            reason = str(error)
+        if reason is not None:
+            logger.warning("the device slab of %d bytes stays allocated until this process ends: %s", self.nbytes, reason)
+
+
+def check_fence(content: Content, device_start: int) -> None:
+    """Raises :class:`RemoteProtocolError` unless a content has a fence exactly if it has slots in device memory.
+
+    Args:
+        content: of a submission.
+        device_start: where device memory begins in the address space, in bytes.
+    """
+    on_device = any(slot.offset >= device_start for slot in content.slots)
+    if on_device and not content.fence:
+        raise RemoteProtocolError("a slot in device memory came without the event of who wrote it")
+    if content.fence and not on_device:
+        raise RemoteProtocolError("an event came without a slot in device memory")

@@ -1,0 +1,328 @@
+"""``bench gpu`` without a GPU: all of its measuring, on one made of host memory whose times say nothing.
+
+Processes are threads here, each with an event loop of its own, since such a GPU can't be sent to another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+from bench.children import BenchError
+from bench.gpu import copies, handovers, processes
+from bench.gpu.device import Accelerator
+from bench.gpu.marks import check, marks, sample
+from bench.gpu.plan import Plan, run, steps
+from bench.gpu.processes import Process, Refused, Setting, spawning
+from bench.gpu.routes import ROUTES, CudaIpc
+from bench.gpu.ways import WAYS, in_flight
+from bench.messages import CheckError
+from shmring.client import Connecting, RingClient
+from shmring.config import ClientConfig, RingConfig
+from shmring.memory.cuda import CudaError
+from shmring.ring import Ring, Serving
+
+KB, MB = 1 << 10, 1 << 20
+NAME = "A GPU made of host memory"
+
+
+def fakes() -> Any:
+    """The module of tests/memory/fake_cuda.py."""
+    path = Path(__file__).parents[1] / "memory" / "fake_cuda.py"
+    specification = importlib.util.spec_from_file_location("fake_cuda", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+class HostMemory:
+    """What measuring asks of a GPU, of host memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, module: Any) -> None:
+        self.cuda = module.FakeCuda()
+        self.memory = module.FakeMemory()
+        self.lag = 0  # how often what watches says no before it says yes
+        self.pin: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+
+    def describe(self) -> Accelerator:
+        return Accelerator(name=NAME, memory_nbytes=8 << 30, driver="550.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")
+
+    def serve(self, name: str, **options: Any) -> AbstractAsyncContextManager[Ring]:
+        return Serving(lambda: Ring.create(name, RingConfig(**options), cuda=self.cuda, device_memory=self.memory))
+
+    def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.RingClient]:
+        config = ClientConfig(**options)
+        return Connecting(lambda: RingClient.create(name, config, cuda=self.cuda, device_memory=self.memory))
+
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def finish(self) -> None:
+        pass
+
+    def watch(self) -> Callable[[], bool]:
+        left = iter(range(self.lag))
+        return lambda: next(left, None) is None
+
+
+@pytest.fixture
+def gpu() -> HostMemory:
+    return HostMemory(fakes())
+
+
+@pytest.fixture
+def setting(socket_dir: Path) -> Setting:
+    return Setting(str(socket_dir), sizes=(4 * KB, 256 * KB), ways=tuple(WAYS))
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", [64, 65, 127, 1000, 1 << 20])
+def test_the_marks_of_a_tensor_are_as_many_whatever_its_size(items: int) -> None:
+    tensor = torch.zeros(items, dtype=torch.int32)
+    marks(tensor).fill_(7)
+    check(sample(tensor).tolist(), 7, "this")
+    places = tensor.nonzero().flatten().tolist()
+    assert len(places) == 64
+    assert places[0] < 63
+    assert places[-1] == items - 1
+
+
+@pytest.mark.parametrize("place", [54, 500, 999])
+def test_a_mark_that_is_not_there_is_noticed(place: int) -> None:
+    tensor = torch.full((1000,), 7, dtype=torch.int32)
+    tensor[max(0, place - 20) : place + 20] = 6
+    with pytest.raises(CheckError, match=r"this: message 7 holds \[6\] in \d+ of 64 places"):
+        check(sample(tensor).tolist(), 7, "this")
+    with pytest.raises(CheckError):
+        check([7], 7, "this")
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, setting: Setting) -> None:
+    async with copies.copying(gpu, dataclasses.replace(setting, ways=(way,))) as opened:
+        assert opened.ready.gpu.name == NAME
+        assert opened.ready.absent == {}
+        for nbytes in setting.sizes:
+            assert await opened.carry_out(copies.Transfer(way, nbytes, timed_s=0.0)) > 0
+            gpu.lag = 3
+            stalls = await opened.carry_out(copies.Stall(way, nbytes, requests=2))
+            assert len(stalls.brought_s) == len(stalls.idle_s) == 2
+            assert min(stalls.brought_s + stalls.idle_s) > 0
+    if way.startswith("slot"):
+        assert gpu.cuda.copied
+        assert (gpu.cuda.calls["host_register"] > 0) is (way == "slot-pinned")
+
+
+async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, setting: Setting) -> None:
+    gpu.cuda.copy_to_device = lambda target, source, stream: None
+    async with copies.copying(gpu, dataclasses.replace(setting, ways=("slot-pinned",))) as opened:
+        with pytest.raises(CheckError, match="slot, pinned slab: message 1 holds"):
+            await opened.carry_out(copies.Transfer("slot-pinned", 4 * KB, timed_s=0.0))
+
+
+async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, setting: Setting) -> None:
+    async with copies.copying(gpu, dataclasses.replace(setting, ways=("slot-pinned",))) as opened:
+        gpu.cuda.fail("copy_to_device")
+        with pytest.raises(CudaError):
+            await opened.carry_out(copies.Transfer("slot-pinned", 256 * KB, timed_s=0.0))
+        assert await opened.carry_out(copies.Transfer("slot-pinned", 256 * KB, timed_s=0.0)) > 0
+
+
+async def test_what_blocks_the_loop_is_seen_to(gpu: HostMemory, setting: Setting) -> None:
+    def slow(tensor: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(0.03)
+        return tensor.clone()
+
+    gpu.pin = slow
+    async with copies.copying(gpu, dataclasses.replace(setting, ways=("pin",))) as opened:
+        stalls = await opened.carry_out(copies.Stall("pin", 4 * KB, requests=3))
+    assert min(stalls.brought_s) >= 0.03
+    assert min(stalls.idle_s) < 0.03
+
+
+def test_small_requests_are_many_and_large_ones_two() -> None:
+    assert [in_flight(nbytes) for nbytes in (4 * KB, 8 * MB, 64 * MB, 256 * MB, 1 << 30)] == [64, 32, 4, 2, 2]
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+class ChildThread:
+    """A child that is a thread: what :class:`bench.children.Child` is to its parent."""
+
+    def __init__(self, context: object, name: str, label: str, cell_type: type, play: Callable[[Any, Any], Any]) -> None:
+        self.name = name
+        self.control, control = Pipe()
+        self.process = threading.Thread(target=self._run, args=(play, control), name=name)
+        self.process.start()
+
+    @staticmethod
+    def _run(play: Callable[[Any, Any], Any], control: Any) -> None:
+        with control, contextlib.suppress(EOFError, OSError):
+            control.send("ready")
+            if (cell := control.recv()) is not None:
+                control.send(play(control, cell))
+
+    def kill(self) -> None:
+        self.control.close()  # which ends it, wherever it is: nothing is left for it to do
+        self.process.join(20)
+        assert not self.process.is_alive()
+
+
+@pytest.fixture
+def threads(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are threads, and all of them have that GPU."""
+    monkeypatch.setattr(processes, "Child", ChildThread)
+    monkeypatch.setattr(processes, "TorchGpu", lambda: gpu)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    monkeypatch.setattr(CudaIpc, "create_shared", lambda self, context: (queue.Queue(), *context.Pipe(duplex=False)))
+
+
+TINY = Plan(
+    sizes=(4 * KB, 64 * KB), repetitions=2, timed_s=0.001, stalls=1, messages=3, ways=("slot-pinned", "pin-memory", "clone")
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
+    lines: list[str] = []
+    results = run(TINY, lines.append)
+    assert len(lines) == steps(TINY)
+    assert results.gpu.name == NAME
+    assert results.absences == []
+    cells = [(way, nbytes) for nbytes in TINY.sizes for way in TINY.ways]
+    assert [(one.way, one.nbytes) for one in results.transfers] == cells
+    assert [(one.way, one.nbytes) for one in results.stalls] == cells
+    assert all(len(one.runs) == 2 for one in results.transfers)
+    of_ceiling = {one.way: one.of_ceiling for one in results.transfers}
+    assert of_ceiling["pin-memory"] is not None
+    assert of_ceiling["pin-memory"].median == 1.0
+    assert of_ceiling["slot-pinned"] is not None
+    hand_overs = [(route, nbytes) for nbytes in TINY.sizes for route in TINY.routes]
+    assert [(one.route, one.nbytes) for one in results.handovers] == hand_overs
+    assert all(one.messages == 6 and 0 < one.p50_us.minimum <= one.p99_us for one in results.handovers)
+    assert gpu.cuda.registered == {}
+    assert gpu.memory.memory == {}, "the device slab was freed"
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> None:
+    results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)), lambda line: None)
+    assert {one.route for one in results.handovers} == {"device-slab"}
+    assert gpu.cuda.copied == []
+    assert gpu.cuda.calls["record_shared"] > 12, "a fence for each message"
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory) -> None:
+    gpu.cuda.fail("host_register", 9)
+    gpu.memory.failing = "allocate"
+    results = run(TINY, lambda line: None)
+    absent = {one.what: one.reason for one in results.absences}
+    assert {one.nbytes for one in results.absences} == {None}
+    assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
+    assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
+    assert "CudaError: allocate failed" in absent["device-slab"]
+    assert {one.way for one in results.transfers} == {"pin-memory", "clone"}
+    assert {one.route for one in results.handovers} == {"cuda-ipc"}
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_fails_at_a_size_is_absent_there(gpu: HostMemory) -> None:
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes > 4 * KB:
+            raise RuntimeError("out of memory\nadvice for debugging kernels")
+        return tensor.clone()
+
+    gpu.pin = pin
+    results = run(dataclasses.replace(TINY, ways=("pin",), routes=()), lambda line: None)
+    assert {(one.what, one.nbytes) for one in results.absences} == {("pin", 64 * KB)}
+    assert all(one.reason.startswith("RuntimeError: out of memory (pin, line ") for one in results.absences)
+    assert [one.nbytes for one in results.transfers] == [4 * KB]
+    assert [one.of_ceiling for one in results.transfers] == [None]
+
+
+@pytest.mark.usefixtures("threads")
+def test_an_engine_whose_gpu_fails_says_so_to_the_frontend(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish() -> None:
+        if threading.current_thread().name != "frontend":
+            raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(gpu, "finish", finish)
+    results = run(dataclasses.replace(TINY, sizes=(4 * KB,), ways=()), lambda line: None)
+    reasons = {one.what: one.reason for one in results.absences}
+    assert set(reasons) == set(ROUTES)
+    assert all("an illegal memory access" in reason for reason in reasons.values())
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    died_in = {copies.Stall: 1, handovers.HandOver: 4}  # of the second size, what is handed over first
+
+    def carry_out(process: Process, command: Any) -> Any:
+        if type(command) in died_in:
+            died_in[type(command)] -= 1
+            if not died_in[type(command)]:
+                process.kill()
+        return carried_out(process, command)
+
+    carried_out = Process.carry_out
+    monkeypatch.setattr(Process, "carry_out", carry_out)
+    results = run(dataclasses.replace(TINY, repetitions=1), lambda line: None)
+    assert {one.what: one.reason for one in results.absences} == {
+        "stalls": "broken off: GPU: its processes were ended after a failure",
+        "hand-overs": "broken off: GPU: its processes were ended after a failure",
+    }
+    assert len(results.transfers) == 6
+    assert results.stalls == []
+    assert {one.nbytes for one in results.handovers} == {4 * KB}
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_command_that_fails_is_a_result() -> None:
+    with Process("copies", copies.copying, Setting("/nonexistent", sizes=(4 * KB,), ways=("pin",))) as process:
+        process.open()
+        assert isinstance(process.carry_out("no command"), Refused)
+        assert len(process.carry_out(copies.Stall("pin", 4 * KB, 1)).brought_s) == 1
+        process.finish()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
+    plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, stalls=1, messages=3)
+    results = run(plan, lambda line: None)
+    assert results.absences == []
+    assert len(results.transfers) == len(results.stalls) == 2 * len(WAYS)
+    assert len(results.handovers) == 2 * len(ROUTES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_process_without_a_gpu_can_not_start() -> None:
+    """A real one: all that it is to have gets there, what it says comes back, and it is gone."""
+    shared = {name: route.create_shared(spawning()) for name, route in ROUTES.items()}
+    with Process("copies", copies.copying, Setting("/nonexistent", sizes=(4 * KB,), shared=shared)) as process:
+        with pytest.raises(BenchError, match="GPU, opening: the copies failed: "):
+            process.open()
+        assert process.ended

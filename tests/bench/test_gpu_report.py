@@ -1,0 +1,279 @@
+"""What becomes of a run of ``bench gpu``: tables, targets, JSON, a plot, its section of the document, and exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from click.testing import CliRunner
+
+from bench import report as document
+from bench import targets
+from bench.__main__ import main
+from bench.children import BenchError
+from bench.gpu import command, device
+from bench.gpu.device import Accelerator
+from bench.gpu.plan import SIZES, Absence, HandedOver, Plan, Results, Stalled, Transferred
+from bench.gpu.plot import draw
+from bench.gpu.report import read_json, report, write_json
+from bench.gpu.routes import ROUTES
+from bench.gpu.ways import WAYS
+from bench.machine import Machine
+from bench.records import Spread
+from bench.targets import Verdict
+from shmring.memory.cuda import TorchCuda
+
+KB, MB = 1 << 10, 1 << 20
+GPU = Accelerator(name="NVIDIA H100", memory_nbytes=80 << 30, driver="570.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")
+
+
+def transferred(way: str, nbytes: int, rate: float, of_ceiling: float | None = None) -> Transferred:
+    part = None if of_ceiling is None else Spread(of_ceiling, of_ceiling, of_ceiling)
+    return Transferred(way, nbytes, Spread(rate, 0.9 * rate, 1.1 * rate), part, [0.9 * rate, rate, 1.1 * rate])
+
+
+def handed_over(route: str, nbytes: int, p50_us: float) -> HandedOver:
+    return HandedOver(route, nbytes, 150, Spread(p50_us, p50_us, p50_us), 2 * p50_us)
+
+
+def measured(**changes: Any) -> Results:
+    """A run that meets everything."""
+    whole = Results(
+        machine=Machine.here(),
+        gpu=GPU,
+        repetitions=3,
+        timed_s=0.1,
+        transfers=[
+            transferred("slot-pinned", 64 * KB, 1.0, 0.1),
+            transferred("slot-pinned", 8 * MB, 48.5, 0.97),
+            transferred("slot-pinned", 64 * MB, 50.0, 0.99),
+            transferred("clone", 64 * MB, 5.0, 0.1),
+        ],
+        stalls=[Stalled("slot-pinned", 64 * MB, Spread(200.0, 150.0, 900.0), Spread(5.0, 4.0, 6.0))],
+        handovers=[handed_over("device-slab", 64 * KB, 100.0), handed_over("device-slab", 256 * MB, 110.0)],
+        absences=[],
+    )
+    return msgspec.structs.replace(whole, **changes)
+
+
+def verdicts(**changes: Any) -> dict[str, Verdict]:
+    return {one.what: one for one in report(measured(**changes)).targets}
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_reaches_everything_meets_all_targets() -> None:
+    found = verdicts()
+    assert [one.met for one in found.values()] == [True] * 4
+    announced = {one.what: one.asked for one in targets.TARGETS if isinstance(one, targets.Elsewhere) and one.mode == "gpu"}
+    assert {name: one.asked for name, one in found.items()} == announced
+
+
+def test_the_worst_size_decides() -> None:
+    slots = [transferred("slot-pinned", 8 * MB, 40.0, 0.94), transferred("slot-pinned", 64 * MB, 50.0, 0.99)]
+    found = verdicts(transfers=slots)["pinned slot: GB/s of pin_memory() memory"]
+    assert (found.met, found.measured, found.detail) == (False, "0.94 x", "8 MB: 0.94, 64 MB: 0.99")
+
+
+def test_ratios_are_taken_within_repetitions() -> None:
+    ours = msgspec.structs.replace(transferred("slot-pinned", 64 * MB, 50.0), runs=[10.0, 60.0, 28.0])
+    clone = msgspec.structs.replace(transferred("clone", 64 * MB, 5.0), runs=[10.0, 10.0, 5.0])
+    found = verdicts(transfers=[ours, clone])["pinned slot: GB/s of cloning, then copying"]
+    assert (found.met, found.measured) == (True, "5.6 x")  # medians would say 28 over 10
+
+
+def test_hand_overs_are_short_and_do_not_grow() -> None:
+    slow = [handed_over("device-slab", 64 * KB, 140.0), handed_over("device-slab", 256 * MB, 160.0)]
+    assert verdicts(handovers=slow)["device slab: p50 of a hand-over"].measured == "160 us"
+    assert verdicts(handovers=slow)["device slab: p50 of a hand-over"].met is False
+    grows = [handed_over("device-slab", 64 * KB, 50.0), handed_over("device-slab", 256 * MB, 70.0)]
+    found = verdicts(handovers=grows)["device slab: p50 over that of the smallest size"]
+    assert (found.met, found.measured, found.detail) == (False, "1.4 x", "256 MB: 1.4")
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    found = verdicts(transfers=[], handovers=[handed_over("cuda-ipc", 64 * KB, 500.0)])
+    assert {one.met for one in found.values()} == {None}
+    one_size = verdicts(handovers=[handed_over("device-slab", 64 * KB, 100.0)])
+    assert one_size["device slab: p50 over that of the smallest size"].met is None
+
+
+# -- what is shown and kept ----------------------------------------------------------------------------------------------
+
+
+def test_tables_say_what_was_measured() -> None:
+    copies, hand_overs = report(measured()).tables
+    rows = {(row[0], row[1]): row[2:] for row in copies.rows}
+    assert rows["64 MB", "slot, pinned slab"] == ["50.00", "-10% +10%", "0.99 x", "200", "900", "5"]
+    assert rows["64 MB", "cloned, then copied"] == ["5.00", "-10% +10%", "0.10 x", "", "", ""]
+    assert hand_overs.rows[0] == ["64 KB", "device slab", "100", "+0% +0%", "200", "150"]
+    assert all(len(row) == len(table.columns) for table in (copies, hand_overs) for row in table.rows)
+
+
+def test_notes_name_the_gpu_and_what_is_missing() -> None:
+    absences = [Absence("device-slab", None, "CudaError: no"), Absence("pin", 64 * MB, "RuntimeError: out of memory")]
+    notes = report(measured(absences=absences)).notes
+    assert notes[0] == "NVIDIA H100, 80 GiB, PCIe 5 x16 to the host; driver 570.1, torch 2.9 for CUDA 12.8."
+    assert "Not measured: device slab: CudaError: no" in notes
+    assert "Not measured: pinned each, then copied, 64 MB: RuntimeError: out of memory" in notes
+
+
+def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    found = report(measured())
+    write_json(found, tmp_path / "results" / "gpu.json")
+    assert read_json((tmp_path / "results" / "gpu.json").read_bytes()) == found
+
+
+def test_a_plot_has_a_line_for_each(tmp_path: Path) -> None:
+    results = measured(
+        transfers=[transferred(way, nbytes, 10.0) for way in WAYS for nbytes in SIZES],
+        handovers=[handed_over(route, nbytes, 100.0) for route in ROUTES for nbytes in SIZES],
+    )
+    picture, text = draw(report(results), tmp_path / "gpu")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    titles = [one.title for one in (*WAYS.values(), *ROUTES.values())]
+    assert all(title in text.read_text() for title in titles)
+
+
+# -- the document ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_document_has_a_section(tmp_path: Path) -> None:
+    write_json(report(measured()), tmp_path / "results" / "gpu.json")
+    text = document.build(tmp_path / "results", tmp_path / "docs").read_text()
+    section = text.partition("## GPU\n")[2].partition("\n## ")[0]
+    assert "- NVIDIA H100, 80 GiB" in section
+    assert "| 64 MB | slot, pinned slab | 50.00 |" in section
+    assert "(benchmarks/gpu.svg)" in section
+    assert (tmp_path / "docs" / "benchmarks" / "gpu.svg").exists()
+    assert "Not yet measured" not in text
+    assert "python -m bench gpu --json bench/results/gpu.json" in text
+
+
+def test_the_document_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "soak.json").write_text('{"mode": "soak"}')
+    text = document.build(tmp_path, tmp_path / "docs").read_text()
+    assert "## GPU\n\nNot yet measured: no result of `python -m bench gpu` is stored." in text
+
+
+def test_a_file_that_holds_something_else_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text('{"mode": "gpu"}')
+    with pytest.raises(document.ReportError, match=r"gpu\.json holds no results"):
+        document.build(tmp_path, tmp_path / "docs")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_ends_with_2_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchCuda, "unavailable", lambda self: "torch finds no CUDA device")
+    done = CliRunner().invoke(main, ["gpu", "--quick"])
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"Error: no GPU can be measured here: torch finds no CUDA device (torch {torch.__version__}); it needs"
+    )
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Plan]]:
+    """``measuring(results)``: the command finds a GPU, and these on it; returns the plans that it makes."""
+
+    def pretend(results: Any) -> list[Plan]:
+        plans: list[Plan] = []
+
+        def run(plan: Plan, progress: Callable[[str], None]) -> Results:
+            plans.append(plan)
+            progress("one")
+            if isinstance(results, BaseException):
+                raise results
+            found: Results = results
+            return found
+
+        monkeypatch.setattr(device, "missing", lambda: None)
+        monkeypatch.setattr(command, "run", run)
+        return plans
+
+    return pretend
+
+
+def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> None:
+    plans = measuring(measured())
+    path = tmp_path / "gpu.json"
+    arguments = ["gpu", "--quick", "--size", "8MiB", "--from", "clone", "--by", "cuda-ipc", "--json", str(path)]
+    done = CliRunner().invoke(main, [*arguments, "--plot", str(tmp_path / "gpu")], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "slot, pinned slab" in done.stdout
+    assert "device slab: p50 of a hand-over" in done.stdout
+    assert "NVIDIA H100" in done.stdout
+    assert done.stderr == "one\n"
+    assert read_json(path.read_bytes()).gpu == GPU
+    assert (tmp_path / "gpu.svg").exists()
+    (plan,) = plans
+    assert plan == dataclasses.replace(Plan.quick(), sizes=(8 * MB,), ways=("clone",), routes=("cuda-ipc",))
+
+
+def test_everything_is_measured_if_nothing_is_chosen(measuring: Any) -> None:
+    plans = measuring(measured())
+    CliRunner().invoke(main, ["gpu"], catch_exceptions=False)
+    assert plans == [Plan()]
+    assert (plans[0].sizes[0], plans[0].sizes[-1]) == (64 * KB, 256 * MB)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (measured(handovers=[handed_over("device-slab", 64 * KB, 151.0)]), "1 targets missed"),
+        (measured(absences=[Absence("pin", None, "no")]), "1 cases could not be measured"),
+        (BenchError("the copies have died"), "the copies have died"),
+    ],
+)
+def test_it_fails_if_it_could_not_measure_or_a_target_is_missed(measuring: Any, results: Any, message: str) -> None:
+    measuring(results)
+    done = CliRunner().invoke(main, ["gpu"])
+    assert done.exit_code == 1
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("size", ["8", "1000", "many"])
+def test_a_size_that_can_not_be_marked_is_refused(measuring: Any, size: str) -> None:
+    assert not measuring(measured())
+    done = CliRunner().invoke(main, ["gpu", "--size", size])
+    assert done.exit_code == 2
+    assert "--size" in done.stderr
+
+
+# -- the GPU -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``smi(text)``: an nvidia-smi that says so, and nothing else on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(device, "_MODULE", tmp_path / "version")
+
+    def make(text: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '%s' '{text}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o700)
+
+    return make
+
+
+def test_the_driver_is_what_its_tool_says(smi: Callable[[str], None]) -> None:
+    smi("570.124.06, 5, 16\n")
+    assert device._driver("abc") == ("570.124.06", "PCIe 5 x16")
+
+
+@pytest.mark.parametrize("text", ["", "NVIDIA-SMI has failed\n"])
+def test_or_else_what_the_kernel_says(smi: Callable[[str], None], tmp_path: Path, text: str) -> None:
+    if text:
+        smi(text)
+    assert device._driver("") == ("unknown", "unknown")
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\n")
+    assert device._driver("") == ("550.54.15", "unknown")

@@ -1,0 +1,263 @@
+"""Two memories in one book: each is lent by itself, and what was lent is told apart by where it is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shmring.core.effects import ClientGone, Granted, Recalled, Reclaimed
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits
+from shmring.core.leasebook import Acquired, LeaseBook, LeaseBookLimits, Send
+from shmring.core.ledger import Ledger
+from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
+from shmring.core.states import ClientSlot, EngineSlot, Lease
+from shmring.errors import CapacityError, RemoteProtocolError
+
+START = 17  # one block of header, 12 to lease, 4 of replies
+DEVICE = 16
+FIRST_ID = 1 << 40
+
+
+def make_ledger(device: int = DEVICE, *, quota: int = 12, max_leases: int = 8) -> Ledger:
+    return Ledger(
+        Geometry(leasable_blocks=12, reply_blocks=4, device_blocks=device),
+        LedgerLimits(max_lease_blocks=4, quota_blocks=8, max_leases=max_leases, max_inflight=4, device_quota_blocks=quota),
+    )
+
+
+def ask(ledger: Ledger, client: int, token: int, blocks: int, memory: int = DEVICE_MEMORY) -> list[LeaseGrant]:
+    effects = ledger.request_lease(client, token, blocks * BLOCK_NBYTES, 0, memory)  # type: ignore[arg-type]
+    return [effect.grant for effect in effects if isinstance(effect, Granted)]
+
+
+def slot_in(grant: LeaseGrant, client: int, n: int, at: int = 0, blocks: int = 1) -> SlotRef:
+    nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+    return SlotRef(grant.lease_id, grant.offset + at * BLOCK_NBYTES, nbytes, client << GENERATION_BITS | n)
+
+
+def test_the_device_slab_begins_where_the_slab_ends() -> None:
+    geometry = Geometry.of(17 * BLOCK_NBYTES, 4 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
+    assert geometry == Geometry(leasable_blocks=12, reply_blocks=4, device_blocks=16)
+    assert (geometry.slab_nbytes, geometry.device_start) == (17 * BLOCK_NBYTES, 17)
+    assert Geometry.of(17 * BLOCK_NBYTES, None).device_blocks == 0
+
+
+def test_leases_of_both_memories_are_told_apart_by_their_offset() -> None:
+    ledger = make_ledger()
+    base = ledger.connect(1, BLOCK_NBYTES)
+    assert base is not None
+    assert base.offset == BLOCK_NBYTES, "a base lease is of host memory"
+    [there] = ask(ledger, 1, 1, 3)
+    [here] = ask(ledger, 1, 1, 2, HOST_MEMORY)
+    assert (there.lease_id, there.offset, there.nbytes) == (FIRST_ID, START * BLOCK_NBYTES, 3 * BLOCK_NBYTES)
+    assert here.offset < START * BLOCK_NBYTES
+    assert ledger.device is not None
+    assert (ledger.free_nbytes, ledger.device.free_nbytes) == (9 * BLOCK_NBYTES, 13 * BLOCK_NBYTES)
+    assert ledger.leased_nbytes(Lease.LEASED) == ledger.device.leased_nbytes(Lease.LEASED) == 3 * BLOCK_NBYTES
+    ledger.check()
+    assert ledger.return_leases(1, [there.lease_id, here.lease_id, base.lease_id]) == []
+    assert (ledger.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
+    ledger.check()
+
+
+def test_memory_that_is_not_there_cannot_be_asked_for() -> None:
+    ledger = make_ledger(0)
+    ledger.connect(1, BLOCK_NBYTES)
+    assert ledger.device is None
+    with pytest.raises(RemoteProtocolError, match="this engine has no device slab"):
+        ask(ledger, 1, 1, 1)
+    ledger = make_ledger()
+    ledger.connect(1, BLOCK_NBYTES)
+    with pytest.raises(RemoteProtocolError, match=r"a lease of 69632 bytes was requested of 65536"):
+        ask(ledger, 1, 1, 17)
+
+
+def test_who_waits_for_one_memory_does_not_wait_for_the_other() -> None:
+    ledger = make_ledger()
+    for client in (1, 2):
+        ledger.connect(client, BLOCK_NBYTES)
+    [first] = ask(ledger, 1, 1, 12)
+    effects = ledger.request_lease(2, 1, 8 * BLOCK_NBYTES, 0, DEVICE_MEMORY)
+    assert effects == [Recalled(1, (first.lease_id,))]
+    assert ledger.waiting_lease_requests == 1
+    assert len(ask(ledger, 2, 2, 4, HOST_MEMORY)) == 1, "a window there closes nothing here"
+    ledger.check()
+    [effect] = ledger.return_leases(1, [first.lease_id])
+    assert isinstance(effect, Granted)
+    assert (effect.client_id, effect.grant.token, effect.grant.nbytes) == (2, 1, 8 * BLOCK_NBYTES)
+
+
+def test_a_want_is_withdrawn_in_its_own_memory() -> None:
+    ledger = make_ledger()
+    for client in (1, 2):
+        ledger.connect(client, BLOCK_NBYTES)
+    ask(ledger, 1, 1, 12)
+    assert ask(ledger, 2, 1, 8) == []
+    assert ask(ledger, 2, 1, 0, HOST_MEMORY) == []
+    assert ledger.waiting_lease_requests == 1
+    assert ask(ledger, 2, 2, 0) == []
+    assert ledger.waiting_lease_requests == 0
+
+
+def test_quotas_and_counts_of_leases_hold_in_each_memory() -> None:
+    ledger = make_ledger(quota=6, max_leases=2)
+    for client in (1, 2):
+        ledger.connect(client, BLOCK_NBYTES)
+    assert len(ask(ledger, 1, 1, 4, HOST_MEMORY)) == 1
+    [first] = ask(ledger, 1, 1, 4)
+    assert ask(ledger, 1, 2, 4) == [], "four more would be over its quota"
+    assert len(ledger.return_leases(1, [first.lease_id])) == 1
+    assert len(ask(ledger, 1, 3, 1)) == 1
+    assert ask(ledger, 1, 4, 1) == [], "it has two leases there"
+
+
+def test_slots_in_device_memory_are_booked_like_any_other() -> None:
+    ledger = make_ledger()
+    base = ledger.connect(1, BLOCK_NBYTES)
+    assert base is not None
+    [lease] = ask(ledger, 1, 1, 4)
+    ledger.submit(1, 1, [slot_in(base, 1, 1), slot_in(lease, 1, 2, 0, 2), slot_in(lease, 1, 3, 2)])
+    assert (ledger.count_slots(EngineSlot.PUBLISHED), ledger.count_device_slots()) == (3, 2)
+    with pytest.raises(RemoteProtocolError, match="with a slot in use"):
+        ledger.return_leases(1, [lease.lease_id])
+    for forged, reason in (
+        (slot_in(lease, 1, 4, 1), "overlaps a live slot"),
+        (slot_in(lease, 1, 4, 4), "is not inside lease"),
+        (slot_in(lease, 1, 2, 3), "is not a new one"),
+        (slot_in(LeaseGrant(1, FIRST_ID + 1, lease.offset, lease.nbytes), 1, 4, 3), "does not hold"),
+        (slot_in(LeaseGrant(1, base.lease_id, lease.offset, lease.nbytes), 1, 4, 3), "is not inside lease"),
+    ):
+        with pytest.raises(RemoteProtocolError, match=reason):
+            ledger.submit(1, 2, [forged])
+    ledger.claim(1, 1)
+    own = 1 << GENERATION_BITS
+    ledger.release_slots(1, [own | 1, own | 2, own | 3], {own | 2})
+    assert ledger.count_device_slots() == 1
+    ledger.last_view_gone(1, own | 2)
+    ledger.check()
+
+
+def test_a_frontend_that_disconnects_is_quarantined_in_both() -> None:
+    ledger = make_ledger()
+    base = ledger.connect(1, BLOCK_NBYTES)
+    ledger.connect(2, BLOCK_NBYTES)
+    assert base is not None
+    assert len(ask(ledger, 1, 1, 12)) == 1
+    assert ask(ledger, 2, 1, 8) == []
+    ledger.disconnect(1)
+    assert ledger.device is not None
+    assert ledger.device.leased_nbytes(Lease.QUARANTINED) == 12 * BLOCK_NBYTES
+    ledger.check()
+    effects = ledger.died(1)
+    assert effects[:2] == [Reclaimed(1, 13 * BLOCK_NBYTES), ClientGone(1)]
+    assert [effect.client_id for effect in effects if isinstance(effect, Granted)] == [2]
+    ledger.check()
+
+
+def test_a_goodbye_keeps_what_it_names_in_either_memory() -> None:
+    ledger = make_ledger()
+    ledger.connect(1, BLOCK_NBYTES)
+    [kept] = ask(ledger, 1, 1, 2)
+    [given] = ask(ledger, 1, 2, 3)
+    assert ledger.goodbye(1, {kept.lease_id}, ()) == [Reclaimed(1, 4 * BLOCK_NBYTES)]
+    assert ledger.device is not None
+    assert ledger.device.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
+    assert given.lease_id != kept.lease_id
+    assert ledger.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
+    ledger.check()
+
+
+@pytest.mark.parametrize("damage", ["lose", "overlap", "miscount"])
+def test_check_finds_damage_there_too(damage: str) -> None:
+    ledger = make_ledger()
+    ledger.connect(1, BLOCK_NBYTES)
+    grants = [ask(ledger, 1, token, 2)[0] for token in (1, 2)]
+    ledger.check()
+    device = ledger.device
+    assert device is not None
+    if damage == "lose":
+        device._free.allocate(1)
+    elif damage == "overlap":
+        ledger.clients[1].leases[grants[1].lease_id].start -= 1
+    else:
+        ledger.clients[1].leased_blocks[DEVICE_MEMORY] += 1
+    with pytest.raises(AssertionError):
+        ledger.check()
+
+
+def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
+    """Random requests, returns, deaths, in both memories at once."""
+    chance = random.Random(3)
+    ledger = make_ledger()
+    clients = tokens = 0
+    alive: list[int] = []
+    for _ in range(1500):
+        what, memory = chance.randrange(6), chance.choice((HOST_MEMORY, DEVICE_MEMORY))
+        if what == 0 and len(alive) < 4:
+            clients += 1
+            alive.append(clients)
+            ledger.connect(clients, BLOCK_NBYTES)
+        elif what == 1 and alive and chance.random() < 0.3:
+            client = alive.pop(chance.randrange(len(alive)))
+            ledger.disconnect(client)
+            ledger.check()
+            ledger.died(client)
+        elif what in (2, 3) and alive:
+            tokens += 1
+            ask(ledger, chance.choice(alive), tokens, chance.randint(0, 11), memory)
+        elif alive:
+            client = chance.choice(alive)
+            ledger.return_leases(client, [lease for lease in ledger.clients[client].leases if chance.random() < 0.6])
+        ledger.check()
+    for client in alive:
+        ledger.disconnect(client)
+        ledger.died(client)
+    assert ledger.device is not None
+    assert (ledger.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
+    assert (ledger.clients, ledger.waiting_lease_requests) == ({}, 0)
+
+
+# -- a frontend's books ------------------------------------------------------------------------------------------------
+
+
+def make_books() -> tuple[LeaseBook, LeaseBook]:
+    common = {"client_id": 1, "max_leases": 8, "lease_nbytes": 4 * BLOCK_NBYTES, "lease_idle_s": 5.0}
+    host = LeaseBookLimits(slab_nbytes=17 * BLOCK_NBYTES, leasable_nbytes=12 * BLOCK_NBYTES, **common)  # type: ignore[arg-type]
+    device = LeaseBookLimits(
+        slab_nbytes=33 * BLOCK_NBYTES,
+        leasable_nbytes=16 * BLOCK_NBYTES,
+        memory=DEVICE_MEMORY,
+        first_block=START,
+        **common,  # type: ignore[arg-type]
+    )
+    return LeaseBook(host), LeaseBook(device)
+
+
+def test_one_book_numbers_the_submissions_of_both() -> None:
+    host, device = make_books()
+    host.granted(LeaseGrant(0, 1, BLOCK_NBYTES, 4 * BLOCK_NBYTES), 0.0)
+    device.granted(LeaseGrant(1, FIRST_ID, START * BLOCK_NBYTES, 4 * BLOCK_NBYTES), 0.0)
+    slots = [book.acquire(100, held=True) for book in (device, host, device)]
+    generations = [
+        book.submit(slot, host) for book, slot in zip((device, host, device), slots, strict=True) if slot is not None
+    ]
+    assert generations == [(1 << GENERATION_BITS) + n for n in (1, 2, 3)]
+    assert device.released(generations, 1.0)[1] == 1
+    assert host.released(generations, 1.0)[1] == 2
+    assert (device.count(ClientSlot.CACHED), host.count(ClientSlot.CACHED)) == (2, 1)
+    for book in (host, device):
+        book.check()
+
+
+def test_a_book_asks_for_its_own_memory_and_takes_no_other() -> None:
+    _, device = make_books()
+    assert device.queue(1, 100, held=False) == [Send(LeaseRequest(1, BLOCK_NBYTES, 4 * BLOCK_NBYTES, DEVICE_MEMORY))]
+    for start in (1, START - 1, 33):
+        with pytest.raises(RemoteProtocolError, match="is no range of the slab"):
+            device.granted(LeaseGrant(1, FIRST_ID, start * BLOCK_NBYTES, BLOCK_NBYTES), 0.0)
+    [effect] = device.granted(LeaseGrant(1, FIRST_ID, START * BLOCK_NBYTES, BLOCK_NBYTES), 0.0)
+    assert isinstance(effect, Acquired)
+    assert effect.slot.offset == START * BLOCK_NBYTES
+    with pytest.raises(CapacityError, match="raise its device_slab_nbytes"):
+        device.acquire(16 * BLOCK_NBYTES, held=False)
