@@ -225,7 +225,7 @@ class LeaseBook:
     def _allocate(self, nbytes: int, held: bool) -> SlotRecord | None:
         blocks = slot_blocks(nbytes)
         for lease in self.leases.values():
-            if lease.recalled or lease.slots.largest_run < blocks or not self._suits(lease, blocks):
+            if lease.recalled or lease.slots.largest_run < blocks or not (lease.is_base or self._suits(lease, blocks)):
                 continue
             start = lease.slots.allocate(blocks)
             assert start is not None
@@ -236,11 +236,11 @@ class LeaseBook:
         return None
 
     def _suits(self, lease: HeldLease, blocks: int) -> bool:
-        """Whether a slot is worth this lease: one that was sized for a large slot must go back whole, so small ones, which
+        """Whether a slot is worth this further lease: one that was sized for a large slot must go back whole, so small ones, which
         could stand anywhere, do not hold it. Unless no further lease can be had.
         """
         whole = lease.slots.length
-        common = lease.is_base or whole * BLOCK_NBYTES <= self.limits.lease_nbytes or len(self.leases) >= self.limits.max_leases
+        common = whole * BLOCK_NBYTES <= self.limits.lease_nbytes or len(self.leases) >= self.limits.max_leases
         return common or _LARGE_LEASE_SHARE * whole <= blocks
 
     def _serve_waiters(self) -> list[Effect]:
