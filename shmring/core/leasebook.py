@@ -236,8 +236,10 @@ class LeaseBook:
         return None
 
     def _suits(self, lease: HeldLease, blocks: int) -> bool:
-        """Whether a slot is worth this further lease: one that was sized for a large slot must go back whole, so small ones, which
-        could stand anywhere, do not hold it. Unless no further lease can be had.
+        """Whether a slot is worth this further lease.
+
+        One that was sized for a large slot must go back whole, so small ones, which could stand anywhere, do not hold it;
+        unless no further lease can be had.
         """
         whole = lease.slots.length
         common = whole * BLOCK_NBYTES <= self.limits.lease_nbytes or len(self.leases) >= self.limits.max_leases
