@@ -23,7 +23,7 @@ _PALETTE = (
     "#6a4c93", "#0a9396", "#a68a64", "#495057",
 )  # fmt: skip
 _MARKERS = "sD^vPX*<>phd8H"
-_OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00"}
+_OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00", "shmring-busy-poll": "#b5179e"}
 _LABEL_GAP = 0.047  # of an axis's height, between two names at line ends
 _DPI = 110
 
