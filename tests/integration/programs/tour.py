@@ -24,7 +24,7 @@ import torch
 import uvloop
 
 import shmring
-from shmring.core import leasebook, ledger, states
+from shmring.core import leasebook, ledger, lending, states
 
 SLAB_NBYTES = "4MiB"
 NBYTES = 50_000
@@ -66,7 +66,7 @@ def install_hook(tour: Path) -> None:
             asyncio.get_running_loop().call_soon(crash)
         return following
 
-    leasebook.advance = ledger.advance = advance  # type: ignore[attr-defined]
+    leasebook.advance = ledger.advance = lending.advance = advance  # type: ignore[attr-defined]
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
