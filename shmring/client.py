@@ -8,6 +8,7 @@ session; with it, pending calls fail with :class:`EngineDeadError` and later one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
@@ -48,6 +49,7 @@ logger = logging.getLogger("shmring.client")
 
 _MAX_NAME_CHARACTERS = 256
 _FIRST_ATTEMPT_PAUSE_S = 0.02
+_UNBOUNDED: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
 
 
 class Submission:
@@ -211,7 +213,7 @@ class RingClient:
             EngineDeadError: the engine went away.
             ClosedError: this client is closed.
         """
-        async with asyncio.timeout(timeout):
+        async with _within(timeout):
             submission = await self.submit(payload, request_id=request_id)
             try:
                 return await submission.result(reply_type)
@@ -296,7 +298,7 @@ class RingClient:
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
         self._check_name(method)
-        async with asyncio.timeout(timeout):
+        async with _within(timeout):
             session = await self._ready()
             return await session.call(method, arguments)
 
@@ -329,7 +331,7 @@ class RingClient:
         is_on_host, index = _where(device)
 
         async def acquire() -> Slot:
-            async with asyncio.timeout(timeout):
+            async with _within(timeout):
                 session = await self._ready()
                 if is_on_host:
                     return session.hold(await session.acquire(nbytes, held=True), drain=drain)
@@ -383,7 +385,7 @@ class RingClient:
 
     async def wait_connected(self, timeout: float | None = None) -> None:
         """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
-        async with asyncio.timeout(timeout):
+        async with _within(timeout):
             await self._ready()
 
     async def _ready(self) -> Session:
@@ -537,6 +539,11 @@ def _where(device: torch.device | str) -> tuple[bool, int | None]:
     if device == "cpu" or torch.device(device).type == "cpu":
         return True, None
     return False, cuda_index_of(device)
+
+
+def _within(timeout: float | None) -> contextlib.AbstractAsyncContextManager[object]:
+    """Bounds an ``async with`` in time; asyncio's way takes as long as a small message where there is no bound."""
+    return _UNBOUNDED if timeout is None else asyncio.timeout(timeout)
 
 
 def _check_nbytes(nbytes: int) -> None:

@@ -1,13 +1,13 @@
 """One connection: frames in, frames out, batched writes, flow control.
 
-The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. The first message of
-a loop iteration leaves at once, by a system call of ours, if nothing is before it: whoever waits for it should not wait for
-all that this iteration has to do besides (uvloop writes at its very end). Those that follow in the same iteration leave
-together at its end, in one write (large ones in several). So does the first, when the last iteration that sent had several to
-send: the peer then has enough to do, and being woken twice for what it could have read at once costs both ends. ``drain``
-waits while the peer reads slower than we write: whoever sends what may be large awaits it *before*, so that many at once can't
-add up. Messages that can't wait (releases, terminal replies) may go past that, up to a limit that says that the peer does not
-read at all.
+The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. The first message
+since the peer was heard of leaves at once, by a system call of ours, if nothing is before it: whoever waits for it should not
+wait for all that this loop iteration has to do besides (uvloop writes at its very end). Those that follow leave together at
+the iteration's end, in one write (large ones in several). So does the first, when the last time there were several: the peer
+then has enough to do, and being woken twice for what it could have read at once costs both ends. ``drain`` waits while the
+peer reads slower than we write: whoever sends what may be large awaits it *before*, so that many at once can't add up.
+Messages that can't wait (releases, terminal replies) may go past that, up to a limit that says that the peer does not read at
+all.
 
 A forked child inherits the socket and the loop's epoll descriptor. It must touch neither: what it wrote would reach its
 parent's peer, and what it stopped watching its parent would miss.
@@ -81,9 +81,10 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._outgoing: list[bytes] = []
         self._outgoing_nbytes = 0
         self._fd = -1
-        self._sent_in_this_iteration = False
-        self._queued_in_this_iteration = 0
-        self._crowded = False  # the last iteration that sent had several messages left at its end
+        self._sent_at_once = False  # since the peer was heard of, or the loop came round
+        self._flushing = False  # at the end of this iteration
+        self._queued = 0  # messages, for that
+        self._crowded = False  # there were several, the last time
         self._writable = asyncio.Event()
         self._writable.set()
         self._deaf = False  # nothing is delivered any more
@@ -103,6 +104,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        self._sent_at_once = False
         if self._polling is not None:
             self._polling.extend()
         try:
@@ -145,15 +147,16 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self.frames_sent += 1
         if self._polling is not None:
             self._polling.extend()
-        if not self._sent_in_this_iteration:
-            self._sent_in_this_iteration = True
+        if not self._sent_at_once and not self._crowded and not self._outgoing and self._transport is not None:
+            self._sent_at_once = True
+            frame = self._write_at_once(frame)
+            if not frame:
+                return
+        if not self._flushing:
+            self._flushing = True
             self._loop.call_soon(self._flush)
-            if not self._crowded and not self._outgoing and self._transport is not None:
-                frame = self._write_at_once(frame)
-                if not frame:
-                    return
         self._outgoing.append(frame)
-        self._queued_in_this_iteration += 1
+        self._queued += 1
         self._outgoing_nbytes += len(frame)
         if self._outgoing_nbytes > self._write_buffer_nbytes:
             self._write()  # now, so that `can_write` counts it before the next sender asks
@@ -218,9 +221,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
             return frame  # would block, or the peer has gone, which the transport finds out in its own way
 
     def _flush(self) -> None:
-        self._sent_in_this_iteration = False
-        self._crowded = self._queued_in_this_iteration > 1
-        self._queued_in_this_iteration = 0
+        self._flushing = self._sent_at_once = False
+        self._crowded, self._queued = self._queued > 1, 0
         self._write()
         if self._transport is None or self._deaf:
             return
