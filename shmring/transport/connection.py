@@ -82,8 +82,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._outgoing_nbytes = 0
         self._fd = -1
         self._sent_at_once = False  # since the peer was heard of, or the loop came round
-        self._flushing = False  # at the end of this iteration
-        self._queued = 0  # messages, for that
+        self._queued = 0  # messages that leave at the end of this iteration
         self._crowded = False  # there were several, the last time
         self._writable = asyncio.Event()
         self._writable.set()
@@ -152,8 +151,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
             frame = self._write_at_once(frame)
             if not frame:
                 return
-        if not self._flushing:
-            self._flushing = True
+        if not self._queued:
             self._loop.call_soon(self._flush)
         self._outgoing.append(frame)
         self._queued += 1
@@ -221,7 +219,7 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
             return frame  # would block, or the peer has gone, which the transport finds out in its own way
 
     def _flush(self) -> None:
-        self._flushing = self._sent_at_once = False
+        self._sent_at_once = False
         self._crowded, self._queued = self._queued > 1, 0
         self._write()
         if self._transport is None or self._deaf:
