@@ -65,7 +65,7 @@ class Claim:
         self.client_id = client_id
         self.request_id = submit.request_id
         self.name = submit.name
-        self.nbytes = sum(slot.nbytes for slot in submit.content.slots)
+        self.nbytes = sum([slot.nbytes for slot in submit.content.slots])
 
     def __repr__(self) -> str:
         state = "aborted" if self._aborted else "ended" if self._ended else "running"

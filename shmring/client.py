@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +31,7 @@ from shmring.errors import (
     WouldBlock,
     fresh,
 )
+from shmring.forks import Origin
 from shmring.memory.copier import Copier
 from shmring.memory.cuda import Cuda, TorchCuda
 from shmring.memory.device import DeviceMemory
@@ -163,7 +163,7 @@ class RingClient:
         self._reattaching: asyncio.Task[None] | None = None
         self._lost_error: ShmringError | None = None
         self._closed = False
-        self._pid = os.getpid()
+        self._origin = Origin()
 
     @classmethod
     async def create(
@@ -250,13 +250,15 @@ class RingClient:
 
     async def submit(self, payload: object, *, request_id: str = "") -> Submission:
         """Sends a payload, and returns when it is the engine's: the first half of :meth:`request`."""
-        self._check_name(request_id)
         if not request_id:
-            return Submission(self, await (await self._ready()).submit(payload, request_id))
+            session = self._attached_now() or await self._ready()
+            return Submission(self, await session.submit(payload, request_id))
+        self._check_name(request_id)
         preparing = _Preparing(request_id, asyncio.current_task())
         self._preparing.add(preparing)
         try:
-            return Submission(self, await (await self._ready()).submit(payload, request_id))
+            session = self._attached_now() or await self._ready()
+            return Submission(self, await session.submit(payload, request_id))
         except asyncio.CancelledError:
             if not preparing.aborted or preparing.task is None or preparing.task.uncancel():
                 raise
@@ -389,22 +391,27 @@ class RingClient:
             await self._ready()
 
     async def _ready(self) -> Session:
-        while True:
-            try:
-                return self._ready_nowait()
-            except WouldBlock:
-                await self._attached.wait()
+        while (session := self._attached_now()) is None:
+            await self._attached.wait()
+        return session
 
     def _ready_nowait(self) -> Session:
-        if os.getpid() != self._pid:
-            raise ClosedError(f"this client belongs to process {self._pid}, which forked this one; connect again here")
+        session = self._attached_now()
+        if session is None:
+            raise WouldBlock(f"no engine {self.name!r} is attached now")
+        return session
+
+    def _attached_now(self) -> Session | None:
+        """The session with an engine; None while the next engine is waited for."""
+        if self._origin.forked:
+            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
         if self._closed:
             raise ClosedError(f"this client of {self.name!r} is closed")
         if self._session is not None:
             return self._session
         if not self._reconnect:
             raise EngineDeadError(f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)")
-        raise WouldBlock(f"no engine {self.name!r} is attached now")
+        return None
 
     async def _attach(self) -> None:
         session = await Session.open(
@@ -464,7 +471,7 @@ class RingClient:
 
     async def close(self) -> None:
         """Aborts what is pending, says goodbye, and detaches. Twice is once."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._origin.forked:
             return  # a forked child must not say goodbye for its parent
         self._closed = True
         self._attached.set()  # whoever waits for an engine learns that there will be none

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.leasebook import SlotRecord
 from shmring.core.messages import Content
 from shmring.errors import CapacityError, LocalProtocolError, fresh
 from shmring.memory.payload import PayloadDecoder
@@ -27,11 +26,12 @@ class Pending:
         name: the caller's own name for it.
     """
 
+    __slots__ = ("_ended", "_error", "_replies", "_waiter", "name", "request_id", "session")
+
     def __init__(self, session: Session, request_id: int, name: str) -> None:
         self.session = session
         self.request_id = request_id
         self.name = name
-        self.slots: list[SlotRecord] = []
         self._replies: deque[Content] = deque()
         self._ended = False
         self._error: Exception | None = None

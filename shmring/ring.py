@@ -84,6 +84,7 @@ from shmring.errors import (
     StaleDescriptorError,
     WouldBlock,
 )
+from shmring.forks import Origin
 from shmring.memories import Memories, create_memories
 from shmring.memory.copier import Copier
 from shmring.memory.cuda import Cuda, CudaError, Stream, TorchCuda
@@ -192,7 +193,7 @@ class Ring:
         self.epoch = epoch
         self.loop = asyncio.get_running_loop()
         self.polling = BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._slab = slab = memories.slab
         self._pinned = pinned = memories.pinned
         self._slab_nbytes = geometry.slab_nbytes
@@ -514,10 +515,10 @@ class Ring:
 
     def _release(self, client_id: int, submit: Submit, *, copying: bool = False) -> tuple[list[Effect], set[int]]:
         """Releases slots in the book; returns what is to be done, and the generations that views keep."""
-        generations = tuple(slot.generation for slot in submit.content.slots)
         viewed: set[int] = set()
-        if not generations:
+        if not submit.content.slots:
             return [], viewed
+        generations = tuple([slot.generation for slot in submit.content.slots])
         on_device = self._release_on_device(client_id, submit, copying=copying) if self._device is not None else _NO_SLOTS
         for generation in generations:
             key = (client_id, generation)
@@ -832,7 +833,8 @@ class Ring:
             check_fence(submit.content, self._slab_nbytes)
         self._ledger.submit(frontend.client_id, submit.request_id, submit.content.slots)
         self._counters.submitted += 1
-        self._counters.received_nbytes += sum(slot.nbytes for slot in submit.content.slots)
+        for slot in submit.content.slots:
+            self._counters.received_nbytes += slot.nbytes
         self._waiting[frontend.client_id, submit.request_id] = submit
         self._wake_claimers()
 
@@ -897,7 +899,7 @@ class Ring:
         Args:
             reason: what frontends are told.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._origin.forked:
             return  # a forked child must not touch its parent's sockets
         self._closed = True
         tasks = [self._accepting, *self._handshakes]
@@ -947,8 +949,9 @@ class Ring:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"ring {self.name!r} is closed")
-        if os.getpid() != self._pid:
-            raise ClosedError(f"ring {self.name!r} belongs to process {self._pid}, which forked this one; serve your own")
+        if self._origin.forked:
+            pid = self._origin.pid
+            raise ClosedError(f"ring {self.name!r} belongs to process {pid}, which forked this one; serve your own")
 
     def statistics(self) -> RingStatistics:
         """Returns counts of what there is and what has been."""

@@ -67,6 +67,7 @@ from shmring.errors import (
     WouldBlock,
     fresh,
 )
+from shmring.forks import Origin
 from shmring.memory.copier import Copier
 from shmring.memory.cuda import Cuda, CudaError, Stream
 from shmring.memory.device import DeviceMemory, DeviceSlab, Fence
@@ -87,6 +88,7 @@ logger = logging.getLogger("shmring.client")
 _MAX_WRITE_BUFFER_NBYTES = 64 << 20  # unread by the engine before it counts as not reading
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
+_COPY_WORTH_A_WAKE_NBYTES = 128 << 10  # copying so much takes longer than waking the engine, which may as well begin
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 
 
@@ -132,7 +134,7 @@ class Session:
         self._device_memory = device_memory
         self._slab = slab
         self._on_lost = on_lost
-        self._pid = os.getpid()
+        self._origin = Origin()
         self.book = LeaseBook(
             LeaseBookLimits(
                 client_id=welcome.client_id,
@@ -146,6 +148,7 @@ class Session:
         self.device: DeviceSlots | None = None  # from the first slot in device memory on
         self._opening_device: asyncio.Task[DeviceSlots] | None = None
         self._packer = Packer(welcome.max_tensors)
+        self._inline_nbytes = int(config.inline_nbytes)
         self._in_flight = asyncio.Semaphore(welcome.max_inflight)
         self._calls_in_flight = asyncio.Semaphore(welcome.max_calls)
         self.pending: dict[int, Pending] = {}
@@ -307,8 +310,8 @@ class Session:
             ClosedError: it was closed, or belongs to the process that forked this one.
             EngineDeadError: its engine has gone.
         """
-        if os.getpid() != self._pid:
-            raise ClosedError(f"this client belongs to process {self._pid}, which forked this one; connect again here")
+        if self._origin.forked:
+            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
         if self.error is not None:
             raise self._fresh_error()
 
@@ -533,19 +536,24 @@ class Session:
         stream = self.device.current_stream() if self.device is not None else None
         await self._in_flight.acquire()
         try:
-            self.check_alive()
-            while (pending := await self._try_submit(payload, name, stream)) is None:
-                pass
+            while True:
+                self.check_alive()
+                packed, in_place = self._pack(payload)
+                if packed.copy_nbytes <= self._inline_nbytes and self.connection.can_write:  # there is nothing to wait for
+                    return self._send(packed, in_place, None, name, self._fence(in_place, stream))
+                pending = await self._send_when_possible(packed, in_place, name, stream)
+                if pending is not None:
+                    return pending
         except BaseException:
             self._in_flight.release()
             raise
-        return pending
 
-    async def _try_submit(self, payload: object, name: str, stream: Stream | None) -> Pending | None:
-        """One attempt; None if a slot that the payload lies in has changed hands while we waited for space."""
-        packed, in_place = self._pack(payload)
+    async def _send_when_possible(
+        self, packed: Packed, in_place: list[SlotRecord], name: str, stream: Stream | None
+    ) -> Pending | None:
+        """Sends a payload; None if a slot that it lies in has changed hands while we waited for space."""
         slot: SlotRecord | None = None
-        if packed.copy_nbytes > int(self.config.inline_nbytes):
+        if packed.copy_nbytes > self._inline_nbytes:
             slot = await self.acquire(packed.copy_nbytes, held=False)
         sent = False
         try:
@@ -556,13 +564,15 @@ class Session:
             self.check_alive()
             if not all(_is_submittable(record) for record in in_place):
                 return None
-            fence = None if self.device is None else self.device.record_fence(in_place, stream)
-            pending = self._send(packed, in_place, slot, name, fence)
+            pending = self._send(packed, in_place, slot, name, self._fence(in_place, stream))
             sent = True
             return pending
         finally:
             if slot is not None and not sent:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
+
+    def _fence(self, in_place: list[SlotRecord], stream: Stream | None) -> Fence | None:
+        return None if self.device is None else self.device.record_fence(in_place, stream)
 
     def _target(self, slot: SlotRecord) -> tuple[NDArray[np.uint8], int]:
         """Where a payload is copied to, which keeps the slab mapped, and its address."""
@@ -583,12 +593,12 @@ class Session:
             raise WouldBlock("the engine reads more slowly than it is written to")
         packed, in_place = self._pack(payload)
         slot: SlotRecord | None = None
-        if packed.copy_nbytes > int(self.config.inline_nbytes):
+        if packed.copy_nbytes > self._inline_nbytes:
             slot = self.acquire_nowait(packed.copy_nbytes, held=False)
         try:
             if slot is not None:
                 self._copier.copy_nowait(packed, *self._target(slot))
-            fence = None if self.device is None else self.device.record_fence(in_place, None)
+            fence = self._fence(in_place, None)
         except BaseException:
             if slot is not None:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
@@ -609,8 +619,8 @@ class Session:
                 in_place.append(record)
             return in_place.index(record) + 1, offset
 
-        packed = self._packer.pack(payload, locate)
-        packed.check_frame(self.welcome.max_frame_nbytes, int(self.config.inline_nbytes))
+        packed = self._packer.pack(payload, locate if self._held else None)
+        packed.check_frame(self.welcome.max_frame_nbytes, self._inline_nbytes)
         return packed, in_place
 
     def _find_held(self, address: int, nbytes: int) -> tuple[SlotRecord, int] | None:
@@ -618,8 +628,6 @@ class Session:
 
         Those of a slot that the engine still has are copied instead: reading it is safe, submitting it twice is not.
         """
-        if not self._held_starts:
-            return None
         offset = self._slab.find(address)
         if offset is None and self.device is not None:
             offset = self.device.find(address)
@@ -638,33 +646,39 @@ class Session:
         self, packed: Packed, in_place: list[SlotRecord], slot: SlotRecord | None, name: str, fence: Fence | None
     ) -> Pending:
         records = [*in_place, slot] if slot is not None else in_place
-        refs = []
-        for record in records:
-            if self.device is not None and self.device.has(record):
-                self.device.book.submit(record, self.book)
-            else:
-                generation = self.book.submit(record)
-                self._slab.write_slot_header(record.offset, generation, record.nbytes)
-            refs.append(record.ref())
-        slots = tuple(refs)
+        slots = tuple([self._hand_over(record) for record in records]) if records else ()
         if slot is not None:
             content = packed.content_in(slots)
         else:
             content = packed.content_inline(slots)
-            self._copier.count(packed)
-            self.counters.inline_payloads += 1 if packed.copied else 0
+            if packed.copied:
+                self._copier.count(packed)
+                self.counters.inline_payloads += 1
         if self.device is not None and fence is not None:
             content = msgspec.structs.replace(content, fence=fence.handle)
             self.device.submitted([record.generation for record in records if self.device.has(record)], fence)
-        pending = Pending(self, next(self._ids), name)
-        pending.slots = records
-        self.pending[pending.request_id] = pending
-        self.counters.submitted += 1
-        self.counters.in_place += packed.in_place
-        self.counters.in_place_nbytes += packed.in_place_nbytes
-        self.counters.slot_nbytes_submitted += sum(ref.nbytes for ref in slots)
-        self.connection.send(Submit(self.welcome.epoch, pending.request_id, content, name))
+        request_id = next(self._ids)
+        pending = self.pending[request_id] = Pending(self, request_id, name)
+        counters = self.counters
+        counters.submitted += 1
+        if packed.in_place:
+            counters.in_place += packed.in_place
+            counters.in_place_nbytes += packed.in_place_nbytes
+        for ref in slots:
+            counters.slot_nbytes_submitted += ref.nbytes
+        self.connection.send(
+            Submit(self.welcome.epoch, request_id, content, name), at_once=packed.copied_nbytes >= _COPY_WORTH_A_WAKE_NBYTES
+        )
         return pending
+
+    def _hand_over(self, record: SlotRecord) -> SlotRef:
+        """Makes a slot the engine's, and describes it."""
+        if self.device is not None and self.device.has(record):
+            self.device.book.submit(record, self.book)
+        else:
+            generation = self.book.submit(record)
+            self._slab.write_slot_header(record.offset, generation, record.nbytes)
+        return record.ref()
 
     def abort(self, pending: Pending, error: Exception) -> None:
         """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""

@@ -14,11 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
     "shmring.errors": [],
     "shmring.cancellation": [],
+    "shmring.forks": [],
     "shmring.config": ["shmring.errors"],
     "shmring.statistics": [],
     "shmring.core": ["shmring.core", "shmring.errors", "shmring.config"],
     "shmring.memory": ["shmring.memory", "shmring.core", "shmring.errors", "shmring.config", "shmring.cancellation"],
-    "shmring.transport": ["shmring.transport", "shmring.core", "shmring.errors", "shmring.config"],
+    "shmring.transport": ["shmring.transport", "shmring.core", "shmring.errors", "shmring.config", "shmring.forks"],
     "shmring": ["shmring"],
     "engine": ["engine", "shmring"],
     "frontend": ["frontend", "engine.client", "engine.protocol", "shmring"],

@@ -106,11 +106,11 @@ async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow
     """The engine releases a slot and closes: whoever waited is told of the end, and touches the unmapped slab no more."""
     ring, client = narrow
     data = torch.ones(200_000, dtype=torch.uint8)
-    submission = await client.submit({"x": data})
+    await client.submit({"x": data})
     claim = await ring.claim()
     waiting = asyncio.create_task(take_slot(client, 200_000) if waiter == "slot" else client.request({"x": data}))
     await eventually(lambda: client.statistics().waiting == 1)
-    [generation] = [slot.generation for slot in submission._pending.slots]
+    [generation] = [slot.generation for slot in claim._submit.content.slots]
     session = session_of(client)
     session.connection.data_received(frames(Release((generation,))))
     assert client.statistics().waiting == 0, "it has its space, and has not run yet"

@@ -7,12 +7,17 @@ peer can make us hold at most one frame of ``max_nbytes`` plus what one read bro
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import TypeVar
 
 from shmring.errors import CapacityError, RemoteProtocolError
 
-__all__ = ["FrameDecoder", "PREFIX", "encode_frame"]
+__all__ = ["FrameDecoder", "PREFIX", "append_frame", "encode_frame"]
 
 PREFIX = struct.Struct("<I")
+
+Message = TypeVar("Message")
+EncodeInto = Callable[[Message, bytearray, int], None]
 
 
 def encode_frame(body: bytes, max_nbytes: int) -> bytes:
@@ -22,13 +27,38 @@ def encode_frame(body: bytes, max_nbytes: int) -> bytes:
         CapacityError: the body is larger than the peer accepts.
     """
     if len(body) > max_nbytes:
-        raise CapacityError(
-            f"a message of {len(body)} bytes exceeds max_frame_nbytes ({max_nbytes}); "
-            "send bulk data as tensors (numpy.frombuffer for bytes), which travel in slots",
-            needed=len(body),
-            capacity=max_nbytes,
-        )
+        raise _too_large(len(body), max_nbytes)
     return PREFIX.pack(len(body)) + body
+
+
+def append_frame(stream: bytearray, message: Message, encode_into: EncodeInto[Message], max_nbytes: int) -> None:
+    """Appends a message's frame to a stream, in which it is encoded: nothing is copied once more.
+
+    Args:
+        encode_into: writes a message's body to a buffer from a position on, which becomes the buffer's end.
+
+    Raises:
+        CapacityError: the body is larger than the peer accepts. The stream is as it was.
+    """
+    start = len(stream)
+    try:
+        encode_into(message, stream, start + PREFIX.size)
+        nbytes = len(stream) - start - PREFIX.size
+        if nbytes > max_nbytes:
+            raise _too_large(nbytes, max_nbytes)
+    except BaseException:
+        del stream[start:]
+        raise
+    PREFIX.pack_into(stream, start, nbytes)
+
+
+def _too_large(nbytes: int, max_nbytes: int) -> CapacityError:
+    return CapacityError(
+        f"a message of {nbytes} bytes exceeds max_frame_nbytes ({max_nbytes}); "
+        "send bulk data as tensors (numpy.frombuffer for bytes), which travel in slots",
+        needed=nbytes,
+        capacity=max_nbytes,
+    )
 
 
 class FrameDecoder:

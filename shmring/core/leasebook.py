@@ -172,7 +172,10 @@ class LeaseBook:
 
     def next_expiry(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest; None if nothing is spare."""
-        first = min((lease.empty_since for lease in self._spare_leases()), default=None)
+        first: float | None = None
+        for lease in self.leases.values():  # after each release: most often there is one, the base lease
+            if not lease.is_base and lease.slots.is_empty and (first is None or lease.empty_since < first):
+                first = lease.empty_since
         return None if first is None else first + self.limits.lease_idle_s
 
     def _spare_leases(self) -> Iterator[HeldLease]:

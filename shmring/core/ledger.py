@@ -223,6 +223,12 @@ class Ledger(Lending):
             raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
         if len(client.requests) >= self.limits.max_inflight:
             raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
+        generations = self._publish_all(client, slots) if slots else ()
+        client.last_request_id = request_id
+        client.requests[request_id] = RequestRecord(Request.WAITING, generations)
+
+    def _publish_all(self, client: ClientRecord, slots: Sequence[SlotRef]) -> tuple[int, ...]:
+        """All of a request's slots are published, or none."""
         last_generation = client.last_generation
         records: list[SlotRecord] = []
         try:
@@ -234,9 +240,9 @@ class Ledger(Lending):
                 record.lease.live.remove(record.start, record.blocks)
             raise
         client.last_generation = last_generation
-        client.last_request_id = request_id
-        client.slots.update((record.generation, record) for record in records)
-        client.requests[request_id] = RequestRecord(Request.WAITING, tuple(record.generation for record in records))
+        generations = tuple([record.generation for record in records])
+        client.slots.update(zip(generations, records, strict=True))
+        return generations
 
     def _publish(self, client: ClientRecord, slot: SlotRef, last_generation: int) -> SlotRecord:
         if slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation:

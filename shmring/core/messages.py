@@ -56,6 +56,7 @@ __all__ = [
     "decode_engine_message",
     "decode_frontend_message",
     "encode_message",
+    "encode_message_into",
     "item_nbytes",
 ]
 
@@ -146,7 +147,7 @@ class TensorRef(_Part, frozen=True):
             raise RemoteProtocolError(f"a tensor has the unknown dtype {self.dtype!r}")
         if len(self.shape) > MAX_DIMENSIONS:
             raise RemoteProtocolError(f"a tensor has {len(self.shape)} dimensions, more than {MAX_DIMENSIONS}")
-        if math.prod(extent or 1 for extent in self.shape) * size >= 2**62:
+        if not 0 < self.nbytes < 2**62 and math.prod(extent or 1 for extent in self.shape) * size >= 2**62:
             raise RemoteProtocolError(f"a tensor of shape {self.shape} is larger than any memory")
         if math.prod(self.shape) * size != self.nbytes:
             raise RemoteProtocolError(f"a {self.dtype} tensor of shape {self.shape} does not have {self.nbytes} bytes")
@@ -357,6 +358,11 @@ _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decode
 def encode_message(message: FrontendMessage | EngineMessage) -> bytes:
     """Returns the body of a frame."""
     return _encoder.encode(message)
+
+
+def encode_message_into(message: FrontendMessage | EngineMessage, buffer: bytearray, position: int) -> None:
+    """Writes the body of a frame to a buffer from a position on, which may be beyond its end; it ends behind the body."""
+    _encoder.encode_into(message, buffer, position)
 
 
 def decode_frontend_message(body: bytes) -> FrontendMessage:

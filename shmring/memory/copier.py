@@ -53,7 +53,7 @@ class Copier:
     def count(self, packed: Packed) -> None:
         """Counts a payload's tensors as copied."""
         self.copies += packed.copied
-        self.copied_nbytes += sum(part.nbytes for part in packed.parts if not part.in_place)
+        self.copied_nbytes += packed.copied_nbytes
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
         """Runs work on a thread; a cancellation waits until it has ended."""

@@ -120,20 +120,22 @@ class Packed:
         payload: msgpack, with extensions for the tensors.
         copy_nbytes: what the tensors that must be copied need in one region.
         copied, in_place: how many tensors are copied, and how many are described where they are.
-        in_place_nbytes: bytes of the latter.
+        copied_nbytes, in_place_nbytes: bytes of both, what lies between them not included.
     """
 
     payload: bytes
     parts: list[_Part]
     copy_nbytes: int
     copied: int
+    copied_nbytes: int
     in_place: int
     in_place_nbytes: int
 
     def check_frame(self, max_frame_nbytes: int, inline_nbytes: int) -> None:
         """Raises :class:`CapacityError` if the message that carries this could exceed the largest frame."""
-        described = sum(_DESCRIPTOR_NBYTES + 9 * len(part.shape) for part in self.parts)
-        nbytes = len(self.payload) + described + (self.copy_nbytes if self.copy_nbytes <= inline_nbytes else 0)
+        nbytes = len(self.payload) + (self.copy_nbytes if self.copy_nbytes <= inline_nbytes else 0)
+        for part in self.parts:
+            nbytes += _DESCRIPTOR_NBYTES + 9 * len(part.shape)
         if nbytes + _MESSAGE_NBYTES > max_frame_nbytes:
             raise CapacityError(
                 f"a message of about {nbytes} bytes, tensors apart, exceeds max_frame_nbytes ({max_frame_nbytes}); send "
@@ -147,7 +149,7 @@ class Packed:
         if not self.copy_nbytes:
             return self._content(b"", slots)
         if self.copied == 1:  # as most often: one copy instead of two
-            [part] = (part for part in self.parts if part.nbytes and not part.in_place)
+            [part] = [part for part in self.parts if part.nbytes and not part.in_place]
             if (address := part.address()) is not None:
                 return self._content(ctypes.string_at(address, part.nbytes), slots)
         inline = np.empty(self.copy_nbytes, np.uint8)
@@ -174,7 +176,7 @@ class Packed:
                 part.copy_to(anchor, address, copy)
 
     def _content(self, inline: bytes, slots: tuple[SlotRef, ...]) -> Content:
-        return Content(self.payload, tuple(part.ref() for part in self.parts), inline, slots)
+        return Content(self.payload, tuple([part.ref() for part in self.parts]), inline, slots)
 
 
 class Packer:
@@ -290,25 +292,29 @@ def _array_part(array: NDArray[Any]) -> _Part:
 
 
 def _lay_out(encoded: bytes, parts: list[_Part], locate: Locate | None) -> Packed:
-    cursor = copied = in_place = in_place_nbytes = 0
+    cursor = copied = copied_nbytes = in_place = in_place_nbytes = 0
     for part in parts:
-        place = None
-        if locate is not None and part.nbytes:
-            address = part.address()
-            if address is None:
-                address = part.address_on_device()
-            if address is not None:
-                place = locate(address, part.nbytes)
-        if place is not None:
+        nbytes = part.nbytes
+        if not nbytes:
+            continue
+        if locate is not None and (place := _place(part, locate)) is not None:
             part.region, part.offset = place
             part.in_place = True
             in_place += 1
-            in_place_nbytes += part.nbytes
-        elif part.nbytes:
+            in_place_nbytes += nbytes
+        else:
             part.offset = align(cursor)
-            cursor = part.offset + part.nbytes
+            cursor = part.offset + nbytes
             copied += 1
-    return Packed(encoded, parts, cursor, copied, in_place, in_place_nbytes)
+            copied_nbytes += nbytes
+    return Packed(encoded, parts, cursor, copied, copied_nbytes, in_place, in_place_nbytes)
+
+
+def _place(part: _Part, locate: Locate) -> tuple[int, int] | None:
+    address = part.address()
+    if address is None:
+        address = part.address_on_device()
+    return None if address is None else locate(address, part.nbytes)
 
 
 class PayloadDecoder:
@@ -324,9 +330,10 @@ class PayloadDecoder:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
             payload_type, ext_hook=self._decode_extension, dec_hook=_convert
         )
-        self._content = Content(b"")
+        self._content = _NO_CONTENT  # this and the rest: of the payload that is being decoded
         self._region: Callable[[int], NDArray[np.uint8]] = _no_region
         self._place: Place | None = None
+        self._inline: NDArray[np.uint8] | None = None
 
     def decode(self, content: Content, region: Callable[[int], NDArray[np.uint8]], place: Place | None = None) -> Any:
         """Decodes a content that :meth:`Content.check` has accepted.
@@ -344,17 +351,7 @@ class PayloadDecoder:
             RemoteProtocolError: it is not msgpack, or its tensors are not as described.
             msgspec.ValidationError: it is not of ``payload_type``.
         """
-        inline: NDArray[np.uint8] | None = None
-
-        def region_or_inline(number: int) -> NDArray[np.uint8]:
-            nonlocal inline
-            if number:
-                return region(number)
-            if inline is None:
-                inline = np.frombuffer(bytearray(content.inline), np.uint8)
-            return inline
-
-        self._content, self._region, self._place = content, region_or_inline, place
+        self._content, self._region, self._place = content, region, place
         try:
             return self._decoder.decode(content.payload)
         except msgspec.ValidationError:
@@ -362,7 +359,7 @@ class PayloadDecoder:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"a payload is not msgpack: {error}") from error
         finally:
-            self._content, self._region, self._place = Content(b""), _no_region, None
+            self._content, self._region, self._place, self._inline = _NO_CONTENT, _no_region, None, None
 
     def _decode_extension(self, code: int, data: memoryview) -> object:
         if code != TENSOR_EXTENSION:
@@ -373,10 +370,22 @@ class PayloadDecoder:
         ref = self._content.tensors[index]
         if self._place is not None and (placed := self._place(ref)) is not None:
             return placed
-        return tensor_view(ref, self._region(ref.region) if ref.nbytes else _EMPTY, writable=self._writable)
+        return tensor_view(ref, self._anchor(ref), writable=self._writable)
+
+    def _anchor(self, ref: TensorRef) -> NDArray[np.uint8]:
+        if not ref.nbytes:
+            return _EMPTY
+        return self._region(ref.region) if ref.region else self._inline_anchor()
+
+    def _inline_anchor(self) -> NDArray[np.uint8]:
+        """A copy of what came inline, for all tensors in it: theirs, to be written to."""
+        if self._inline is None:
+            self._inline = np.frombuffer(bytearray(self._content.inline), np.uint8)
+        return self._inline
 
 
 _EMPTY = np.empty(0, np.uint8)
+_NO_CONTENT = Content(b"")
 
 
 def _no_region(number: int) -> NDArray[np.uint8]:

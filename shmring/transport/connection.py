@@ -1,13 +1,17 @@
 """One connection: frames in, frames out, batched writes, flow control.
 
-The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner. The first message
-since the peer was heard of leaves at once, by a system call of ours, if nothing is before it: whoever waits for it should not
-wait for all that this loop iteration has to do besides (uvloop writes at its very end). Those that follow leave together at
-the iteration's end, in one write (large ones in several). So does the first, when the last time there were several: the peer
-then has enough to do, and being woken twice for what it could have read at once costs both ends. ``drain`` waits while the
-peer reads slower than we write: whoever sends what may be large awaits it *before*, so that many at once can't add up.
-Messages that can't wait (releases, terminal replies) may go past that, up to a limit that says that the peer does not read at
-all.
+The protocol object owns the asyncio transport and nothing else; what the messages mean is for its owner.
+
+When messages leave decides how fast both ends are. The first since the peer was heard of leaves at once, by a system call of
+ours, if nothing is before it: whoever waits for it should not wait for all that this loop iteration has to do besides (uvloop
+writes at its very end). Those that follow leave a few at a time, and the last of them at the iteration's end. Not each by
+itself, since being woken costs the peer more than a message; and not all together, since the peer would sleep until the last
+is made, and this end while the peer works through them: both would be half idle, and what runs after a sleep runs cold. The
+first waits for the next few as well, when there were several the last time: the peer then has something to do.
+
+``drain`` waits while the peer reads slower than we write: whoever sends what may be large awaits it *before*, so that many at
+once can't add up. Messages that can't wait (releases, terminal replies) may go past that, up to a limit that says that the
+peer does not read at all.
 
 A forked child inherits the socket and the loop's epoll descriptor. It must touch neither: what it wrote would reach its
 parent's peer, and what it stopped watching its parent would miss.
@@ -20,13 +24,15 @@ import os
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
 
-from shmring.core.framing import FrameDecoder, encode_frame
-from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
+from shmring.core.framing import FrameDecoder, append_frame
+from shmring.core.messages import EngineMessage, FrontendMessage, encode_message_into
 from shmring.errors import PeerLostError, RemoteProtocolError
+from shmring.forks import Origin
 from shmring.transport.polling import BusyPolling
 
 __all__ = ["Connection", "ConnectionOwner"]
 
+_FEW = 4  # messages that leave together; 3 to 6 were alike, 2 and 8 slower, with 16 in flight
 _LINGER_S = 1.0  # for a peer to read its last messages; one that does not would keep the descriptor for ever
 
 _Incoming = TypeVar("_Incoming", contravariant=True)
@@ -77,12 +83,11 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._frames = FrameDecoder(max_frame_nbytes)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._pid = os.getpid()
-        self._outgoing: list[bytes] = []
-        self._outgoing_nbytes = 0
+        self._origin = Origin()
+        self._outgoing = bytearray()
         self._fd = -1
         self._sent_at_once = False  # since the peer was heard of, or the loop came round
-        self._queued = 0  # messages that leave at the end of this iteration
+        self._queued = 0  # messages of this iteration that did not leave at once
         self._crowded = False  # there were several, the last time
         self._writable = asyncio.Event()
         self._writable.set()
@@ -134,30 +139,33 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         """Whether :meth:`drain` would return at once."""
         return self._writable.is_set()
 
-    def send(self, message: FrontendMessage | EngineMessage) -> None:
+    def send(self, message: FrontendMessage | EngineMessage, *, at_once: bool = False) -> None:
         """Sends a message, at the end of this loop iteration at the latest. On a connection that has ended it goes nowhere.
+
+        Args:
+            message: what to send.
+            at_once: not to wait for a few others, which take longer to make than the peer takes to wake.
 
         Raises:
             CapacityError: it is larger than a frame may be. Nothing was sent.
         """
-        frame = encode_frame(encode_message(message), self._max_frame_nbytes)
         if self.lost or self._closing:
             return
+        outgoing = self._outgoing
+        leaves = at_once or not (self._sent_at_once or self._crowded or outgoing)
+        append_frame(outgoing, message, encode_message_into, self._max_frame_nbytes)
         self.frames_sent += 1
         if self._polling is not None:
             self._polling.extend()
-        if not self._sent_at_once and not self._crowded and not self._outgoing and self._transport is not None:
+        if leaves:
             self._sent_at_once = True
-            frame = self._write_at_once(frame)
-            if not frame:
+            if self._write():
                 return
         if not self._queued:
             self._loop.call_soon(self._flush)
-        self._outgoing.append(frame)
         self._queued += 1
-        self._outgoing_nbytes += len(frame)
-        if self._outgoing_nbytes > self._write_buffer_nbytes:
-            self._write()  # now, so that `can_write` counts it before the next sender asks
+        if not self._queued % _FEW or len(outgoing) > self._write_buffer_nbytes:
+            self._write()  # before the next sender asks whether it `can_write`
 
     async def drain(self) -> None:
         """Waits until the peer has read enough; what is sent before the next ``await`` is within the limits.
@@ -184,39 +192,37 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
 
         One that is still being made has to be aborted once more when it is made: uvloop can't end it before.
         """
-        self._take_outgoing()
+        self._outgoing.clear()
         self._deaf = self._closing = True
-        if self._transport is not None and os.getpid() == self._pid:
+        if self._transport is not None and not self._origin.forked:
             self._transport.abort()
 
     def _end(self) -> None:
         assert self._transport is not None
-        if os.getpid() != self._pid:
+        if self._origin.forked:
             return
         self._transport.close()
         if not self.lost:
             self._loop.call_later(_LINGER_S, self._transport.abort)
 
-    def _take_outgoing(self) -> list[bytes]:
-        frames, self._outgoing, self._outgoing_nbytes = self._outgoing, [], 0
-        return frames
-
-    def _write(self) -> None:
-        if self._transport is None:
-            return  # it is written when the connection is made
-        frames = self._take_outgoing()
-        if frames and not self.lost and os.getpid() == self._pid:
-            self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
-
-    def _write_at_once(self, frame: bytes) -> bytes:
-        """Returns what of a frame could not be written past the transport, which has nothing to write itself."""
-        assert self._transport is not None
-        if self._transport.get_write_buffer_size() or self._transport.is_closing() or os.getpid() != self._pid:
-            return frame
-        try:
-            return frame[os.write(self._fd, frame) :]
-        except OSError:
-            return frame  # would block, or the peer has gone, which the transport finds out in its own way
+    def _write(self) -> bool:
+        """Gives what is outgoing to the kernel, and what that does not take to the transport. Returns whether it took all."""
+        transport, outgoing = self._transport, self._outgoing
+        if transport is None:
+            return False  # it is written when the connection is made
+        self._outgoing = bytearray()
+        if not outgoing or self.lost or self._origin.forked:
+            return True
+        written = 0
+        if not transport.get_write_buffer_size() and not transport.is_closing():
+            try:  # suppress() would take half as long as the write
+                written = os.write(self._fd, outgoing)
+            except OSError:
+                written = 0  # it would block, or the peer has gone, which the transport finds out in its own way
+        if written == len(outgoing):
+            return True
+        transport.write(memoryview(outgoing)[written:])
+        return False
 
     def _flush(self) -> None:
         self._sent_at_once = False

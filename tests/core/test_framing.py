@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmring.core.framing import PREFIX, FrameDecoder, encode_frame
+from shmring.core.framing import PREFIX, FrameDecoder, append_frame, encode_frame
 from shmring.errors import CapacityError, RemoteProtocolError
 
 LIMIT_NBYTES = 64
@@ -30,6 +30,32 @@ def test_a_body_above_the_limit_is_not_sent() -> None:
     with pytest.raises(CapacityError, match="max_frame_nbytes") as caught:
         encode_frame(bytes(11), 10)
     assert (caught.value.needed, caught.value.capacity) == (11, 10)
+
+
+def write_into(body: bytes, buffer: bytearray, position: int) -> None:
+    buffer[position:] = bytes(position - len(buffer)) + body
+
+
+def test_a_frame_appended_to_a_stream_is_the_same() -> None:
+    stream = bytearray(encode_frame(b"first", 10))
+    append_frame(stream, b"second", write_into, 10)
+    append_frame(stream, b"", write_into, 10)
+    assert stream == stream_of([b"first", b"second", b""])
+
+
+def test_what_can_not_be_appended_leaves_the_stream_as_it_was() -> None:
+    stream = bytearray(encode_frame(b"first", 10))
+    with pytest.raises(CapacityError, match="max_frame_nbytes") as caught:
+        append_frame(stream, bytes(11), write_into, 10)
+    assert (caught.value.needed, caught.value.capacity) == (11, 10)
+
+    def fail(body: bytes, buffer: bytearray, position: int) -> None:
+        buffer += b"half of it"
+        raise TypeError(body)
+
+    with pytest.raises(TypeError):
+        append_frame(stream, b"x", fail, 10)
+    assert stream == encode_frame(b"first", 10)
 
 
 @given(frames=bodies, cuts=st.lists(st.integers(0, 600), max_size=12))

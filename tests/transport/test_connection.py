@@ -8,7 +8,7 @@ import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -131,62 +131,50 @@ async def received_now(end: End) -> bytes:
         return b""
 
 
-async def test_the_first_message_of_an_iteration_leaves_at_once_and_the_others_in_one_write(open_end: Any) -> None:
+async def test_the_first_message_of_an_iteration_leaves_at_once_and_the_others_at_its_end(open_end: Any) -> None:
     end = await open_end()
-    writes: list[bytes] = []
+    for number in range(3):
+        end.connection.send(Abort(number))
+    assert await received_now(end) == frame(Abort(0))
+    assert await received_now(end) == b""
+    await asyncio.sleep(0)
+    assert await received_now(end) == frame(Abort(1)) + frame(Abort(2))
 
-    class Recording:
-        def write(self, data: bytes) -> None:
-            writes.append(data)
 
-        def get_write_buffer_size(self) -> int:
-            return 0
+async def test_of_many_messages_a_few_leave_at_a_time(open_end: Any) -> None:
+    end = await open_end()
+    few = connection_module._FEW
+    for number in range(1 + few + 1):
+        end.connection.send(Abort(number))
+    assert await received_now(end) == b"".join(frame(Abort(number)) for number in range(1 + few))
+    await asyncio.sleep(0)
+    assert await received_now(end) == frame(Abort(1 + few))
 
-        def is_closing(self) -> bool:
-            return False
 
-    transport, end.connection._transport = end.connection._transport, Recording()
-    try:
-        for number in range(3):
-            end.connection.send(Abort(number))
-        assert await received_now(end) == frame(Abort(0))
-        assert writes == []
-        await asyncio.sleep(0)
-        assert writes == [frame(Abort(1)) + frame(Abort(2))]
-    finally:
-        end.connection._transport = transport
+async def test_what_is_to_leave_at_once_takes_along_what_was_queued(open_end: Any) -> None:
+    end = await open_end()
+    for number in range(3):
+        end.connection.send(Abort(number), at_once=number == 2)
+    assert await received_now(end) == frame(Abort(0)) + frame(Abort(1)) + frame(Abort(2))
 
 
 async def test_where_several_were_sent_before_the_first_waits_for_the_others(open_end: Any) -> None:
     end = await open_end()
-    writes: list[bytes] = []
-    transport = end.connection._transport
-
-    def write(data: bytes) -> None:
-        writes.append(data)
-
-    class Recording:
-        def __getattr__(self, name: str) -> Any:
-            return write if name == "write" else getattr(transport, name)
-
-    end.connection._transport = cast(asyncio.Transport, Recording())
-    try:
-        for number in range(3):
-            end.connection.send(Abort(number))
-        assert await received_now(end) == frame(Abort(0))
-        await asyncio.sleep(0)
-        for number in range(3, 5):
-            end.connection.send(Abort(number))
-        assert await received_now(end) == b""
-        await asyncio.sleep(0)
-        assert writes == [frame(Abort(1)) + frame(Abort(2)), frame(Abort(3)) + frame(Abort(4))]
-        end.connection.send(Abort(5))
-        await asyncio.sleep(0)
-        assert writes[2:] == [frame(Abort(5))]
-        end.connection.send(Abort(6))  # one alone came before it: it is waited for, as far as one can tell
-        assert await received_now(end) == frame(Abort(6))
-    finally:
-        end.connection._transport = transport
+    for number in range(3):
+        end.connection.send(Abort(number))
+    await asyncio.sleep(0)
+    assert await received_now(end) == b"".join(frame(Abort(number)) for number in range(3))
+    for number in range(3, 5):
+        end.connection.send(Abort(number))
+    assert await received_now(end) == b""
+    await asyncio.sleep(0)
+    assert await received_now(end) == frame(Abort(3)) + frame(Abort(4))
+    end.connection.send(Abort(5))
+    assert await received_now(end) == b""
+    await asyncio.sleep(0)
+    assert await received_now(end) == frame(Abort(5))
+    end.connection.send(Abort(6))  # one alone came before it: it is waited for, as far as one can tell
+    assert await received_now(end) == frame(Abort(6))
 
 
 async def test_nothing_overtakes_what_the_transport_has_not_written(open_end: Any) -> None:
