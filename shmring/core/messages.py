@@ -147,9 +147,10 @@ class TensorRef(_Part, frozen=True):
             raise RemoteProtocolError(f"a tensor has the unknown dtype {self.dtype!r}")
         if len(self.shape) > MAX_DIMENSIONS:
             raise RemoteProtocolError(f"a tensor has {len(self.shape)} dimensions, more than {MAX_DIMENSIONS}")
-        if not 0 < self.nbytes < 2**62 and math.prod(extent or 1 for extent in self.shape) * size >= 2**62:
+        nbytes = math.prod(self.shape) * size
+        if not 0 < nbytes < 2**62 and math.prod(extent or 1 for extent in self.shape) * size >= 2**62:
             raise RemoteProtocolError(f"a tensor of shape {self.shape} is larger than any memory")
-        if math.prod(self.shape) * size != self.nbytes:
+        if nbytes != self.nbytes:
             raise RemoteProtocolError(f"a {self.dtype} tensor of shape {self.shape} does not have {self.nbytes} bytes")
         if self.dtype in TORCH_ITEM_NBYTES and self.offset % size:
             raise RemoteProtocolError(f"a {self.dtype} tensor at offset {self.offset} is not aligned to its items")
