@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "shown_progress",
     "size_option",
     "terminated",
+    "typed",
 ]
 
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -35,6 +37,8 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 #: Of every command.
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
+
+_WHERE_RESULTS_GO = ("--json", "--plot")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -150,3 +154,16 @@ def progress_bar() -> Iterator[Progress | None]:
 def terminated(number: int, frame: object) -> NoReturn:
     """An orderly exit: everything that was started is ended on the way out. A handler of signals."""
     sys.exit(128 + number)
+
+
+def typed() -> str:
+    """Returns the running command as it was typed, but for where its results go: how to measure again."""
+    name = click.get_current_context().info_name
+    words = iter(sys.argv[sys.argv.index(name) + 1 :] if name in sys.argv else ())
+    kept = []
+    for word in words:
+        if word in _WHERE_RESULTS_GO:
+            next(words, None)
+        elif word.partition("=")[0] not in _WHERE_RESULTS_GO:
+            kept.append(word)
+    return shlex.join(["python", "-m", "bench", str(name), *kept])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import msgspec
 
 from bench import cases, command_line, plots, records, report, tables, targets, transport
 from bench.command_line import DIRECTORY, shown_progress, terminated
@@ -151,6 +152,7 @@ def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | Non
             results = transport.run(plan, progress)
     except (BenchError, plots.MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
+    results = msgspec.structs.replace(results, command=command_line.typed())
     shown = command_line.console(tables.TABLE_WIDTH)
     for table in tables.transport_tables(results):
         shown.print(table)

@@ -171,6 +171,7 @@ class Results(msgspec.Struct, frozen=True):
     Attributes:
         load_before: processes that wanted a core in the minute before the run.
         torch_resident_nbytes: what a process holds that has only imported torch.
+        command: what was typed; empty where it was not kept.
         versions: of what the peers are made of, by peer.
     """
 
@@ -185,6 +186,7 @@ class Results(msgspec.Struct, frozen=True):
     results: list[Result]
     limits: list[Limit]
     absences: list[Absence]
+    command: str = ""
 
     @property
     def failed(self) -> list[Absence]:

@@ -86,6 +86,7 @@ class Stored(msgspec.Struct):
     notes: list[str] = []
     targets: list[Verdict] = []
     machine: Machine | None = None
+    command: str = ""
 
 
 class _Mode(msgspec.Struct):
@@ -107,7 +108,7 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
         MissingPlotter: matplotlib is not installed.
     """
     transports, others = _read(results_directory)
-    sections = [_HEAD, "## Method\n", _METHOD]
+    sections = [_HEAD, "## Targets\n", *_targets(list(transports.values()), others), "## Method\n", _METHOD]
     for name, results in transports.items():
         drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
         sections += _transport(name, results, drawn, others)
@@ -176,8 +177,6 @@ def _transport(name: str, results: Results, drawn: Sequence[Path], others: dict[
         f"Measured {results.started}; {results.repetitions} repetitions of {results.timed_s:g} s; {results.load_before:.1f} "
         f"processes wanted a core in the minute before. {versions}.\n"
     )
-    yield "### Targets\n"
-    yield _targets(results, others)
     yield from (f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn)
     yield "### By size\n"
     yield from _by_size(results)
@@ -193,23 +192,27 @@ def _transport(name: str, results: Results, drawn: Sequence[Path], others: dict[
     yield from _every_case(results)
 
 
-def _targets(results: Results, others: dict[str, Stored]) -> str:
-    """The table of targets; what other modes say of theirs takes the place of what is only named here."""
+def _targets(runs: Sequence[Results], others: dict[str, Stored]) -> Iterator[str]:
+    """The table of targets: of each, what the longest run says that measured it, or what another mode says of its own."""
     told = {stored.mode: stored.targets for stored in others.values() if stored.targets}
-    shown = {stored.mode for stored in others.values()}
+    runs = sorted(runs, key=lambda run: -run.repetitions * run.timed_s * len(run.results))
     verdicts: list[Verdict] = []
     for target in targets.TARGETS:
         if isinstance(target, targets.Target):
-            verdicts.append(target.judge(results))
+            judged = [target.judge(run) for run in runs]
+            measured = [verdict for verdict in judged if verdict.met is not None]
+            verdicts += [*measured, *judged][:1]
         elif target.mode not in told:
-            where = f"see {target.mode} below" if target.mode in shown else targets.command_of(target.mode)
-            verdicts.append(Verdict(target.what, target.at, target.asked, detail=where))
+            verdicts.append(Verdict(target.what, target.at, target.asked, detail=targets.command_of(target.mode)))
     verdicts += [verdict for found in told.values() for verdict in found]
+    met = sum(verdict.met is True for verdict in verdicts)
+    missed = sum(verdict.met is False for verdict in verdicts)
+    yield f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured.\n"
     rows = [
         (verdict.what, verdict.at, verdict.asked, verdict.measured, f"**{verdict.word}**", verdict.detail)
         for verdict in verdicts
     ]
-    return _table(("target", "at", "asked", "measured", "", "in detail"), rows)
+    yield _table(("target", "at", "asked", "measured", "", "in detail"), rows)
 
 
 def _by_size(results: Results) -> Iterator[str]:
@@ -363,6 +366,7 @@ def _draw_gpu(results_directory: Path, docs_directory: Path, name: str) -> list[
 
 
 def _again(transports: dict[str, Results], others: dict[str, Stored]) -> str:
-    modes = dict.fromkeys(transports, "transport") | {name: stored.mode for name, stored in others.items()}
-    lines = [f"{targets.command_of(mode)} --json bench/results/{name}.json" for name, mode in sorted(modes.items())]
+    typed = {name: results.command or targets.command_of("transport") for name, results in transports.items()}
+    typed |= {name: stored.command or targets.command_of(stored.mode) for name, stored in others.items()}
+    lines = [f"{command} --json bench/results/{name}.json" for name, command in sorted(typed.items())]
     return "\n".join(["## Measuring again\n", "```sh", *lines, "python -m bench report", "```", ""])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from pathlib import Path
@@ -331,18 +332,25 @@ class RingClient:
         """
         _check_nbytes(nbytes)
         is_on_host, index = _where(device)
+        if is_on_host:
+            return AcquiringSlot(functools.partial(self._acquire, nbytes, timeout, drain))
+        return AcquiringSlot(functools.partial(self._acquire_on_device, nbytes, timeout, drain, index))
 
-        async def acquire() -> Slot:
-            async with _within(timeout):
-                session = await self._ready()
-                if is_on_host:
-                    return session.hold(await session.acquire(nbytes, held=True), drain=drain)
-                self._check_device_slab(session)
-                slots = await session.open_device()
-                slots.check_index(index)
-                return session.hold(await session.acquire(nbytes, held=True, book=slots.book), drain=drain)
+    async def _acquire(self, nbytes: int, timeout: float | None, drain: bool) -> Slot:
+        session = self._attached_now()
+        if session is not None and (slot := session.hold_now(nbytes, drain=drain)) is not None:
+            return slot
+        async with _within(timeout):
+            session = await self._ready()
+            return session.hold(await session.acquire(nbytes, held=True), drain=drain)
 
-        return AcquiringSlot(acquire)
+    async def _acquire_on_device(self, nbytes: int, timeout: float | None, drain: bool, index: int | None) -> Slot:
+        async with _within(timeout):
+            session = await self._ready()
+            self._check_device_slab(session)
+            slots = await session.open_device()
+            slots.check_index(index)
+            return session.hold(await session.acquire(nbytes, held=True, book=slots.book), drain=drain)
 
     def slot_nowait(self, nbytes: int, *, drain: bool = False, device: torch.device | str = "cpu") -> Slot:
         """Returns a slot if one is free in this client's leases.
@@ -355,9 +363,12 @@ class RingClient:
         _check_nbytes(nbytes)
         is_on_host, index = _where(device)
         session = self._ready_nowait()
-        session.check_alive()
         if is_on_host:
-            return session.hold(session.acquire_nowait(nbytes, held=True), drain=drain)
+            slot = session.hold_now(nbytes, drain=drain)
+            if slot is None:
+                raise session.no_space(nbytes, session.book)
+            return slot
+        session.check_alive()
         self._check_device_slab(session)
         if session.device is None:
             raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")

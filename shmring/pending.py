@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from shmring.core.leasebook import SlotRecord
 from shmring.core.messages import Content
 from shmring.errors import CapacityError, LocalProtocolError, fresh
 from shmring.memory.payload import PayloadDecoder
@@ -24,14 +25,16 @@ class Pending:
     Attributes:
         request_id: as the wire numbers it.
         name: the caller's own name for it.
+        slots: those it was sent in; in the hands of the engine until that releases them.
     """
 
-    __slots__ = ("_ended", "_error", "_replies", "_waiter", "name", "request_id", "session")
+    __slots__ = ("_ended", "_error", "_replies", "_waiter", "name", "request_id", "session", "slots")
 
-    def __init__(self, session: Session, request_id: int, name: str) -> None:
+    def __init__(self, session: Session, request_id: int, name: str, slots: list[SlotRecord]) -> None:
         self.session = session
         self.request_id = request_id
         self.name = name
+        self.slots = slots
         self._replies: deque[Content] = deque()
         self._ended = False
         self._error: Exception | None = None

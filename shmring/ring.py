@@ -507,7 +507,8 @@ class Ring:
             self._finished(client_id, claim.request_id, released)
         else:
             self._carry_out(effects)
-        self._expect_deaths(client_id, viewed)
+        if viewed:
+            self._expect_deaths(client_id, viewed)
 
     def _expect_deaths(self, client_id: int, viewed: set[int]) -> None:
         for generation in viewed:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
@@ -417,14 +418,18 @@ class Session:
         book = self.book if book is None else book
         slot = book.acquire(nbytes, held=held)
         if slot is None:
-            self._carry_out(book.wish(nbytes))
-            raise WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
+            raise self.no_space(nbytes, book)
         return slot
+
+    def no_space(self, nbytes: int, book: LeaseBook) -> WouldBlock:
+        """What a caller that does not wait is told; a lease is asked for in passing."""
+        self._carry_out(book.wish(nbytes))
+        return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
 
     def hold(self, record: SlotRecord, *, drain: bool) -> Slot:
         """Hands an acquired slot to the caller."""
         try:
-            anchor = self._anchor(record)
+            anchor = self._anchor(record, watched=drain or self.config.debug)
         except BaseException:  # of device memory, CUDA has to make the view
             self._carry_out(self._book_of(record).give_up(record, self.loop.time()))
             raise
@@ -432,12 +437,19 @@ class Session:
         insort(self._held_starts, record.start)
         return Slot(self, record, anchor, drain)
 
-    def _anchor(self, record: SlotRecord) -> NDArray[np.uint8] | torch.Tensor:
-        """Returns the bytes of a slot's content, and watches for the death of the last view of them."""
+    def hold_now(self, nbytes: int, *, drain: bool) -> Slot | None:
+        """Hands the caller a slot in host memory; None if one has to be waited for."""
+        self.check_alive()
+        record = self.book.acquire(nbytes, held=True)
+        return None if record is None else self.hold(record, drain=drain)
+
+    def _anchor(self, record: SlotRecord, *, watched: bool) -> NDArray[np.uint8] | torch.Tensor:
+        """Returns the bytes of a slot's content, whose last view's death is watched for where somebody wants to know."""
         if self.device is not None and self.device.has(record):
             return self.device.anchor(record)
         anchor = self._slab.anchor(content_start(record), record.nbytes)
-        self._slot_views.watch(id(record), anchor)
+        if watched:
+            self._slot_views.watch(id(record), anchor)
         return anchor
 
     def leave_slot(self, record: SlotRecord, *, drain: bool) -> None:
@@ -450,8 +462,9 @@ class Session:
             self._warn_of_views(record, self.device.is_viewed(record))
             self._carry_out(self.device.leave(record, drain=drain, now=self.loop.time()))
             return
-        self._warn_of_views(record, self._slot_views.anchor(id(record)) is not None)
-        draining = drain and self._slot_views.anchor(id(record)) is not None
+        is_viewed = self._slot_views.anchor(id(record)) is not None
+        self._warn_of_views(record, is_viewed)
+        draining = drain and is_viewed
         if draining:
             record.viewed = True
             self._viewed[id(record)] = record
@@ -531,7 +544,6 @@ class Session:
 
     async def submit(self, payload: object, name: str) -> Pending:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
-        self.check_alive()
         # Of now: while this waits, another task may make another stream the current one.
         stream = self.device.current_stream() if self.device is not None else None
         await self._in_flight.acquire()
@@ -539,13 +551,31 @@ class Session:
             while True:
                 self.check_alive()
                 packed, in_place = self._pack(payload)
-                if packed.copy_nbytes <= self._inline_nbytes and self.connection.can_write:  # there is nothing to wait for
-                    return self._send(packed, in_place, None, name, self._fence(in_place, stream))
-                pending = await self._send_when_possible(packed, in_place, name, stream)
+                pending = self._send_now(packed, in_place, name, stream, self._copier.offload_nbytes)
+                if pending is None:
+                    pending = await self._send_when_possible(packed, in_place, name, stream)
                 if pending is not None:
                     return pending
         except BaseException:
             self._in_flight.release()
+            raise
+
+    def _send_now(
+        self, packed: Packed, in_place: list[SlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
+    ) -> Pending | None:
+        """Sends what was just packed; None if something has to be waited for: the engine, space, or a long copy."""
+        if not self.connection.can_write or packed.copy_nbytes > copy_limit_nbytes:
+            return None
+        if packed.copy_nbytes <= self._inline_nbytes:
+            return self._send(packed, in_place, None, name, self._fence(in_place, stream))
+        slot = self.book.acquire(packed.copy_nbytes, held=False)
+        if slot is None:
+            return None
+        try:
+            self._copier.copy_nowait(packed, *self._target(slot))
+            return self._send(packed, in_place, slot, name, self._fence(in_place, stream))
+        except BaseException:
+            self._carry_out(self.book.give_up(slot, self.loop.time()))
             raise
 
     async def _send_when_possible(
@@ -592,20 +622,12 @@ class Session:
         if not self.connection.can_write:
             raise WouldBlock("the engine reads more slowly than it is written to")
         packed, in_place = self._pack(payload)
-        slot: SlotRecord | None = None
-        if packed.copy_nbytes > self._inline_nbytes:
-            slot = self.acquire_nowait(packed.copy_nbytes, held=False)
-        try:
-            if slot is not None:
-                self._copier.copy_nowait(packed, *self._target(slot))
-            fence = self._fence(in_place, None)
-        except BaseException:
-            if slot is not None:
-                self._carry_out(self.book.give_up(slot, self.loop.time()))
-            raise
+        pending = self._send_now(packed, in_place, name, None, math.inf)
+        if pending is None:
+            raise self.no_space(packed.copy_nbytes, self.book)
         with contextlib.suppress(StopIteration):
             self._in_flight.acquire().send(None)  # an unlocked semaphore is acquired without suspending
-        return self._send(packed, in_place, slot, name, fence)
+        return pending
 
     def _pack(self, payload: object) -> tuple[Packed, list[SlotRecord]]:
         in_place: list[SlotRecord] = []
@@ -658,7 +680,7 @@ class Session:
             content = msgspec.structs.replace(content, fence=fence.handle)
             self.device.submitted([record.generation for record in records if self.device.has(record)], fence)
         request_id = next(self._ids)
-        pending = self.pending[request_id] = Pending(self, request_id, name)
+        pending = self.pending[request_id] = Pending(self, request_id, name, records)
         counters = self.counters
         counters.submitted += 1
         if packed.in_place:

@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table as RichTable
 
 from bench.machine import Machine
+from bench.targets import Verdict
 
 __all__ = ["Findings", "Table", "write_json"]
 
@@ -31,13 +32,19 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """A run of a mode of the benchmark."""
+    """A run of a mode of the benchmark.
+
+    Attributes:
+        results: what the tables were made from.
+        targets: what the run says of those that it measured.
+    """
 
     mode: str
     machine: Machine
     tables: list[Table]
     notes: list[str]
     results: list[dict[str, Any]]
+    targets: list[Verdict] = []
 
 
 def write_json(findings: Findings, path: Path) -> None:

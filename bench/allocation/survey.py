@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from bench.allocation.policies import POLICIES, Compacting, Contender
 from bench.allocation.speed import SUBJECTS, Cost
 from bench.allocation.traces import LIFETIMES, SIZES
 from bench.machine import Machine
+from bench.targets import Verdict
 
 __all__ = ["FILLED", "Plan", "run", "steps"]
 
@@ -127,12 +128,13 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
             copied += bandwidth.bandwidths(
                 list(POLICIES), nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s
             )
+    targets = list(_targets(filled, by_slab, costs))
     raw: list[msgspec.Struct] = [*filled, *by_slab, *evicted, *costs, *ends, *copied]
     return Findings(
         mode="allocator",
         machine=Machine.here(),
         tables=[
-            _targets_table(filled, by_slab, costs),
+            _targets_table(targets),
             *(_fill_table(plan, filled, sizes) for sizes in SIZES),
             _slabs_table(by_slab),
             _evicting_table(evicted),
@@ -142,6 +144,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
         ],
         notes=_notes(plan),
         results=[_raw(one) for one in raw],
+        targets=targets,
     )
 
 
@@ -184,25 +187,24 @@ def _evict(plan: Plan, progress: Callable[[str], None]) -> list[_Evicting]:
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
-def _targets_table(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Sequence[Cost]) -> Table:
-    rows = []
+def _targets(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Sequence[Cost]) -> Iterator[Verdict]:
     ours = [one for one in filled if one.policy == OURS and one.sizes == "log-uniform"]
     largest = max((one.slab_nbytes for one in by_slab), default=0)
     ours += [one for one in by_slab if one.policy == OURS and one.slab_nbytes == largest]
     for one in ours:
-        what = f"log-uniform, {LIFETIMES[one.lifetime].title}, slab of {_gib(one.slab_nbytes)}"
+        at = f"log-uniform, {LIFETIMES[one.lifetime].title}, slab of {_gib(one.slab_nbytes)}"
         for part, share, target in (("mean", one.fill.mean, MEAN_FILL), ("minimum", one.fill.minimum, MINIMUM_FILL)):
-            rows.append([f"{part} fill, {what}", f">= {target:.0%}", _share(share), _met(share >= target)])
+            yield Verdict(f"{part} fill at the first failure", at, f">= {target:.0%}", _share(share), share >= target)
     for cost in costs:
         if cost.subject in (OURS, "book") and cost.live == MANY_LIVE:
-            what = f"{SUBJECTS[cost.subject].title}, {MANY_LIVE:,} slots live"
-            met = _met(cost.median_us <= OPERATION_US)
-            rows.append([what, f"<= {OPERATION_US:g} us", f"{cost.median_us:.2f} us", met])
+            at, met = f"{MANY_LIVE:,} slots live", cost.median_us <= OPERATION_US
+            what = f"time per operation: {SUBJECTS[cost.subject].title}"
+            yield Verdict(what, at, f"<= {OPERATION_US:g} us", f"{cost.median_us:.2f} us", met)
+
+
+def _targets_table(targets: Sequence[Verdict]) -> Table:
+    rows = [[f"{target.what}, {target.at}", target.asked, target.measured, target.word] for target in targets]
     return Table("allocator: the targets, and what was measured", ["what", "target", "measured", ""], rows)
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "missed"
 
 
 def _fill_table(plan: Plan, filled: Sequence[_Filled], sizes: str) -> Table:

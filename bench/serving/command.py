@@ -17,7 +17,7 @@ import uvloop
 from rich.progress import Progress as ProgressBar
 from rich.progress import TaskID
 
-from bench.command_line import SETTINGS, console, json_option, progress_bar
+from bench.command_line import SETTINGS, console, json_option, progress_bar, typed
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from frontend.options import FiniteRange
 
@@ -141,7 +141,7 @@ def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> 
     for note in report.notes(results):
         click.echo(note)
     if json_path is not None:
-        report.write_json(results, json_path)
+        report.write_json(results, json_path, typed())
     if not all(one.completed for one in results.measurements):
         raise click.ClickException("no request had an answer")
 

@@ -17,11 +17,13 @@ from rich.text import Text
 
 from bench.machine import Machine
 from bench.serving.measurement import Latency, Measurement, Spread
-from bench.serving.plan import Media, Plan
+from bench.serving.plan import PRESETS, Media, Plan
 from bench.serving.run import Results
+from bench.targets import Verdict
 
 __all__ = ["StoredTable", "notes", "stored_table", "table", "write_json"]
 
+_TARGET_RATIO = 1.3  # of the slab path's requests a second to the inline path's
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
 
 
@@ -37,6 +39,7 @@ class _Stored(msgspec.Struct, frozen=True):
     """The file that ``--json`` writes."""
 
     mode: str
+    command: str
     machine: Machine
     client: str
     plan: Plan
@@ -44,6 +47,7 @@ class _Stored(msgspec.Struct, frozen=True):
     slab_nbytes: dict[str, int]
     tables: list[StoredTable]
     notes: list[str]
+    targets: list[Verdict]
     results: list[Measurement]
 
 
@@ -210,6 +214,20 @@ def _failure_notes(results: Results) -> Iterator[str]:
         yield f"{failed:,} requests failed; rates and latencies are those of the others."
 
 
+def _targets(results: Results) -> list[Verdict]:
+    """What a comparison says of the target, if its load is that of vLLM's pull request, at any scale."""
+    load, preset = results.plan.load, PRESETS["pr32104"]
+    of_preset = (load.endpoint, load.media.kinds, load.media.video_frames, load.output_tokens, results.plan.server.executor)
+    asked = ("endpoint", "kinds", "video_frames", "output_tokens", "executor")
+    if not results.plan.compare or of_preset != tuple(preset[name] for name in asked):
+        return []
+    pairs = zip(*([one.requests_per_s for one in results.of(variant)] for variant in results.variants), strict=True)
+    ratio = Spread.of([slab / inline for slab, inline in pairs if inline])
+    what, at = "slab path: requests/s of the inline path", f"preset of PR 32104, {load.requests:,} requests"
+    detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
+    return [Verdict(what, at, f">= {_TARGET_RATIO:g} x", f"{ratio.median:.2f} x", ratio.median >= _TARGET_RATIO, detail)]
+
+
 # -- output --------------------------------------------------------------------------------------------------------------
 
 
@@ -228,10 +246,11 @@ def table(results: Results) -> Group:
     return Group(Text(stored.title, "bold"), shown, Text(f"{where}, shmring {machine.shmring}{commit}"))
 
 
-def write_json(results: Results, path: Path) -> None:
-    """Writes a run with all that it depends on."""
+def write_json(results: Results, path: Path, command: str) -> None:
+    """Writes a run with all that it depends on, and what was typed for it."""
     stored = _Stored(
         mode="serve",
+        command=command,
         machine=results.machine,
         client=results.client,
         plan=results.plan,
@@ -239,6 +258,7 @@ def write_json(results: Results, path: Path) -> None:
         slab_nbytes=results.slab_nbytes,
         tables=[stored_table(results)],
         notes=notes(results),
+        targets=_targets(results),
         results=results.measurements,
     )
     path.write_bytes(msgspec.json.format(msgspec.json.encode(stored)) + b"\n")

@@ -16,6 +16,7 @@ from bench.machine import Machine
 from bench.soak.driver import ENGINE, Observations, Sample
 from bench.soak.plan import Phase, Plan
 from bench.soak.verdict import Check
+from bench.targets import Verdict
 
 __all__ = ["findings", "write_plot"]
 
@@ -46,7 +47,15 @@ def findings(plan: Plan, seen: Observations, checks: Sequence[Check]) -> Finding
             "Loop lag is the longest by which a timer of 5 ms was late, between two looks; waiting for a core counts, too.",
         ],
         results=[msgspec.to_builtins(sample) for sample in seen.samples],
+        targets=[_target(checks)],
     )
+
+
+def _target(checks: Sequence[Check]) -> Verdict:
+    memory = [check for check in checks if check.is_memory]
+    grown = "; ".join(f"{check.what}: {check.found}" for check in memory)
+    flat = all(check.passed for check in memory)
+    return Verdict("resident memory over the run", "each process", "flat", "flat" if flat else "it grows", flat, grown)
 
 
 @dataclasses.dataclass(frozen=True)

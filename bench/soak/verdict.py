@@ -37,12 +37,14 @@ class Check(msgspec.Struct, frozen=True):
         found: in words.
         limit: in words.
         passed: whether it is within the limit.
+        is_memory: whether it is about what a process holds.
     """
 
     what: str
     found: str
     limit: str
     passed: bool
+    is_memory: bool = False
 
 
 def judge(seen: Observations) -> list[Check]:
@@ -90,6 +92,7 @@ def _memory(process: str, first: Sequence[Sample], last: Sequence[Sample]) -> Ch
         found,
         f"<= {MEMORY_LIMIT_NBYTES / MIB:g} MiB",
         growths[worst] <= MEMORY_LIMIT_NBYTES,
+        is_memory=True,
     )
 
 

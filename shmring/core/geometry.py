@@ -21,7 +21,7 @@ def blocks_for(nbytes: int) -> int:
 
 def slot_blocks(nbytes: int) -> int:
     """Returns the number of blocks of a slot with ``nbytes`` of content behind its header."""
-    return blocks_for(nbytes + SLOT_HEADER_NBYTES)
+    return -(-(nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ class LeaseBook:
 
     def check_capacity(self, nbytes: int) -> None:
         """Raises :class:`CapacityError` if a slot for ``nbytes`` can never be had."""
-        if slot_blocks(nbytes) * BLOCK_NBYTES > self.limits.leasable_nbytes:
+        if nbytes + SLOT_HEADER_NBYTES > self.limits.leasable_nbytes:
             capacity = self.limits.leasable_nbytes - SLOT_HEADER_NBYTES
             option = "device_slab_nbytes" if self.limits.memory == DEVICE_MEMORY else "slab_nbytes"
             raise CapacityError(
@@ -228,10 +228,11 @@ class LeaseBook:
     def _allocate(self, nbytes: int, held: bool) -> SlotRecord | None:
         blocks = slot_blocks(nbytes)
         for lease in self.leases.values():
-            if lease.recalled or lease.slots.largest_run < blocks or not (lease.is_base or self._suits(lease, blocks)):
+            if lease.recalled or not (lease.is_base or self._suits(lease, blocks)):
                 continue
             start = lease.slots.allocate(blocks)
-            assert start is not None
+            if start is None:
+                continue
             state = advance(CLIENT_SLOT, ClientSlot.FREE, ClientSlotEvent.ACQUIRE)
             slot = SlotRecord(lease, start, blocks, nbytes, state, held)
             self._others.add(slot)

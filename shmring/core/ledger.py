@@ -318,17 +318,13 @@ class Ledger(Lending):
     def release_slots(self, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[Effect]:
         """The engine is done with claimed slots; those in ``viewed`` still have live views and drain first."""
         client = self.clients[client_id]
-        slots = [client.slots[generation] for generation in dict.fromkeys(generations)]
-        states = [
-            advance(
-                ENGINE_SLOT,
-                slot.state,
-                EngineSlotEvent.RELEASE_VIEWED if slot.generation in viewed else EngineSlotEvent.RELEASE,
-            )
-            for slot in slots
-        ]
+        changes = []
+        for generation in dict.fromkeys(generations):
+            slot = client.slots[generation]
+            event = EngineSlotEvent.RELEASE_VIEWED if generation in viewed else EngineSlotEvent.RELEASE
+            changes.append((slot, advance(ENGINE_SLOT, slot.state, event)))
         released = []
-        for slot, state in zip(slots, states, strict=True):
+        for slot, state in changes:
             slot.state = state
             if state is EngineSlot.RELEASED:
                 self._forget_slot(client, slot)

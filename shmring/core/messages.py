@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -352,6 +353,10 @@ FrontendMessage = Hello | Submit | Abort | LeaseRequest | LeaseReturn | ReplyRel
 EngineMessage = Welcome | Reply | Done | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused
 
 _encoder = msgspec.msgpack.Encoder()
+
+#: Writes the body of a frame to a buffer from a position on, which may be beyond its end; the buffer then ends behind it.
+encode_message_into: Callable[[FrontendMessage | EngineMessage, bytearray, int], None] = _encoder.encode_into
+
 _frontend_decoder: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
 
@@ -359,11 +364,6 @@ _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decode
 def encode_message(message: FrontendMessage | EngineMessage) -> bytes:
     """Returns the body of a frame."""
     return _encoder.encode(message)
-
-
-def encode_message_into(message: FrontendMessage | EngineMessage, buffer: bytearray, position: int) -> None:
-    """Writes the body of a frame to a buffer from a position on, which may be beyond its end; it ends behind the body."""
-    _encoder.encode_into(message, buffer, position)
 
 
 def decode_frontend_message(body: bytes) -> FrontendMessage:

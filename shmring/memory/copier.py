@@ -29,17 +29,21 @@ class Copier:
     Args:
         threads: how many copies may run beside the loop.
         offload_nbytes: up to this size a copy is made in the loop.
+
+    Attributes:
+        offload_nbytes: as given.
+        copies, copied_nbytes: tensors that were copied so far, and their bytes.
     """
 
     def __init__(self, threads: int, offload_nbytes: int) -> None:
-        self._offload_nbytes = offload_nbytes
+        self.offload_nbytes = offload_nbytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shmring-copy")
         self.copies = 0
         self.copied_nbytes = 0
 
     async def copy(self, packed: Packed, anchor: NDArray[np.uint8], address: int) -> None:
         """Copies a payload's tensors into a region. When this returns or raises, nobody is writing there."""
-        if packed.copy_nbytes <= self._offload_nbytes:
+        if packed.copy_nbytes <= self.offload_nbytes:
             packed.copy_into(anchor, address)
         else:
             await self.run(lambda: packed.copy_into(anchor, address))
