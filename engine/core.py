@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 import msgspec
 
 import shmring
+from engine.answers import checked, without_frames
 from engine.metrics import EngineMetrics
 from engine.profiling import StepProfiler
 from engine.protocol import (
     Calls,
-    EncodeReply,
     EngineRequestPayload,
     Executor,
     ExecutorDeadError,
@@ -410,30 +410,10 @@ def _execute_batch(executor: Executor, batch: list[StepInput]) -> Sequence[StepO
     except Exception as error:  # noqa: BLE001 - whatever an executor raises fails requests, and nothing else
         logger.error("the executor failed a step of %d\n%s", len(batch), traceback.format_exc())
         if len(batch) == 1:
-            return [_without_frames(error)]
+            return [without_frames(error)]
         outputs = []
     else:
         if len(outputs) != len(batch):
             return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
-        return [_checked(output) for output in outputs]
+        return [checked(output, one.payload) for output, one in zip(outputs, batch, strict=True)]
     return [output for one in batch for output in _execute_batch(executor, [one])]
-
-
-def _checked(output: object) -> StepOutput | Exception:
-    """An executor's answer for one request, or what is wrong with it."""
-    if isinstance(output, Exception):
-        return _without_frames(output)
-    if not isinstance(output, StepOutput):
-        return TypeError(f"the executor answered {type(output).__name__} where StepOutput or an exception is expected")
-    if not isinstance(output.reply, EncodeReply | GenerateReply | None):
-        return TypeError(f"the executor replied {type(output.reply).__name__}")
-    if isinstance(output.reply, GenerateReply) and not (
-        isinstance(output.reply.text, str) and isinstance(output.reply.token_ids, list)
-    ):
-        return TypeError("the executor replied without text or token_ids")
-    return output
-
-
-def _without_frames(error: Exception) -> Exception:
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)

@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from engine.executors.stopping import StopTexts
 from engine.protocol import (
     EncodeReply,
     EncodeRequest,
@@ -77,6 +78,7 @@ class _Answer(msgspec.Struct):
 
     prompt_tokens: int
     max_tokens: int
+    stops: StopTexts
     sent: int = 0
 
 
@@ -143,20 +145,26 @@ class SyntheticExecutor:
             case EncodeRequest():
                 return StepOutput(self._embed(one.payload))
             case GenerateRequest():
-                self._answers[one.request_id] = self._begin(one.payload)
+                try:
+                    self._answers[one.request_id] = self._begin(one.payload)
+                except ValueError as error:  # of its stop texts
+                    return ValueError(str(error))
         return self._next_token(self._answers[one.request_id])
 
     def _begin(self, request: GenerateRequest) -> _Answer:
         max_tokens = self._options.tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
         texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
         prompt_tokens = sum(len(text.split()) for text in texts) + _TOKENS_PER_MEDIUM * len(request.media)
-        return _Answer(prompt_tokens, max_tokens)
+        return _Answer(prompt_tokens, max_tokens, StopTexts(request.sampling.stop))
 
     def _next_token(self, answer: _Answer) -> StepOutput:
         answer.sent += 1
-        finished = answer.sent == answer.max_tokens
-        text = _LABEL if answer.sent == 1 else f" token{answer.sent}"
-        reason: FinishReason | None = "length" if finished else None
+        text, stopped = answer.stops.push(_LABEL if answer.sent == 1 else f" token{answer.sent}")
+        finished = stopped or answer.sent == answer.max_tokens
+        reason: FinishReason | None = None
+        if finished:
+            text += answer.stops.flush()
+            reason = "stop" if stopped else "length"
         return StepOutput(GenerateReply(text, [answer.sent], answer.prompt_tokens, answer.sent, reason), finished=finished)
 
     def _embed(self, request: EncodeRequest) -> EncodeReply:

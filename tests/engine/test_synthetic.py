@@ -65,6 +65,16 @@ def test_an_answer_has_a_set_length_unless_it_is_asked_for_another() -> None:
     assert len(answer(executor(), GenerateRequest([]))) == 128
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [(["token3"], "[synthetic] token2 ", "stop"), (["synth"], "[", "stop"), (["token4 token5 or"], None, "length")],
+)
+def test_an_answer_ends_at_a_stop_text(stop: list[str], text: str | None, reason: str) -> None:
+    replies = answer(executor(), GenerateRequest([], [], SamplingParams(max_tokens=5, stop=stop)))
+    assert "".join(reply.text for reply in replies) == (text or "[synthetic] token2 token3 token4 token5")
+    assert replies[-1].finish_reason == reason
+
+
 @pytest.mark.parametrize("max_tokens", [0, -1])
 def test_an_answer_has_a_token_at_least(max_tokens: int) -> None:
     one = executor()

@@ -1,0 +1,61 @@
+"""What executors answer, checked before a caller sees it.
+
+An executor is a plug-in, and its answers are not trusted to be what :mod:`engine.protocol` asks for: a wrong one fails its own
+request, with a text that tells whoever wrote the executor what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from engine.protocol import EncodeReply, EncodeRequest, EngineRequestPayload, GenerateReply, GenerateRequest, StepOutput
+
+__all__ = ["checked", "without_frames"]
+
+
+def checked(output: object, payload: EngineRequestPayload | None) -> StepOutput | Exception:
+    """An executor's answer for one request, or what is wrong with it.
+
+    Args:
+        payload: of the request, in its first step.
+    """
+    if isinstance(output, Exception):
+        return without_frames(output)
+    if not isinstance(output, StepOutput):
+        return TypeError(f"the executor answered {type(output).__name__} where StepOutput or an exception is expected")
+    match output.reply:
+        case None:
+            return output
+        case GenerateReply(text=str(), token_ids=list()) if not isinstance(payload, EncodeRequest):
+            return output
+        case EncodeReply() if not isinstance(payload, GenerateRequest):
+            return _checked_embeddings(output, output.reply, None if payload is None else len(payload.inputs))
+        case GenerateReply() if not isinstance(payload, EncodeRequest):
+            return TypeError("the executor replied without text or token_ids")
+    return TypeError(f"the executor replied {type(output.reply).__name__} to {type(payload).__name__}")
+
+
+def _checked_embeddings(output: StepOutput, reply: EncodeReply, inputs: int | None) -> StepOutput | Exception:
+    """Embeddings as the protocol has them: float32 of shape (inputs, size), each of them a number."""
+    embeddings = reply.embeddings
+    if not isinstance(embeddings, torch.Tensor) or not embeddings.is_floating_point():
+        found = embeddings.dtype if isinstance(embeddings, torch.Tensor) else type(embeddings).__name__
+        return TypeError(f"the executor's embeddings are {found}, where a floating point tensor is expected")
+    if embeddings.ndim != 2 or (inputs is not None and len(embeddings) != inputs):
+        wanted = "(inputs, size)" if inputs is None else f"({inputs}, size)"
+        return RuntimeError(f"the executor's embeddings have shape {tuple(embeddings.shape)}, where {wanted} is expected")
+    if not bool(torch.isfinite(embeddings).all()):
+        return RuntimeError("the executor's embeddings are not all finite numbers")
+    if not isinstance(reply.prompt_tokens, int) or reply.prompt_tokens < 0:
+        return RuntimeError(f"the executor counted {reply.prompt_tokens} prompt tokens")
+    if embeddings.dtype is torch.float32:
+        return output
+    return dataclasses.replace(output, reply=EncodeReply(embeddings.float(), reply.prompt_tokens))
+
+
+def without_frames(error: Exception) -> Exception:
+    """An error that keeps nothing alive: the frames of its traceback hold the views of a request's slots."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
