@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -231,12 +232,12 @@ class RingClient:
         between two replies.
         """
         loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
-        async with asyncio.timeout_at(deadline):
+        deadline = math.inf if timeout is None else loop.time() + timeout
+        async with _within(timeout):
             submission = await self.submit(payload, request_id=request_id)
 
         async def next_reply() -> list[Any]:
-            async with asyncio.timeout_at(deadline):
+            async with _UNBOUNDED if timeout is None else _Bound(asyncio.timeout_at(deadline), timeout):
                 return [await submission.next(reply_type)]
 
         try:
@@ -561,7 +562,26 @@ def _where(device: torch.device | str) -> tuple[bool, int | None]:
 
 def _within(timeout: float | None) -> contextlib.AbstractAsyncContextManager[object]:
     """Bounds an ``async with`` in time; asyncio's way takes as long as a small message where there is no bound."""
-    return _UNBOUNDED if timeout is None else asyncio.timeout(timeout)
+    return _UNBOUNDED if timeout is None else _Bound(asyncio.timeout(timeout), timeout)
+
+
+class _Bound(contextlib.AbstractAsyncContextManager[object, None]):
+    """A timeout of asyncio, whose error then says how long it was."""
+
+    def __init__(self, bound: asyncio.Timeout, timeout: float) -> None:
+        self._bound = bound
+        self._timeout = timeout
+
+    async def __aenter__(self) -> object:
+        return await self._bound.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._bound.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise TimeoutError(f"it took longer than the {self._timeout:g} s it was given, and was given up") from None
 
 
 def _check_nbytes(nbytes: int) -> None:

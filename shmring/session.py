@@ -772,7 +772,7 @@ class Session:
             for generation in viewed:
                 self._reply_views.expect(generation)
         except msgspec.ValidationError as error:
-            raise RemoteError(type(error).__name__, f"the reply is not of reply_type: {error}") from error
+            raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error
         finally:
             for slot in content.slots:
                 if slot.generation not in viewed:

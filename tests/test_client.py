@@ -201,8 +201,9 @@ async def test_replies_are_decoded_into_a_type(client: shmring.RingClient, event
     async for part in client.stream({"do": "count", "to": 3, "nbytes": 5000}, reply_type=Answer, timeout=5):
         assert isinstance(part, Answer)
     del part, answer
-    with pytest.raises(shmring.RemoteError, match="not of reply_type"):
+    with pytest.raises(shmring.RemoteError, match="not of reply_type") as caught:
         await client.request({"do": "count", "to": 1, "nbytes": 5000}, reply_type=list[int], timeout=5)
+    assert caught.value.type_name == "UnexpectedReply", "nothing that the engine raised"
     await eventually(lambda: client.statistics().reply_slots_held == 0)
 
 
@@ -398,7 +399,7 @@ async def test_a_request_that_takes_too_long_is_aborted(
     ring = await serve(handle if state == "running" else None, name="narrow")
     client = await connect("narrow")
     blocker = await client.slot(900_000) if state == "waiting for space" else None
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"longer than the 0\.05 s"):
         await client.request({"do": "hang", "x": tensor(200_000)}, timeout=0.05)
     if blocker is not None:
         assert client.statistics().submitted == 0
@@ -411,7 +412,7 @@ async def test_a_request_that_takes_too_long_is_aborted(
 
 async def test_a_slot_that_takes_too_long_is_not_waited_for(client: shmring.RingClient) -> None:
     async with client.slot(900_000):
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"0\.02 s"):
             await client.slot(500_000, timeout=0.02)
         assert client.statistics().waiting == 0
     async with client.slot(500_000, timeout=5):

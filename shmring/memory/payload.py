@@ -49,6 +49,8 @@ def torch_dtype_name(dtype: torch.dtype) -> str:
     """Returns the wire's name of a torch dtype; ``TypeError`` if it can't travel."""
     name = _DTYPE_NAMES.get(dtype)
     if name is None:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"a dtype is torch's own, such as torch.float32, not {dtype!r}")
         raise TypeError(f"{dtype} tensors can't be sent")
     return name
 
@@ -273,7 +275,9 @@ def _type_name(value: object) -> str:
 
 
 def _tensor_part(tensor: torch.Tensor) -> _Part:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_quantized:
+        raise TypeError(f"a quantized tensor ({tensor.dtype}) can't be sent; send its int_repr() and scale, or dequantize() it")
+    if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} can't be sent; make it dense first")
     if tensor.is_nested:
         raise TypeError("a nested tensor can't be sent; send a list of tensors, or pad it")
