@@ -90,7 +90,7 @@ def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
             _get("/metrics")(routes.render_metrics),
             _get("/version", sync_to_thread=False)(routes.version),
             _get(DOCS_PATH)(routes.documentation.page),
-            _get(list(DOCUMENT_PATHS), sync_to_thread=False)(routes.documentation.document),
+            _get(list(DOCUMENT_PATHS))(routes.documentation.document),
         ],
         exception_handlers={Exception: _answer_error},
         lifespan=[lambda _: routes.running()],
@@ -106,10 +106,10 @@ class _Routes:
 
     def __init__(self, engine: EngineClient, settings: FrontendSettings) -> None:
         self.metrics = FrontendMetrics()
-        self.documentation = Documentation(keys_needed=bool(settings.api_keys))
         self.shutting_down = False
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
+        self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)
         self._intake = MediaIntake(engine, settings)
         self._embeddings = EmbeddingService(engine, self._model, self._intake, settings)
         self._chats = ChatService(engine, self._model, self._intake, settings)

@@ -23,6 +23,7 @@ from frontend.errors import ErrorEnvelope
 from frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from frontend.openai.models import Model, ModelList, Version
+from frontend.served import ServedModel
 
 __all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
 
@@ -77,11 +78,8 @@ _REQUEST_ID = {
 
 _PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
 _PICTURE_PART = {"type": "image_url", "image_url": {"url": _PICTURE}}
-_CHAT_EXAMPLE = {
-    "model": "MODEL",
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, _PICTURE_PART]}],
-}
-_EMBEDDING_EXAMPLE = {"model": "MODEL", "messages": [{"role": "user", "content": [_PICTURE_PART]}]}
+_CHAT_EXAMPLE = {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, _PICTURE_PART]}]}
+_EMBEDDING_EXAMPLE = {"messages": [{"role": "user", "content": [_PICTURE_PART]}]}
 
 
 class Documentation:
@@ -89,14 +87,21 @@ class Documentation:
 
     Args:
         keys_needed: whether callers of ``/v1`` need a key.
+        model: whose name stands in the examples, so that they can be tried as they are.
     """
 
-    def __init__(self, keys_needed: bool) -> None:
-        self._document = msgspec.json.encode(openapi_document(keys_needed))
+    def __init__(self, keys_needed: bool, model: ServedModel) -> None:
+        self._keys_needed = keys_needed
+        self._model = model
 
-    def document(self) -> Response[bytes]:
-        """Answers ``GET /openapi.json``."""
-        return Response(self._document, media_type="application/json")
+    async def document(self) -> Response[bytes]:
+        """Answers ``GET /openapi.json``, with or without an engine."""
+        try:
+            [served] = (await self._model.list()).data
+            document = openapi_document(self._keys_needed, served.id)
+        except (shmring.ShmringError, TimeoutError):
+            document = openapi_document(self._keys_needed)
+        return Response(msgspec.json.encode(document), media_type="application/json")
 
     async def page(self) -> Response[str]:
         """Answers ``GET /docs``."""
@@ -111,11 +116,12 @@ def _page() -> str:
     return str(OpenAPITemplate.SWAGGER.value.format(spec_url=_SPEC_URL))
 
 
-def openapi_document(keys_needed: bool) -> dict[str, Any]:
+def openapi_document(keys_needed: bool, model: str = "MODEL") -> dict[str, Any]:
     """Returns the document.
 
     Args:
         keys_needed: whether callers of ``/v1`` need a key.
+        model: for the examples.
     """
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     components: dict[str, Any] = {"schemas": schemas}
@@ -127,8 +133,8 @@ def openapi_document(keys_needed: bool) -> dict[str, Any]:
         "info": {"title": "shmring", "version": shmring.__version__, "description": _DESCRIPTION},
         "components": components,
         "paths": {
-            "/v1/chat/completions": {"post": _chat() | security},
-            "/v1/embeddings": {"post": _embeddings() | security},
+            "/v1/chat/completions": {"post": _chat(model) | security},
+            "/v1/embeddings": {"post": _embeddings(model) | security},
             "/v1/models": {"get": _models() | security},
             "/v1/models/{name}": {"get": _model() | security},
             **_operations(),
@@ -139,18 +145,17 @@ def openapi_document(keys_needed: bool) -> dict[str, Any]:
 # -- operations ---------------------------------------------------------------------------------------------------------
 
 
-def _chat() -> dict[str, Any]:
+def _chat(model: str) -> dict[str, Any]:
     content = {"application/json": _schema("ChatCompletion"), "text/event-stream": _stream()}
     taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
     answer = _answer("The answer.", content, taken | _SYNTHETIC)
-    return _operation(
-        "Answer a conversation", "v1", answer, _errors(_BODY_ERRORS), requestBody=_body("ChatRequest", _CHAT_EXAMPLE)
-    )
+    body = _body("ChatRequest", {"model": model} | _CHAT_EXAMPLE)
+    return _operation("Answer a conversation", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 
-def _embeddings() -> dict[str, Any]:
+def _embeddings(model: str) -> dict[str, Any]:
     answer = _answer("The embeddings.", {"application/json": _schema("EmbeddingResponse")}, _TAKEN | _SYNTHETIC)
-    body = _body("EmbeddingRequest", _EMBEDDING_EXAMPLE)
+    body = _body("EmbeddingRequest", {"model": model} | _EMBEDDING_EXAMPLE)
     return _operation("Embed media and texts", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 

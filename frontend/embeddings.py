@@ -79,7 +79,8 @@ class EmbeddingService:
                 raise ApiError(400, message, code="unsupported_input", param=param)
             async with self._filled(inputs, description.input, admitted, param) as (filled, slab_nbytes):
                 before = self._engine.ring.statistics()
-                embeddings, prompt_tokens = await self._encode(filled, admitted, request_id)
+                asked = EncodeRequest(filled, priority=request.priority or 0)
+                embeddings, prompt_tokens = await self._encode(asked, admitted, request_id)
                 copies = self._engine.ring.statistics().copies - before.copies
         response = embedding_response(embeddings, request, prompt_tokens)
         return Embedded(response, slab_nbytes, copies, description.synthetic)
@@ -101,9 +102,9 @@ class EmbeddingService:
             finally:
                 filled.clear()
 
-    async def _encode(self, inputs: list[Text | Medium], admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
+    async def _encode(self, asked: EncodeRequest, admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
         timeout = admitted.deadline - asyncio.get_running_loop().time()
-        answering = self._engine.encode(EncodeRequest(inputs), request_id=request_id, timeout=timeout)
+        answering = self._engine.encode(asked, request_id=request_id, timeout=timeout)
         async with contextlib.aclosing(answering) as outputs:
             found = [output async for output in outputs]
         return torch.cat([output.embeddings for output in found]), found[-1].prompt_tokens

@@ -12,7 +12,7 @@ no such model; no such route                           404     model_not_found, 
 no such method                                         405     method_not_allowed
 the body did not arrive in time                        408     body_timeout
 body too large; media too large together               413     body_too_large, media_too_large
-media that never fit the slab                          413     slab_too_small
+media, or an answer, that never fit the slab           413     slab_too_small
 any other failure of the executor; a bug               500     engine_error, internal_error
 no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
 no space in the slab in time                           503     slab_full (``Retry-After``)
@@ -47,7 +47,7 @@ _UNAVAILABLE = {"OverloadedError": "overloaded", "PausedError": "paused", "Close
     ("AbortedError", "EngineDeadError", "ExecutorDeadError"), "engine_unavailable"
 )
 
-_EXPECTED = frozenset(("overloaded", "slab_full", "paused", "shutting_down", "engine_unhealthy"))
+_EXPECTED = frozenset(("overloaded", "slab_full", "paused", "shutting_down", "engine_unhealthy", "request_timeout"))
 
 
 def api_error_of(error: Exception) -> ApiError:
@@ -60,6 +60,8 @@ def api_error_of(error: Exception) -> ApiError:
             return ApiError(error.status_code, error.detail, code=code, headers=error.headers)
         case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
             return ApiError(400, error.message, code="rejected_by_engine")
+        case shmring.RemoteError(type_name="CapacityError"):
+            return ApiError(413, f"the answer can never fit this server's memory: {error.message}", code="slab_too_small")
         case shmring.RemoteError() if error.type_name in _UNAVAILABLE:
             return _unavailable(error.message, _UNAVAILABLE[error.type_name])
         case shmring.RemoteError():
@@ -86,7 +88,7 @@ def report(error: Exception, request_id: str) -> ApiError:
         known = isinstance(error, ApiError | shmring.ShmringError | TimeoutError)
         # As text: a log handler that keeps the exception would keep its frames, and they the views of the request's slot.
         told = str(error) or type(error).__name__ if known else "".join(traceback.format_exception(error))
-        # What says only that there is too much to do, or that somebody is ending us, is counted; a line for each would fill
-        # logs exactly when they are needed.
+        # What says only that there is too much to do, that somebody asked for more than fits into the time, or that somebody is
+        # ending us, is counted; a line for each would fill logs exactly when they are needed.
         logger.log(logging.INFO if answer.code in _EXPECTED else logging.ERROR, "%s: %s", request_id, told)
     return answer

@@ -47,7 +47,10 @@ VIDEO_DECODERS = frozenset(
     )
 )
 
-_ACCEPTED = "WAV, AIFF, FLAC, MP3, AAC, Ogg, MP4/QuickTime, Matroska/WebM, AVI, GIF"
+_ACCEPTED = {
+    "recording": "WAV, AIFF, FLAC, MP3, AAC, Ogg, MP4/QuickTime, Matroska/WebM, AVI",
+    "clip": "MP4/QuickTime, Matroska/WebM, Ogg, AVI, GIF",
+}
 
 _PROBE_NBYTES = 1 << 20  # what libav reads ahead to find the parameters of streams; its own default is 5 MB
 _BUFFER_NBYTES = 64 << 10  # each read takes the interpreter lock; libav's default of 32 KiB takes it twice as often
@@ -129,7 +132,7 @@ def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: i
     if tags_nbytes and demuxer not in _TAGGED:
         demuxer = "mp3"  # what else has such tags; its demuxer also looks for a beginning further on
     if demuxer is None:
-        raise MediaError(f"not a {what} in a format that is accepted ({_ACCEPTED})")
+        raise MediaError(f"not a {what} in a format that is accepted ({_ACCEPTED[what]})")
     if demuxer == "mov":
         check_tables(data)
     if demuxer == "wav":

@@ -192,7 +192,7 @@ def decode_base64(text: str, max_nbytes: int) -> bytes:
     """Returns the bytes of a medium that comes as base64 and not as a URL. Takes a while: call it on a thread.
 
     Args:
-        text: base64 with padding, and nothing else.
+        text: base64 with padding, and nothing else but ends of lines.
         max_nbytes: refused above, before anything is decoded.
 
     Raises:
@@ -204,6 +204,8 @@ def decode_base64(text: str, max_nbytes: int) -> bytes:
 
 
 def _decode_base64(text: str, start: int, max_nbytes: int, name: str) -> bytes:
+    if text.find("\n", start) >= 0:  # lines, as tools write it
+        text, start = text[start:].replace("\n", "").replace("\r", ""), 0
     _check_size((len(text) - start) // 4 * 3, max_nbytes, name)
     pieces = []
     for offset in range(start, len(text), _PIECE_CHARACTERS):

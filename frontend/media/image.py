@@ -14,6 +14,9 @@ Invariant: whatever the bytes are, :class:`MediaError` is all that comes out. Pi
 What is decoded how: palettes by their colours; transparency over a colour, white by default; CMYK, YCbCr and Lab as Pillow
 converts them; 16-bit grey by its high byte; of animations the first frame. Floating point and 32-bit greys have no agreed range
 and are refused.
+
+What can't be told: that bytes are missing in the middle of a JPEG that has its end marker. The decoder fills in grey, as it
+does in every browser, and says so to nobody: a picture comes out, of the size that was promised.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
         raise MediaError(f"the picture takes {len(data)} bytes, more than the {limits.max_nbytes} that are accepted")
     if not data:
         raise MediaError("the picture is empty: it has no bytes")
-    with _media_errors(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    with _media_errors(limits.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
         stored_width, stored_height = image.size
         orientation = _orientation(image)
         name = image.format or "unknown"
@@ -208,8 +211,12 @@ def _check_expansion(file_nbytes: int, decoded_nbytes: int, limit: float) -> Non
 
 
 @contextlib.contextmanager
-def _media_errors() -> Iterator[None]:
-    """Whatever goes wrong in Pillow is the fault of the bytes it was given."""
+def _media_errors(max_pixels: int | None = None) -> Iterator[None]:
+    """Whatever goes wrong in Pillow is the fault of the bytes it was given.
+
+    Args:
+        max_pixels: of a picture, for the text.
+    """
     try:
         yield
     except MediaError:
@@ -217,7 +224,9 @@ def _media_errors() -> Iterator[None]:
     except UnidentifiedImageError:
         raise MediaError(f"not a picture in a format that is accepted ({', '.join(FORMATS)})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise MediaError(f"the picture has too many pixels: {error}") from error
+        # Pillow's text names a limit of its own, which is above ours.
+        accepted = "" if max_pixels is None else f": at most {max_pixels:,} are accepted"
+        raise MediaError(f"the picture has too many pixels{accepted}") from error
     except MemoryError as error:
         raise MediaError("the picture asks for more memory than there is") from error
     except Exception as error:

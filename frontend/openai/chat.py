@@ -15,7 +15,7 @@ from engine.protocol import ChatMessage, FinishReason, GenerateRequest, MediumPa
 from engine.protocol import TextPart as EngineTextPart
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
-from frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, TextPart, source_of
+from frontend.openai.messages import INT64, MAX_MESSAGES, MAX_PARTS, ContentPart, Priority, TextPart, source_of
 from frontend.openai.parsing import BodyParser
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "engine_request",
 ]
 
-_INT64 = 2**63  # seeds and priorities travel as msgpack's integers
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TEXTS = 4  # as in OpenAI's API
 
@@ -66,10 +65,10 @@ class ChatRequest(msgspec.Struct):
     max_completion_tokens: _TokenCount | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-INT64, le=INT64 - 1)] | None = None
     stop: _StopText | Annotated[list[_StopText], Meta(max_length=_MAX_STOP_TEXTS)] | None = None
     user: str | None = None
-    priority: Annotated[Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None, Meta(description="Lower is sooner.")] = None
+    priority: Priority | None = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on to max_tokens whatever the model says.")] = None
     n: Annotated[Any, Meta(description="Only 1 is supported.")] = None
     tools: _NotBuilt = None
@@ -98,6 +97,18 @@ class ChatRequest(msgspec.Struct):
     guided_grammar: _NotBuilt = None
     structured_outputs: _NotBuilt = None
     continue_final_message: _NotBuilt = None
+    add_generation_prompt: _NotBuilt = None
+    chat_template: _NotBuilt = None
+    chat_template_kwargs: _NotBuilt = None
+    mm_processor_kwargs: Annotated[Any, Meta(description="Not supported here: an option of the server.")] = None
+    length_penalty: _NotBuilt = None
+    bad_words: _NotBuilt = None
+    truncate_prompt_tokens: _NotBuilt = None
+    prompt_logprobs: _NotBuilt = None
+    echo: _NotBuilt = None
+    include_stop_str_in_output: _NotBuilt = None
+    skip_special_tokens: _NotBuilt = None
+    reasoning_effort: _NotBuilt = None
 
 
 #: What is not built, by field: the values that ask for nothing. (``None`` always does.)
@@ -129,6 +140,18 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "structured_outputs": (),
     "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "length_penalty": (1,),
+    "bad_words": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "reasoning_effort": ("none",),
 }
 
 

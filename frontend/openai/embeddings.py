@@ -4,9 +4,10 @@ The official ``openai`` client sends ``encoding_format="base64"`` unless told ot
 ``extra_body``; so ``client.embeddings.create(model=..., input=[], extra_body={"messages": [...]})`` is a request here. An
 ``input`` that is empty therefore counts as none.
 
-One request has one embedding for each of its parts, media or text, in the order in which they appear. A text of ``input`` that
-is a ``data:`` URL of a picture, a recording or a clip is that medium. What the model does not embed is refused and not ignored:
-an embedding that leaves out half of what was sent is a wrong answer.
+One request has one embedding for each of its parts, media or text, in the order in which they appear. (vLLM gives one for a
+whole conversation, which is the same where it has one part: docs/decisions/0011-an-embedding-for-each-part.md.) A text of
+``input`` that is a ``data:`` URL of a picture, a recording or a clip is that medium. What the model does not embed is refused
+and not ignored: an embedding that leaves out half of what was sent is a wrong answer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from msgspec import Meta
 from engine.protocol import Text
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
-from frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, TextPart, data_url_kind, source_of
+from frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, Priority, TextPart, data_url_kind, source_of
 from frontend.openai.parsing import BodyParser
 
 __all__ = [
@@ -60,6 +61,7 @@ class EmbeddingRequest(msgspec.Struct):
         Annotated[int, Meta(ge=1)] | None, Meta(description="Keep as many of them, and make the length 1 again.")
     ] = None
     user: str | None = None
+    priority: Priority | None = None
 
 
 class Embedding(msgspec.Struct):

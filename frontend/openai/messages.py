@@ -14,7 +14,22 @@ from frontend.errors import ApiError
 from frontend.media.loader import MediaKind, MediaSource
 from frontend.settings import MediaCounts
 
-__all__ = ["MAX_MESSAGES", "MAX_PARTS", "ContentPart", "TextPart", "check_counts", "data_url_kind", "source_of"]
+__all__ = [
+    "INT64",
+    "MAX_MESSAGES",
+    "MAX_PARTS",
+    "ContentPart",
+    "Priority",
+    "TextPart",
+    "check_counts",
+    "data_url_kind",
+    "source_of",
+]
+
+#: Seeds and priorities travel as msgpack's integers: from -INT64 to INT64 - 1.
+INT64 = 2**63
+
+Priority = Annotated[int, Meta(ge=-INT64, le=INT64 - 1, description="As in vLLM: lower is sooner.")]
 
 #: Of a request, and of a message: each costs a microsecond of the event loop, and a hundred bytes.
 MAX_MESSAGES = 4096

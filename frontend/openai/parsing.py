@@ -19,6 +19,8 @@ _Request = TypeVar("_Request")
 
 _ERROR_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+_PART_TYPE = re.compile(r"\.content\[[^]]*\]\.type$")
+_PART_TYPES = "text, image_url, input_audio, audio_url or video_url"
 _MAX_MESSAGE_CHARACTERS = 300  # msgspec quotes values of enumerations, which may be as long as a body
 
 
@@ -49,4 +51,6 @@ def _invalid_value(message: str) -> ApiError:
         path = f"{path}.{missing['name']}".removeprefix(".")
     if len(message) > _MAX_MESSAGE_CHARACTERS:
         message = f"{message[:_MAX_MESSAGE_CHARACTERS]}..."
+    if _PART_TYPE.search(path):
+        message = f"{message}; the type of a part is {_PART_TYPES}"
     return ApiError(400, message, code="invalid_value", param=path or None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -64,7 +65,7 @@ def test_a_document_says_what_was_measured(stored: Path, tmp_path: Path) -> None
     text = report.build(stored, tmp_path / "docs").read_text()
     assert "A Processor, 2 cores" in text
     assert "not installed: pip install eclipse-zenoh" in section(text, "### Not measured")
-    assert "**not measured**" in section(text, "### Targets")
+    assert "**not measured**" in section(text, "## Targets")
     assert "| shmring, one copy | 100 | 100 |" in section(text, "### By size")
     assert "4 KB of float32, 1 producer, window 16" in section(text, "### Every case")
     for name in ("throughput", "latency"):
@@ -96,15 +97,40 @@ def test_other_modes_are_shown_as_they_tell_it(stored: Path, tmp_path: Path) -> 
     shown = section(text, "## Request")
     assert "Round trips:\n\n| peer | per second |\n|---|---:|\n| shmring | 21000 |\n| a/b | 1.5 |" in shown
     assert "- Measured at night." in shown
-    assert "see request below" in section(text, "### Targets")
     assert "python -m bench request --json bench/results/request.json" in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) -> None:
+    results = records.read_json(stored / "transport.json")
+    records.write_json(msgspec.structs.replace(results, command="python -m bench quick"), stored / "short.json")
+    other(stored, "serve", mode="serve", command="python -m bench serve --preset pr32104")
+    again = report.build(stored, tmp_path / "docs").read_text().partition("## Measuring again")[2]
+    assert "python -m bench quick --json bench/results/short.json" in again
+    assert "python -m bench transport --json bench/results/transport.json" in again
+    assert "python -m bench serve --preset pr32104 --json bench/results/serve.json" in again
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_of_two_runs_the_longer_one_judges_what_it_measured(stored: Path, tmp_path: Path) -> None:
+    results = records.read_json(stored / "transport.json")
+    faster = [
+        msgspec.structs.replace(one, producer=msgspec.structs.replace(one.producer, connect_ms=records.Spread(9.0, 9.0, 9.0)))
+        for one in results.results
+    ]
+    longer = msgspec.structs.replace(results, repetitions=results.repetitions + 1, results=faster)
+    records.write_json(longer, stored / "longer.json")
+    targets = section(report.build(stored, tmp_path / "docs").read_text(), "## Targets")
+    [connecting] = [line for line in targets.splitlines() if line.startswith("| connecting")]
+    assert "**missed**" in connecting
+    assert targets.count("| connecting") == 1
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_targets_of_other_modes_stand_with_the_rest(stored: Path, tmp_path: Path) -> None:
     target = {"what": "fill", "at": "a trace", "asked": ">= 90 %", "measured": "93 %", "met": True}
     other(stored, "allocator", mode="allocator", tables=[], targets=[target])
-    found = section(report.build(stored, tmp_path / "docs").read_text(), "### Targets")
+    found = section(report.build(stored, tmp_path / "docs").read_text(), "## Targets")
     assert "| fill | a trace | >= 90 % | 93 % | **met** |  |" in found
     assert "fill at first failure" not in found  # what was only announced
 

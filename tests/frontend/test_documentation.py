@@ -56,6 +56,14 @@ async def test_the_page_needs_no_other_server(open_engine: Any, open_app: OpenAp
     assert document.json() == (await http.get("/docs/openapi.json")).json()
 
 
+async def test_its_examples_work_as_they_are(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine())
+    operation = (await http.get("/openapi.json")).json()["paths"]["/v1/embeddings"]["post"]
+    example = operation["requestBody"]["content"]["application/json"]["example"]
+    answer = await http.post("/v1/embeddings", json=example)
+    assert answer.status_code == 200, answer.text
+
+
 async def test_the_version_is_told(open_engine: Any, open_app: OpenApp) -> None:
     http = await open_app(await open_engine())
     assert (await http.get("/version")).json() == {"version": shmring.__version__}

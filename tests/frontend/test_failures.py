@@ -25,6 +25,8 @@ from frontend.failures import api_error_of, report
         (shmring.RemoteError("ClosedError", "stopping"), 503, "engine_unavailable"),
         (shmring.RemoteError("ExecutorDeadError", "dead"), 503, "engine_unavailable"),
         (shmring.RemoteError("RuntimeError", "broke"), 500, "engine_error"),
+        (shmring.RemoteError("UnexpectedReply", "the engine's executor answered something else"), 500, "engine_error"),
+        (shmring.RemoteError("CapacityError", "a reply can never fit"), 413, "slab_too_small"),
         (shmring.CapacityError("large", needed=2, capacity=1), 413, "slab_too_small"),
         (shmring.EngineDeadError("gone"), 503, "engine_unavailable"),
         (shmring.ClosedError("closed"), 503, "engine_unavailable"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import struct
 import tracemalloc
+import zlib
 from typing import Any
 
 import numpy as np
@@ -214,6 +216,16 @@ def test_too_many_pixels_are_refused_from_the_header() -> None:
     with pytest.raises(MediaError, match=r"5000 x 4000 pixels, more than the 19999999"):
         probe(data, PictureLimits(max_pixels=19_999_999))
     assert probe(data, PictureLimits(max_pixels=20_000_000)).width == 5000
+
+
+def test_of_far_too_many_pixels_the_limit_that_is_told_is_ours() -> None:
+    """Pillow refuses those before we do, by a limit of its own."""
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + header
+    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(header)) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    with pytest.raises(MediaError, match="at most 64,000,000 are accepted") as caught:
+        probe(data, PictureLimits())
+    assert "178" not in str(caught.value)
 
 
 def test_a_decompression_bomb_is_refused() -> None:

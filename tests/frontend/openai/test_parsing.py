@@ -98,3 +98,10 @@ def test_messages_stay_short_whatever_was_sent() -> None:
 def test_what_is_missing_is_named(body: bytes, param: str) -> None:
     error = refused(body)
     assert (error.code, error.param) == ("invalid_value", param)
+
+
+def test_of_a_part_of_no_known_type_all_types_are_told() -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image"}]}]}'
+    with pytest.raises(ApiError, match="text, image_url, input_audio, audio_url or video_url") as caught:
+        CHAT_PARSER.parse(body)
+    assert caught.value.param == "messages[0].content[0].type"
