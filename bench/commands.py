@@ -143,21 +143,26 @@ def _plan(
 
 
 def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | None) -> Results:
-    """Runs a plan, prints its tables, and writes what is to be written."""
+    """Runs a plan, prints its tables, and writes what is to be written; the JSON after each round, lest a run be lost."""
+    command = command_line.typed()
+
+    def keep(results: Results) -> None:
+        assert json_path is not None
+        records.write_json(msgspec.structs.replace(results, command=command), json_path)
+
     signal.signal(signal.SIGTERM, terminated)
     try:
         if plot_stem is not None:
             plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
         with shown_progress(transport.steps(plan)) as progress:
-            results = transport.run(plan, progress)
+            results = transport.run(plan, progress, keep if json_path is not None else None)
     except (BenchError, plots.MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
-    results = msgspec.structs.replace(results, command=command_line.typed())
     shown = command_line.console(tables.TABLE_WIDTH)
     for table in tables.transport_tables(results):
         shown.print(table)
     if json_path is not None:
-        records.write_json(results, json_path)
+        keep(results)
     if plot_stem is not None:
         plots.draw(results, plot_stem)
     return results

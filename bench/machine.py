@@ -8,6 +8,7 @@ with glibc's memcpy, into a mapping of the kind that a slab is; and how fast a c
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
@@ -99,6 +100,7 @@ def _cache_nbytes() -> int:
     return int(size.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
 
 
+@functools.cache
 def torch_resident_nbytes() -> int:
     """Returns what a process that has only imported torch has resident, as :func:`bench.costs.resident_nbytes` counts it."""
     code = "import torch, bench.costs; print(bench.costs.resident_nbytes())"

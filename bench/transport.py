@@ -54,12 +54,13 @@ class Plan:
     limit_s: float = 60.0
 
 
-def run(plan: Plan, progress: Callable[[str], None]) -> Results:
+def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], object] | None = None) -> Results:
     """Measures what a plan says. When this returns or raises, no process and no file of it is left.
 
     Args:
         plan: what to measure.
         progress: called with a line before each step; :func:`steps` says how many there are.
+        keep: called after each round with what there is so far, so that a long run that is ended early was not for nothing.
 
     Raises:
         BenchError: the baseline's message was not what was sent, or its process died or took too long.
@@ -68,6 +69,12 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, _Run(plan, directory, progress) as running:
         for one in plan.rounds:
             running.play(one)
+            if keep is not None:
+                keep(_results(plan, running, started, load))
+    return _results(plan, running, started, load)
+
+
+def _results(plan: Plan, running: _Run, started: datetime, load: float) -> Results:
     names = dict.fromkeys(name for one in plan.rounds for name in one.peers)
     return Results(
         mode="transport",

@@ -32,7 +32,7 @@ from bench.costs import Cost
 from bench.messages import Cell, Measurement
 from bench.peers import PEERS, shmring_busy_poll
 from bench.processes import BenchError, Failed, Part, run_cell
-from bench.records import Reason
+from bench.records import Reason, Results
 from bench.transport import Plan
 from shmring.memory.slab import SHM_DIRECTORY
 
@@ -199,6 +199,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
 def plan(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan:
     rounds = [Round((Case(nbytes),), tuple(peers), limits=True) for nbytes in sizes]
     return Plan(rounds=rounds, repetitions=3, timed_s=0.1, warm_up_s=0.1)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_was_measured_so_far_is_kept_after_each_round() -> None:
+    kept: list[Results] = []
+    results = transport.run(plan(4096, 8192), lambda line: None, kept.append)
+    assert [{one.case.nbytes for one in each.results} for each in kept] == [{4096}, {4096, 8192}]
+    assert kept[-1] == results
 
 
 def test_repetitions_are_interleaved_and_ratios_taken_within_them(pretended: type[Pretended]) -> None:

@@ -220,9 +220,9 @@ def test_too_many_pixels_are_refused_from_the_header() -> None:
 
 def test_of_far_too_many_pixels_the_limit_that_is_told_is_ours() -> None:
     """Pillow refuses those before we do, by a limit of its own."""
-    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
-    chunk = b"IHDR" + header
-    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(header)) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    data = b"\x89PNG\r\n\x1a\n"
+    for kind, content in ((b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b""))):
+        data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
     with pytest.raises(MediaError, match="at most 64,000,000 are accepted") as caught:
         probe(data, PictureLimits())
     assert "178" not in str(caught.value)
