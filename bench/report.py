@@ -50,6 +50,8 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 - **copied out**: the consumer copies every byte into a warm buffer of its own before the message counts, as an engine would.
 - **CPU** is user and system time of all threads of a process in the timed phase, of the benchmark's own stamps and checks
   too; daemons that a transport runs besides are not in it.
+  At 64 MB and above, shmring's has the mapping of the slab's pages in it, which a thread does beside the first messages: some
+  0.2 s per GB of slab, once for each process.
 - **resident memory** leaves shared memory out, and the tensor that is sent.
 - **lag** is the longest time by which the event loop came late to a callback due every 5 ms, waits for a core aside.
 - **memcpy, cold** copies to another place each time, through four times the last-level cache, **hot** to the same place.

@@ -6,10 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import click
+import msgspec
 
 from bench.allocation import survey
 from bench.allocation.findings import write_json
-from bench.command_line import SETTINGS, console, json_option, shown_progress
+from bench.command_line import SETTINGS, console, json_option, shown_progress, typed
 
 __all__ = ["allocator_command"]
 
@@ -31,4 +32,4 @@ def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) ->
     for table in findings.tables:
         shown.print(table.rich())
     if json_path is not None:
-        write_json(findings, json_path)
+        write_json(msgspec.structs.replace(findings, command=typed()), json_path)

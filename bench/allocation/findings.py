@@ -37,6 +37,7 @@ class Findings(msgspec.Struct, frozen=True):
     Attributes:
         results: what the tables were made from.
         targets: what the run says of those that it measured.
+        command: what was typed.
     """
 
     mode: str
@@ -45,6 +46,7 @@ class Findings(msgspec.Struct, frozen=True):
     notes: list[str]
     results: list[dict[str, Any]]
     targets: list[Verdict] = []
+    command: str = ""
 
 
 def write_json(findings: Findings, path: Path) -> None:

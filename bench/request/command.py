@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import click
+import msgspec
 
 from bench import command_line
 from bench.processes import BenchError
@@ -92,7 +93,7 @@ def request_command(
         raise click.ClickException(str(error)) from error
     _show(found)
     if json_path is not None:
-        write_json(found, json_path)
+        write_json(msgspec.structs.replace(found, command=command_line.typed()), json_path)
 
 
 def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tuple[int, ...]) -> None:

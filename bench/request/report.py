@@ -48,6 +48,7 @@ class Report(msgspec.Struct, frozen=True):
         targets: what the run says of those that it measured.
         results: the numbers behind them.
         unmeasured: what was not measured, and why.
+        command: what was typed.
     """
 
     mode: str
@@ -57,6 +58,7 @@ class Report(msgspec.Struct, frozen=True):
     targets: list[Verdict]
     results: list[Result] | list[ScalingResult]
     unmeasured: list[Unmeasured] = []
+    command: str = ""
 
 
 def report(results: Results) -> Report:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+import msgspec
 from rich.console import Console
 
 from bench.allocation.findings import write_json
+from bench.command_line import typed
 from bench.faults import MissingPlotter, check_plotter
 from bench.soak import driver, report
 from bench.soak.plan import Plan, Sabotage
@@ -53,7 +55,7 @@ def soak_command(
     for table in found.tables:
         console.print(table.rich())
     if json_path is not None:
-        write_json(found, json_path)
+        write_json(msgspec.structs.replace(found, command=typed()), json_path)
     if plot_stem is not None:
         report.write_plot(plan, seen, checks, plot_stem)
     if not all(check.passed for check in checks):
