@@ -133,7 +133,8 @@ def _check_book(session: Session) -> None:
     book.check()
     require(book.waiting == len(session.waiters), "a waiter is in the book and is nobody, or the reverse")
     first = next(iter(session.waiters.values()), None)
-    usable = [lease.slots.largest_run for lease in book.leases.values() if not lease.recalled]
+    leases = [] if first is None else [lease for lease in book.leases.values() if book.takes(lease, first.blocks)]
+    usable = [lease.slots.largest_run for lease in leases]
     require(first is None or first.blocks > max(usable, default=0), "the first in line could be served")
     require(all(slot.state is not ClientSlot.FREE for slot in session.slots), "a caller has a slot that is free")
     in_slots = sum(slot.blocks for slot in session.slots) * BLOCK_NBYTES

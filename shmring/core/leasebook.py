@@ -228,10 +228,7 @@ class LeaseBook:
     def _allocate(self, nbytes: int, held: bool) -> SlotRecord | None:
         blocks = slot_blocks(nbytes)
         for lease in self.leases.values():
-            if lease.recalled or not (lease.is_base or self._suits(lease, blocks)):
-                continue
-            start = lease.slots.allocate(blocks)
-            if start is None:
+            if not self.takes(lease, blocks) or (start := lease.slots.allocate(blocks)) is None:
                 continue
             state = advance(CLIENT_SLOT, ClientSlot.FREE, ClientSlotEvent.ACQUIRE)
             slot = SlotRecord(lease, start, blocks, nbytes, state, held)
@@ -239,15 +236,17 @@ class LeaseBook:
             return slot
         return None
 
-    def _suits(self, lease: HeldLease, blocks: int) -> bool:
-        """Whether a slot is worth this further lease.
+    def takes(self, lease: HeldLease, blocks: int) -> bool:
+        """Whether a slot of so many blocks is put into this lease, if there is room.
 
-        One that was sized for a large slot must go back whole, so small ones, which could stand anywhere, do not hold it;
-        unless no further lease can be had.
+        Into a further one that was sized for a large slot only one that is worth it: such a lease must go back whole, so small
+        ones, which could stand anywhere, do not hold it; unless no further lease can be had.
         """
+        if lease.recalled:
+            return False
         whole = lease.slots.length
-        common = whole * BLOCK_NBYTES <= self.limits.lease_nbytes or len(self.leases) >= self.limits.max_leases
-        return common or _LARGE_LEASE_SHARE * whole <= blocks
+        common = lease.is_base or whole * BLOCK_NBYTES <= self.limits.lease_nbytes
+        return common or _LARGE_LEASE_SHARE * whole <= blocks or len(self.leases) >= self.limits.max_leases
 
     def _serve_waiters(self) -> list[Effect]:
         """Serves waiters in order; asks for, withdraws and returns leases as the first of the rest needs."""
