@@ -119,7 +119,7 @@ GUARDS = (
     Guard(
         "draining: a frontend's slot that threads write to",
         "shmring/session.py",
-        "draining = drain and self._slot_views.anchor(id(record)) is not None",
+        "draining = drain and is_viewed",
         "draining = False",
         "tests/test_slot.py::test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again",
     ),
