@@ -113,7 +113,7 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
     sections = [_HEAD, "## Targets\n", *_targets(list(transports.values()), others), "## Method\n", _METHOD]
     for name, results in transports.items():
         drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
-        sections += _transport(name, results, drawn, others)
+        sections += _transport(name, results, drawn)
     for name, stored in others.items():
         drawn = _draw_gpu(results_directory, docs_directory, name) if stored.mode == _GPU else []
         sections += _other(name, stored, drawn)
@@ -171,7 +171,7 @@ def _machine(machine: Machine) -> str:
 # -- transports --------------------------------------------------------------------------------------------------------
 
 
-def _transport(name: str, results: Results, drawn: Sequence[Path], others: dict[str, Stored]) -> Iterator[str]:
+def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[str]:
     yield f"## Transports ({name})\n"
     yield _machine(results.machine)
     versions = ", ".join(f"{peer_title(peer)}: {version}" for peer, version in sorted(results.versions.items()))

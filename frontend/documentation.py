@@ -98,10 +98,10 @@ class Documentation:
         """Answers ``GET /openapi.json``, with or without an engine."""
         try:
             [served] = (await self._model.list()).data
-            document = openapi_document(self._keys_needed, served.id)
+            name = served.id
         except (shmring.ShmringError, TimeoutError):
-            document = openapi_document(self._keys_needed)
-        return Response(msgspec.json.encode(document), media_type="application/json")
+            name = "MODEL"
+        return Response(_encoded(self._keys_needed, name), media_type="application/json")
 
     async def page(self) -> Response[str]:
         """Answers ``GET /docs``."""
@@ -114,6 +114,11 @@ def _page() -> str:
     from offapi import OpenAPITemplate  # it holds 10 MB of scripts from then on, which most servers are never asked for
 
     return str(OpenAPITemplate.SWAGGER.value.format(spec_url=_SPEC_URL))
+
+
+@functools.lru_cache(maxsize=4)  # one, as a rule: another when the next engine serves another model
+def _encoded(keys_needed: bool, model: str) -> bytes:
+    return msgspec.json.encode(openapi_document(keys_needed, model))
 
 
 def openapi_document(keys_needed: bool, model: str = "MODEL") -> dict[str, Any]:

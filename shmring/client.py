@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -232,12 +231,12 @@ class RingClient:
         between two replies.
         """
         loop = asyncio.get_running_loop()
-        deadline = math.inf if timeout is None else loop.time() + timeout
+        deadline = None if timeout is None else loop.time() + timeout
         async with _within(timeout):
             submission = await self.submit(payload, request_id=request_id)
 
         async def next_reply() -> list[Any]:
-            async with _UNBOUNDED if timeout is None else _Bound(asyncio.timeout_at(deadline), timeout):
+            async with _within(timeout, deadline):
                 return [await submission.next(reply_type)]
 
         try:
@@ -364,12 +363,9 @@ class RingClient:
         _check_nbytes(nbytes)
         is_on_host, index = _where(device)
         session = self._ready_nowait()
-        if is_on_host:
-            slot = session.hold_now(nbytes, drain=drain)
-            if slot is None:
-                raise session.no_space(nbytes, session.book)
-            return slot
         session.check_alive()
+        if is_on_host:
+            return session.hold(session.acquire_nowait(nbytes, held=True), drain=drain)
         self._check_device_slab(session)
         if session.device is None:
             raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")
@@ -560,9 +556,16 @@ def _where(device: torch.device | str) -> tuple[bool, int | None]:
     return False, cuda_index_of(device)
 
 
-def _within(timeout: float | None) -> contextlib.AbstractAsyncContextManager[object]:
-    """Bounds an ``async with`` in time; asyncio's way takes as long as a small message where there is no bound."""
-    return _UNBOUNDED if timeout is None else _Bound(asyncio.timeout(timeout), timeout)
+def _within(timeout: float | None, deadline: float | None = None) -> contextlib.AbstractAsyncContextManager[object]:
+    """Bounds an ``async with`` in time; asyncio's way takes as long as a small message where there is no bound.
+
+    Args:
+        timeout: seconds, from now or up to the deadline.
+        deadline: in the loop's time.
+    """
+    if timeout is None:
+        return _UNBOUNDED
+    return _Bound(asyncio.timeout(timeout) if deadline is None else asyncio.timeout_at(deadline), timeout)
 
 
 class _Bound(contextlib.AbstractAsyncContextManager[object, None]):

@@ -418,10 +418,10 @@ class Session:
         book = self.book if book is None else book
         slot = book.acquire(nbytes, held=held)
         if slot is None:
-            raise self.no_space(nbytes, book)
+            raise self._no_space(nbytes, book)
         return slot
 
-    def no_space(self, nbytes: int, book: LeaseBook) -> WouldBlock:
+    def _no_space(self, nbytes: int, book: LeaseBook) -> WouldBlock:
         """What a caller that does not wait is told; a lease is asked for in passing."""
         self._carry_out(book.wish(nbytes))
         return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
@@ -624,7 +624,7 @@ class Session:
         packed, in_place = self._pack(payload)
         pending = self._send_now(packed, in_place, name, None, math.inf)
         if pending is None:
-            raise self.no_space(packed.copy_nbytes, self.book)
+            raise self._no_space(packed.copy_nbytes, self.book)
         with contextlib.suppress(StopIteration):
             self._in_flight.acquire().send(None)  # an unlocked semaphore is acquired without suspending
         return pending

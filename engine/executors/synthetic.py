@@ -139,16 +139,12 @@ class SyntheticExecutor:
                 and one.payload.sampling.max_tokens < 1
             ):
                 raise ValueError(f"max_tokens is {one.payload.sampling.max_tokens}, and at least 1")
+            if isinstance(one.payload, GenerateRequest):
+                self._answers[one.request_id] = self._begin(one.payload)
         except ValueError as error:
             return ValueError(str(error))  # without its traceback, whose frames would keep the media's slots
-        match one.payload:
-            case EncodeRequest():
-                return StepOutput(self._embed(one.payload))
-            case GenerateRequest():
-                try:
-                    self._answers[one.request_id] = self._begin(one.payload)
-                except ValueError as error:  # of its stop texts
-                    return ValueError(str(error))
+        if isinstance(one.payload, EncodeRequest):
+            return StepOutput(self._embed(one.payload))
         return self._next_token(self._answers[one.request_id])
 
     def _begin(self, request: GenerateRequest) -> _Answer:
