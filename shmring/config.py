@@ -125,7 +125,7 @@ class RingConfig:
         inline_nbytes: replies whose tensors take no more than this travel in the message. At 4 and 8 KiB that costs both ends
             together a quarter less than a slot's bookkeeping; from 32 KiB on it costs more, and the bytes are not pinned.
         copy_offload_nbytes: copies larger than this run on a thread (they release the interpreter lock); up to it, waking
-            a thread costs more than the copy.
+            a thread costs more than the copy. A frontend's is larger: nobody's accelerator waits for its loop.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
             microseconds off its latency and costs a core meanwhile; 0: not at all. 200 microseconds cover a reply to a
             frontend that answers at once.
@@ -187,7 +187,8 @@ class ClientConfig:
     Attributes:
         lease_nbytes: the base lease asked for at connect, and the least asked for later; the engine may cap it.
         inline_nbytes: payloads whose tensors take no more than this travel in the message; why, says :class:`RingConfig`.
-        copy_offload_nbytes: copies larger than this run on a thread; up to it, waking a thread costs more.
+        copy_offload_nbytes: copies larger than this run on a thread; others in the loop, so much in each turn of it. 16 MiB
+            hold it up for one to two milliseconds; handing 8 MiB to a thread and back took as long again as half the copy.
         copy_threads: threads for them. Two saturate the memory bandwidth of most servers.
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
         connect_timeout_s: how long ``connect`` waits for an engine of that name; it may be starting, and filling a
@@ -207,7 +208,7 @@ class ClientConfig:
 
     lease_nbytes: int | str = "16MiB"
     inline_nbytes: int | str = "8KiB"
-    copy_offload_nbytes: int | str = "1MiB"
+    copy_offload_nbytes: int | str = "16MiB"
     copy_threads: int = 2
     lease_idle_s: float = 5.0
     connect_timeout_s: float = 5.0

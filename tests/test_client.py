@@ -305,6 +305,28 @@ async def test_submit_hands_over_and_returns(client: shmring.RingClient) -> None
     assert submission.ended
 
 
+@pytest.mark.parametrize(("nbytes", "yields"), [(100_000, False), (1 << 20, True)])
+async def test_after_a_large_copy_the_loop_has_a_turn_before_the_next(
+    serve: Any, connect: Any, nbytes: int, yields: bool
+) -> None:
+    await serve(handle, name="roomy", slab_nbytes="16MiB")
+    client = await connect("roomy", lease_nbytes="8MiB")
+    payload = {"do": "count", "to": 0, "x": torch.ones(nbytes, dtype=torch.uint8)}
+    submissions = [await client.submit(payload)]
+    turned: list[bool] = []
+    asyncio.get_running_loop().call_soon(turned.append, True)
+    submissions.append(await client.submit(payload))
+    assert bool(turned) is yields
+    await asyncio.sleep(0)
+    turned.clear()
+    asyncio.get_running_loop().call_soon(turned.append, True)
+    submissions.append(await client.submit(payload))
+    assert not turned, "there was a turn"
+    for submission in submissions:
+        with pytest.raises(StopAsyncIteration):
+            await submission.next()
+
+
 async def test_submit_nowait_copies_in_the_loop_or_would_block(serve: Any, connect: Any, eventually: Any) -> None:
     ring = await serve(name="narrow", slab_nbytes="256KiB")
     client = await connect("narrow")

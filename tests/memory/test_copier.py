@@ -17,6 +17,8 @@ from shmring.memory.payload import Packer
 
 pytestmark = pytest.mark.both_loops
 
+MIB = 1 << 20
+
 
 @pytest.fixture
 async def copier() -> AsyncIterator[Copier]:
@@ -65,6 +67,46 @@ async def test_large_copies_leave_the_loop(
     await copier.copy(packed, region, int(region.ctypes.data))
     assert set(region.tolist()) == {7}
     assert [thread == threading.get_ident() for thread in threads] == [in_the_loop]
+
+
+async def test_a_turn_of_the_loop_copies_no_more_than_one_copy_may_take() -> None:
+    copier = Copier(threads=1, offload_nbytes=2 * MIB)
+    packed = Packer(8).pack([torch.full((MIB,), 7, dtype=torch.uint8)])
+    small = Packer(8).pack([torch.full((1000,), 7, dtype=torch.uint8)])
+    region = np.zeros(MIB, np.uint8)
+    copied_in_turn = [0]
+    order: list[int] = []
+
+    async def copy(number: int) -> None:
+        await copier.copy(packed if number % 5 else small, region, int(region.ctypes.data))
+        copied_in_turn[-1] += packed.copy_nbytes if number % 5 else 0
+        order.append(number)
+
+    copying = [asyncio.create_task(copy(number)) for number in range(15)]
+    while not all(task.done() for task in copying):
+        await asyncio.sleep(0)
+        copied_in_turn.append(0)
+    copier.close()
+    await turns(1)
+    assert sum(copied_in_turn) == 12 * packed.copy_nbytes
+    assert max(copied_in_turn) == 2 * MIB
+    assert order == sorted(order), "who came first copies first"
+    assert copier.turn_nbytes == 2 * MIB
+
+
+async def test_who_waits_for_a_turn_can_be_cancelled() -> None:
+    copier = Copier(threads=1, offload_nbytes=MIB)
+    packed = Packer(8).pack([torch.full((MIB,), 7, dtype=torch.uint8)])
+    region = np.zeros(MIB, np.uint8)
+    copying = [asyncio.create_task(copier.copy(packed, region, int(region.ctypes.data))) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert copier.turn_nbytes == 0
+    copying[1].cancel()
+    copying[2].cancel()
+    results = await asyncio.gather(*copying, return_exceptions=True)
+    copier.close()
+    assert [type(result) for result in results] == [type(None), asyncio.CancelledError, asyncio.CancelledError, type(None)]
+    assert copier.copies == 2
 
 
 async def test_copies_are_counted_when_they_are_made(copier: Copier) -> None:
