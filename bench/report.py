@@ -49,9 +49,8 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
   hands, behind up to a window of earlier messages. With one in flight it is the transport's own.
 - **copied out**: the consumer copies every byte into a warm buffer of its own before the message counts, as an engine would.
 - **CPU** is user and system time of all threads of a process in the timed phase, of the benchmark's own stamps and checks
-  too; daemons that a transport runs besides are not in it.
-  At 64 MB and above, shmring's has the mapping of the slab's pages in it, which a thread does beside the first messages: some
-  0.2 s per GB of slab, once for each process.
+  too; daemons that a transport runs besides are not in it. Nor is what a process does once: all send for a while before
+  anything is timed, and shmring has mapped its slab's pages by then, some 0.2 s per GB.
 - **resident memory** leaves shared memory out, and the tensor that is sent.
 - **lag** is the longest time by which the event loop came late to a callback due every 5 ms, waits for a core aside.
 - **memcpy, cold** copies to another place each time, through four times the last-level cache, **hot** to the same place.

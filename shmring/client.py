@@ -398,6 +398,19 @@ class RingClient:
         async with _within(timeout):
             await self._ready()
 
+    async def wait_prefaulted(self, timeout: float | None = None) -> None:
+        """Waits until the slab's pages are mapped in this process (at once, without ``prefault``).
+
+        It takes some 0.2 s per GB, beside whatever else goes on. A server that is to be fast from its first request on awaits
+        this before it says that it is ready.
+        """
+        async with _within(timeout):
+            while True:
+                session = await self._ready()
+                await session.prefaulted()
+                if session.error is None:
+                    return
+
     async def _ready(self) -> Session:
         while (session := self._attached_now()) is None:
             await self._attached.wait()

@@ -344,6 +344,11 @@ class Session:
                 logger.warning("the slab's pages are mapped on first use, which is slower: %s", error)
                 return
 
+    async def prefaulted(self) -> None:
+        """Waits until that is over, however it ended."""
+        if self._touching is not None:
+            await asyncio.wait([self._touching])
+
     def _carry_out(self, effects: list[Effect]) -> None:
         if self.error is not None:
             return  # the slab is unmapped, and whoever waited has been told

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import socket
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -294,6 +297,42 @@ async def test_unread_replies_are_bounded(
         await submission.next()
 
 
+# -- the slab's pages ----------------------------------------------------------------------------------------------------
+
+
+def resident_kib(address: int) -> int:
+    found = re.search(rf"^0*{address:x}-.*?^Rss: +([0-9]+) kB", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return int(found[1])
+
+
+async def test_wait_prefaulted_ends_when_every_page_is_mapped(serve: Any, connect: Any) -> None:
+    await serve(handle, name="pages", slab_nbytes="96MiB")
+    client, without = await connect("pages"), await connect("pages", prefault=False)
+    await client.wait_prefaulted(timeout=30)
+    await without.wait_prefaulted(timeout=30)
+    assert resident_kib(client._session._slab.address) == client._session._slab.nbytes >> 10 >= 96 << 10
+    assert resident_kib(without._session._slab.address) < 1024
+
+
+async def test_wait_prefaulted_says_when_the_engine_has_gone_meanwhile(
+    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = threading.Event()
+    monkeypatch.setattr("shmring.memory.slab.Slab.prefault", lambda *_: mapped.wait(10))
+    ring = await serve(handle, name="pages", prefault=False)
+    client = await connect("pages")
+    with pytest.raises(TimeoutError):
+        await client.wait_prefaulted(timeout=0.02)
+    waiting = asyncio.create_task(client.wait_prefaulted())
+    await asyncio.sleep(0)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    mapped.set()
+    with pytest.raises(shmring.EngineDeadError):
+        await waiting
+
+
 # -- submissions --------------------------------------------------------------------------------------------------------
 
 
@@ -505,7 +544,14 @@ async def test_a_closed_client_says_so(serve: Any, connect: Any, eventually: Any
     for task in (*pending[:2], *pending[4:]):
         with pytest.raises(shmring.ClosedError):
             await task
-    for attempt in (client.request(1), client.submit(1), client.call("x"), client.wait_connected(), _slot(client, 1)):
+    for attempt in (
+        client.request(1),
+        client.submit(1),
+        client.call("x"),
+        client.wait_connected(),
+        client.wait_prefaulted(),
+        _slot(client, 1),
+    ):
         with pytest.raises(shmring.ClosedError):
             await attempt
     with pytest.raises(shmring.ClosedError):

@@ -88,7 +88,14 @@ async def test_without_reconnect_the_client_has_ended(serve: Any, connect: Any, 
     slot = await client.slot(5000)
     await ring.close()
     await eventually(lambda: not client.connected)
-    for attempt in (client.request(1), client.submit(1), client.call("x"), client.wait_connected(), _slot(client, 1)):
+    for attempt in (
+        client.request(1),
+        client.submit(1),
+        client.call("x"),
+        client.wait_connected(),
+        client.wait_prefaulted(),
+        _slot(client, 1),
+    ):
         with pytest.raises(shmring.EngineDeadError):
             await attempt
     with pytest.raises(shmring.EngineDeadError):

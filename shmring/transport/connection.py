@@ -32,7 +32,7 @@ from shmring.transport.polling import BusyPolling
 
 __all__ = ["Connection", "ConnectionOwner"]
 
-_FEW = 2  # messages that leave together: with 16 in flight faster than 1, 3, 4, 6 and 8, at 4 KiB and in place
+_FEW = 4  # messages that leave together: with 16 in flight as fast as 2, and with 8 frontends 1.5 times as fast
 _LINGER_S = 1.0  # for a peer to read its last messages; one that does not would keep the descriptor for ever
 
 _Incoming = TypeVar("_Incoming", contravariant=True)
