@@ -129,7 +129,7 @@ def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Stored]]:
     """Reads all results, by the names of their files."""
     transports: dict[str, Results] = {}
     others: dict[str, Stored] = {}
-    for path in sorted(directory.glob("*.json")):
+    for path in sorted(directory.glob("*.json"), key=lambda path: path.stem):
         content = path.read_bytes()
         try:
             if msgspec.json.decode(content, type=_Mode).mode == "transport":
