@@ -161,8 +161,6 @@ def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | Non
     shown = command_line.console(tables.TABLE_WIDTH)
     for table in tables.transport_tables(results):
         shown.print(table)
-    if json_path is not None:
-        keep(results)
     if plot_stem is not None:
         plots.draw(results, plot_stem)
     return results

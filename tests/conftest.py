@@ -126,6 +126,33 @@ def eventually() -> Callable[..., Awaitable[Any]]:
 
 
 @pytest.fixture
+def refuses_everything() -> Callable[[shmring.RingClient, type[Exception]], Awaitable[None]]:
+    """Checks that whatever a client that has ended is asked for fails, and how."""
+
+    async def slot(client: shmring.RingClient) -> None:
+        async with client.slot(1):
+            pass
+
+    async def check(client: shmring.RingClient, error: type[Exception]) -> None:
+        for attempt in (
+            client.request(1),
+            client.submit(1),
+            client.call("x"),
+            client.wait_connected(),
+            client.wait_prefaulted(),
+            slot(client),
+        ):
+            with pytest.raises(error):
+                await attempt
+        with pytest.raises(error):
+            client.submit_nowait(1)
+        with pytest.raises(error):
+            client.slot_nowait(1)
+
+    return check
+
+
+@pytest.fixture
 def socket_dir() -> Iterator[Path]:
     """A private directory whose path is short enough for a socket's address."""
     path = Path(tempfile.mkdtemp(prefix="shmr-", dir="/tmp"))

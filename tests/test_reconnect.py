@@ -82,26 +82,15 @@ async def test_everything_that_is_pending_fails_when_the_engine_goes(
     assert (now.connected, now.epoch, now.leases, now.slots_in_use, now.in_flight, now.waiting) == (False, 0, 0, 0, 0, 0)
 
 
-async def test_without_reconnect_the_client_has_ended(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_without_reconnect_the_client_has_ended(
+    serve: Any, connect: Any, eventually: Any, refuses_everything: Any
+) -> None:
     ring = await serve(echo)
     client = await connect()
     slot = await client.slot(5000)
     await ring.close()
     await eventually(lambda: not client.connected)
-    for attempt in (
-        client.request(1),
-        client.submit(1),
-        client.call("x"),
-        client.wait_connected(),
-        client.wait_prefaulted(),
-        _slot(client, 1),
-    ):
-        with pytest.raises(shmring.EngineDeadError):
-            await attempt
-    with pytest.raises(shmring.EngineDeadError):
-        client.submit_nowait(1)
-    with pytest.raises(shmring.EngineDeadError):
-        client.slot_nowait(1)
+    await refuses_everything(client, shmring.EngineDeadError)
     with pytest.raises(shmring.EngineDeadError):
         slot.tensor((1,), torch.uint8)
     assert client.abort("anything") == 0

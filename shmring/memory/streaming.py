@@ -7,8 +7,8 @@ be built, or the processor has no such stores, everything is ``memcpy``.
 Streaming loses where a copy is small enough to be read out of the cache by its consumer. Hence the limit below: in ``bench
 transport`` with a consumer that copies every byte out, always streaming did 0.92 times the messages per second of never
 streaming at 1 MiB, 0.95 at 2, 1.07 at 4, 1.38 at 8 and 1.54 at 16 (medians of three interleaved runs on 2 cores; without
-copying out 1.17 at 8 MiB, 1.88 at 16 and 1.45 at 64). Since copies of up to 16 MiB are made in
-the loop, and copied out: 1.43 at 8 MiB, 1.33 at 64.
+copying out 1.17 at 8 MiB, 1.88 at 16 and 1.45 at 64). Since copies of up to 16 MiB are made in the loop, and with a
+consumer that copies out: 1.43 at 8 MiB, 1.33 at 64.
 """
 
 from __future__ import annotations
