@@ -119,7 +119,7 @@ class CopyLimits:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self._source = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        self._source = np.full(nbytes + _ALIGNMENT, 0, np.uint8)  # which touches it, as np.zeros does not
         self._source_address = int(self._source.ctypes.data)
         self._source_address += -self._source_address % _ALIGNMENT
         self._stride = nbytes + -nbytes % _ALIGNMENT
