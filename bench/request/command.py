@@ -87,13 +87,13 @@ def request_command(
                     repetitions=repetitions,
                     timed_s=timed_s,
                     warm_up_s=warm_up_s,
-                )
+                ),
+                json_path,
             )
     except BenchError as error:
         raise click.ClickException(str(error)) from error
     _show(found)
-    if json_path is not None:
-        write_json(msgspec.structs.replace(found, command=command_line.typed()), json_path)
+    _keep(found, json_path)
 
 
 def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tuple[int, ...]) -> None:
@@ -108,9 +108,9 @@ def _scaling(plan: ScalingPlan) -> Report:
         return scaling_report(run_scaling(plan, progress))
 
 
-def _comparison(plan: Plan) -> Report:
+def _comparison(plan: Plan, json_path: Path | None) -> Report:
     with command_line.shown_progress(steps(plan)) as progress:
-        return report(run(plan, progress))
+        return report(run(plan, progress, None if json_path is None else lambda found: _keep(report(found), json_path)))
 
 
 def _show(found: Report) -> None:
@@ -119,3 +119,8 @@ def _show(found: Report) -> None:
         shown.print(rich_table(table, found.machine))
     for line in lines(found):
         shown.print(line, highlight=False)
+
+
+def _keep(found: Report, json_path: Path | None) -> None:
+    if json_path is not None:
+        write_json(msgspec.structs.replace(found, command=command_line.typed()), json_path)

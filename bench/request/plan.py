@@ -135,12 +135,13 @@ class Results(msgspec.Struct, frozen=True):
     checks: list[Checks]
 
 
-def run(plan: Plan, progress: Callable[[str], None]) -> Results:
+def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], object] | None = None) -> Results:
     """Measures what a plan says. When this returns or raises, no process and no file of it is left.
 
     Args:
         plan: what to measure.
         progress: called with a line before each step; :func:`steps` says how many there are at most.
+        keep: called after each cell with what there is so far, so that a long run that is ended early was not for nothing.
 
     Raises:
         BenchError: a request or a reply was not what was sent, or a process died or took too long.
@@ -148,8 +149,14 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     chosen = [PEERS[name] for name in plan.peers]
     unmeasured = [Unmeasured(peer.name, reason) for peer in chosen if (reason := peer.missing()) is not None]
     peers = [peer for peer in chosen if peer.missing() is None]
+    versions = {peer.name: found for peer in peers if (found := peer.version()) is not None}
     results: list[Result] = []
     checks: dict[int, Checks] = {}
+    machine = Machine.here()
+
+    def so_far() -> Results:
+        return Results(machine, plan.reply_nbytes, plan.timed_s, versions, [*results], [*unmeasured], [*checks.values()])
+
     for clients in plan.clients:
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
             progress(f"starting {(clients + 1) * len(peers)} processes")
@@ -163,8 +170,9 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
                     ]
                     able = {peer: group for peer, group in groups.items() if peer not in reasons}
                     results += _results(cell, measured(able, cell, plan.repetitions, progress))
-    versions = {peer.name: found for peer in peers if (found := peer.version()) is not None}
-    return Results(Machine.here(), plan.reply_nbytes, plan.timed_s, versions, results, unmeasured, [*checks.values()])
+                    if keep is not None:
+                        keep(so_far())
+    return so_far()
 
 
 def steps(plan: Plan) -> int:

@@ -337,7 +337,7 @@ def test_options_that_make_no_sense_are_refused(options: list[str], message: str
     assert message in result.output
 
 
-def test_a_cell_that_does_not_fit_the_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(peers: list[Peer], clients: int) -> contextlib.AbstractContextManager[dict[Peer, None]]:
         return contextlib.nullcontext(dict.fromkeys(peers))
 
@@ -345,7 +345,7 @@ def test_a_cell_that_does_not_fit_the_memory_says_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("bench.request.plan.started", nothing)
     plan = Plan(
         peers=[BASELINE],
-        sizes=[1 << 30],
+        sizes=[1 << 30, 2 << 30],
         in_flight=[16],
         clients=[1],
         reply_nbytes=64,
@@ -354,12 +354,16 @@ def test_a_cell_that_does_not_fit_the_memory_says_so(monkeypatch: pytest.MonkeyP
         warm_up_s=0.1,
     )
     monkeypatch.setattr("bench.request.plan._checks", lambda cell: Checks(cell.nbytes, 1.0, 1.0))
-    results = run(plan, lambda line: None)
+    kept: list[Results] = []
+    results = run(plan, lambda line: None, kept.append)
     assert results.results == []
-    (one,) = results.unmeasured
-    assert one.reason == "it takes 48.0 GiB of memory, 1.0 are available"
-    ((row,),) = [table.rows for table in report(results).tables]
-    assert row[:3] == ["1024 MB", "shmring, client.request", "not measured"]
+    assert [one.reason for one in results.unmeasured] == [
+        "it takes 48.0 GiB of memory, 1.0 are available",
+        "it takes 96.0 GiB of memory, 1.0 are available",
+    ]
+    (rows,) = [table.rows for table in report(results).tables]
+    assert [row[:3] for row in rows] == [[size, "shmring, client.request", "not measured"] for size in ("1024 MB", "2048 MB")]
+    assert [kept_then.unmeasured for kept_then in kept] == [results.unmeasured[:1], results.unmeasured]
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------
