@@ -16,7 +16,7 @@ from bench.allocation.leased import Leased, LoneBook
 from bench.allocation.policies import POLICIES, BinnedFit, Buddy, Compacting, FirstFit, FixedSlots, NextFit, Policy
 from bench.allocation.traces import LIFETIMES, SIZES, trace
 from shmring.core.allocator import RunAllocator
-from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 
 MIB = 1 << 20
 SLAB_NBYTES = 1 << 30
@@ -215,6 +215,17 @@ def test_a_policy_that_reuses_touches_less_than_one_that_goes_round() -> None:
     assert all(one.gb_per_s > 0 for one in found)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("plan", [survey.Plan(), survey.Plan.quick()], ids=["full", "quick"])
+def test_what_a_run_copies_fits_every_policy(name: str, plan: survey.Plan) -> None:
+    copied = {in_flight: plan.copied_at_light_load(in_flight) for in_flight in plan.in_flight}
+    assert all(copied.values())
+    for in_flight, sizes in copied.items():
+        for blocks in map(slot_blocks, sizes):
+            policy = POLICIES[name].create(0, plan.copy_slab_nbytes // BLOCK_NBYTES, blocks)
+            assert None not in [policy.allocate(blocks) for _ in range(in_flight)]
+
+
 def test_costs_are_of_all_subjects_at_once() -> None:
     lines: list[str] = []
     costs = speed.costs(list(speed.SUBJECTS), 10, 2, lines.append)
@@ -229,7 +240,7 @@ def test_costs_are_of_all_subjects_at_once() -> None:
 def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny = survey.Plan(
         seeds=2, slab_nbytes=SLAB_NBYTES, slab_sizes=(SLAB_NBYTES,), placements=200, live=(10, survey.MANY_LIVE), batches=1,
-        copied_sizes=(64 << 10,), in_flight=(2,), copy_slab_nbytes=16 * MIB, repetitions=1, copy_s=0.001,
+        copied_sizes=(64 << 10, 4 * MIB), in_flight=(1, 2), copy_slab_nbytes=16 * MIB, repetitions=1, copy_s=0.001,
     )  # fmt: skip
     monkeypatch.setattr(survey.Plan, "quick", lambda: tiny)
     # The plain ones take a while to fill with ten thousand slots, and are timed above.
@@ -247,5 +258,6 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     assert all(met in ("met", "missed") for *_, met in told.values())
     assert {f"{target['what']}, {target['at']}" for target in found["targets"]} == set(told)
     assert all(len(row) == len(table["columns"]) for table in found["tables"] for row in table["rows"])
+    assert [table["columns"] for table in found["tables"][-2:]] == [["policy", "64 KiB", "4 MiB"], ["policy", "64 KiB"]]
     assert {one["kind"] for one in found["results"]} == {"filled", "evicting", "cost", "extremes", "bandwidth"}
     assert len([line for line in done.stderr.splitlines() if line]) == survey.steps(tiny)
