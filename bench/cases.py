@@ -45,6 +45,8 @@ _QUICK_LATENCY_SIZES = SIZES[:4]
 _QUICK_WITHOUT = ("ray",)  # it starts a cluster for every case
 _QUICK_LARGE_NBYTES = SIZES[4]  # where most peers take seconds for two windows; those stay that a target is about
 _QUICK_LARGE_PEERS = ("shmring", "shmring-in-place", "iceoryx2", "spinning-arena", "pyzmq")
+_QUICK_LATENCY_NBYTES = SIZES[3]  # where latency is compared with that of smaller ones, not with that of others
+_QUICK_LATENCY_PEERS = ("shmring", "shmring-in-place")
 _QUICK_SCALING_NBYTES = 64 << 10  # small enough for the fixed cost of a message to show
 _QUICK_SCALING_PRODUCERS = 8
 
@@ -142,10 +144,10 @@ def product(choice: Choice, peers: Sequence[str]) -> list[Round]:
 def quick(peers: Sequence[str]) -> list[Round]:
     """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
     rounds = []
-    for nbytes in QUICK_SIZES:
-        windows = (16, 1) if nbytes in _QUICK_LATENCY_SIZES else (16,)
-        one = _distinct([Case(nbytes, window=window) for window in windows])
-        rounds.append(Round(one, tuple(name for name in peers if _is_quick(name, nbytes)), limits=True))
+    for case_peers, of_them in itertools.groupby(_quick_cases(), lambda case: (case.nbytes, _quick_peers(case, peers))):
+        one = tuple(of_them)
+        rounds.append(Round(one, case_peers[1], limits=one[0].window > 1))
+    rounds.sort(key=lambda one: len(one.peers), reverse=True)  # no process is started twice
     scaled = Case(_QUICK_SCALING_NBYTES, producers=_QUICK_SCALING_PRODUCERS)
     return [*rounds, Round((scaled, Case(_QUICK_SCALING_NBYTES)), (BASELINE,))]
 
@@ -155,12 +157,25 @@ def quick_without(peers: Sequence[str]) -> list[tuple[str, Case | None, str]]:
     left: list[tuple[str, Case | None, str]] = [
         (name, None, "left out: it starts a cluster for every case") for name in peers if name in _QUICK_WITHOUT
     ]
-    large = [name for name in peers if name not in _QUICK_WITHOUT and not _is_quick(name, _QUICK_LARGE_NBYTES)]
-    return [*left, *((name, Case(_QUICK_LARGE_NBYTES), "left out: no target is about it at this size") for name in large)]
+    for case in _quick_cases():
+        without = [name for name in peers if name not in (*_QUICK_WITHOUT, *_quick_peers(case, peers))]
+        left += [(name, case, "left out: no target is about it in this case") for name in without]
+    return left
 
 
-def _is_quick(name: str, nbytes: int) -> bool:
-    return name not in _QUICK_WITHOUT and (nbytes < _QUICK_LARGE_NBYTES or name in _QUICK_LARGE_PEERS)
+def _quick_cases() -> list[Case]:
+    cases = [Case(nbytes, window=window) for nbytes in QUICK_SIZES for window in (16, 1)]
+    return [case.bounded() for case in cases if case.window > 1 or case.nbytes in _QUICK_LATENCY_SIZES]
+
+
+def _quick_peers(case: Case, peers: Sequence[str]) -> tuple[str, ...]:
+    """Those of these peers that are measured in a case: where most take long, those that a target is about."""
+    chosen: Sequence[str] = peers
+    if case.nbytes >= _QUICK_LARGE_NBYTES:
+        chosen = _QUICK_LARGE_PEERS
+    elif case.nbytes >= _QUICK_LATENCY_NBYTES and case.window == 1:
+        chosen = _QUICK_LATENCY_PEERS
+    return tuple(name for name in peers if name in chosen and name not in _QUICK_WITHOUT)
 
 
 def _distinct(cases: Sequence[Case]) -> tuple[Case, ...]:

@@ -125,12 +125,16 @@ def test_sweeps_vary_one_dimension_at_a_time() -> None:
 def test_a_quick_run_says_what_it_leaves_out() -> None:
     names = list(PEERS)
     rounds = cases.quick(names)
-    asked = {(name, case.nbytes) for one in rounds for case in one.cases for name in one.peers}
-    without = {(name, None if case is None else case.nbytes) for name, case, _ in cases.quick_without(names)}
+    asked = {(name, case) for one in rounds for case in one.cases for name in one.peers}
+    without = {(name, case) for name, case, _ in cases.quick_without(names)}
+    latencies = [Case(nbytes, window=1) for nbytes in cases.QUICK_SIZES[:-1]]
     for name in names:
-        for nbytes in cases.QUICK_SIZES:
-            assert ((name, nbytes) in asked) is not bool({(name, nbytes), (name, None)} & without)
-    assert ("shmring", 64 << 20) in asked
+        for case in [*map(Case, cases.QUICK_SIZES), *latencies]:
+            assert ((name, case) in asked) is not bool({(name, case), (name, None)} & without)
+    assert {("shmring", Case(64 << 20)), ("shmring-in-place", Case(8 << 20, window=1))} <= asked
+    assert ("pyzmq", Case(8 << 20, window=1)) in without
+    limits = [one.cases[0].nbytes for one in rounds if one.limits]
+    assert limits == sorted(set(limits)) == list(cases.QUICK_SIZES)
 
 
 def test_the_product_has_every_combination() -> None:
