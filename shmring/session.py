@@ -560,9 +560,9 @@ class Session:
             while True:
                 self.check_alive()
                 packed, in_place = self._pack(payload)
-                pending = self._send_now(packed, in_place, name, stream, self._copier.turn_nbytes)
+                pending = self._send_now(packed, in_place, name, stream, self._copier.at_once_nbytes)
                 if pending is None:
-                    pending = await self._send_when_possible(packed, in_place, name, stream)
+                    pending = await self._send_in_turn(packed, in_place, name, stream)
                 if pending is not None:
                     return pending
         except BaseException:
@@ -586,6 +586,22 @@ class Session:
         except BaseException:
             self._carry_out(self.book.give_up(slot, self.loop.time()))
             raise
+
+    async def _send_in_turn(
+        self, packed: Packed, in_place: list[SlotRecord], name: str, stream: Stream | None
+    ) -> Pending | None:
+        """Sends a payload when its copy's turn has come; None if a slot that it lies in has changed hands while we waited.
+
+        The slot is taken after that, so that it is the one that was released last, which is still in the cache.
+        """
+        await self._copier.turn(packed.copy_nbytes)
+        self.check_alive()
+        if not all(_is_submittable(record) for record in in_place):
+            return None
+        pending = self._send_now(packed, in_place, name, stream, self._copier.offload_nbytes)
+        if pending is None:
+            pending = await self._send_when_possible(packed, in_place, name, stream)
+        return pending
 
     async def _send_when_possible(
         self, packed: Packed, in_place: list[SlotRecord], name: str, stream: Stream | None

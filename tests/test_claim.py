@@ -99,7 +99,7 @@ async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nob
     """A handler that forgets to await: the frontend must not see a reply after the end, nor lose its connection."""
     submission, claim = await ends.claim("x")
     other, _ = await ends.claim("y")
-    ends.ring._copier._offload_nbytes = 1
+    ends.ring._copier.offload_nbytes = 1
     replying = [asyncio.create_task(claim.reply({"x": tensor(nbytes)})) for _ in range(3)]
     with claim:
         await asyncio.sleep(0)
@@ -491,7 +491,7 @@ async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends) -> None:
 async def test_an_abort_at_any_moment_of_a_reply_leaks_nothing(
     ends: Ends, eventually: Any, copied_on_a_thread: bool, settled: Any
 ) -> None:
-    ends.ring._copier._offload_nbytes = 0 if copied_on_a_thread else 1 << 30
+    ends.ring._copier.offload_nbytes = 0 if copied_on_a_thread else 1 << 30
     end: Callable[[shmring.Submission], None]
     for steps in range(12):
         for end in (lambda submission: submission.abort(), lambda submission: None):

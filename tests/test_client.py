@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import re
 import socket
 import threading
@@ -365,6 +366,25 @@ async def test_after_a_large_copy_the_loop_has_a_turn_before_the_next(
     for submission in submissions:
         with pytest.raises(StopAsyncIteration):
             await submission.next()
+
+
+async def test_many_large_requests_at_a_time_are_sent_in_the_order_in_which_they_were_made(serve: Any, connect: Any) -> None:
+    await serve(handle, name="busy", slab_nbytes="128MiB")
+    client = await connect("busy", lease_nbytes="64MiB", copy_offload_nbytes="2MiB")
+    payload = {"do": "count", "to": 0, "x": torch.ones(1 << 20, dtype=torch.uint8)}
+    made, sent = itertools.count(), []
+
+    async def ask_again_and_again() -> None:
+        for _ in range(6):
+            number = next(made)
+            submission = await client.submit(payload)
+            sent.append(number)
+            with pytest.raises(StopAsyncIteration):
+                await submission.next()
+
+    await asyncio.gather(*[ask_again_and_again() for _ in range(20)])
+    late = max(place - number for place, number in enumerate(sent))
+    assert late <= 2, f"{late} later ones were sent before it"
 
 
 async def test_submit_nowait_copies_in_the_loop_or_would_block(serve: Any, connect: Any, eventually: Any) -> None:

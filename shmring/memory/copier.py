@@ -5,12 +5,15 @@ it is safe: the cancellation is delivered when the thread has stopped writing, s
 the slot back.
 
 Others are made in the loop, which is faster than waking a thread and then the loop. So that many of them don't hold it up
-together, a turn of the loop copies no more than what a single copy may take: who comes after that waits for the next turn.
+together, a turn of the loop copies no more than what a single copy may take. Who comes after that waits for a turn, in order of
+arrival, and nobody overtakes who waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,7 +26,7 @@ from shmring.memory.payload import Packed
 
 __all__ = ["Copier"]
 
-_COUNTED_NBYTES = 768 << 10  # smaller ones take little longer than the rest of their message
+_LONG_NBYTES = 768 << 10  # smaller copies take little longer than the rest of their message, and wait for no turn
 
 _Result = TypeVar("_Result")
 
@@ -36,55 +39,70 @@ class Copier:
         offload_nbytes: up to this size a copy is made in the loop; so much a turn of the loop copies in all.
 
     Attributes:
+        offload_nbytes: as given.
         copies, copied_nbytes: tensors that were copied so far, and their bytes.
     """
 
     def __init__(self, threads: int, offload_nbytes: int) -> None:
-        self._offload_nbytes = offload_nbytes
-        self._copied_in_turn_nbytes = 0
-        self._next_turn = asyncio.Lock()  # whose turn it is, in order of arrival
+        self.offload_nbytes = offload_nbytes
+        self._turn_nbytes = 0  # of this turn of the loop: copied, or given to who has waited
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shmring-copy")
         self.copies = 0
         self.copied_nbytes = 0
 
+    @property
+    def copied_in_turn(self) -> bool:
+        """Whether this turn of the loop has made a copy that takes long, or is about to."""
+        return self._turn_nbytes > 0
+
+    @property
+    def at_once_nbytes(self) -> int:
+        """How much may be copied now, without waiting for a turn."""
+        left = 0 if self._waiting else self.offload_nbytes - self._turn_nbytes
+        return min(max(left, _LONG_NBYTES - 1), self.offload_nbytes)
+
+    async def turn(self, nbytes: int) -> None:
+        """Waits for a turn of the loop in which so many bytes may be copied, if they may not be copied now."""
+        if nbytes <= self.at_once_nbytes or nbytes > self.offload_nbytes:
+            return
+        waiting = asyncio.get_running_loop().create_future(), nbytes
+        self._waiting.append(waiting)
+        try:
+            await waiting[0]
+        except asyncio.CancelledError:
+            with contextlib.suppress(ValueError):  # its turn came just now, and passes unused
+                self._waiting.remove(waiting)
+            raise
+
     async def copy(self, packed: Packed, anchor: NDArray[np.uint8], address: int) -> None:
         """Copies a payload's tensors into a region. When this returns or raises, nobody is writing there."""
-        if packed.copy_nbytes > self._offload_nbytes:
+        if packed.copy_nbytes > self.offload_nbytes:
             await self.run(lambda: packed.copy_into(anchor, address))
             self.count(packed)
             return
-        if packed.copy_nbytes <= self.turn_nbytes:
-            self.copy_nowait(packed, anchor, address)
-            return
-        async with self._next_turn:
-            if packed.copy_nbytes > self._left_in_turn():
-                await asyncio.sleep(0)
-            self.copy_nowait(packed, anchor, address)
+        await self.turn(packed.copy_nbytes)
+        self.copy_nowait(packed, anchor, address)
 
     def copy_nowait(self, packed: Packed, anchor: NDArray[np.uint8], address: int) -> None:
         """The same in the loop, whatever the size."""
-        if packed.copy_nbytes >= _COUNTED_NBYTES:
-            if not self._copied_in_turn_nbytes:
-                asyncio.get_running_loop().call_soon(self._begin_turn)
-            self._copied_in_turn_nbytes += packed.copy_nbytes
+        if packed.copy_nbytes >= _LONG_NBYTES:
+            self._count_in_turn(packed.copy_nbytes)
         packed.copy_into(anchor, address)
         self.count(packed)
 
-    @property
-    def copied_in_turn(self) -> bool:
-        """Whether this turn of the loop has made a copy that is worth another."""
-        return self._copied_in_turn_nbytes > 0
-
-    @property
-    def turn_nbytes(self) -> int:
-        """How much :meth:`copy` would copy at once: what is left of this turn of the loop, and nothing while others wait."""
-        return 0 if self._next_turn.locked() else self._left_in_turn()
-
-    def _left_in_turn(self) -> int:
-        return max(0, self._offload_nbytes - self._copied_in_turn_nbytes)
+    def _count_in_turn(self, nbytes: int) -> None:
+        if not self._turn_nbytes:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._turn_nbytes += nbytes
 
     def _begin_turn(self) -> None:
-        self._copied_in_turn_nbytes = 0
+        self._turn_nbytes = 0
+        while self._waiting and self._turn_nbytes + self._waiting[0][1] <= self.offload_nbytes:
+            future, nbytes = self._waiting.popleft()
+            if not future.done():  # else cancelled just now
+                self._count_in_turn(nbytes)
+                future.set_result(None)
 
     def count(self, packed: Packed) -> None:
         """Counts a payload's tensors as copied."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -90,8 +91,26 @@ async def test_a_turn_of_the_loop_copies_no_more_than_one_copy_may_take() -> Non
     await turns(1)
     assert sum(copied_in_turn) == 12 * packed.copy_nbytes
     assert max(copied_in_turn) == 2 * MIB
-    assert order == sorted(order), "who came first copies first"
-    assert copier.turn_nbytes == 2 * MIB
+    assert order[:5] == [0, 1, 2, 5, 10], "small ones wait for no turn"
+    assert order[5:] == sorted(order[5:]), "who came first copies first"
+    assert copier.at_once_nbytes == 2 * MIB
+
+
+async def test_nobody_overtakes_who_waits_for_a_turn() -> None:
+    copier = Copier(threads=1, offload_nbytes=3 * MIB)
+    packed = [Packer(8).pack([torch.full((mib * MIB,), 7, dtype=torch.uint8)]) for mib in (2, 2, 1)]
+    region = np.zeros(2 * MIB, np.uint8)
+    came, order = itertools.count(), []
+
+    async def copy_again_and_again() -> None:
+        for _ in range(10):
+            number = next(came)
+            await copier.copy(packed[number % 3], region, int(region.ctypes.data))
+            order.append(number)
+
+    await asyncio.gather(*[copy_again_and_again() for _ in range(8)])
+    copier.close()
+    assert order == list(range(80))
 
 
 async def test_who_waits_for_a_turn_can_be_cancelled() -> None:
@@ -100,7 +119,7 @@ async def test_who_waits_for_a_turn_can_be_cancelled() -> None:
     region = np.zeros(MIB, np.uint8)
     copying = [asyncio.create_task(copier.copy(packed, region, int(region.ctypes.data))) for _ in range(4)]
     await asyncio.sleep(0)
-    assert copier.turn_nbytes == 0
+    assert copier.at_once_nbytes < MIB
     copying[1].cancel()
     copying[2].cancel()
     results = await asyncio.gather(*copying, return_exceptions=True)
