@@ -76,6 +76,7 @@ def request_command(
                     warm_up_s=warm_up_s,
                 )
             )
+            _keep(found, json_path)
         else:
             found = _comparison(
                 Plan(
@@ -93,7 +94,6 @@ def request_command(
     except BenchError as error:
         raise click.ClickException(str(error)) from error
     _show(found)
-    _keep(found, json_path)
 
 
 def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tuple[int, ...]) -> None:
@@ -110,7 +110,7 @@ def _scaling(plan: ScalingPlan) -> Report:
 
 def _comparison(plan: Plan, json_path: Path | None) -> Report:
     with command_line.shown_progress(steps(plan)) as progress:
-        return report(run(plan, progress, None if json_path is None else lambda found: _keep(report(found), json_path)))
+        return report(run(plan, progress, lambda found: _keep(report(found), json_path)))
 
 
 def _show(found: Report) -> None:
