@@ -598,6 +598,26 @@ async def test_what_is_still_used_when_a_client_closes_stays_its_own(serve: Any,
     slot.close()
 
 
+async def test_a_goodbye_counts_though_the_engine_had_more_to_say(
+    serve: Any, connect: Any, eventually: Any, settled: Any
+) -> None:
+    """The client has gone, the engine has not read why, and can't write to it any more: this process lives on."""
+    go_on = asyncio.Event()
+
+    async def handle(claim: shmring.Claim) -> None:
+        await go_on.wait()
+
+    ring = await serve(handle)
+    client = await connect()
+    await client.submit({"x": tensor(100_000)})
+    await eventually(lambda: ring.statistics().running == 1)
+    transport = next(iter(ring._frontends.values())).connection._transport
+    transport.pause_reading()
+    await client.close()
+    go_on.set()
+    await settled(ring)
+
+
 @pytest.mark.parametrize("drain", [False, True])
 async def test_a_slot_may_be_left_while_its_client_says_goodbye(serve: Any, connect: Any, drain: bool) -> None:
     await serve()

@@ -13,6 +13,9 @@ first waits for the next few as well, when there were several the last time: the
 once can't add up. Messages that can't wait (releases, terminal replies) may go past that, up to a limit that says that the
 peer does not read at all.
 
+A peer may say its last words and be gone before they are read. Writing to it then fails, which asyncio takes for the end of the
+connection, in both directions: what it had sent is read before the end is reported. A goodbye gives memory back.
+
 A forked child inherits the socket and the loop's epoll descriptor. It must touch neither: what it wrote would reach its
 parent's peer, and what it stopped watching its parent would miss.
 """
@@ -20,6 +23,7 @@ parent's peer, and what it stopped watching its parent would miss.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar, cast
@@ -33,6 +37,7 @@ from shmring.transport.polling import BusyPolling
 __all__ = ["Connection", "ConnectionOwner"]
 
 _FEW = 4  # messages that leave together: with 16 in flight as fast as 2, and with 8 frontends 1.5 times as fast
+_LAST_WORDS_NBYTES = 1 << 20  # more than the kernel keeps for a socket, unless it was told to
 _LINGER_S = 1.0  # for a peer to read its last messages; one that does not would keep the descriptor for ever
 
 _Incoming = TypeVar("_Incoming", contravariant=True)
@@ -128,9 +133,18 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._deaf = self.lost = True
+        self.lost = True
+        if isinstance(exc, OSError):  # else it was read to its end, or we ended it
+            self._read_last_words()
+        self._deaf = True
         self._writable.set()
         self._owner.connection_lost()
+
+    def _read_last_words(self) -> None:
+        if self._origin.forked:
+            return
+        with contextlib.suppress(OSError):  # nothing is there, or the peer had left something unread
+            self.data_received(os.read(self._fd, _LAST_WORDS_NBYTES))  # the transport closes it after this
 
     # -- our owner's side ------------------------------------------------------------------------------------------
 

@@ -342,6 +342,32 @@ async def test_the_end_is_reported_once(open_end: Any, eventually: Any) -> None:
     assert end.owner.losses == 1
 
 
+@pytest.mark.parametrize("backlog", [0, 100], ids=["nothing unread", "much unread"])
+async def test_the_last_words_of_a_peer_that_has_gone_are_read_though_writing_to_it_fails(
+    open_end: Any, eventually: Any, backlog: int
+) -> None:
+    end = await open_end()
+    for _ in range(backlog):
+        end.connection.send(large(8 * KIB))
+    words: list[FrontendMessage] = [Abort(number) for number in range(1000)]
+    end.peer.sendall(b"".join(frame(message) for message in words))
+    end.peer.close()
+    end.connection.send(Abort(1))
+    await eventually(lambda: end.owner.losses)
+    assert end.owner.messages == words
+    assert end.owner.losses == 1
+
+
+async def test_what_the_owner_refuses_of_the_last_words_is_reported_before_the_end(open_end: Any, eventually: Any) -> None:
+    end = await open_end()
+    end.peer.sendall(frame(Abort(1)) + b"\0\0\0\0" + frame(Abort(2)))
+    end.peer.close()
+    end.connection.send(Abort(3))
+    await eventually(lambda: end.owner.losses)
+    assert end.owner.messages == [Abort(1)]
+    assert len(end.owner.violations) == end.owner.losses == 1
+
+
 async def test_closing_sends_what_was_queued_and_delivers_nothing_more(open_end: Any, eventually: Any) -> None:
     end = await open_end()
     end.connection.send(Abort(1))
