@@ -105,6 +105,10 @@ class Submission:
             await self.next(reply_type)
         except StopAsyncIteration:
             return reply
+        except BaseException:
+            del reply  # whoever keeps the error keeps this frame, which would keep the reply's slot
+            raise
+        del reply
         self.abort()
         raise LocalProtocolError(f"request {self.request_id} has more than one reply; use stream() for such requests")
 

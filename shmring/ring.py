@@ -665,7 +665,7 @@ class Ring:
     # -- effects -------------------------------------------------------------------------------------------------------
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
+        for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
             match effect:
                 case Released(client_id, generations):
                     self._frontends[client_id].send(Release(generations))
@@ -676,7 +676,7 @@ class Ring:
                 case RequestAborted():
                     self._request_aborted(effect)
                 case ReplyGranted(ticket, slot):
-                    self._reply_granted(ticket, slot)
+                    effects += self._reply_granted(ticket, slot)
                 case Reclaimed(client_id, nbytes):
                     self._counters.reclaimed_nbytes += nbytes
                     logger.info("%s has gone: %d bytes reclaimed", self._frontends[client_id], nbytes)
@@ -698,13 +698,14 @@ class Ring:
         else:
             del self._waiting[key]
 
-    def _reply_granted(self, ticket: int, slot: ReplySlot) -> None:
+    def _reply_granted(self, ticket: int, slot: ReplySlot) -> list[Effect]:
         future = self._reply_waiters.pop(ticket)
         if not future.done():
             future.set_result(slot)
-        else:  # its waiter was cancelled in this very iteration, and has not run yet
-            client_id = next(c.client_id for c in self._ledger.clients.values() if slot.generation in c.replies)
-            self._carry_out(self._ledger.discard_reply(client_id, slot.generation))
+            return []
+        # Its waiter was cancelled in this very iteration, and has not run yet.
+        client_id = next(c.client_id for c in self._ledger.clients.values() if slot.generation in c.replies)
+        return self._ledger.discard_reply(client_id, slot.generation)
 
     def _wake_for_deaths(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything

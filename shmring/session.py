@@ -352,13 +352,13 @@ class Session:
     def _carry_out(self, effects: list[Effect]) -> None:
         if self.error is not None:
             return  # the slab is unmapped, and whoever waited has been told
-        for effect in effects:
+        for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
             if isinstance(effect, Acquired):
                 future = self._slot_waiters.pop(effect.ticket)
                 if not future.done():
                     future.set_result(effect.slot)
                 else:  # its waiter was cancelled in this very iteration, and has not run yet
-                    self._carry_out(self._book_of(effect.slot).give_up(effect.slot, self.loop.time()))
+                    effects += self._book_of(effect.slot).give_up(effect.slot, self.loop.time())
                 continue
             if self.config.map_leased_only and isinstance(effect.message, LeaseReturn):
                 for lease_id in self._lease_ranges.keys() & set(effect.message.lease_ids):  # none in device memory

@@ -222,6 +222,60 @@ async def test_cancelling_a_waiter_whose_turn_has_just_come_passes_it_on(client:
         await eventually(lambda: holds_nothing(client))
 
 
+async def test_what_a_cancelled_waiter_passes_on_is_said_after_what_was_said_before(
+    client: shmring.RingClient, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is asked for what the second needs, and then, as that needs nothing any more, for what the third needs."""
+    blockers = [await client.slot(50_000), await client.slot(50_000)]
+    other = await connect(lease_idle_s=0.01)
+    large, small = await other.slot(280_000), await other.slot(40_000)
+    first, second, third = (asyncio.create_task(_slot(client, nbytes)) for nbytes in (50_000, 40_000, 200_000))
+    await eventually(lambda: client.statistics().waiting == 3)
+    session = client._session
+    assert session is not None
+    add_lease = session._add_lease
+
+    def cancel_and_add_lease(grant: Any) -> None:
+        first.cancel()
+        add_lease(grant)
+
+    monkeypatch.setattr(session, "_add_lease", cancel_and_add_lease)
+    small.close()
+    await asyncio.wait_for(second, 5)
+    large.close()
+    await asyncio.wait_for(third, 5)
+    assert first.cancelled()
+    for blocker in blockers:
+        blocker.close()
+    await other.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "aborted", "answered twice"])
+async def test_the_error_of_a_request_does_not_keep_the_reply_that_had_come(
+    serve: Any, connect: Any, eventually: Any, how: str
+) -> None:
+    go_on = asyncio.Event()
+
+    async def handle(claim: shmring.Claim) -> None:
+        await claim.reply(claim.payload)
+        await go_on.wait()
+        await claim.reply(claim.payload)
+
+    await serve(handle)
+    client = await connect()
+    request = asyncio.create_task(client.request({"x": tensor(5000)}, request_id="mine"))
+    await eventually(lambda: client.statistics().reply_slots_held == 1)
+    if how == "cancelled":
+        request.cancel()
+    elif how == "aborted":
+        client.abort("mine")
+    go_on.set()
+    [error] = await asyncio.gather(request, return_exceptions=True)
+    assert isinstance(error, asyncio.CancelledError | shmring.AbortedError | shmring.LocalProtocolError)
+    await eventually(lambda: holds_nothing(client))
+    del error
+
+
 async def _slot(client: shmring.RingClient, nbytes: int) -> None:
     async with client.slot(nbytes) as slot:
         slot.tensor((1,), torch.uint8)
