@@ -164,6 +164,7 @@ class Session:
         self._reply_views: Obituaries[int, NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
         self._expiry: asyncio.TimerHandle | None = None
         self._touching: asyncio.Task[None] | None = None
+        self._copies: set[asyncio.Future[None]] = set()  # that are being made, or wait for their turn
         self._ended = self.loop.create_future()
         self._closing = False
         self.connection: Connection[EngineMessage] = Connection(
@@ -315,6 +316,8 @@ class Session:
             raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
         if self.error is not None:
             raise self._fresh_error()
+        if self._closing:
+            raise ClosedError("this client was closed")
 
     def _fresh_error(self) -> ShmringError:
         assert self.error is not None
@@ -613,7 +616,7 @@ class Session:
         sent = False
         try:
             if slot is not None:
-                await self._copier.copy(packed, *self._target(slot))
+                await self._copy(packed, slot)
             if not self.connection.can_write:
                 await self._writable()
             self.check_alive()
@@ -625,6 +628,16 @@ class Session:
         finally:
             if slot is not None and not sent:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
+
+    async def _copy(self, packed: Packed, slot: SlotRecord) -> None:
+        """Copies a payload into a slot; for :meth:`close` to know of."""
+        copying = self.loop.create_future()
+        self._copies.add(copying)
+        try:
+            await self._copier.copy(packed, *self._target(slot))
+        finally:
+            self._copies.discard(copying)
+            copying.set_result(None)
 
     def _fence(self, in_place: list[SlotRecord], stream: Stream | None) -> Fence | None:
         return None if self.device is None else self.device.record_fence(in_place, stream)
@@ -861,24 +874,28 @@ class Session:
             return
         self._closing = True
         self._abort_all()
-        maps_device_slab = False
-        if self.welcome.device is not None:
-            maps_device_slab = await self._leave_device()
-            if self.error is not None:
-                return  # lost meanwhile
-            self._abort_all()
-        for record in list(self._held.values()):
-            record.viewed = True  # its caller has not left it, and may still write
-        kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
-        kept_replies = tuple(self._reply_views.living())
-        self.connection.send(Goodbye(kept, kept_replies, maps_device_slab))
-        self.connection.close()
+        maps_device_slab = self.device is not None or self._opening_device is not None
         try:
+            try:
+                if self._copies:  # whoever waits for one learns that this is closed, and gives its slot up
+                    await asyncio.wait(self._copies, timeout=_GOODBYE_TIMEOUT_S)
+                if self.welcome.device is not None and self.error is None:
+                    maps_device_slab = await self._leave_device()
+            finally:  # also when this is cancelled
+                if self.error is None:  # else it was lost meanwhile
+                    self._say_goodbye(maps_device_slab)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                     await asyncio.shield(self._ended)
         finally:
             self._lose(ClosedError("this client was closed"))
+
+    def _say_goodbye(self, maps_device_slab: bool) -> None:
+        for record in list(self._held.values()):
+            record.viewed = True  # its caller has not left it, and may still write
+        kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
+        self.connection.send(Goodbye(kept, tuple(self._reply_views.living()), maps_device_slab))
+        self.connection.close()
 
     def _abort_all(self) -> None:
         for pending in list(self.pending.values()):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.memory.payload import Packed
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -616,6 +617,41 @@ async def test_a_goodbye_counts_though_the_engine_had_more_to_say(
     await client.close()
     go_on.set()
     await settled(ring)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_over(
+    serve: Any, connect: Any, eventually: Any, settled: Any, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """Or stays its own, if nobody waits for that."""
+    ring = await serve(handle)
+    client = await connect(copy_offload_nbytes=20_000)
+    go_on = threading.Event()
+    copy_into = Packed.copy_into
+
+    def copy_when_told(*arguments: Any) -> None:
+        go_on.wait(5)
+        copy_into(*arguments)
+
+    monkeypatch.setattr(Packed, "copy_into", copy_when_told)
+    request = asyncio.create_task(client.request({"do": "echo", "x": tensor(100_000)}))
+    await eventually(lambda: client.statistics().slots_writing == 1)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    if cancelled:
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not client.connected
+    go_on.set()
+    with pytest.raises(shmring.ClosedError):
+        await request
+    if cancelled:
+        assert ring.statistics().quarantined_nbytes > 0
+    else:
+        await closing
+        await settled(ring)
 
 
 @pytest.mark.parametrize("drain", [False, True])
