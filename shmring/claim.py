@@ -49,6 +49,7 @@ class Claim:
         "_payload",
         "_ring",
         "_submit",
+        "_waits",
         "client_id",
         "name",
         "nbytes",
@@ -62,6 +63,7 @@ class Claim:
         self._ended = False
         self._aborted = False
         self._callbacks: list[Callable[[], object]] = []
+        self._waits: list[Callable[[], object]] = []
         self.client_id = client_id
         self.request_id = submit.request_id
         self.name = submit.name
@@ -156,10 +158,19 @@ class Claim:
         else:
             self._callbacks.append(callback)
 
-    def forget_on_abort(self, callback: Callable[[], object]) -> None:
-        """Takes a callback back, if it is still there."""
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """For the ring: calls back in the loop when the request has ended, in whichever way."""
+        self._waits.append(callback)
+
+    def forget_on_end(self, callback: Callable[[], object]) -> None:
+        """For the ring: takes that back, if it was not called yet."""
         with contextlib.suppress(ValueError):
-            self._callbacks.remove(callback)
+            self._waits.remove(callback)
+
+    def _end_waits(self) -> None:
+        waits, self._waits = self._waits, []
+        for callback in waits:
+            self._ring.loop.call_soon(callback)
 
     async def reply(self, payload: object) -> None:
         """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
@@ -194,6 +205,8 @@ class Claim:
         self._payload = _RELEASED
         self._ended = True
         self._callbacks.clear()
+        if self._waits:
+            self._end_waits()
         self._ring.finish_claim(self, self._submit)
 
     def fail(self, error: BaseException) -> None:
@@ -229,6 +242,7 @@ class Claim:
         if not self._ended:
             self._ended = True
             self._callbacks.clear()
+            self._end_waits()
             self._ring.end_claim(self, event, error)
 
     def check_running(self) -> None:
@@ -238,10 +252,14 @@ class Claim:
             AbortedError: the frontend gave it up, or has gone.
             LocalProtocolError: it has ended.
         """
-        if self._aborted:
-            raise AbortedError(f"request {self.request_id} was aborted by its frontend", request_id=self.request_id)
         if self._ended:
-            raise LocalProtocolError(f"request {self.request_id} has ended; answer before leaving its claim")
+            raise self.why_not_running()
+
+    def why_not_running(self) -> AbortedError | LocalProtocolError:
+        """The error of whoever would still answer it."""
+        if self._aborted:
+            return AbortedError(f"request {self.request_id} was aborted by its frontend", request_id=self.request_id)
+        return LocalProtocolError(f"request {self.request_id} has ended; answer before leaving its claim")
 
     def mark_aborted(self) -> None:
         """For the ring: the frontend gave the request up. Callbacks run from the loop, outside of the ring's event."""
@@ -249,3 +267,4 @@ class Claim:
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._ring.loop.call_soon(callback)
+        self._end_waits()

@@ -501,13 +501,15 @@ class RingClient:
         self._closed = True
         self._attached.set()  # whoever waits for an engine learns that there will be none
         try:
-            if self._reattaching is not None:
+            if self._reattaching is not None and not self._reattaching.done():
                 self._reattaching.cancel()
                 await asyncio.wait([self._reattaching])
-            if self._session is not None:
-                await self._session.close()
-        finally:
-            self._copier.close()
+        finally:  # also when this is cancelled
+            try:
+                if self._session is not None:
+                    await self._session.close()
+            finally:
+                self._copier.close()
 
     async def __aenter__(self) -> RingClient:
         return self

@@ -76,7 +76,6 @@ from shmring.core.messages import (
 )
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import (
-    AbortedError,
     CapacityError,
     ClosedError,
     PeerLostError,
@@ -235,6 +234,7 @@ class Ring:
             self._device = DeviceClaims(cuda, memories.device, self._slab_nbytes, self._wake_for_deaths)
         self._draining: dict[tuple[int, int], str] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
+        self._greeting = 0  # of those, who are no frontends yet
         self._counters = _Counters()
         self._closed = False
         self._accepting = self.loop.create_task(self._accept(), name=f"shmring-accept-{name}")
@@ -567,9 +567,11 @@ class Ring:
 
     def _describe(self, error: BaseException) -> tuple[str, str]:
         """Returns an error's type and text as they can travel, whatever is in them."""
+        return type(error).__name__[:256], self._fit(str(error))
+
+    def _fit(self, text: str) -> str:
         length = min(_MAX_ERROR_TEXT, int(self.config.max_frame_nbytes) // 8)  # a character takes up to four bytes
-        text = str(error)[:length].encode(errors="replace").decode()  # file names can hold what is no text
-        return type(error).__name__[:256], text
+        return text[:length].encode(errors="replace").decode()  # file names can hold what is no text
 
     # -- replies (for Claim) ------------------------------------------------------------------------------------------
 
@@ -625,7 +627,7 @@ class Ring:
         return packed
 
     def _send_inline(self, claim: Claim, packed: Packed) -> None:
-        content = packed.content_inline()
+        content = packed.content_with(packed.inline())
         if packed.copied:
             self._copier.count(packed)
         self._send_reply(claim, content)
@@ -649,7 +651,7 @@ class Ring:
         self._ledger.queue_reply(claim.client_id, ticket, nbytes)
         self._reply_waiters[ticket] = future
         give_up = functools.partial(_give_up, future, claim)
-        claim.on_abort(give_up)
+        claim.on_end(give_up)
         try:
             return await future
         except BaseException:
@@ -659,7 +661,7 @@ class Ring:
                 self._carry_out(self._ledger.discard_reply(claim.client_id, future.result().generation))
             raise
         finally:
-            claim.forget_on_abort(give_up)
+            claim.forget_on_end(give_up)
             del future, give_up  # they hold their error, whose traceback holds this frame and its callers', and they views
 
     # -- effects -------------------------------------------------------------------------------------------------------
@@ -740,13 +742,17 @@ class Ring:
         """Admits a new connection, or refuses it; never lets its troubles out."""
         try:
             connected.setblocking(False)
-            if len(self._frontends) + len(self._handshakes) > self.config.max_clients:
+            if len(self._frontends) + self._greeting >= self.config.max_clients:
                 refuse(connected, f"the engine has its max_clients ({self.config.max_clients}) frontends")
                 raise RemoteProtocolError("too many frontends")
             allowed = self.config.allowed_uids if self.config.allowed_uids is not None else frozenset({os.getuid()})
-            async with asyncio.timeout(self.config.handshake_timeout_s):
-                peer = await greet(connected, allowed)
-            await self._admit(peer)
+            self._greeting += 1
+            try:
+                async with asyncio.timeout(self.config.handshake_timeout_s):
+                    peer = await greet(connected, allowed)
+            finally:
+                self._greeting -= 1
+            await self._admit(peer)  # which counts it at once
         except (RemoteProtocolError, PeerLostError, TimeoutError, OSError) as error:
             self._counters.refused += 1
             logger.warning("a connection was refused: %s", error or "no hello in time")
@@ -866,6 +872,10 @@ class Ring:
                 logger.error("the call %s of %s failed: %s: %s", call.method, frontend, type(error).__name__, error)
                 logger.debug("it was raised here", exc_info=error)
             result = CallResult(call.call_id, b"", self._describe(error))
+        # Before its frontend learns of it: that may make the next call before this task counts as ended.
+        task = asyncio.current_task()
+        assert task is not None
+        frontend.calls.discard(task)
         frontend.send(result)
 
     def refuse_frontend(self, frontend: _Frontend, error: RemoteProtocolError) -> None:
@@ -910,7 +920,7 @@ class Ring:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            self._end_everything(reason[:_MAX_ERROR_TEXT])
+            self._end_everything(self._fit(reason))
             await uninterrupted(self.loop.create_task(self._give_memory_up()))
         await asyncio.sleep(0)  # lets the transports close their sockets
 
@@ -1014,11 +1024,7 @@ def _content_start(slot: ReplySlot) -> int:
 
 def _give_up(future: asyncio.Future[ReplySlot], claim: Claim) -> None:
     if not future.done():
-        future.set_exception(_aborted(claim))
-
-
-def _aborted(claim: Claim) -> AbortedError:
-    return AbortedError(f"request {claim.request_id} was aborted by its frontend", request_id=claim.request_id)
+        future.set_exception(claim.why_not_running())
 
 
 def _log_drain(submit: Submit) -> None:

@@ -164,7 +164,7 @@ class Session:
         self._reply_views: Obituaries[int, NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
         self._expiry: asyncio.TimerHandle | None = None
         self._touching: asyncio.Task[None] | None = None
-        self._copies: set[asyncio.Future[None]] = set()  # that are being made, or wait for their turn
+        self._copies: dict[asyncio.Future[None], SlotRecord] = {}  # that are being made, or wait for their turn
         self._ended = self.loop.create_future()
         self._closing = False
         self.connection: Connection[EngineMessage] = Connection(
@@ -632,11 +632,11 @@ class Session:
     async def _copy(self, packed: Packed, slot: SlotRecord) -> None:
         """Copies a payload into a slot; for :meth:`close` to know of."""
         copying = self.loop.create_future()
-        self._copies.add(copying)
+        self._copies[copying] = slot
         try:
             await self._copier.copy(packed, *self._target(slot))
         finally:
-            self._copies.discard(copying)
+            del self._copies[copying]
             copying.set_result(None)
 
     def _fence(self, in_place: list[SlotRecord], stream: Stream | None) -> Fence | None:
@@ -706,11 +706,12 @@ class Session:
         self, packed: Packed, in_place: list[SlotRecord], slot: SlotRecord | None, name: str, fence: Fence | None
     ) -> Pending:
         records = [*in_place, slot] if slot is not None else in_place
+        inline = packed.inline() if slot is None else b""  # which may fail, as long as nothing is handed over
         slots = tuple([self._hand_over(record) for record in records]) if records else ()
         if slot is not None:
             content = packed.content_in(slots)
         else:
-            content = packed.content_inline(slots)
+            content = packed.content_with(inline, slots)
             if packed.copied:
                 self._copier.count(packed)
                 self.counters.inline_payloads += 1
@@ -891,8 +892,8 @@ class Session:
             self._lose(ClosedError("this client was closed"))
 
     def _say_goodbye(self, maps_device_slab: bool) -> None:
-        for record in list(self._held.values()):
-            record.viewed = True  # its caller has not left it, and may still write
+        for record in (*self._held.values(), *self._copies.values()):
+            record.viewed = True  # its caller has not left it, or a thread not ended, and may still write
         kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
         self.connection.send(Goodbye(kept, tuple(self._reply_views.living()), maps_device_slab))
         self.connection.close()

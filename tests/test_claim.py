@@ -113,6 +113,28 @@ async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nob
     other.abort()
 
 
+@pytest.mark.parametrize("then", ["the client goes", "the engine closes"])
+async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_any_longer(
+    serve: Any, connect: Any, eventually: Any, then: str
+) -> None:
+    ring = await serve(reply_nbytes="64KiB")
+    client = await connect()
+    submission = await client.submit("x")
+    claim = await ring.claim()
+    await claim.reply({"x": tensor(50_000)})
+    late = asyncio.create_task(claim.reply({"x": tensor(50_000)}))
+    await eventually(lambda: ring.statistics().replies_waiting == 1)
+    claim.done()
+    if then == "the client goes":
+        await client.close()
+    else:
+        await ring.close()
+    with pytest.raises(shmring.LocalProtocolError, match="has ended"):
+        await asyncio.wait_for(late, 1)
+    assert ring.statistics().replies_waiting == 0
+    del submission
+
+
 # -- its payload --------------------------------------------------------------------------------------------------------
 
 

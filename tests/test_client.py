@@ -654,6 +654,79 @@ async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_
         await settled(ring)
 
 
+async def test_what_was_copied_when_a_client_closes_goes_back_though_the_engine_reads_slowly(
+    serve: Any, connect: Any, eventually: Any, settled: Any
+) -> None:
+    ring = await serve(handle)
+    client = await connect(write_buffer_nbytes=16 << 10)
+    transport = next(iter(ring._frontends.values())).connection._transport
+    transport.pause_reading()
+    requests = [asyncio.create_task(client.request({"do": "hang", "t": "x" * 30_000})) for _ in range(40)]
+    await eventually(lambda: not client._session.connection.can_write)
+    requests.append(asyncio.create_task(client.request({"do": "hang", "x": tensor(50_000)})))
+    await eventually(lambda: client.statistics().slots_writing == 1)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0.01)
+    transport.resume_reading()
+    await closing
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(result, shmring.ClosedError) for result in results)
+    await settled(ring)
+
+
+async def test_a_slot_that_is_granted_as_a_client_closes_goes_back(
+    serve: Any, connect: Any, eventually: Any, settled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = await serve(handle)
+    client = await connect()
+    blocker = await client.slot(900_000)
+    waiting = asyncio.create_task(_slot(client, 100_000))
+    await eventually(lambda: client.statistics().waiting == 1)
+    session = client._session
+    add_lease = session._add_lease
+    closing: list[asyncio.Task[None]] = []
+
+    def close_and_add_lease(grant: Any) -> None:
+        closing.append(asyncio.create_task(client.close()))
+        add_lease(grant)
+
+    monkeypatch.setattr(session, "_add_lease", close_and_add_lease)
+    blocker.close()
+    with pytest.raises(shmring.ClosedError):
+        await asyncio.wait_for(waiting, 5)
+    await asyncio.gather(*closing)
+    await settled(ring)
+
+
+async def test_a_slot_is_not_handed_over_with_what_can_not_be_copied(
+    client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Packed) -> bytes:
+        raise RuntimeError("it can't be read")
+
+    async with client.slot(20_000) as slot:
+        view = slot.tensor((20_000,), torch.uint8).fill_(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Packed, "inline", fail)
+            with pytest.raises(RuntimeError, match="can't be read"):
+                await client.request({"do": "echo", "x": view, "y": tensor(10)})
+        await client.request({"do": "echo", "x": view, "y": tensor(10)}, timeout=5)
+        del view
+    assert client.statistics().slots_in_use == 0
+
+
+async def test_a_lease_size_that_is_no_whole_number_of_blocks(ring: shmring.Ring, connect: Any) -> None:
+    client = await connect(lease_nbytes=70_000)
+    async with client.slot(60_000):
+        await asyncio.wait_for(_use_slot(client, 20_000), 2)
+    await client.close()
+
+
+async def _use_slot(client: shmring.RingClient, nbytes: int) -> None:
+    async with client.slot(nbytes) as slot:
+        slot.tensor((nbytes,), torch.uint8)
+
+
 @pytest.mark.parametrize("drain", [False, True])
 async def test_a_slot_may_be_left_while_its_client_says_goodbye(serve: Any, connect: Any, drain: bool) -> None:
     await serve()

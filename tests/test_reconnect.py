@@ -46,6 +46,23 @@ async def _stream(client: shmring.RingClient) -> None:
         pass
 
 
+async def test_closing_after_a_reconnection_is_an_end_even_if_it_is_cancelled(
+    serve: Any, connect: Any, eventually: Any, settled: Any
+) -> None:
+    ring = await serve()
+    client = await connect(reconnect=True)
+    await ring.close()
+    await eventually(lambda: not client.connected)
+    ring = await serve()
+    await client.wait_connected(5)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    assert not client.connected
+    await settled(ring)
+
+
 @pytest.mark.parametrize("reconnect", [False, True])
 async def test_everything_that_is_pending_fails_when_the_engine_goes(
     serve: Any, connect: Any, eventually: Any, reconnect: bool

@@ -18,7 +18,7 @@ import torch
 
 import shmring
 from shmring.core.framing import encode_frame
-from shmring.core.messages import PROTOCOL_VERSION, Goodbye, Hello, encode_message
+from shmring.core.messages import PROTOCOL_VERSION, Call, Goodbye, Hello, encode_message
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -585,6 +585,50 @@ async def test_a_frontend_that_goes_before_it_is_welcome_keeps_nothing(
     await settled(ring)
 
 
+async def test_as_many_frontends_as_are_allowed_may_come_at_once(
+    serve: Any, socket_dir: Path, settled: Any, eventually: Any
+) -> None:
+    ring = await serve(max_clients=2)
+    both = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for one in both:
+        one.connect(os.fspath(socket_dir / "test.sock"))
+        one.sendall(encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096))
+    await eventually(lambda: ring.statistics().clients == 2)
+    assert ring.statistics().refused == 0
+    for one in both:
+        one.sendall(encode_frame(encode_message(Goodbye()), 4096))
+        one.close()
+    await settled(ring)
+
+
+async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_many(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def one() -> int:
+        return 1
+
+    ring = await serve(calls={"one": one}, max_calls=1)
+    client = await connect()
+    [frontend] = ring._frontends.values()
+    send = frontend.connection.send
+    answered: list[int] = []
+
+    def send_and_call_again(message: Any, **options: Any) -> None:
+        send(message, **options)
+        answered.append(message.call_id)
+        if len(answered) < 3:
+            frontend.message_received(Call(message.call_id + 1, "one", b"\x90"))  # as an impatient frontend would
+
+    monkeypatch.setattr(frontend.connection, "send", send_and_call_again)
+    session = client._session
+    assert session is not None
+    for call_id in (2, 3):
+        session._calls[call_id] = asyncio.get_running_loop().create_future()
+    assert await client.call("one") == 1
+    await asyncio.gather(*session._calls.values())
+    assert ring.statistics().protocol_errors == 0
+
+
 async def test_a_frontend_that_says_goodbye_before_it_is_welcome_keeps_nothing(
     serve: Any, socket_dir: Path, settled: Any, eventually: Any
 ) -> None:
@@ -620,6 +664,17 @@ async def test_an_engine_out_of_descriptors_accepts_again_later(serve: Any, sock
 
 
 # -- closing ------------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_for_a_reason_that_is_no_text_closes(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(max_frame_nbytes=4096)
+    client = await connect()
+    claiming = asyncio.create_task(ring.claim())
+    await asyncio.sleep(0)
+    await ring.close("bad \udcff " + "x" * 5000)
+    with pytest.raises(shmring.ClosedError):
+        await asyncio.wait_for(claiming, 1)
+    await eventually(lambda: not client.connected)
 
 
 async def test_closing_fails_what_is_pending_and_gives_everything_back(serve: Any, connect: Any, eventually: Any) -> None:

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from shmring.core.allocator import RunAllocator
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, slot_blocks
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, blocks_for, slot_blocks
 from shmring.core.messages import (
     DEVICE_MEMORY,
     HOST_MEMORY,
@@ -245,7 +245,7 @@ class LeaseBook:
         if lease.recalled:
             return False
         whole = lease.slots.length
-        common = lease.is_base or whole * BLOCK_NBYTES <= self.limits.lease_nbytes
+        common = lease.is_base or whole <= blocks_for(self.limits.lease_nbytes)
         return common or _LARGE_LEASE_SHARE * whole <= blocks or len(self.leases) >= self.limits.max_leases
 
     def _serve_waiters(self) -> list[Effect]:
@@ -376,9 +376,8 @@ class LeaseBook:
         return sum(slot.blocks for slot in self._others if slot.state is ClientSlot.DRAINING) * BLOCK_NBYTES
 
     def leases_in_use(self) -> tuple[int, ...]:
-        """Leases in which this process may still write: slots being written, and slots with live views."""
-        slots = [slot for slot in self._slots() if slot.viewed or slot.state is ClientSlot.WRITING]
-        return tuple(sorted({slot.lease.lease_id for slot in slots}))
+        """Leases in which this process may still write: those of slots that are viewed."""
+        return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed}))
 
     def _slots(self) -> Iterator[SlotRecord]:
         yield from self._submitted.values()

@@ -146,24 +146,28 @@ class Packed:
                 capacity=max_frame_nbytes,
             )
 
-    def content_inline(self, slots: tuple[SlotRef, ...] = ()) -> Content:
-        """Copies the tensors into the message itself. ``slots`` are those in which tensors lie in place."""
+    def inline(self) -> bytes:
+        """Copies the tensors that are to travel in the message itself."""
         if not self.copy_nbytes:
-            return self._content(b"", slots)
+            return b""
         if self.copied == 1:  # as most often: one copy instead of two
             [part] = [part for part in self.parts if part.nbytes and not part.in_place]
             if (address := part.address()) is not None:
-                return self._content(ctypes.string_at(address, part.nbytes), slots)
+                return ctypes.string_at(address, part.nbytes)
         inline = np.empty(self.copy_nbytes, np.uint8)
         self.copy_into(inline, int(inline.ctypes.data))
-        return self._content(inline.tobytes(), slots)
+        return inline.tobytes()
+
+    def content_with(self, inline: bytes, slots: tuple[SlotRef, ...] = ()) -> Content:
+        """Describes the tensors that :meth:`inline` has copied; ``slots`` are those in which others lie in place."""
+        return Content(self.payload, tuple([part.ref() for part in self.parts]), inline, slots)
 
     def content_in(self, slots: tuple[SlotRef, ...]) -> Content:
         """Describes the tensors after :meth:`copy_into` has filled the last of ``slots``."""
         for part in self.parts:
             if not part.in_place and part.nbytes:
                 part.region = len(slots)
-        return self._content(b"", slots)
+        return self.content_with(b"", slots)
 
     def copy_into(self, anchor: NDArray[np.uint8], address: int) -> None:
         """Copies all tensors that are not in place to their offsets in a region; may run on any thread.
@@ -176,9 +180,6 @@ class Packed:
         for part in self.parts:
             if not part.in_place:
                 part.copy_to(anchor, address, copy)
-
-    def _content(self, inline: bytes, slots: tuple[SlotRef, ...]) -> Content:
-        return Content(self.payload, tuple([part.ref() for part in self.parts]), inline, slots)
 
 
 class Packer:

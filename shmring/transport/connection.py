@@ -134,11 +134,13 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        if isinstance(exc, OSError):  # else it was read to its end, or we ended it
-            self._read_last_words()
-        self._deaf = True
-        self._writable.set()
-        self._owner.connection_lost()
+        try:
+            if isinstance(exc, OSError):  # else it was read to its end, or we ended it
+                self._read_last_words()
+        finally:
+            self._deaf = True
+            self._writable.set()
+            self._owner.connection_lost()
 
     def _read_last_words(self) -> None:
         if self._origin.forked:
@@ -208,8 +210,8 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         """
         self._outgoing.clear()
         self._deaf = self._closing = True
-        if self._transport is not None and not self._origin.forked:
-            self._transport.abort()
+        if not self._origin.forked:
+            self._abort_transport()
 
     def _end(self) -> None:
         assert self._transport is not None
@@ -217,7 +219,11 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
             return
         self._transport.close()
         if not self.lost:
-            self._loop.call_later(_LINGER_S, self._transport.abort)
+            self._loop.call_later(_LINGER_S, self._abort_transport)
+
+    def _abort_transport(self) -> None:
+        if self._transport is not None and not self.lost:  # asyncio's reports its end once more
+            self._transport.abort()
 
     def _write(self) -> bool:
         """Gives what is outgoing to the kernel, and what that does not take to the transport. Returns whether it took all."""

@@ -46,7 +46,7 @@ def over_the_wire(packed: Packed, *, inline: bool) -> tuple[Content, NDArray[np.
     """Copies a payload into a slot (or the message) full of rubbish, and sends its message through the codec."""
     region = np.full(packed.copy_nbytes, 0xA5, np.uint8)
     if inline:
-        content = packed.content_inline()
+        content = packed.content_with(packed.inline())
     else:
         packed.copy_into(region, int(region.ctypes.data))
         content = packed.content_in((SlotRef(1, 4096, packed.copy_nbytes, 1),))
@@ -464,7 +464,7 @@ def test_check_frame_never_lets_a_message_through_that_exceeds_a_frame(tensors: 
             refusals.append(error)
             continue
         slots = (SlotRef(2**62, 2**62, packed.copy_nbytes, 2**64 - 1),)
-        content = packed.content_inline(slots) if inline else packed.content_in(slots)
+        content = packed.content_with(packed.inline(), slots) if inline else packed.content_in(slots)
         assert len(encode_message(Submit(2**64 - 1, 2**62, content, name))) <= limit
     assert refusals
     assert all(error.capacity == limit < error.needed + 4096 for error in refusals)
