@@ -104,14 +104,18 @@ class MediaIntake:
         limit = self._settings.max_media_nbytes
         loaded_nbytes = 0
 
+        def check() -> None:
+            if loaded_nbytes > limit:
+                message = f"the request's media are larger together than the {limit} bytes that are accepted"
+                raise ApiError(413, message, code="media_too_large", param=param)
+
         async def load(source: MediaSource) -> PreparedMedium:
             nonlocal loaded_nbytes
             async with at_a_time:
-                if loaded_nbytes > limit:
-                    message = f"the request's media are larger together than the {limit} bytes that are accepted"
-                    raise ApiError(413, message, code="media_too_large", param=param)
+                check()  # before another one takes memory
                 medium = await self._loader.load(source, spec)
                 loaded_nbytes += len(medium.data)
+                check()
                 return medium
 
         results = await asyncio.gather(*map(load, sources), return_exceptions=True)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,7 +38,7 @@ from PIL import (
     JpegImagePlugin,  # noqa: F401 - registers
     MpoImagePlugin,  # noqa: F401 - registers
     PngImagePlugin,  # noqa: F401 - registers
-    TiffImagePlugin,  # noqa: F401 - registers
+    TiffImagePlugin,
     UnidentifiedImageError,
     WebPImagePlugin,  # noqa: F401 - registers
 )
@@ -121,8 +122,12 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
         stored_width, stored_height = image.size
         orientation = _orientation(image)
         name = image.format or "unknown"
+        tile = _tile_size(image)
     check_size("the picture", stored_width, stored_height, limits.max_pixels, limits.max_aspect_ratio)
     _check_expansion(len(data), 3 * stored_width * stored_height, limits.max_expansion)
+    if tile is not None:  # it is decoded whole, however little of it is in the picture
+        check_size("the picture's tile", *tile, limits.max_pixels, math.inf)
+        _check_expansion(len(data), 3 * tile[0] * tile[1], limits.max_expansion)
     width, height = scaled_size(stored_width, stored_height, max_pixels)
     if orientation in SWAPPING_ORIENTATIONS:
         width, height = height, width
@@ -243,6 +248,18 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # noqa: BLE001 - the parser of EXIF raises nearly anything, as the plugins do
         return 1
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
+
+
+def _tile_size(image: Image.Image) -> tuple[int, int] | None:
+    """Width and height of a TIFF's tiles, if it has some."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        return None
+    width, height = (image.tag_v2.get(tag) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH))
+    if width is None and height is None:
+        return None
+    if not isinstance(width, int) or not isinstance(height, int):
+        raise MediaError("the picture is damaged: the size of its tiles is not one")
+    return width, height
 
 
 def _rgb(band: Image.Image, transparent: bool, background: tuple[int, int, int]) -> NDArray[np.uint8]:

@@ -2,7 +2,8 @@
 
 libav builds an index entry of 24 bytes for each sample, and the tables can claim samples without listing them: "a hundred
 million, all of one size". A file of 700 bytes then takes gigabytes and seconds in ``avformat_open_input``, before anybody could
-ask how long the clip is. So claims are compared with what an accepted file can hold. Compressed headers and the tables of
+ask how long the clip is. An edit list multiplies them: each edit gets entries for all
+samples that it shows. So claims are compared with what an accepted file can hold. Compressed headers and the tables of
 encrypted files, which have the same property, are refused.
 
 This is no parser, on purpose: libav takes tables in places where they do not belong, so whoever walks the boxes as the standard
@@ -21,10 +22,13 @@ __all__ = ["check_tables"]
 
 # Ten minutes of 240 frames and 94 blocks of sound a second are 200 000. Their index takes 12 MB.
 _MAX_SAMPLES = 500_000
+# Two or three edits are usual: silence before the first sample, and the rest. Their index takes 48 MB.
+_MAX_SAMPLES_IN_EDITS = 2_000_000
+_MIN_EDIT_NBYTES = 12
 # libav makes one entry of so many samples of uncompressed sound.
 _SAMPLES_OF_AN_ENTRY = 1024
 
-_NAMES = re.compile(b"trak|stsz|stz2|stts|stsc|stco|co64|trun|soun|cmov|senc|saiz|saio")
+_NAMES = re.compile(b"trak|stsz|stz2|stts|stsc|stco|co64|elst|trun|soun|cmov|senc|saiz|saio")
 _ENCRYPTED = "encrypted MP4 files are not accepted"
 _REFUSED = {
     b"cmov": "MP4 files with a compressed header are not accepted",
@@ -40,13 +44,14 @@ def check_tables(data: bytes) -> None:
     Raises:
         MediaError: they do, or it has a compressed header or is encrypted, or its media data are not all there.
     """
-    num_samples = 0
+    num_samples = num_in_edits = 0
     track = _Track()
     for start, end in _without_media_data(data):
         for match in _NAMES.finditer(data, start, end):
             name, place = match.group(), match.end()
             if name == b"trak":
                 num_samples += track.num_entries(len(data))
+                num_in_edits += track.num_edits * track.num_entries(len(data))
                 track = _Track()
             elif name == b"trun":
                 num_samples += _number(data, place + 4)
@@ -55,8 +60,11 @@ def check_tables(data: bytes) -> None:
             else:
                 track.note(name, data, place)
     num_samples += track.num_entries(len(data))
+    num_in_edits += track.num_edits * track.num_entries(len(data))
     if num_samples > _MAX_SAMPLES:
         raise MediaError(f"the MP4 claims {num_samples} samples, more than the {_MAX_SAMPLES} that are accepted")
+    if num_in_edits > _MAX_SAMPLES_IN_EDITS:
+        raise MediaError(f"the MP4's edit lists show {num_in_edits} samples, {_MAX_SAMPLES_IN_EDITS} are accepted")
 
 
 class _Track:
@@ -68,6 +76,7 @@ class _Track:
         self._chunks = 0
         self._in_chunks: list[tuple[int, int]] = []
         self._is_sound = False
+        self.num_edits = 0
         self._is_counted_in_samples = True
 
     def note(self, name: bytes, data: bytes, place: int) -> None:
@@ -82,6 +91,8 @@ class _Track:
             self._is_counted_in_samples &= _number(data, place + 4) == 1 and _number(data, place + 12) == 1
         elif name == b"stsc":
             self._note_chunks(data, place)
+        elif name == b"elst":  # libav counts what there is room for, whatever the table claims
+            self.num_edits += min(_number(data, place - 8), len(data)) // _MIN_EDIT_NBYTES
         elif name == b"soun":
             self._is_sound = True
 

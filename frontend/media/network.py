@@ -188,7 +188,7 @@ class RemoteClient:
                 return await self._follow(start, max_nbytes)
         except (TimeoutError, httpcore.TimeoutException):
             problem = f"the medium could not be fetched within {self._timeout_s:g} s"
-        except (httpcore.NetworkError, httpcore.RemoteProtocolError) as error:
+        except (httpcore.NetworkError, httpcore.RemoteProtocolError, ssl.SSLError) as error:  # the last of damaged records
             problem = _what_broke(error)
         raise MediaError(problem)  # out here, so that what the host sent is not in its context
 

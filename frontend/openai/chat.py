@@ -232,6 +232,10 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     """
     _check_supported(request)
     messages, request.messages = request.messages, []
+    count = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if count > MAX_PARTS:
+        message_text = f"the messages have {count} parts, at most {MAX_PARTS} are accepted"
+        raise ApiError(400, message_text, code="too_many_parts", param="messages")
     sources: list[MediaSource] = []
     asked = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
     return GenerateRequest(asked, sampling=_sampling(request), priority=request.priority or 0), sources

@@ -104,15 +104,23 @@ def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | Media
     request.input = request.messages = None
     if texts and messages:
         raise ApiError(400, "send either input or messages, not both", code="invalid_value", param="input")
-    inputs = _of_messages(messages) if messages else _of_input(texts)
     param = "messages" if messages else "input"
-    if not inputs:
+    count = _count(messages) if messages else _count_of_input(texts)
+    if not count:
         message = "the request has nothing to embed; send input, or messages with media"
         raise ApiError(400, message, code="missing_input", param=param)
-    if len(inputs) > max_inputs:
-        message = f"the request has {len(inputs)} inputs, at most {max_inputs} are accepted"
+    if count > max_inputs:  # before millions of them are looked at, one by one, in the event loop
+        message = f"the request has {count} inputs, at most {max_inputs} are accepted"
         raise ApiError(400, message, code="too_many_inputs", param=param)
-    return inputs
+    return _of_messages(messages) if messages else _of_input(texts)
+
+
+def _count_of_input(texts: str | list[str | int | list[int]] | None) -> int:
+    return bool(texts) if isinstance(texts, str) else len(texts or ())
+
+
+def _count(messages: list[EmbeddingMessage]) -> int:
+    return sum(1 if isinstance(message.content, str) else len(message.content) for message in messages)
 
 
 def _of_input(texts: str | list[str | int | list[int]] | None) -> list[Text | MediaSource]:

@@ -33,7 +33,7 @@ Priority = Annotated[int, Meta(ge=-INT64, le=INT64 - 1, description="As in vLLM:
 
 #: Of a request, and of a message: each costs a microsecond of the event loop, and a hundred bytes.
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096
+MAX_PARTS = 4096  # of a message, and of all messages together
 
 _URL = "A data: URL, or what the server is allowed to fetch."
 

@@ -15,37 +15,49 @@ import uvicorn
 from frontend import http_protocol
 from frontend.http_protocol import BoundedHttpProtocol
 
+TOLD: list[int] = []  # sizes of the bodies of /gone
+
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the size of the body; /never does not."""
+    """Answers with the size of the body; /never does not, /early before the body, /large with 32 MB, /gone to who has gone."""
     if scope["type"] == "lifespan":
         return
-    nbytes, more = 0, True
+    nbytes, more = 0, scope["path"] != "/early"
     while more:
         message = await receive()
         nbytes += len(message.get("body", b""))
         more = message.get("more_body", False)
     if scope["path"] == "/never":
         await asyncio.Event().wait()
-    body = str(nbytes).encode()
+    if scope["path"] == "/gone":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        TOLD.append(nbytes)
+        return
+    body = bytes(32 << 20) if scope["path"] == "/large" else str(nbytes).encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})
 
 
 @pytest.fixture
-async def port() -> AsyncIterator[int]:
+async def server() -> AsyncIterator[uvicorn.Server]:
     config = uvicorn.Config(answer, http=BoundedHttpProtocol, lifespan="off", log_config=None, ws="none")
     server = uvicorn.Server(config)
     config.load()
     server.lifespan = config.lifespan_class(config)
     listening = socket.create_server(("127.0.0.1", 0))
     await server.startup([listening])
-    yield listening.getsockname()[1]
+    yield server
     for connection in list(server.server_state.connections):
         connection.transport.abort()
     for task in list(server.server_state.tasks):
         task.cancel()
     await server.shutdown([listening])
+
+
+@pytest.fixture
+def port(server: uvicorn.Server) -> int:
+    return int(server.servers[0].sockets[0].getsockname()[1])
 
 
 async def exchange(port: int, *pieces: bytes) -> bytes:
@@ -129,6 +141,63 @@ async def test_a_few_requests_may_be_sent_ahead_and_many_may_not(port: int) -> N
 async def test_a_head_must_come_in_time(port: int, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(http_protocol, "_HEAD_TIMEOUT_S", 0.05)
     assert await exchange(port, sent) == b""
+
+
+@pytest.mark.parametrize(
+    ("request_", "more"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n"),
+        (b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n", b"a"),
+    ],
+    ids=["an empty line after an answer", "a part of a body that was not waited for"],
+)
+async def test_a_connection_is_not_kept_by_what_is_no_request(
+    port: int, monkeypatch: pytest.MonkeyPatch, request_: bytes, more: bytes
+) -> None:
+    monkeypatch.setattr(http_protocol, "_HEAD_TIMEOUT_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request_)
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), 20)).startswith(b"HTTP/1.1 200")
+    writer.write(more)
+    assert await asyncio.wait_for(reader.read(), 3) == b"", "sooner than by the 5 s between requests"
+    writer.close()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_an_answer_that_nobody_takes_is_given_up(
+    server: uvicorn.Server, port: int, eventually: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(http_protocol, "_STALL_TIMEOUT_S", 0.1)
+    with socket.create_connection(("127.0.0.1", port)) as idle:
+        idle.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * number)
+        await eventually(lambda: len(server.server_state.connections) == 1)
+        await eventually(lambda: not server.server_state.connections)
+        await eventually(lambda: not server.server_state.tasks)
+
+
+async def test_an_answer_that_is_taken_slowly_is_not_given_up(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_STALL_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=64 << 10)
+    writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")
+    nbytes = 0
+    for _ in range(10):
+        nbytes += len(await reader.readexactly(2 << 20))
+        await asyncio.sleep(0.1)
+    nbytes += len(await asyncio.wait_for(reader.read(), 20))
+    assert nbytes > 32 << 20
+    writer.close()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])
+async def test_who_hangs_up_with_a_request_sent_ahead_is_noticed(port: int, eventually: Any, pause_s: float) -> None:
+    TOLD.clear()
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in (b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc", b"GET /never HTTP/1.1\r\nhost: x\r\n\r\n"):
+        writer.write(piece)
+        await asyncio.sleep(pause_s)
+    await asyncio.sleep(0.05)
+    writer.close()
+    await eventually(lambda: TOLD == [3])
 
 
 async def test_a_slow_body_is_not_a_slow_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

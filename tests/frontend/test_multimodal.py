@@ -175,11 +175,12 @@ async def test_too_many_are_refused_before_anything_is_loaded(
     assert (raised.value.status, raised.value.param) == (400, "messages")
 
 
+@pytest.mark.parametrize(("count", "threads"), [(2, 1), (3, 1), (3, 4)])
 async def test_media_that_are_too_large_together_are_refused(
-    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, count: int, threads: int
 ) -> None:
-    intake = open_intake(await open_engine(), max_media_nbytes=3000, decode_threads=1)
-    sources = [source_of(encoded(pixels)) for pixels in PIXELS]  # 1.9 KB each
+    intake = open_intake(await open_engine(), max_media_nbytes=3000, decode_threads=threads)
+    sources = [source_of(encoded(pixels)) for pixels in PIXELS[:count]]  # 1.9 KB each
     with pytest.raises(ApiError) as raised:
         await intake.take(sources, SPEC, admitted, "messages").__aenter__()
     assert (raised.value.status, raised.value.code) == (413, "media_too_large")

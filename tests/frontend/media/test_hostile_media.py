@@ -251,6 +251,21 @@ def _text_bomb() -> bytes:
     return data[:33] + struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text)) + data[33:]
 
 
+def _tiff(tile_width: int, tile_height: int) -> bytes:
+    """10 x 10 pixels in one tile of zeros, deflated."""
+    tile = zlib.compress(bytes(3 * tile_width * tile_height), 9)
+    short, long = 3, 4
+    entries = [
+        (256, long, 10), (257, long, 10), (259, short, 8), (262, short, 2), (277, short, 3), (284, short, 1),
+        (322, long, tile_width), (323, long, tile_height), (324, long, 8), (325, long, len(tile)),
+    ]  # fmt: skip
+    directory = b"".join(
+        struct.pack("<HHI", tag, kind, 1) + struct.pack("<I" if kind == long else "<Hxx", number)
+        for tag, kind, number in sorted([*entries, (258, short, 8)])
+    )
+    return b"II*\0" + struct.pack("<I", 8 + len(tile)) + tile + struct.pack("<H", len(entries) + 1) + directory + bytes(4)
+
+
 PICTURES: dict[str, Callable[[], bytes]] = {
     "PNG of 60000 x 60000": lambda: _png(60_000, 60_000, bytes(1000)),
     "PNG whose rows inflate to 48 MB": lambda: _png(4000, 4000, zlib.compress(bytes(4000 * 12_001), 9)),
@@ -262,7 +277,12 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "JPEG of 4000 x 4000": lambda: _jpeg(4000, 4000),
     "WebP of 16383 x 16383": lambda: _webp(16_383, 16_383),
     "WebP of 4000 x 3000": lambda: _webp(4000, 3000),
+    "TIFF of 10 x 10 in a tile of 8192 x 8192": lambda: _tiff(8192, 8192),
 }
+
+
+def test_a_tile_of_usual_size_may_be_larger_than_its_picture() -> None:
+    assert outcome(_tiff(256, 256), "image") == "decoded"
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -300,6 +320,7 @@ def _mp4(
     extra: bytes = b"",
     sound: bool = False,
     duration: int = 1000,
+    fragmented: bool = True,
 ) -> bytes:
     if sound:
         entry = _box(b"sowt", bytes(6), struct.pack(">H", 1), bytes(8), struct.pack(">HHHHHH", 1, 16, 0, 0, 16_000, 0))
@@ -310,9 +331,8 @@ def _mp4(
     handler = _box(b"hdlr", bytes(8), b"soun" if sound else b"vide", bytes(13))
     media = _box(b"mdia", _table(b"mdhd", 0, 0, 1000, duration, 0), handler, _box(b"minf", tables))
     track = _box(b"trak", _table(b"tkhd", 0, 0, 1, 0, duration, *[0] * 15, flags=7), media)
-    movie = _box(
-        b"moov", _table(b"mvhd", 0, 0, 1000, duration, *[0] * 20), track, _box(b"mvex", _table(b"trex", 1, 1, 1, 1, 0))
-    )
+    extends = _box(b"mvex", _table(b"trex", 1, 1, 1, 1, 0)) if fragmented else b""
+    movie = _box(b"moov", _table(b"mvhd", 0, 0, 1000, duration, *[0] * 20), track, extends)
     return _box(b"ftyp", b"isom", bytes(4), b"isom") + movie + rest + _box(b"mdat", bytes(2000))
 
 
@@ -345,6 +365,15 @@ CLIPS: dict[str, bytes] = {
     "a duration of 136 years": _mp4(**ONE, duration=0xFFFFFFFF),
     "frames of 49 days each": _mp4(**ONE | {"stts": _table(b"stts", 1, 10, 0xFFFFFFFF)}),
     "an edit list of millions": _mp4(**ONE, extra=_box(b"edts", _table(b"elst", MANY, 1, 0, 0x10000))),
+    "each of 200 edits shows 100,000 samples": _mp4(
+        stts=_table(b"stts", 1, 100_000, 1),
+        stsz=_table(b"stsz", 1, 100_000),
+        stsc=_table(b"stsc", 1, 1, 100_000, 1),
+        stco=_table(b"stco", 1, 600),
+        extra=_box(b"edts", _table(b"elst", 200, *(100_000, 0, 0x10000) * 200)),
+        duration=100_000,
+        fragmented=False,
+    ),
     "offsets of millions": _mp4(**ONE, extra=_table(b"ctts", 1, MANY, 5)),
     "millions of keyframes": _mp4(**ONE, extra=_table(b"stss", MANY)),
     "boxes in boxes": _box(b"ftyp", b"isom", bytes(4)) + struct.pack(">I4s", 1 << 20, b"moov") + b"\0\x0f\0\0trak" * 5000,

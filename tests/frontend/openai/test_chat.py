@@ -11,6 +11,7 @@ from engine.protocol import ChatMessage, MediumPart, SamplingParams, TextPart
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
 from frontend.openai.chat import _UNSUPPORTED, CHAT_PARSER, ChatRequest, engine_request
+from frontend.openai.messages import MAX_PARTS
 
 
 def parse(messages: list[Any] | None = None, **fields: object) -> ChatRequest:
@@ -46,6 +47,14 @@ def test_media_are_numbered_over_all_messages() -> None:
         MediaSource("video", "messages[3].content[0].video_url", url="c"),
     ]
     assert request.messages == []  # their URLs are held once
+
+
+def test_parts_are_counted_over_all_messages() -> None:
+    half = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_PARTS // 2)}
+    engine_request(parse([half, half]))
+    with pytest.raises(ApiError, match="have 6144 parts, at most 4096 are accepted") as raised:
+        engine_request(parse([half, half, half]))
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, "too_many_parts", "messages")
 
 
 def test_without_wishes_it_is_sampled_as_openai_does() -> None:

@@ -13,6 +13,7 @@ import torch
 from engine.protocol import Text
 from frontend.errors import ApiError
 from frontend.media.loader import MediaSource
+from frontend.openai import embeddings
 from frontend.openai.embeddings import (
     EMBEDDING_PARSER,
     EmbeddingRequest,
@@ -78,6 +79,15 @@ def test_what_is_not_such_a_request_is_refused_with_its_place(fields: object, pa
     with pytest.raises(ApiError) as raised:
         EMBEDDING_PARSER.parse(msgspec.json.encode(fields))
     assert (raised.value.status, raised.value.code, raised.value.param) == (400, "invalid_value", param)
+
+
+@pytest.mark.parametrize("in_messages", [False, True])
+def test_too_many_inputs_are_refused_before_one_is_looked_at(monkeypatch: pytest.MonkeyPatch, in_messages: bool) -> None:
+    monkeypatch.setattr(embeddings, "_of_text", None)
+    texts = ["a"] * 3000
+    request = parse(user(*({"type": "text", "text": text} for text in texts))) if in_messages else parse(input=texts)
+    with pytest.raises(ApiError, match="has 3000 inputs, at most 10 are accepted"):
+        take_inputs(request, 10)
 
 
 @pytest.mark.parametrize(
