@@ -140,22 +140,33 @@ class Uploads:
             return decode(self._placing(layout, content, region, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        try:
+            return await self._upload(lane, consumer, layout, content, region, decode, check, given)
+        except BaseException as error:
+            _cut_off(error)
+            raise
+
+    async def _upload(
+        self,
+        lane: _Lane,
+        consumer: Stream,
+        layout: Layout,
+        content: Content,
+        region: Region,
+        decode: Decode,
+        check: Callable[[], object],
+        given: Given | None,
+    ) -> Any:
         part, target = await lane.staging.acquire(max(1, layout.nbytes))
         check()
         upload = self._prepare(layout, content, region, decode, given, part, target)
-        del target
-        failure: CudaError | None = None
         try:
             if self._must_offload(layout):
                 await self._on_thread(functools.partial(self._queue_copies, lane, upload))
             else:
                 self._queue_copies(lane, upload)
-        except CudaError as error:
-            failure = fresh(error)  # the raised one holds frames, and they the slots
         finally:
             event = self._guard(lane, upload)  # also of what was cut off: some of it may be under way
-        if failure is not None:
-            raise failure
         return self._hand_over(lane, upload, event, consumer)
 
     def upload_nowait(
@@ -182,6 +193,22 @@ class Uploads:
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        try:
+            return self._upload_nowait(lane, consumer, layout, content, region, decode, given)
+        except BaseException as error:
+            _cut_off(error)
+            raise
+
+    def _upload_nowait(
+        self,
+        lane: _Lane,
+        consumer: Stream,
+        layout: Layout,
+        content: Content,
+        region: Region,
+        decode: Decode,
+        given: Given | None,
+    ) -> Any:
         part, target = lane.staging.acquire_nowait(max(1, layout.nbytes))
         upload = self._prepare(layout, content, region, decode, given, part, target)
         try:
@@ -220,7 +247,10 @@ class Uploads:
         if opening is None:
             opening = self._opening[device] = asyncio.create_task(self._open_lane(device))
             opening.add_done_callback(functools.partial(self._lane_opened, device))
-        lane = await asyncio.shield(opening)
+        try:
+            lane = await asyncio.shield(opening)
+        except CudaError as error:
+            raise fresh(error) from None  # others may be waiting for the same
         self._check_open()
         return lane
 
@@ -326,6 +356,14 @@ class Uploads:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the ring was closed")
+
+
+def _cut_off(error: BaseException) -> None:
+    """Takes the frames off an error: whoever keeps it would keep them, and they staging memory and slots."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
 
 
 _NOTHING = np.empty(0, np.uint8)

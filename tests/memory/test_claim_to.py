@@ -320,9 +320,13 @@ async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
     second.done()
     copies = cuda.calls["copy_to_device"]
     del held
-    with pytest.raises(LocalProtocolError):
+    with pytest.raises(LocalProtocolError) as kept:
         await waiting
     assert cuda.calls["copy_to_device"] == copies
+    await client.submit(tensor(9, 600_000))
+    with await ring.claim() as third:
+        await asyncio.wait_for(third.to("cuda"), 2)
+    assert kept.value is waiting.exception(), "whose frames do not hold the staging memory"
 
 
 async def test_the_twin_that_does_not_wait(ring: Ring, client: shmring.RingClient, eventually: Eventually) -> None:

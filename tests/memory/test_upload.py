@@ -400,6 +400,17 @@ async def test_the_error_of_a_failed_copy_keeps_no_slot(rig: Rig, eventually: Ev
     assert caught.value.call == "copy_to_device"
 
 
+async def test_nor_does_that_of_one_that_does_not_wait(rig: Rig, eventually: Eventually) -> None:
+    rig.fill(content((1, 0, "uint8", (10,))))
+    await rig.upload()
+    await eventually(lambda: rig.held() == [])
+    rig.cuda.fail("copy_to_device")
+    with pytest.raises(CudaError) as caught:
+        rig.upload_nowait()
+    await eventually(lambda: rig.held() == [])
+    assert caught.value.call == "copy_to_device"
+
+
 async def test_a_copy_that_failed_half_way_keeps_its_slots_until_the_other_half_is_over(
     rig: Rig, eventually: Eventually
 ) -> None:
