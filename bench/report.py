@@ -22,6 +22,7 @@ from bench.gpu import report as gpu_report
 from bench.machine import Machine
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
+from bench.soak import report as soak_report
 from bench.tables import format_rate, format_times, peer_title
 from bench.targets import Verdict
 
@@ -60,6 +61,7 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 
 
 _GPU = "gpu"
+_SOAK = "soak"
 _NO_GPU = """\
 ## GPU
 
@@ -116,7 +118,7 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
         drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
         sections += _transport(name, results, drawn)
     for name, stored in others.items():
-        drawn = _draw_gpu(results_directory, docs_directory, name) if stored.mode == _GPU else []
+        drawn = _draw_other(results_directory / f"{name}.json", stored, docs_directory / "benchmarks" / name)
         sections += _other(name, stored, drawn)
     if not any(stored.mode == _GPU for stored in others.values()):
         sections.append(_NO_GPU)
@@ -359,13 +361,16 @@ def _other(name: str, stored: Stored, drawn: Sequence[Path]) -> Iterator[str]:
         yield "\n".join(f"- {note}" for note in stored.notes) + "\n"
 
 
-def _draw_gpu(results_directory: Path, docs_directory: Path, name: str) -> list[Path]:
-    path = results_directory / f"{name}.json"
+def _draw_other(path: Path, stored: Stored, stem: Path) -> list[Path]:
+    """Draws what there is to draw of a file."""
     try:
-        found = gpu_report.read_json(path.read_bytes())
+        if stored.mode == _GPU:
+            return gpu_plot.draw(gpu_report.read_json(path.read_bytes()), stem, kinds=("svg",))
+        if stored.mode == _SOAK and (samples := soak_report.read_samples(path.read_bytes())):
+            return soak_report.draw(samples, all(target.met for target in stored.targets), stem, kinds=("svg",))
     except msgspec.DecodeError as error:
         raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
-    return gpu_plot.draw(found, docs_directory / "benchmarks" / name, kinds=("svg",))
+    return []
 
 
 def _again(transports: dict[str, Results], others: dict[str, Stored]) -> str:

@@ -57,7 +57,7 @@ def soak_command(
     if json_path is not None:
         write_json(msgspec.structs.replace(found, command=typed()), json_path)
     if plot_stem is not None:
-        report.write_plot(plan, seen, checks, plot_stem)
+        report.draw(seen.samples, all(check.passed for check in checks), plot_stem)
     if not all(check.passed for check in checks):
         raise click.ClickException("something grew, did not come home or failed: see the table")
 

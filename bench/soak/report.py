@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from bench.soak.plan import Phase, Plan
 from bench.soak.verdict import Check
 from bench.targets import Verdict
 
-__all__ = ["findings", "write_plot"]
+__all__ = ["draw", "findings", "read_samples"]
 
 _MIB = 1 << 20
 _COLOURS = {
@@ -46,9 +46,26 @@ def findings(plan: Plan, seen: Observations, checks: Sequence[Check]) -> Finding
             "Flat: medians of equal phases, in the last quarter of the cycles against the first, the warm-up left out.",
             "Loop lag is the longest by which a timer of 5 ms was late, between two looks; waiting for a core counts, too.",
         ],
-        results=[msgspec.to_builtins(sample) for sample in seen.samples],
+        results=[msgspec.to_builtins(sample) for sample in _kept(seen.samples)],
         targets=[_target(checks)],
     )
+
+
+class _Stored(msgspec.Struct):
+    results: list[Sample] = []
+
+
+def read_samples(content: bytes) -> list[Sample]:
+    """Returns the samples that are kept in a file of results."""
+    return msgspec.json.decode(content, type=_Stored).results
+
+
+def _kept(samples: Sequence[Sample]) -> Iterator[Sample]:
+    """Of each phase the first and the last, between which things were done, and the one in which a loop was held up longest."""
+    for _, phase in itertools.groupby(samples, lambda sample: (sample.cycle, sample.phase)):
+        inside = list(phase)
+        worst = max(inside, key=lambda sample: max(one.seen.lag_s for one in sample.processes.values()))
+        yield from {id(one): one for one in sorted((inside[0], worst, inside[-1]), key=lambda one: one.at_s)}.values()
 
 
 def _target(checks: Sequence[Check]) -> Verdict:
@@ -114,31 +131,31 @@ def _counts(sample: Sample) -> tuple[int, int, int]:
     return sum(one.requests for one in seen), sum(one.nbytes for one in seen), sum(one.aborted for one in seen)
 
 
-def write_plot(plan: Plan, seen: Observations, checks: Sequence[Check], stem: Path) -> list[Path]:
-    """Draws the run as ``stem.png`` and ``stem.svg``. Needs matplotlib, which :func:`bench.faults.check_plotter` asks for."""
+def draw(samples: Sequence[Sample], passed: bool, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draws a run as ``stem.png`` and ``stem.svg``. Needs matplotlib, which :func:`bench.faults.check_plotter` asks for."""
     from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 13), layout="constrained")
     axes = figure.subplots(6, 1, sharex=True)
-    times = [sample.at_s / 60 for sample in seen.samples]
-    for process in seen.samples[0].processes:
-        mine = [sample.processes[process] for sample in seen.samples]
+    times = [sample.at_s / 60 for sample in samples]
+    for process in samples[0].processes:
+        mine = [sample.processes[process] for sample in samples]
         axes[0].plot(times, [one.footprint.private_nbytes / _MIB for one in mine], label=process, linewidth=1)
         axes[1].plot(times, [one.footprint.shared_nbytes / _MIB for one in mine], label=process, linewidth=1)
         axes[2].plot(times, [one.footprint.descriptors for one in mine], label=process, linewidth=1)
         axes[4].plot(times, [max(one.seen.lag_s * 1e3, 0.1) for one in mine], label=process, linewidth=0.8)
-    engine = [sample.processes[ENGINE].seen for sample in seen.samples]
+    engine = [sample.processes[ENGINE].seen for sample in samples]
     axes[3].plot(times, [one.leased_nbytes / _MIB for one in engine], label="leased", linewidth=1)
     axes[3].plot(times, [one.reply_slots_nbytes / _MIB for one in engine], label="replies", linewidth=1)
     axes[3].plot(times, [one.quarantined_nbytes / _MIB for one in engine], label="quarantined", linewidth=1)
-    rates = _rates(seen.samples)
+    rates = _rates(samples)
     rated = [rate.at_s / 60 for rate in rates]
     axes[5].plot(rated, [max(rate.requests, 1) for rate in rates], label="requests/s", linewidth=1)
     axes[5].plot(rated, [max(rate.nbytes / 1e6, 1) for rate in rates], label="MB/s", linewidth=1)
     labels = ("private memory, MiB", "shared memory, MiB", "descriptors", "slab, MiB", "loop lag, ms", "throughput")
     for axis, label in zip(axes, labels, strict=True):
-        _shade(axis, seen.samples)
+        _shade(axis, samples)
         axis.set(ylabel=label, xlim=(0, times[-1]))
         axis.legend(loc="upper right", fontsize="x-small", ncols=4)
         axis.grid(axis="y", alpha=0.3)
@@ -149,10 +166,13 @@ def write_plot(plan: Plan, seen: Observations, checks: Sequence[Check], stem: Pa
     axes[0].legend(handles=patches, loc="lower right", fontsize="x-small", ncols=len(patches))
     axes[4].set_yscale("log")
     axes[5].set(yscale="log", xlabel="minutes")
-    verdict = "nothing grows" if all(check.passed for check in checks) else "FAILED"
-    figure.suptitle(f"{plan.cycles} cycles of {', '.join(phase.value for phase in Phase)}: {verdict}")
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    cycles = len({sample.cycle for sample in samples})
+    figure.suptitle(
+        f"{cycles} cycles of {', '.join(phase.value for phase in Phase)}: {'nothing grows' if passed else 'FAILED'}"
+    )
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     return paths
 

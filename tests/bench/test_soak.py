@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.report import build as build_report
 from bench.soak import report
 from bench.soak.cargo import MixedUpError, check, stamp
 from bench.soak.control import Seen
@@ -144,10 +145,26 @@ def test_two_cycles_say_nothing() -> None:
 def test_a_plot_is_drawn_twice(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     seen = observed(cycles=3)
-    paths = report.write_plot(Plan.of(1), seen, judge(seen), tmp_path / "plot.of.it")
+    paths = report.draw(seen.samples, True, tmp_path / "plot.of.it")
     assert [path.name for path in paths] == ["plot.of.it.png", "plot.of.it.svg"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in paths[1].read_bytes()
+
+
+def test_what_is_kept_of_a_run_is_drawn_by_the_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    seen = observed(cycles=3)
+    found = report.findings(Plan.of(1), seen, judge(seen))
+    stretches = {(sample.cycle, sample.phase) for sample in seen.samples}
+    assert len(stretches) <= len(found.results) <= 3 * len(stretches)
+    late = max(sample.processes[ENGINE].seen.lag_s for sample in seen.samples)
+    (tmp_path / "soak.json").write_bytes(msgspec.json.encode(found))
+    kept = report.read_samples((tmp_path / "soak.json").read_bytes())
+    assert max(sample.processes[ENGINE].seen.lag_s for sample in kept) == late
+    assert (kept[0], kept[-1]) == (seen.samples[0], seen.samples[-1])
+    text = build_report(tmp_path, tmp_path / "docs").read_text()
+    assert "](benchmarks/soak.svg)" in text
+    assert b"<svg" in (tmp_path / "docs" / "benchmarks" / "soak.svg").read_bytes()
 
 
 # -- real runs -----------------------------------------------------------------------------------------------------------
