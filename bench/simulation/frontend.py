@@ -243,7 +243,8 @@ class Session:
     def goodbye(self, replies_viewed: int) -> None:
         """Closes in order: what this process can still reach is named."""
         for slot in self.slots:
-            slot.viewed = slot.viewed or slot.held  # its caller has not left it, and may still write
+            # Its caller has not left it, or it is being copied to, and that may go on.
+            slot.viewed = slot.viewed or slot.held or slot.state is ClientSlot.WRITING
         for index, given_up in enumerate(self.pending.values()):
             if not given_up:
                 self.abort(index)
