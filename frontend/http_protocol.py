@@ -141,7 +141,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Ends a connection that took nothing since; a slow one is watched on."""
         nbytes = self.transport.get_write_buffer_size()
         if nbytes >= before_nbytes:
-            self.transport.abort()
+            self._abort()
         else:
             self._watch_for_a_stall(nbytes)
 

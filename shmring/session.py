@@ -90,6 +90,7 @@ _MAX_WRITE_BUFFER_NBYTES = 64 << 20  # unread by the engine before it counts as 
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _COPY_WORTH_A_WAKE_NBYTES = 128 << 10  # copying so much takes longer than waking the engine, which may as well begin
+_CLOSED = "this client was closed"
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 
 
@@ -280,7 +281,7 @@ class Session:
         """Ends the session: whatever waits in it fails with this error."""
         if self.error is not None:
             return
-        self.error = ClosedError("this client was closed") if self._closing else error
+        self.error = ClosedError(_CLOSED) if self._closing else error
         self._watch.close()
         self.connection.abort()
         if self._expiry is not None:
@@ -317,7 +318,7 @@ class Session:
         if self.error is not None:
             raise self._fresh_error()
         if self._closing:
-            raise ClosedError("this client was closed")
+            raise ClosedError(_CLOSED)
 
     def _fresh_error(self) -> ShmringError:
         assert self.error is not None
@@ -874,7 +875,8 @@ class Session:
         if self.error is not None:
             return
         self._closing = True
-        self._abort_all()
+        for pending in list(self.pending.values()):
+            self.abort(pending, ClosedError(_CLOSED))
         maps_device_slab = self.device is not None or self._opening_device is not None
         try:
             try:
@@ -889,7 +891,7 @@ class Session:
                 async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                     await asyncio.shield(self._ended)
         finally:
-            self._lose(ClosedError("this client was closed"))
+            self._lose(ClosedError(_CLOSED))
 
     def _say_goodbye(self, maps_device_slab: bool) -> None:
         for record in (*self._held.values(), *self._copies.values()):
@@ -897,10 +899,6 @@ class Session:
         kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
         self.connection.send(Goodbye(kept, tuple(self._reply_views.living()), maps_device_slab))
         self.connection.close()
-
-    def _abort_all(self) -> None:
-        for pending in list(self.pending.values()):
-            self.abort(pending, ClosedError("this client was closed"))
 
     async def _leave_device(self) -> bool:
         """Unmaps the device slab when the GPU is done with what this process queued; returns whether it is still mapped."""

@@ -2,9 +2,9 @@
 
 libav builds an index entry of 24 bytes for each sample, and the tables can claim samples without listing them: "a hundred
 million, all of one size". A file of 700 bytes then takes gigabytes and seconds in ``avformat_open_input``, before anybody could
-ask how long the clip is. An edit list multiplies them: each edit gets entries for all
-samples that it shows. So claims are compared with what an accepted file can hold. Compressed headers and the tables of
-encrypted files, which have the same property, are refused.
+ask how long the clip is. An edit list multiplies them: each edit gets entries for all samples that it shows. So claims are
+compared with what an accepted file can hold. Compressed headers and the tables of encrypted files, which have the same
+property, are refused.
 
 This is no parser, on purpose: libav takes tables in places where they do not belong, so whoever walks the boxes as the standard
 has them walks past those. Their names are searched for everywhere but in the media data. The numbers of honest tables can't
@@ -45,13 +45,19 @@ def check_tables(data: bytes) -> None:
         MediaError: they do, or it has a compressed header or is encrypted, or its media data are not all there.
     """
     num_samples = num_in_edits = 0
+
+    def count(track: _Track) -> None:
+        nonlocal num_samples, num_in_edits
+        num_entries = track.num_entries(len(data))
+        num_samples += num_entries
+        num_in_edits += num_entries * track.num_edits
+
     track = _Track()
     for start, end in _without_media_data(data):
         for match in _NAMES.finditer(data, start, end):
             name, place = match.group(), match.end()
             if name == b"trak":
-                num_samples += track.num_entries(len(data))
-                num_in_edits += track.num_edits * track.num_entries(len(data))
+                count(track)
                 track = _Track()
             elif name == b"trun":
                 num_samples += _number(data, place + 4)
@@ -59,8 +65,7 @@ def check_tables(data: bytes) -> None:
                 raise MediaError(_REFUSED[name])
             else:
                 track.note(name, data, place)
-    num_samples += track.num_entries(len(data))
-    num_in_edits += track.num_edits * track.num_entries(len(data))
+    count(track)
     if num_samples > _MAX_SAMPLES:
         raise MediaError(f"the MP4 claims {num_samples} samples, more than the {_MAX_SAMPLES} that are accepted")
     if num_in_edits > _MAX_SAMPLES_IN_EDITS:

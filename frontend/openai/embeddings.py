@@ -112,7 +112,7 @@ def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | Media
     if count > max_inputs:  # before millions of them are looked at, one by one, in the event loop
         message = f"the request has {count} inputs, at most {max_inputs} are accepted"
         raise ApiError(400, message, code="too_many_inputs", param=param)
-    return _of_messages(messages) if messages else _of_input(texts)
+    return _of_messages(messages) if messages else _of_input(texts or [])
 
 
 def _count_of_input(texts: str | list[str | int | list[int]] | None) -> int:
@@ -123,9 +123,7 @@ def _count(messages: list[EmbeddingMessage]) -> int:
     return sum(1 if isinstance(message.content, str) else len(message.content) for message in messages)
 
 
-def _of_input(texts: str | list[str | int | list[int]] | None) -> list[Text | MediaSource]:
-    if not texts:
-        return []
+def _of_input(texts: str | list[str | int | list[int]]) -> list[Text | MediaSource]:
     if isinstance(texts, str):
         return [_of_text(texts, "input")]
     inputs = []

@@ -75,6 +75,10 @@ class _Upload:
     payload: Any
 
 
+#: Makes one ready, in the part of the staging memory that it was given.
+_Prepare = Callable[[Part, torch.Tensor], _Upload]
+
+
 class Uploads:
     """Copies of requests to devices, for one ring. Lives in a loop.
 
@@ -140,26 +144,19 @@ class Uploads:
             return decode(self._placing(layout, content, region, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        prepare = functools.partial(self._prepare, layout, content, region, decode, given)
         try:
-            return await self._upload(lane, consumer, layout, content, region, decode, check, given)
+            return await self._upload(lane, consumer, layout, prepare, check)
         except BaseException as error:
             _cut_off(error)
             raise
 
     async def _upload(
-        self,
-        lane: _Lane,
-        consumer: Stream,
-        layout: Layout,
-        content: Content,
-        region: Region,
-        decode: Decode,
-        check: Callable[[], object],
-        given: Given | None,
+        self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare, check: Callable[[], object]
     ) -> Any:
         part, target = await lane.staging.acquire(max(1, layout.nbytes))
         check()
-        upload = self._prepare(layout, content, region, decode, given, part, target)
+        upload = prepare(part, target)
         try:
             if self._must_offload(layout):
                 await self._on_thread(functools.partial(self._queue_copies, lane, upload))
@@ -193,24 +190,16 @@ class Uploads:
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        prepare = functools.partial(self._prepare, layout, content, region, decode, given)
         try:
-            return self._upload_nowait(lane, consumer, layout, content, region, decode, given)
+            return self._upload_nowait(lane, consumer, layout, prepare)
         except BaseException as error:
             _cut_off(error)
             raise
 
-    def _upload_nowait(
-        self,
-        lane: _Lane,
-        consumer: Stream,
-        layout: Layout,
-        content: Content,
-        region: Region,
-        decode: Decode,
-        given: Given | None,
-    ) -> Any:
+    def _upload_nowait(self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare) -> Any:
         part, target = lane.staging.acquire_nowait(max(1, layout.nbytes))
-        upload = self._prepare(layout, content, region, decode, given, part, target)
+        upload = prepare(part, target)
         try:
             self._queue_copies(lane, upload)
         finally:
