@@ -122,6 +122,7 @@ async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_an
     submission = await client.submit("x")
     claim = await ring.claim()
     await claim.reply({"x": tensor(50_000)})
+    kept = await submission.next()  # or closing would give its slot to the one that waits
     late = asyncio.create_task(claim.reply({"x": tensor(50_000)}))
     await eventually(lambda: ring.statistics().replies_waiting == 1)
     claim.done()
@@ -132,7 +133,7 @@ async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_an
     with pytest.raises(shmring.LocalProtocolError, match="has ended"):
         await asyncio.wait_for(late, 1)
     assert ring.statistics().replies_waiting == 0
-    del submission
+    del kept
 
 
 # -- its payload --------------------------------------------------------------------------------------------------------
