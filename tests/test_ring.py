@@ -624,8 +624,8 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
     assert session is not None
     for call_id in (2, 3):
         session._calls[call_id] = asyncio.get_running_loop().create_future()
-    assert await client.call("one") == 1
-    await asyncio.gather(*session._calls.values())
+    assert await client.call("one", timeout=5) == 1
+    await asyncio.wait_for(asyncio.gather(*session._calls.values()), 5)
     assert ring.statistics().protocol_errors == 0
 
 
