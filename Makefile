@@ -2,6 +2,7 @@
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
 #   make test     style, types, tests, coverage of the core, a minute of chaos, and a check that nothing is left behind
 #   make bench-quick  transports side by side in under 5 minutes; fails if a target that this measures is missed
+#   make test-all what make test leaves out: tests marked slow
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test checks test-gpu lint types unit-tests system-tests faults leftovers bench-quick guards fuzz format clean install
+.PHONY: demo test test-all checks test-gpu lint types unit-tests system-tests faults leftovers bench-quick guards fuzz format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -37,13 +38,16 @@ types: $(INSTALLED)
 
 unit-tests: $(INSTALLED)
 	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
-	@echo 'pytest: the tests without a ring'; $(BIN)/python -m pytest $(UNITS)
+	@echo 'pytest: the tests without a ring'; $(BIN)/python -m pytest -m 'not slow' $(UNITS)
 
 system-tests: $(INSTALLED)
-	@echo 'pytest: the tests with rings and processes'; $(BIN)/python -m pytest --ignore=tests/core $(addprefix --ignore=,$(UNITS))
+	@echo 'pytest: the tests with rings and processes'; $(BIN)/python -m pytest -m 'not slow' --ignore=tests/core $(addprefix --ignore=,$(UNITS))
 
 faults: checks
 	$(BIN)/python -m bench faults --minutes 1 --seed 1
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
 
 leftovers: checks faults
 	$(BIN)/python tests/leftovers.py

@@ -19,6 +19,7 @@ from frontend.demo.server import Server, left_behind
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_it_shows_that_altered_copies_find_their_originals_and_that_an_answer_streams() -> None:
     command = [sys.executable, "-m", "frontend.cli", "demo"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "150"}
