@@ -7,8 +7,8 @@ Answers that come whole say what they took: ``X-Shmring-Slab-Bytes``, the bytes 
 requests' included, so it is exact for a request that was alone, and an upper bound otherwise). ``X-Shmring-Synthetic: true``
 is on all answers that are made up, for load tests.
 
-``/health`` says whether the engine works, ``/ready`` whether a request would be answered now: a paused engine is well and not
-ready. Neither needs a key, nor do ``/metrics``, ``/version`` and ``/docs``.
+What ``/health`` and ``/ready`` say: :mod:`frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
+``/docs``.
 
 Litestar was chosen because it speaks msgspec; it cancels cleanly, streams, and runs its middleware inside its error handling.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from litestar import HttpMethod, Litestar, Request, Response, post, route
@@ -33,8 +33,9 @@ from frontend.authentication import Authentication
 from frontend.chat import ChatService, Completed, events_of
 from frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from frontend.embeddings import Embedded, EmbeddingService
-from frontend.errors import RETRY_AFTER_S, ApiError, ErrorEnvelope
+from frontend.errors import ApiError, ErrorEnvelope
 from frontend.failures import report
+from frontend.health import Health, HealthReporter
 from frontend.metrics import FrontendMetrics, Observation, request_id_of
 from frontend.multimodal import MediaIntake
 from frontend.openai.chat import CHAT_PARSER, ChatRequest
@@ -66,7 +67,7 @@ class Application:
 
     def begin_shutdown(self) -> None:
         """Says to whoever asks that it is not ready any more. What is in flight, or still comes, is answered."""
-        self._routes.shutting_down = True
+        self._routes.health.shutting_down = True
 
 
 def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
@@ -106,7 +107,7 @@ class _Routes:
 
     def __init__(self, engine: EngineClient, settings: FrontendSettings) -> None:
         self.metrics = FrontendMetrics()
-        self.shutting_down = False
+        self.health = HealthReporter(engine)
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)
@@ -168,20 +169,11 @@ class _Routes:
     def version(self) -> Version:
         return Version(shmring.__version__)
 
-    async def check_health(self) -> Response[bytes]:
-        with _unhealthy():
-            await self._engine.check_health()
-        return _well()
+    async def check_health(self) -> Health:
+        return await self.health.check_health()
 
-    async def check_ready(self) -> Response[bytes]:
-        if self.shutting_down or self._engine.is_stopped:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
-        with _unhealthy():
-            await self._engine.check_health()
-            paused = await self._engine.is_paused()
-        if paused:
-            raise ApiError(503, "the engine is paused; requests wait", code="paused", retry_after_s=RETRY_AFTER_S)
-        return _well()
+    async def check_ready(self) -> Health:
+        return await self.health.check_ready()
 
     async def render_metrics(self) -> Response[bytes]:
         self.metrics.take_over(self._engine.ring.statistics())
@@ -189,21 +181,6 @@ class _Routes:
         with contextlib.suppress(shmring.ShmringError, TimeoutError):  # it is told as shmring_engine_up 0
             numbers = await self._engine.statistics()
         return Response(await self.metrics.render(numbers), headers={"content-type": CONTENT_TYPE_LATEST})
-
-
-@contextlib.contextmanager
-def _unhealthy() -> Iterator[None]:
-    """What an engine's answer, or none, to a question of its health is to the caller."""
-    try:
-        yield
-    except TimeoutError:
-        raise ApiError(503, "the engine does not answer", code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from None
-    except shmring.RemoteError as error:
-        raise ApiError(503, error.message, code="engine_unhealthy", retry_after_s=RETRY_AFTER_S) from None
-
-
-def _well() -> Response[bytes]:
-    return Response(b"", media_type="text/plain")
 
 
 def _headers(taken: Completed | Embedded) -> dict[str, str]:

@@ -20,6 +20,7 @@ from litestar import Response
 
 import shmring
 from frontend.errors import ErrorEnvelope
+from frontend.health import Health
 from frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from frontend.openai.models import Model, ModelList, Version
@@ -45,6 +46,7 @@ _TYPES = (
     Model,
     ModelList,
     Version,
+    Health,
     ErrorEnvelope,
 )
 
@@ -180,10 +182,11 @@ def _operations() -> dict[str, Any]:
     """Returns the paths for those who look after the server."""
     version = {"application/json": _schema("Version")}
     plain = {"text/plain": {"schema": {"type": "string"}}}
+    health = {"application/json": _schema("Health")}
     unwell, bugs = _errors((500, 503)), _errors((500,))
     return {
-        "/health": {"get": _operation("Whether the engine works", "operations", _answer("It does."), unwell)},
-        "/ready": {"get": _operation("Whether requests are answered now", "operations", _answer("They are."), unwell)},
+        "/health": {"get": _operation("Whether the engine works", "operations", _answer("It does.", health), unwell)},
+        "/ready": {"get": _operation("Whether requests are answered now", "operations", _answer("They are.", health), unwell)},
         "/metrics": {"get": _operation("Numbers for Prometheus", "operations", _answer("The numbers.", plain), bugs)},
         "/version": {"get": _operation("The version", "operations", _answer("The version.", version), bugs)},
     }

@@ -1,0 +1,77 @@
+"""What ``/health`` and ``/ready`` say: the facts, and who collects them.
+
+``/health`` says whether the engine works, ``/ready`` whether a request would be answered now: a paused engine is well and not
+ready. Whoever knows a further fact about this process or its neighbours adds a field to :class:`Health` and fills it in
+:meth:`HealthReporter.check_health`. A process that is not well answers 503 with the envelope of errors instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+import shmring
+from engine.client import EngineClient
+from frontend.errors import RETRY_AFTER_S, ApiError
+
+__all__ = ["Health", "HealthReporter"]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `GET /health` and `GET /ready` of a process that is well."""
+
+    engine: Literal["running", "paused"]
+    shutting_down: bool
+
+
+class HealthReporter:
+    """Collects the facts.
+
+    Args:
+        engine: is asked each time.
+
+    Attributes:
+        shutting_down: whether this process was told to end. It still answers what comes.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.shutting_down = False
+
+    async def check_ready(self) -> Health:
+        """Returns the facts if a request would be answered now.
+
+        Raises:
+            ApiError: 503, it would not.
+        """
+        if self.shutting_down or self._engine.is_stopped:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+        health = await self.check_health()
+        if health.engine == "paused":
+            raise ApiError(503, "the engine is paused; requests wait", code="paused", retry_after_s=RETRY_AFTER_S)
+        return health
+
+    async def check_health(self) -> Health:
+        """Returns the facts if the engine works.
+
+        Raises:
+            ApiError: 503, the engine does not answer, or says that it is not well.
+            shmring.ShmringError: there is no engine.
+        """
+        with _engine_failures_as_api_errors():
+            await self._engine.check_health()
+            paused = await self._engine.is_paused()
+        return Health(engine="paused" if paused else "running", shutting_down=self.shutting_down)
+
+
+@contextlib.contextmanager
+def _engine_failures_as_api_errors() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise ApiError(503, "the engine does not answer", code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from None
+    except shmring.RemoteError as error:
+        raise ApiError(503, error.message, code="engine_unhealthy", retry_after_s=RETRY_AFTER_S) from None
