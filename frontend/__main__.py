@@ -19,21 +19,19 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import click
-import uvicorn
 import uvloop
 
 import shmring
 from engine.client import EngineClient
-from frontend.app import Application, create_app
-from frontend.http_protocol import BoundedHttpProtocol
+from frontend.app import create_app
 from frontend.memory import make_malloc_return_memory
 from frontend.options import LOG_LEVELS, FiniteRange, frontend_options, settings_of
+from frontend.server import Server
 from frontend.settings import FrontendSettings
 from shmring.transport.liveness import ProcessWatch
 
@@ -44,9 +42,6 @@ logger = logging.getLogger("frontend")
 _CONNECT_TIMEOUT_S = 30.0  # for the engine to import torch and to fill its slab: about 1 s for each 4 GiB; a model takes longer
 _SHUTDOWN_TIMEOUT_S = 2.0
 _INLINE_NBYTES = 128 << 20  # of media in one message, without shared memory; the engine's messages hold twice as much
-_SAME_SIGNAL_S = 0.5
-_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills a second later
-_POLL_S = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,89 +135,6 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, except that it says when it is ready, ends by returning, and does not lose what it cancels.
-
-    uvicorn's own signal handling raises the signal once more after the shutdown, which would end the process before the
-    engine's client has said goodbye. Its own shutdown takes whole seconds only, and goes on at once after it has cancelled
-    requests, so that their answers could not be sent.
-    """
-
-    def __init__(self, app: Application, place: _Place) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=place.host,
-                port=place.port,
-                http=BoundedHttpProtocol,
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                log_level="warning" if place.log_level == "info" else place.log_level,
-                access_log=False,
-                server_header=False,
-            )
-        )
-        self._app = app
-        self._told_at = 0.0
-        self._ready_fd = place.ready_fd
-        self._shutdown_timeout_s = place.shutdown_timeout_s
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Ends the server on SIGTERM and SIGINT, and leaves it at that."""
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    def stop(self) -> None:
-        """Ends it: what is in flight may end first. Called again, it may not."""
-        now = time.monotonic()
-        # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
-        self.force_exit = self.should_exit and now - self._told_at > _SAME_SIGNAL_S
-        self._told_at = now if not self.should_exit else self._told_at
-        self.should_exit = True
-        self._app.begin_shutdown()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts listening, and says so."""
-        await super().startup(sockets)
-        if self._ready_fd is not None:
-            os.write(self._ready_fd, b"\n")
-            os.close(self._ready_fd)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops listening, waits for requests as long as they may take, cancels the others, and ends the application."""
-        for server in self.servers:
-            server.close()
-        for listening in sockets or ():
-            listening.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()  # at once, or after its answer
-        await self._wait_until_idle(self._shutdown_timeout_s)
-        if self.server_state.tasks:
-            logger.warning("requests aborted, since the server ends: %d", len(self.server_state.tasks))
-        for task in list(self.server_state.tasks):
-            task.cancel()
-        self.force_exit = False
-        await self._wait_until_idle(_CANCELLED_GRACE_S)
-        await self.lifespan.shutdown()
-
-    async def _wait_until_idle(self, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        state = self.server_state
-        # uvicorn has no event for either.
-        while (state.tasks or state.connections) and loop.time() < deadline and not self.force_exit:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
-
-
 async def _serve(place: _Place, settings: FrontendSettings) -> None:
     description = f"frontend {os.getpid()}"
     config = shmring.ClientConfig(socket_dir=place.socket_dir, connect_timeout_s=place.connect_timeout_s)
@@ -230,9 +142,22 @@ async def _serve(place: _Place, settings: FrontendSettings) -> None:
         config = dataclasses.replace(config, inline_nbytes=_INLINE_NBYTES)
     with _watching_parent(place.parent_pid):
         async with await EngineClient.connect(place.name, config, description=description) as engine:
-            server = _Server(create_app(engine, settings), place)
+            server = Server(
+                create_app(engine, settings),
+                host=place.host,
+                port=place.port,
+                log_level=place.log_level,
+                shutdown_timeout_s=place.shutdown_timeout_s,
+                on_started=lambda: _say_ready(place.ready_fd),
+            )
             sockets = [socket.socket(fileno=place.listen_fd)] if place.listen_fd is not None else None
             await server.serve(sockets)
+
+
+def _say_ready(ready_fd: int | None) -> None:
+    if ready_fd is not None:
+        os.write(ready_fd, b"\n")
+        os.close(ready_fd)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ __all__ = ["ServeError", "ServeOptions", "serve"]
 logger = logging.getLogger("frontend.supervisor")
 
 _BACKLOG = 2048  # connections that wait to be accepted; the kernel caps it (net.core.somaxconn)
-# Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/__main__.py) and leaves the
+# Beyond --shutdown-timeout. A frontend then answers what it aborts (0.5 s at most, see frontend/server.py) and leaves the
 # engine; on two overloaded cores that was measured to take 0.3 s, and the engine's end 0.3 s. Of the 3 s that a stop may take,
 # the rest is for reaping what had to be killed: a second on such a machine.
 _SAME_SIGNAL_S = 0.5  # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two

@@ -1,9 +1,8 @@
-"""``python -m frontend`` as a process attached to a ring of this process; and how its server ends, with a small application."""
+"""``python -m frontend`` as a process attached to a ring of this process."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -17,8 +16,6 @@ import numpy as np
 import pytest
 
 import shmring
-from frontend import __main__ as frontend_main
-from frontend.__main__ import _Place, _Server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,153 +123,3 @@ async def test_it_leaves_with_an_answer_for_whoever_still_waits(
     release.set()
     await eventually(lambda: engine.ring.statistics().slots_in_use == 0)
     assert engine.ring.statistics().departed_clients == 0  # it said goodbye
-
-
-# -- how a server ends --------------------------------------------------------------------------------------------------
-
-
-class Application:
-    """Answers ``/slow`` once it may, ``/stream`` with a piece at once and the rest once it may; what is cancelled says so."""
-
-    def __init__(self) -> None:
-        self.may_answer = asyncio.Event()
-        self.in_flight = 0
-        self.told_of_shutdown = False
-        self.left_at_the_end: int | None = None
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            for word in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{word}.complete"})
-                self.left_at_the_end = self.in_flight
-            return
-        self.in_flight += 1
-        try:
-            await self._answer(scope["path"] == "/stream", send)
-        finally:
-            self.in_flight -= 1
-
-    def begin_shutdown(self) -> None:
-        self.told_of_shutdown = True
-
-    async def _answer(self, streamed: bool, send: Any) -> None:
-        if streamed:
-            await self._say(send, 200, b"first ", more=True)
-        try:
-            await self.may_answer.wait()
-        except asyncio.CancelledError:
-            if not streamed:
-                await self._say(send, 503, b"")
-                return
-            await asyncio.sleep(0.05)  # telling callers may take a moment
-            await send({"type": "http.response.body", "body": b"cancelled"})
-            return
-        if streamed:
-            await send({"type": "http.response.body", "body": b"last"})
-        else:
-            await self._say(send, 200, b"done")
-
-    @staticmethod
-    async def _say(send: Any, status: int, body: bytes, *, more: bool = False) -> None:
-        await send({"type": "http.response.start", "status": status, "headers": [(b"transfer-encoding", b"chunked")]})
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-OpenServer = Callable[..., Awaitable[tuple[_Server, Application, httpx.AsyncClient]]]
-
-
-@pytest.fixture
-async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
-    """``await open_server(shutdown_timeout_s)``: a server in this process, its application, and a client of it."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def open_one(shutdown_timeout_s: float) -> tuple[_Server, Application, httpx.AsyncClient]:
-            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            application = Application()
-            place = _Place(
-                name="test",
-                socket_dir=None,
-                host="127.0.0.1",
-                port=0,
-                listen_fd=None,
-                ready_fd=None,
-                parent_pid=None,
-                connect_timeout_s=1.0,
-                shutdown_timeout_s=shutdown_timeout_s,
-                log_level="warning",
-            )
-            server = _Server(application, place)
-            running = asyncio.create_task(server.serve([listening]))
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
-            stack.push_async_callback(end, server, application, running)
-            await eventually(lambda: server.started)
-            return server, application, client
-
-        async def end(server: _Server, application: Application, running: asyncio.Task[None]) -> None:
-            server.stop()
-            await asyncio.wait_for(running, 30)
-            assert application.left_at_the_end == 0
-
-        yield open_one
-
-
-async def test_what_runs_may_end(open_server: OpenServer, eventually: Any) -> None:
-    server, application, client = await open_server(600)
-    asking = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
-    await eventually(lambda: application.in_flight == 2)
-    assert not application.told_of_shutdown
-    server.stop()
-    assert application.told_of_shutdown
-
-    async def is_refused() -> bool:
-        try:
-            async with httpx.AsyncClient(base_url=client.base_url) as another:
-                await another.get("/slow", timeout=1)
-        except httpx.ConnectError:
-            return True
-        except httpx.TransportError:  # accepted just before the port was closed
-            pass
-        return False
-
-    while not await is_refused():
-        await asyncio.sleep(0.01)
-    assert not any(task.done() for task in asking)
-    application.may_answer.set()
-    assert [response.text for response in await asyncio.gather(*asking)] == ["done", "first last"]
-
-
-@pytest.mark.parametrize("shutdown_timeout_s", [0, 0.05])
-async def test_what_does_not_end_is_cancelled_and_can_say_so(
-    open_server: OpenServer, eventually: Any, shutdown_timeout_s: float
-) -> None:
-    server, application, client = await open_server(shutdown_timeout_s)
-    asking = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
-    await eventually(lambda: application.in_flight == 2)
-    server.stop()
-    slow, stream = await asyncio.wait_for(asyncio.gather(*asking), 30)
-    assert (slow.status_code, stream.text) == (503, "first cancelled")
-
-
-async def test_told_twice_at_once_it_was_told_once(open_server: OpenServer, eventually: Any) -> None:
-    """`timeout` and `tini -g` signal a process and then its group."""
-    server, application, client = await open_server(600)
-    asking = asyncio.create_task(client.get("/slow"))
-    await eventually(lambda: application.in_flight == 1)
-    server.stop()
-    server.stop()
-    assert not server.force_exit
-    application.may_answer.set()
-    assert (await asyncio.wait_for(asking, 30)).text == "done"
-
-
-async def test_told_twice_it_waits_no_longer(open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend_main, "_SAME_SIGNAL_S", -1.0)
-    server, application, client = await open_server(600)
-    asking = asyncio.create_task(client.get("/slow"))
-    await eventually(lambda: application.in_flight == 1)
-    server.stop()
-    assert not server.force_exit
-    server.stop()
-    assert (await asyncio.wait_for(asking, 30)).status_code == 503

@@ -1,0 +1,125 @@
+"""The HTTP server of a frontend process: uvicorn, with another beginning and another end.
+
+It stops listening at once when it is told to end; requests may go on for a while; then those that still run are cancelled, and
+have a moment to say so (503, or a last event of a stream). Told a second time, it waits no longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from frontend.app import Application
+from frontend.http_protocol import BoundedHttpProtocol
+
+__all__ = ["Server"]
+
+logger = logging.getLogger("frontend")
+
+_SAME_SIGNAL_S = 0.5
+_CANCELLED_GRACE_S = 0.5  # for answers to what was cancelled; the supervisor kills a second later
+_POLL_S = 0.01
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, except that it says when it is ready, ends by returning, and does not lose what it cancels.
+
+    uvicorn's own signal handling raises the signal once more after the shutdown, which would end the process before the
+    engine's client has said goodbye. Its own shutdown takes whole seconds only, and goes on at once after it has cancelled
+    requests, so that their answers could not be sent.
+
+    Args:
+        app: what answers.
+        host, port: where to listen, unless :meth:`serve` is given sockets.
+        log_level: of uvicorn.
+        shutdown_timeout_s: how long requests may go on after :meth:`stop`.
+        on_started: called once requests are accepted.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        *,
+        host: str,
+        port: int,
+        log_level: str,
+        shutdown_timeout_s: float,
+        on_started: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=host,
+                port=port,
+                http=BoundedHttpProtocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                log_level="warning" if log_level == "info" else log_level,
+                access_log=False,
+                server_header=False,
+            )
+        )
+        self._app = app
+        self._told_at = 0.0
+        self._on_started = on_started
+        self._shutdown_timeout_s = shutdown_timeout_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ends the server on SIGTERM and SIGINT, and leaves it at that."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Ends it: what is in flight may end first. Called again, it may not."""
+        now = time.monotonic()
+        # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
+        self.force_exit = self.should_exit and now - self._told_at > _SAME_SIGNAL_S
+        self._told_at = now if not self.should_exit else self._told_at
+        self.should_exit = True
+        self._app.begin_shutdown()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts listening, and says so."""
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops listening, waits for requests as long as they may take, cancels the others, and ends the application."""
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once, or after its answer
+        await self._wait_until_idle(self._shutdown_timeout_s)
+        if self.server_state.tasks:
+            logger.warning("requests aborted, since the server ends: %d", len(self.server_state.tasks))
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        self.force_exit = False
+        await self._wait_until_idle(_CANCELLED_GRACE_S)
+        await self.lifespan.shutdown()
+
+    async def _wait_until_idle(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        state = self.server_state
+        # uvicorn has no event for either.
+        while (state.tasks or state.connections) and loop.time() < deadline and not self.force_exit:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
