@@ -18,7 +18,7 @@ import uvloop
 import shmring
 from engine.core import EngineCore
 from engine.executors import EXECUTORS, create_executor
-from engine.protocol import Executor, ExecutorDeadError, ExecutorOptions
+from engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
 from engine.scheduler import SchedulerConfig
 from shmring.transport.liveness import ProcessWatch
 

@@ -1,6 +1,6 @@
 """What executors answer, checked before a caller sees it.
 
-An executor is a plug-in, and its answers are not trusted to be what :mod:`engine.protocol` asks for: a wrong one fails its own
+An executor is a plug-in, and its answers are not trusted to be what :mod:`engine.executors.interface` asks for: a wrong one fails its own
 request, with a text that tells whoever wrote the executor what is wrong with it.
 """
 
@@ -10,7 +10,8 @@ import dataclasses
 
 import torch
 
-from engine.protocol import EncodeReply, EncodeRequest, EngineRequestPayload, GenerateReply, GenerateRequest, StepOutput
+from engine.executors.interface import StepOutput
+from engine.protocol import EncodeReply, EncodeRequest, EngineRequestPayload, GenerateReply, GenerateRequest
 
 __all__ = ["checked", "without_frames"]
 

@@ -1,4 +1,4 @@
-"""The engine as frontends see it: vLLM's ``EngineClient`` operations over one ring client."""
+"""The engine as frontends see it: what they may ask of it, and how that is done over one ring client."""
 
 from __future__ import annotations
 
@@ -6,26 +6,140 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
+import torch
 
 import shmring
 from engine.protocol import (
     Calls,
-    EncodeOutput,
     EncodeReply,
     EncodeRequest,
-    GenerateOutput,
+    FinishReason,
     GenerateReply,
     GenerateRequest,
     ModelDescription,
 )
 from shmring.slot import AcquiringSlot
 
-__all__ = ["EngineClient"]
+__all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "GenerateOutput"]
 
 _Payload = TypeVar("_Payload", EncodeRequest, GenerateRequest)
+
+
+class EncodeOutput(msgspec.Struct):
+    """What :meth:`EngineClientProtocol.encode` yields.
+
+    Attributes:
+        request_id: the caller's name of the request.
+        embeddings: shape (inputs, embedding size), float32; the caller's own, not a view of the slab.
+        prompt_tokens: of the request.
+        finished: whether it is the last.
+    """
+
+    request_id: str
+    embeddings: torch.Tensor
+    prompt_tokens: int
+    finished: bool
+
+
+class GenerateOutput(msgspec.Struct):
+    """What :meth:`EngineClientProtocol.generate` yields: a piece of the answer, as in :class:`GenerateReply`."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: FinishReason | None
+    finished: bool
+
+
+class EngineClientProtocol(Protocol):
+    """What a frontend may ask of an engine; frontends are annotated with it, and :class:`EngineClient` is one.
+
+    Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``ring``,
+    ``slot``, ``describe`` and ``statistics`` are ours: media are decoded into slots.
+    """
+
+    @property
+    def ring(self) -> shmring.RingClient:
+        """The ring client beneath, for its statistics."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an engine is attached."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether this client was closed."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has gone, and no successor has come yet."""
+
+    @property
+    def dead_error(self) -> BaseException:
+        """What requests fail with while :attr:`errored`."""
+
+    def generate(
+        self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None
+    ) -> AsyncGenerator[GenerateOutput, None]:
+        """Yields an answer, piece by piece."""
+
+    def encode(
+        self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
+    ) -> AsyncGenerator[EncodeOutput, None]:
+        """Yields the embeddings of a request."""
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Gives requests up."""
+
+    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
+        """Waits for memory to decode a request's media into."""
+
+    async def check_health(self, timeout: float = ...) -> None:
+        """Raises if the engine is not well."""
+
+    async def describe(self, timeout: float = ...) -> ModelDescription:
+        """Returns what the engine's executor does."""
+
+    async def statistics(self, timeout: float = ...) -> dict[str, float]:
+        """Returns the engine's counts by name."""
+
+    async def pause_generation(self, *, wait_for_inflight_requests: bool = False) -> None:
+        """Executes nothing more, for all frontends. What runs is finished first, or else aborted; what comes waits."""
+
+    async def resume_generation(self) -> None:
+        """Goes on."""
+
+    async def is_paused(self) -> bool:
+        """Whether it is paused."""
+
+    async def reset_mm_cache(self) -> None:
+        """Has the executor forget what it keeps of media."""
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of the executor between two steps, with msgpack arguments; one result for each of its workers."""
+
+    async def get_supported_tasks(self, timeout: float = ...) -> tuple[str, ...]:
+        """Returns what the executor can be asked for."""
+
+    async def do_log_stats(self) -> None:
+        """Has the engine log its counters."""
+
+    async def start_profile(self) -> None:
+        """Starts torch's profiler around the engine's steps."""
+
+    async def stop_profile(self) -> str:
+        """Stops it, and returns the path of the trace, for ``chrome://tracing`` or Perfetto."""
 
 
 class EngineClient:

@@ -7,7 +7,7 @@ deadline or a pause releases their slots when no step is reading them. What wait
 
 The executor is touched by one thread only: steps, ``forget``, remote calls and the profiler all run on it, one after the other.
 
-What ends the engine: an executor that says it is dead (:class:`~engine.protocol.ExecutorDeadError`), or that raises what is not
+What ends the engine: an executor that says it is dead (:class:`~engine.executors.interface.ExecutorDeadError`), or that raises what is not
 an ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step or call that takes
 longer than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
 """
@@ -27,17 +27,10 @@ import msgspec
 
 import shmring
 from engine.answers import checked, without_frames
+from engine.executors.interface import Executor, ExecutorDeadError, StepInput, StepOutput
 from engine.metrics import EngineMetrics
 from engine.profiling import StepProfiler
-from engine.protocol import (
-    Calls,
-    EngineRequestPayload,
-    Executor,
-    ExecutorDeadError,
-    GenerateReply,
-    StepInput,
-    StepOutput,
-)
+from engine.protocol import Calls, EngineRequestPayload, GenerateReply
 from engine.request import EngineRequest, check_media_indices
 from engine.scheduler import OverloadedError, Scheduler, SchedulerConfig
 

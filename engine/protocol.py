@@ -1,20 +1,13 @@
-"""What frontends and the engine say to each other through the ring, and what an executor is.
+"""What frontends and the engine say to each other: media, what an executor takes, requests and replies.
 
-These are the payloads of requests and replies; how they travel is shmring's business. Frontends import this module and
-:mod:`engine.client`, and nothing else of the engine.
-
-Life of a request in the engine: it waits in the scheduler; a step admits it, and from then on it is part of every step
-until it has finished, failed, was aborted or has run out of time. :class:`Executor` says what a step is. Media are views of
-the slab: by default they are the executor's for the first step only, after which their slots go back, so that a stream of a
-thousand tokens does not keep a video in the slab.
+These are the payloads of the ring's requests and replies; how they travel is shmring's business. Frontends import this module
+and :mod:`engine.client`, and nothing else of the engine.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, TypeAlias
 
 import msgspec
 import torch
@@ -22,16 +15,10 @@ import torch
 __all__ = [
     "Calls",
     "ChatMessage",
-    "EncodeOutput",
     "EncodeReply",
     "EncodeRequest",
-    "EngineClientProtocol",
     "EngineRequestPayload",
-    "Executor",
-    "ExecutorDeadError",
-    "ExecutorOptions",
     "FinishReason",
-    "GenerateOutput",
     "GenerateReply",
     "GenerateRequest",
     "InputSpec",
@@ -43,8 +30,6 @@ __all__ = [
     "SamplingParams",
     "SoundSpec",
     "Spectrogram",
-    "StepInput",
-    "StepOutput",
     "Text",
     "TextPart",
     "Video",
@@ -56,7 +41,7 @@ __all__ = [
 
 
 class Calls:
-    """Names of the engine's control calls; what they take and return is said by :class:`EngineClientProtocol`."""
+    """Names of the engine's control calls; what they take and return is said by :class:`engine.client.EngineClientProtocol`."""
 
     HEALTH = "health"
     DESCRIBE = "describe"
@@ -313,187 +298,3 @@ class GenerateReply(msgspec.Struct, tag="generated"):
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest
-
-
-class EncodeOutput(msgspec.Struct):
-    """What :meth:`EngineClientProtocol.encode` yields.
-
-    Attributes:
-        request_id: the caller's name of the request.
-        embeddings: shape (inputs, embedding size), float32; the caller's own, not a view of the slab.
-        prompt_tokens: of the request.
-        finished: whether it is the last.
-    """
-
-    request_id: str
-    embeddings: torch.Tensor
-    prompt_tokens: int
-    finished: bool
-
-
-class GenerateOutput(msgspec.Struct):
-    """What :meth:`EngineClientProtocol.generate` yields: a piece of the answer, as in :class:`GenerateReply`."""
-
-    request_id: str
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    completion_tokens: int
-    finish_reason: FinishReason | None
-    finished: bool
-
-
-# -- executors ------------------------------------------------------------------------------------------------------------
-
-
-class ExecutorDeadError(Exception):
-    """Raised by an executor that can never execute anything again; the engine then ends, and says why."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExecutorOptions:
-    """What an executor is made with: ``factory(options)``.
-
-    Attributes:
-        model: a local path or a hub's name, if it loads one.
-        mm_processor_kwargs: how media are prepared, as vLLM spells them; what an executor does not know it refuses.
-        options: whatever else the executor takes.
-    """
-
-    model: str | None = None
-    mm_processor_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepInput:
-    """A request's part in a step.
-
-    Attributes:
-        request_id: unique in this engine's life.
-        payload: the request; None in steps after its inputs were given back.
-    """
-
-    request_id: int
-    payload: EncodeRequest | GenerateRequest | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step gave for one request.
-
-    Attributes:
-        reply: what its caller is sent; None: nothing yet.
-        finished: whether the request is complete.
-        keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
-    """
-
-    reply: EncodeReply | GenerateReply | None = None
-    finished: bool = True
-    keep_inputs: bool = False
-
-
-@runtime_checkable
-class Executor(Protocol):
-    """What computes. It is called from one thread, one step at a time, never from the event loop.
-
-    The tensors of a payload are views of the slab: they may be read while the payload is handed in, must not be written,
-    and what is kept of them longer must be copied. Any public method beside these can be called by
-    :meth:`EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its own.
-    """
-
-    def describe(self) -> ModelDescription:
-        """Says what it does."""
-
-    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        """Executes one step for all requests in it.
-
-        Returns:
-            For each request its output, or the error with which it alone fails. ``ValueError`` says that the request is
-            at fault.
-
-        Raises:
-            ExecutorDeadError: it will never work again.
-            Exception: the step had no effect. Its requests are then executed one by one, and those that raise fail.
-        """
-
-    def forget(self, request_id: int) -> None:
-        """A request that was in a step has ended: finished, failed, aborted or out of time. Lets go of its state."""
-
-    def close(self) -> None:
-        """Frees what it holds."""
-
-
-# -- the engine, as a frontend sees it ------------------------------------------------------------------------------------
-
-
-class EngineClientProtocol(Protocol):
-    """What a frontend needs of an engine.
-
-    Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here.
-    """
-
-    @property
-    def is_running(self) -> bool:
-        """Whether an engine is attached."""
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether this client was closed."""
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine has gone, and no successor has come yet."""
-
-    @property
-    def dead_error(self) -> BaseException:
-        """What requests fail with while :attr:`errored`."""
-
-    def generate(
-        self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None
-    ) -> AsyncGenerator[GenerateOutput, None]:
-        """Yields an answer, piece by piece."""
-
-    def encode(
-        self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
-    ) -> AsyncGenerator[EncodeOutput, None]:
-        """Yields the embeddings of a request."""
-
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Gives requests up."""
-
-    async def check_health(self) -> None:
-        """Raises if the engine is not well."""
-
-    async def pause_generation(self, *, wait_for_inflight_requests: bool = False) -> None:
-        """Executes nothing more, for all frontends. What runs is finished first, or else aborted; what comes waits."""
-
-    async def resume_generation(self) -> None:
-        """Goes on."""
-
-    async def is_paused(self) -> bool:
-        """Whether it is paused."""
-
-    async def reset_mm_cache(self) -> None:
-        """Has the executor forget what it keeps of media."""
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Calls a method of the executor between two steps, with msgpack arguments; one result for each of its workers."""
-
-    async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Returns what the executor can be asked for."""
-
-    async def do_log_stats(self) -> None:
-        """Has the engine log its counters."""
-
-    async def start_profile(self) -> None:
-        """Starts torch's profiler around the engine's steps."""
-
-    async def stop_profile(self) -> str:
-        """Stops it, and returns the path of the trace, for ``chrome://tracing`` or Perfetto."""

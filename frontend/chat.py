@@ -17,8 +17,8 @@ import msgspec
 from msgspec import UNSET
 
 import shmring
-from engine.client import EngineClient
-from engine.protocol import FinishReason, GenerateOutput, GenerateRequest, InputSpec, tensor_of
+from engine.client import EngineClient, GenerateOutput
+from engine.protocol import FinishReason, GenerateRequest, InputSpec, tensor_of
 from frontend.admission import Admitted
 from frontend.media.loader import MediaSource
 from frontend.multimodal import MediaIntake

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 
-from engine.protocol import Executor, ExecutorOptions
+from engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 
-__all__ = ["EXECUTORS", "create_executor"]
+__all__ = ["EXECUTORS", "create_executor", "Executor", "ExecutorDeadError", "ExecutorOptions", "StepInput", "StepOutput"]
 
 #: The built-in ones, by name.
 EXECUTORS = {

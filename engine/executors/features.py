@@ -17,12 +17,12 @@ import torch
 
 from engine.executors.clips import FRAMES_LIMIT, describe_clip
 from engine.executors.descriptors import DESCRIPTOR_SIZE, describe_picture
+from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
 from engine.executors.sounds import MEL_BANDS, describe_sound
 from engine.executors.texts import count_words, describe_text
 from engine.protocol import (
     EncodeReply,
     EncodeRequest,
-    ExecutorOptions,
     GenerateRequest,
     InputSpec,
     ModelDescription,
@@ -30,8 +30,6 @@ from engine.protocol import (
     PictureSpec,
     SoundSpec,
     Spectrogram,
-    StepInput,
-    StepOutput,
     Text,
     Video,
     VideoSpec,

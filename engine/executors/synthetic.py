@@ -18,11 +18,11 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
 from engine.executors.stopping import StopTexts
 from engine.protocol import (
     EncodeReply,
     EncodeRequest,
-    ExecutorOptions,
     FinishReason,
     GenerateReply,
     GenerateRequest,
@@ -31,8 +31,6 @@ from engine.protocol import (
     ModelDescription,
     PictureSpec,
     SoundSpec,
-    StepInput,
-    StepOutput,
     Text,
     TextPart,
     VideoSpec,

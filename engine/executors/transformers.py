@@ -37,21 +37,18 @@ from engine.executors.checkpoint import LoadSettings, load_checkpoint
 from engine.executors.detokenizer import Detokenizer
 from engine.executors.embedding import POOLINGS, Embedder
 from engine.executors.generation import Context, LanguageModel
+from engine.executors.interface import ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 from engine.executors.prompts import PromptBuilder
 from engine.executors.sampling import Sampler
 from engine.executors.stopping import StopTexts
 from engine.protocol import (
     EncodeReply,
     EncodeRequest,
-    ExecutorDeadError,
-    ExecutorOptions,
     FinishReason,
     GenerateReply,
     GenerateRequest,
     ModelDescription,
     SamplingParams,
-    StepInput,
-    StepOutput,
 )
 
 __all__ = ["TransformersExecutor"]

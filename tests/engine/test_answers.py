@@ -8,16 +8,8 @@ import pytest
 import torch
 
 from engine.answers import checked
-from engine.protocol import (
-    ChatMessage,
-    EncodeReply,
-    EncodeRequest,
-    GenerateReply,
-    GenerateRequest,
-    StepOutput,
-    Text,
-    TextPart,
-)
+from engine.executors.interface import StepOutput
+from engine.protocol import ChatMessage, EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, Text, TextPart
 
 ENCODE = EncodeRequest([Text("a"), Text("b")])
 GENERATE = GenerateRequest([ChatMessage("user", [TextPart("hello")])])

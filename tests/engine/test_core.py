@@ -19,11 +19,11 @@ import torch
 import shmring
 from engine.client import EngineClient
 from engine.core import EngineCore
+from engine.executors.interface import ExecutorDeadError, StepInput, StepOutput
 from engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,
-    ExecutorDeadError,
     GenerateReply,
     GenerateRequest,
     InputSpec,
@@ -31,8 +31,6 @@ from engine.protocol import (
     ModelDescription,
     Picture,
     SamplingParams,
-    StepInput,
-    StepOutput,
 )
 from engine.scheduler import SchedulerConfig
 

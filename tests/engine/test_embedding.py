@@ -16,18 +16,16 @@ import torch
 
 from engine.client import EngineClient
 from engine.core import EngineCore
+from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
 from engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,
-    ExecutorOptions,
     GenerateReply,
     GenerateRequest,
     MediumPart,
     Picture,
     SamplingParams,
-    StepInput,
-    StepOutput,
     Text,
     TextPart,
     Video,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.executors import EXECUTORS, create_executor
-from engine.protocol import Executor, ExecutorOptions
+from engine.executors.interface import Executor, ExecutorOptions
 
 
 @pytest.mark.parametrize("name", ["features", "synthetic"])

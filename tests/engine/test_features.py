@@ -14,14 +14,13 @@ from PIL import Image
 from engine.executors.clips import describe_clip
 from engine.executors.descriptors import describe_picture
 from engine.executors.features import FeaturesExecutor
+from engine.executors.interface import Executor, ExecutorOptions, StepInput, StepOutput
 from engine.executors.sounds import describe_sound
 from engine.executors.texts import describe_text
 from engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,
-    Executor,
-    ExecutorOptions,
     GenerateRequest,
     InputSpec,
     ModelDescription,
@@ -29,8 +28,6 @@ from engine.protocol import (
     PictureSpec,
     SoundSpec,
     Spectrogram,
-    StepInput,
-    StepOutput,
     Text,
     TextPart,
     Video,

@@ -95,7 +95,7 @@ def test_it_ends_with_its_parent(socket_dir: Path) -> None:
 async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mortal.py").write_text(
         "from engine.executors.synthetic import SyntheticExecutor\n"
-        "from engine.protocol import ExecutorDeadError\n\n"
+        "from engine.executors import ExecutorDeadError\n\n"
         "class Mortal(SyntheticExecutor):\n"
         "    def execute(self, batch):\n"
         "        raise ExecutorDeadError('the device fell off the bus')\n"

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from engine.executors.interface import ExecutorOptions, StepInput
 from engine.executors.synthetic import SyntheticExecutor
 from engine.protocol import (
     ChatMessage,
     EncodeRequest,
-    ExecutorOptions,
     GenerateReply,
     GenerateRequest,
     MediumPart,
     Picture,
     SamplingParams,
     Spectrogram,
-    StepInput,
     Text,
     TextPart,
     Video,

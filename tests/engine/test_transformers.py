@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from engine.executors import create_executor
+from engine.executors.interface import Executor, ExecutorOptions, StepInput, StepOutput
 from engine.protocol import (
     ChatMessage,
     EncodeRequest,
-    Executor,
-    ExecutorOptions,
     GenerateReply,
     GenerateRequest,
     Medium,
@@ -27,8 +26,6 @@ from engine.protocol import (
     Picture,
     SamplingParams,
     Spectrogram,
-    StepInput,
-    StepOutput,
     TextPart,
     Video,
     Waveform,
@@ -698,7 +695,7 @@ WITHOUT = """
 import sys
 sys.modules["transformers"] = None
 from engine.executors import create_executor
-from engine.protocol import ExecutorOptions
+from engine.executors.interface import ExecutorOptions
 try:
     create_executor("transformers", ExecutorOptions(model="some/model"))
 except ImportError as error:

@@ -27,13 +27,13 @@ from PIL import Image
 import shmring
 from engine.client import EngineClient
 from engine.core import EngineCore
+from engine.executors.interface import ExecutorOptions
 from engine.executors.synthetic import SyntheticExecutor
 from engine.protocol import (
     Calls,
     EncodeReply,
     EncodeRequest,
     EngineRequestPayload,
-    ExecutorOptions,
     InputSpec,
     ModelDescription,
     Picture,

@@ -1,0 +1,97 @@
+"""What an executor is: four methods that the engine calls from one thread.
+
+Life of a request in the engine: it waits in the scheduler; a step admits it, and from then on it is part of every step
+until it has finished, failed, was aborted or has run out of time. :class:`Executor` says what a step is. Media are views of
+the slab: by default they are the executor's for the first step only, after which their slots go back, so that a stream of a
+thousand tokens does not keep a video in the slab.
+
+``docs/executors.md`` shows how to write one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, ModelDescription
+
+__all__ = ["Executor", "ExecutorDeadError", "ExecutorOptions", "StepInput", "StepOutput"]
+
+
+class ExecutorDeadError(Exception):
+    """Raised by an executor that can never execute anything again; the engine then ends, and says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutorOptions:
+    """What an executor is made with: ``factory(options)``.
+
+    Attributes:
+        model: a local path or a hub's name, if it loads one.
+        mm_processor_kwargs: how media are prepared, as vLLM spells them; what an executor does not know it refuses.
+        options: whatever else the executor takes.
+    """
+
+    model: str | None = None
+    mm_processor_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInput:
+    """A request's part in a step.
+
+    Attributes:
+        request_id: unique in this engine's life.
+        payload: the request; None in steps after its inputs were given back.
+    """
+
+    request_id: int
+    payload: EncodeRequest | GenerateRequest | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave for one request.
+
+    Attributes:
+        reply: what its caller is sent; None: nothing yet.
+        finished: whether the request is complete.
+        keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
+    """
+
+    reply: EncodeReply | GenerateReply | None = None
+    finished: bool = True
+    keep_inputs: bool = False
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """What computes. It is called from one thread, one step at a time, never from the event loop.
+
+    The tensors of a payload are views of the slab: they may be read while the payload is handed in, must not be written,
+    and what is kept of them longer must be copied. Any public method beside these can be called by
+    :meth:`engine.client.EngineClientProtocol.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its own.
+    """
+
+    def describe(self) -> ModelDescription:
+        """Says what it does."""
+
+    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
+        """Executes one step for all requests in it.
+
+        Returns:
+            For each request its output, or the error with which it alone fails. ``ValueError`` says that the request is
+            at fault.
+
+        Raises:
+            ExecutorDeadError: it will never work again.
+            Exception: the step had no effect. Its requests are then executed one by one, and those that raise fail.
+        """
+
+    def forget(self, request_id: int) -> None:
+        """A request that was in a step has ended: finished, failed, aborted or out of time. Lets go of its state."""
+
+    def close(self) -> None:
+        """Frees what it holds."""
