@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias
 import msgspec
 import torch
 
+from engine.inputs import InputSpec, PictureSpec, SoundSpec, VideoSpec
+
 __all__ = [
     "Calls",
     "ChatMessage",
@@ -131,52 +133,6 @@ def checksum_of(tensor: torch.Tensor) -> int:
 
 
 # -- what an executor takes, so that frontends prepare it -----------------------------------------------------------------
-
-
-class PictureSpec(msgspec.Struct, frozen=True):
-    """How pictures are prepared.
-
-    Attributes:
-        max_pixels: larger pictures are scaled down to it, keeping their aspect ratio; None: as they are.
-    """
-
-    max_pixels: int | None = None
-
-
-class SoundSpec(msgspec.Struct, frozen=True):
-    """How recordings are prepared.
-
-    Attributes:
-        form: ``"waveform"`` (:class:`Waveform`) or ``"log_mel"`` (:class:`Spectrogram`).
-        sample_rate: they are resampled to it, in Hz.
-        mel_bands: of a spectrogram.
-    """
-
-    form: Literal["waveform", "log_mel"] = "log_mel"
-    sample_rate: int = 16_000
-    mel_bands: int = 80
-
-
-class VideoSpec(msgspec.Struct, frozen=True):
-    """How clips are prepared.
-
-    Attributes:
-        num_frames: frames taken, evenly over the clip; of shorter clips all.
-        max_pixels: larger frames are scaled down to it, keeping their aspect ratio; None: as they are.
-    """
-
-    num_frames: int = 16
-    max_pixels: int | None = None
-
-
-class InputSpec(msgspec.Struct, frozen=True):
-    """What an executor takes; None (False) is what it refuses. With ``checksum``, frontends add one to each medium."""
-
-    text: bool = False
-    picture: PictureSpec | None = None
-    sound: SoundSpec | None = None
-    video: VideoSpec | None = None
-    checksum: bool = False
 
 
 class ModelDescription(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from numpy.typing import NDArray
 
-from engine.protocol import SoundSpec
+from engine.inputs import SoundSpec
 from frontend.media.container import SOUND_DECODERS, opened, prepare_decoder
 from frontend.media.errors import MediaError
 from frontend.media.mel import LogMelWriter, num_mel_frames

@@ -34,7 +34,7 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from engine.protocol import VideoSpec
+from engine.inputs import VideoSpec
 from frontend.media.container import VIDEO_DECODERS, opened, prepare_decoder
 from frontend.media.errors import MediaError
 from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
