@@ -22,9 +22,9 @@ demo: $(INSTALLED)
 test: checks faults leftovers
 
 # The tests without a ring, on the core that those with processes leave idle.
-UNITS := tests/fuzz tests/bench/test_simulator.py tests/frontend/openai \
+UNITS := tests/fuzz tests/bench/test_simulator.py tests/frontend/openai tests/engine/fingerprints \
 	$(filter-out %/test_loader.py,$(wildcard tests/frontend/media/test_*.py)) \
-	$(patsubst %,tests/engine/test_%.py,clips descriptors detokenizer features sampling scheduler sounds stopping texts)
+	$(patsubst %,tests/engine/test_%.py,detokenizer sampling scheduler stopping)
 
 checks: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target system-tests lint types unit-tests

@@ -72,7 +72,7 @@ _POSITIVE = click.IntRange(min=1)
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--name", default="shmring", help="The engine's name, which frontends connect to.")
-@click.option("--executor", default="features", help=f"What computes: {', '.join(sorted(EXECUTORS))}, or module:Class.")
+@click.option("--executor", default="fingerprints", help=f"What computes: {', '.join(sorted(EXECUTORS))}, or module:Class.")
 @click.option("--model", default=None, help="A local path or a hub's name, for executors that load a model.")
 @click.option("--executor-options", default="{}", type=_JsonObject(), help="Further options of the executor, as JSON.")
 @click.option("--mm-processor-kwargs", default="{}", type=_JsonObject(), help="How media are prepared, as JSON.")

@@ -71,7 +71,7 @@ _OWN = (
 
 _ENGINE = (
     click.Option(
-        ["--executor"], help="What computes: a name (see `shmring engine --help`), or module:Class.  [default: features]"
+        ["--executor"], help="What computes: a name (see `shmring engine --help`), or module:Class.  [default: fingerprints]"
     ),
     click.Option(["--model"], help="What it loads, if it loads a model: a local path or a hub's name."),
     click.Option(["--executor-options"], type=_JSON_OBJECT, help="Further options of the executor, as a JSON object."),

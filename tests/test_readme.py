@@ -54,7 +54,7 @@ def test_the_transport_example_is_about_twenty_lines() -> None:
 
 def test_the_servers_examples_run(tmp_path: Path) -> None:
     embed, chat = block("client.embeddings.create("), block("client.chat.completions.create(")
-    assert run_against("features", embed, tmp_path) == "1 512\n"
+    assert run_against("fingerprints", embed, tmp_path) == "1 512\n"
     preparation = embed[: embed.index("answer = ")]
     answer = run_against("synthetic", preparation + chat, tmp_path)
     assert answer.startswith("[synthetic] token2 ")

@@ -13,7 +13,7 @@ __all__ = ["EXECUTORS", "create_executor", "Executor", "ExecutorDeadError", "Exe
 
 #: The built-in ones, by name.
 EXECUTORS = {
-    "features": "engine.executors.features:FeaturesExecutor",
+    "fingerprints": "engine.executors.fingerprints.executor:FingerprintsExecutor",
     "synthetic": "engine.executors.synthetic:SyntheticExecutor",
     "transformers": "engine.executors.transformers:TransformersExecutor",
 }

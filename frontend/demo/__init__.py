@@ -62,7 +62,7 @@ def _announce(console: Console, arguments: list[str]) -> None:
 
 
 def _embed_all(console: Console) -> list[str]:
-    arguments = _arguments("--executor=features")
+    arguments = _arguments("--executor=fingerprints")
     _announce(console, arguments)
     problems: list[str] = []
     with serving(arguments) as server:

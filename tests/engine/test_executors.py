@@ -12,7 +12,7 @@ from engine.executors import EXECUTORS, create_executor
 from engine.executors.interface import Executor, ExecutorOptions
 
 
-@pytest.mark.parametrize("name", ["features", "synthetic"])
+@pytest.mark.parametrize("name", ["fingerprints", "synthetic"])
 def test_a_built_in_one_is_named_as_it_describes_itself(name: str) -> None:
     executor = create_executor(name)
     assert isinstance(executor, Executor)
@@ -20,8 +20,8 @@ def test_a_built_in_one_is_named_as_it_describes_itself(name: str) -> None:
 
 
 def test_a_name_that_is_none_is_told_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"no executor 'feature'; choose one of .*features.*or write module:Class"):
-        create_executor("feature")
+    with pytest.raises(ValueError, match=r"no executor 'fingerprint'; choose one of .*fingerprints.*or write module:Class"):
+        create_executor("fingerprint")
 
 
 def test_ones_own_is_made_with_the_options() -> None:

@@ -30,7 +30,7 @@ async def test_it_serves_until_a_signal_ends_it_cleanly(socket_dir: Path, number
     engine = start(socket_dir)
     try:
         async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
-            assert (await client.describe()).executor == "features"
+            assert (await client.describe()).executor == "fingerprints"
             engine.send_signal(number)
             assert await asyncio.to_thread(engine.wait, 20) == 0
     finally:

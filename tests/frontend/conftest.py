@@ -47,7 +47,7 @@ Pixels = np.ndarray[Any, Any]
 
 DESCRIPTION = ModelDescription(
     executor="test",
-    model="shmring-features",
+    model="shmring-fingerprints",
     tasks=["encode"],
     input=InputSpec(picture=PictureSpec()),
     max_batch_size=8,
@@ -80,7 +80,7 @@ def _body(*pictures: Pixels | bytes, **fields: Any) -> dict[str, Any]:
     files = [picture if isinstance(picture, bytes) else _encoded(picture) for picture in pictures]
     urls = [f"data:image/png;base64,{base64.b64encode(file).decode('ascii')}" for file in files]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return {"model": "shmring-features", "messages": [{"role": "user", "content": parts}], **fields}
+    return {"model": "shmring-fingerprints", "messages": [{"role": "user", "content": parts}], **fields}
 
 
 def _embedding(pixels: Pixels) -> list[float]:

@@ -57,7 +57,7 @@ async def test_each_picture_has_its_embedding_in_order(
     )
     assert (body["object"], body["model"], body["usage"]) == (
         "list",
-        "shmring-features",
+        "shmring-fingerprints",
         {"prompt_tokens": 0, "total_tokens": 0},
     )
     assert response.headers["x-shmring-slab-bytes"] == str(PIXELS.nbytes)
@@ -126,7 +126,7 @@ async def test_bad_requests_say_what_is_bad(
         (b'{"model": ', "invalid_json", None),
         ({"model": 7}, "invalid_value", "model"),
         (body_of(PIXELS[0], input="text"), "invalid_value", "input"),
-        ({"model": "shmring-features", "input": "text"}, "unsupported_input", "input"),
+        ({"model": "shmring-fingerprints", "input": "text"}, "unsupported_input", "input"),
         (body_of(PIXELS[0], dimensions=5), "invalid_value", "dimensions"),
         (body_of(PIXELS[0], b"no picture", file[:-30]), "invalid_image", "messages[0].content[1].image_url"),
         (body_of(PIXELS[0], PIXELS[1], file[:-30]), "invalid_image", "messages[0].content[2].image_url"),

@@ -113,7 +113,7 @@ async def test_the_engine_is_asked_what_the_caller_asked(open_engine: Any, open_
 
 async def test_a_model_that_does_not_generate_says_so(open_engine: Any, open_app: OpenApp, chat_of: Any) -> None:
     http = await open_app(await open_engine())
-    response = await http.post("/v1/chat/completions", json=chat_of(model="shmring-features"))
+    response = await http.post("/v1/chat/completions", json=chat_of(model="shmring-fingerprints"))
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "unsupported_task"
     assert "does not do chat completions, it does embeddings" in response.json()["error"]["message"]

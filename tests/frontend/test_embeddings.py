@@ -24,7 +24,7 @@ PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
 
 BOTH = ModelDescription(
     executor="test",
-    model="shmring-features",
+    model="shmring-fingerprints",
     tasks=["encode"],
     input=InputSpec(text=True, picture=PictureSpec()),
     max_batch_size=8,
@@ -105,15 +105,15 @@ async def test_texts_need_no_slot(open_engine: Any, open_service: Any, admitted:
         await claim.reply(EncodeReply(torch.eye(2), 2))
 
     engine = await open_engine(answer, BOTH)
-    embedded = await open_service(engine).embed(EmbeddingRequest("shmring-features", ["a", "b"]), admitted, "x")
+    embedded = await open_service(engine).embed(EmbeddingRequest("shmring-fingerprints", ["a", "b"]), admitted, "x")
     assert (embedded.slab_nbytes, len(embedded.response.data)) == (0, 2)
 
 
 async def test_what_the_model_does_not_do_is_refused(open_engine: Any, open_service: Any, admitted: Admitted) -> None:
     engine = await open_engine()
     for request, param in (
-        (EmbeddingRequest("shmring-features", "text"), "input"),
-        (EmbeddingRequest("shmring-features", "text", dimensions=5), "dimensions"),
+        (EmbeddingRequest("shmring-fingerprints", "text"), "input"),
+        (EmbeddingRequest("shmring-fingerprints", "text", dimensions=5), "dimensions"),
         (EmbeddingRequest("another", "text"), "model"),
     ):
         with pytest.raises(ApiError) as raised:

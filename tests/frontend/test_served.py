@@ -33,8 +33,8 @@ async def test_names_and_tasks_are_checked(open_engine: Any) -> None:
     engine = await open_engine()
     named = ServedModel(engine.client, "a name")
     await named.check("a name", "encode")
-    with pytest.raises(ApiError, match="'shmring-features' does not exist; this server has 'a name'") as unknown:
-        await named.check("shmring-features", "encode")
+    with pytest.raises(ApiError, match="'shmring-fingerprints' does not exist; this server has 'a name'") as unknown:
+        await named.check("shmring-fingerprints", "encode")
     assert (unknown.value.status, unknown.value.param) == (404, "model")
     with pytest.raises(ApiError) as long:
         await named.check("x" * 100_000, "encode")

@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "frontend" / "samples"
-MODEL = "shmring-features"
+MODEL = "shmring-fingerprints"
 
 READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.executors.texts import count_words, describe_text
+from engine.executors.fingerprints.texts import count_words, fingerprint_text
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -42,7 +42,7 @@ MARGIN = 0.4
 
 
 def cosine(one: str, other: str) -> float:
-    return float(describe_text(one) @ describe_text(other))
+    return float(fingerprint_text(one) @ fingerprint_text(other))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -54,7 +54,7 @@ def test_altered_text_is_nearest_to_its_original(alteration: Callable[[str], str
 
 @pytest.mark.parametrize("same", ["ﬁne  Straße\n\uff11\uff12\uff13", "FINE STRASSE 123", "\tfine strasse 123 "])
 def test_case_white_space_and_compatibility_forms_do_not_matter(same: str) -> None:
-    assert torch.equal(describe_text(same), describe_text("fine strasse 123"))
+    assert torch.equal(fingerprint_text(same), fingerprint_text("fine strasse 123"))
 
 
 def test_unrelated_texts_are_far_apart() -> None:
@@ -80,10 +80,10 @@ def test_order_of_words_matters_a_little() -> None:
 
 @pytest.mark.parametrize("text", ["a", "é", "狗", "👩‍👩‍👧", ".", "\ud800", "a b", "\0", "x" * 100_000, "ab " * 30_000])
 def test_any_text_gives_a_unit_vector(text: str) -> None:
-    descriptor = describe_text(text)
-    assert descriptor.shape == (512,)
-    assert descriptor.dtype == torch.float32
-    assert math.isclose(float(descriptor.norm()), 1, abs_tol=1e-6)
+    fingerprint = fingerprint_text(text)
+    assert fingerprint.shape == (512,)
+    assert fingerprint.dtype == torch.float32
+    assert math.isclose(float(fingerprint.norm()), 1, abs_tol=1e-6)
 
 
 def test_short_texts_are_told_apart() -> None:
@@ -93,31 +93,31 @@ def test_short_texts_are_told_apart() -> None:
 @pytest.mark.parametrize("text", ["", " ", "\n\t\u3000"])
 def test_a_text_of_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a text with at least one character"):
-        describe_text(text)
+        fingerprint_text(text)
 
 
 def test_a_text_too_long_is_refused_with_its_length_and_not_its_words() -> None:
     with pytest.raises(ValueError, match=r"^a text has 100001 characters; at most 100000 are described: split it$"):
-        describe_text("secret" * 16_666 + "words")
+        fingerprint_text("secret" * 16_666 + "words")
 
 
-PRINT_DESCRIPTOR = """
-from engine.executors.texts import describe_text
-print(describe_text("The quick brown fox.").numpy().tobytes().hex())
+PRINT_FINGERPRINT = """
+from engine.executors.fingerprints.texts import fingerprint_text
+print(fingerprint_text("The quick brown fox.").numpy().tobytes().hex())
 """
 
 
 def test_another_process_gives_equal_bits() -> None:
-    command = [sys.executable, "-c", PRINT_DESCRIPTOR]  # Python hashes strings with a seed of each process
+    command = [sys.executable, "-c", PRINT_FINGERPRINT]  # Python hashes strings with a seed of each process
     printed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=60).stdout
-    assert bytes.fromhex(printed.decode()) == describe_text("The quick brown fox.").numpy().tobytes()
+    assert bytes.fromhex(printed.decode()) == fingerprint_text("The quick brown fox.").numpy().tobytes()
 
 
-def test_descriptors_share_nothing_with_one_another() -> None:
-    first = describe_text("the same")
+def test_fingerprints_share_nothing_with_one_another() -> None:
+    first = fingerprint_text("the same")
     kept = first.clone()
     first.zero_()
-    assert torch.equal(describe_text("the same"), kept)
+    assert torch.equal(fingerprint_text("the same"), kept)
 
 
 def test_words_are_what_white_space_keeps_apart() -> None:

@@ -1,12 +1,12 @@
-"""Text descriptors: a text in, a unit vector out, such that nearly the same text stays near it.
+"""Text fingerprints: a text in, a unit vector out, such that nearly the same text stays near it.
 
-A text is taken as the n-grams of its characters, each hashed to one of the descriptor's places with a sign of its own. What two
-texts share adds up; what they do not share meets in a place only by chance, and chance signs cancel out. It knows nothing
-of meaning: it finds copies, typing errors, other cases and spacings, and texts about the same words.
+A text is taken as the n-grams of its characters, each hashed to one of the fingerprint's places with a sign of its own. What
+two texts share adds up; what they do not share meets in a place only by chance, and chance signs cancel out. It knows nothing
+of meaning: it finds copies, typing errors, other cases and spacings, and texts with the same words in them.
 
 Invariants:
 
-- a descriptor is finite and of length one for every text that is not empty: one place holds a constant, and nothing else;
+- a fingerprint is finite and of length one for every text that is not empty: one place holds a constant, and nothing else;
 - equal texts give equal bits in every process: the hash is fixed here, and not Python's.
 """
 
@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from engine.executors.descriptors import DESCRIPTOR_SIZE, place_in_space
+from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, place_in_space
 
-__all__ = ["count_words", "describe_text"]
+__all__ = ["count_words", "fingerprint_text"]
 
 # Several times what embedding models read (8192 tokens are about 40 000 characters); takes about 20 ms.
 _CHARACTERS_LIMIT = 100_000
@@ -32,7 +32,7 @@ _SHORTEST = 3
 _LONGEST = 5
 
 _CONSTANT = 0.1
-_PLACES = DESCRIPTOR_SIZE - 1
+_PLACES = FINGERPRINT_SIZE - 1
 
 _WORD = (1 << 64) - 1
 _MULTIPLIER = 0x100000001B3  # FNV's prime
@@ -40,7 +40,7 @@ _WEYL = 0x9E3779B97F4A7C15  # the golden ratio of 2**64, so that lengths start f
 _FIRST_MIX, _SECOND_MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 
 
-def describe_text(text: str) -> torch.Tensor:
+def fingerprint_text(text: str) -> torch.Tensor:
     """Describes a text by a unit vector; the cosine between two such vectors says how much of their wording two texts share.
 
     Compatibility forms, case and the amount of white space are ignored.
@@ -49,7 +49,7 @@ def describe_text(text: str) -> torch.Tensor:
         text: at least one character that is not white space.
 
     Returns:
-        float32 of shape (`DESCRIPTOR_SIZE`,) and Euclidean length one.
+        float32 of shape (`FINGERPRINT_SIZE`,) and Euclidean length one.
 
     Raises:
         ValueError: `text` is empty or too long.
@@ -69,8 +69,8 @@ def describe_text(text: str) -> torch.Tensor:
     # Square roots, so that what is said often does not drown what is said once.
     places = np.bincount((ngrams % np.uint64(_PLACES)).astype(np.int64), signs * np.sqrt(counts), _PLACES)
     hashed = functional.normalize(torch.from_numpy(places), dim=0).to(torch.float32)
-    descriptor = torch.cat([torch.full((1,), _CONSTANT, device="cpu"), hashed])
-    return functional.normalize(place_in_space("text", descriptor), dim=0)
+    fingerprint = torch.cat([torch.full((1,), _CONSTANT, device="cpu"), hashed])
+    return functional.normalize(place_in_space("text", fingerprint), dim=0)
 
 
 def count_words(text: str) -> int:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.executors.descriptors import DESCRIPTOR_SIZE, describe_picture, place_in_space
+from engine.executors.fingerprints.pictures import fingerprint_picture
+from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
 
-MEDIA = Path(__file__).resolve().parents[2] / "frontend" / "samples"
-REPOSITORY = Path(__file__).resolve().parents[2]
+MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
+REPOSITORY = Path(__file__).resolve().parents[3]
 PICTURES = sorted(path.stem for path in MEDIA.glob("*.jpg"))
 
 # The worst margins measured are 0.37 for one alteration and 0.25 for several at once.
@@ -93,20 +94,20 @@ def ramp(degrees: float) -> torch.Tensor:
 
 
 def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(describe_picture(one) @ describe_picture(other))
+    return float(fingerprint_picture(one) @ fingerprint_picture(other))
 
 
 def margin_of(name: str, altered: Image.Image, originals: dict[str, torch.Tensor]) -> float:
     """Returns how much nearer an altered copy is to its original than to the nearest other picture."""
-    descriptor = describe_picture(pixels_of(altered))
-    cosines = {other: float(descriptor @ original) for other, original in originals.items()}
+    fingerprint = fingerprint_picture(pixels_of(altered))
+    cosines = {other: float(fingerprint @ original) for other, original in originals.items()}
     own = cosines.pop(name)
     return own - max(cosines.values())
 
 
 @pytest.fixture(scope="module")
 def originals() -> dict[str, torch.Tensor]:
-    return {name: describe_picture(pixels_of(load(name))) for name in PICTURES}
+    return {name: fingerprint_picture(pixels_of(load(name))) for name in PICTURES}
 
 
 def test_all_the_sample_pictures_are_there() -> None:
@@ -133,17 +134,17 @@ def test_copy_altered_in_several_ways_is_nearest_to_its_original(
     ids=str,
 )
 def test_any_size_gives_a_unit_vector(shape: tuple[int, int]) -> None:
-    descriptor = describe_picture(noise(*shape, 3))
-    assert descriptor.shape == (DESCRIPTOR_SIZE,) == (512,)
-    assert descriptor.dtype == torch.float32
-    assert math.isclose(float(descriptor.norm()), 1, abs_tol=1e-6)
+    fingerprint = fingerprint_picture(noise(*shape, 3))
+    assert fingerprint.shape == (FINGERPRINT_SIZE,) == (512,)
+    assert fingerprint.dtype == torch.float32
+    assert math.isclose(float(fingerprint.norm()), 1, abs_tol=1e-6)
 
 
 @pytest.mark.parametrize(
     "pixels", [constant(0, 0, 0), constant(255, 255, 255), constant(0, 0, 255)], ids=["black", "white", "blue"]
 )
 def test_constant_picture_gives_a_unit_vector(pixels: torch.Tensor) -> None:
-    assert math.isclose(float(describe_picture(pixels).norm()), 1, abs_tol=1e-6)
+    assert math.isclose(float(fingerprint_picture(pixels).norm()), 1, abs_tol=1e-6)
 
 
 def test_constant_pictures_are_told_apart_by_colour() -> None:
@@ -190,9 +191,9 @@ def test_mirrored_picture_is_another_picture() -> None:
 
 def test_equal_pictures_give_equal_bits() -> None:
     pixels = noise(211, 307, 3)
-    first = describe_picture(pixels)
-    describe_picture(noise(64, 64, 3))
-    assert torch.equal(describe_picture(pixels), first)
+    first = fingerprint_picture(pixels)
+    fingerprint_picture(noise(64, 64, 3))
+    assert torch.equal(fingerprint_picture(pixels), first)
 
 
 @pytest.mark.parametrize("offset_nbytes", [1, 3, 64])
@@ -201,7 +202,7 @@ def test_where_the_picture_lies_in_memory_does_not_matter(offset_nbytes: int) ->
     slab = torch.zeros(pixels.numel() + 64, dtype=torch.uint8)
     view = slab[offset_nbytes : offset_nbytes + pixels.numel()].view(pixels.shape)
     view.copy_(pixels)
-    assert torch.equal(describe_picture(view), describe_picture(pixels))
+    assert torch.equal(fingerprint_picture(view), fingerprint_picture(pixels))
 
 
 def test_views_that_are_not_contiguous_are_described_as_they_look() -> None:
@@ -209,40 +210,40 @@ def test_views_that_are_not_contiguous_are_described_as_they_look() -> None:
     planar = noise(3, 120, 180).permute(1, 2, 0)
     for view in (window, planar):
         assert not view.is_contiguous()
-        assert torch.equal(describe_picture(view), describe_picture(view.contiguous()))
+        assert torch.equal(fingerprint_picture(view), fingerprint_picture(view.contiguous()))
 
 
 @pytest.mark.parametrize("side", [96, 200], ids=["of-thumbnail-size", "larger"])
-def test_picture_is_only_read_and_shares_nothing_with_its_descriptor(side: int) -> None:
+def test_picture_is_only_read_and_shares_nothing_with_its_fingerprint(side: int) -> None:
     pixels = noise(side, side, 3)
     untouched = pixels.clone()
-    descriptor = describe_picture(pixels)
+    fingerprint = fingerprint_picture(pixels)
     assert torch.equal(pixels, untouched)
-    kept = descriptor.clone()
+    kept = fingerprint.clone()
     pixels.zero_()
-    assert torch.equal(descriptor, kept)
+    assert torch.equal(fingerprint, kept)
 
 
-def test_descriptors_share_nothing_with_one_another() -> None:
+def test_fingerprints_share_nothing_with_one_another() -> None:
     pixels = noise(96, 96, 3)
-    first = describe_picture(pixels)
+    first = fingerprint_picture(pixels)
     kept = first.clone()
     first.zero_()
-    assert torch.equal(describe_picture(pixels), kept)
+    assert torch.equal(fingerprint_picture(pixels), kept)
 
 
 PEAK_GROWTH = """
 import re, sys, torch
 from pathlib import Path
-from engine.executors.descriptors import describe_picture
+from engine.executors.fingerprints.pictures import fingerprint_picture
 
 def peak_kib():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
-describe_picture(torch.zeros(500, 500, 3, dtype=torch.uint8))
+fingerprint_picture(torch.zeros(500, 500, 3, dtype=torch.uint8))
 pixels = torch.full((int(sys.argv[1]), int(sys.argv[2]), 3), 7, dtype=torch.uint8)
 before_kib = peak_kib()
-describe_picture(pixels)
+fingerprint_picture(pixels)
 print(peak_kib() - before_kib)
 """
 
@@ -273,20 +274,4 @@ def test_twelve_megapixels_need_far_less_memory_than_a_copy(shape: tuple[int, in
 )
 def test_what_is_no_picture_is_refused_with_what_was_expected_and_got(pixels: torch.Tensor, got: str) -> None:
     with pytest.raises(ValueError, match=rf"expected .*uint8 of shape \(height, width, 3\).*; got .*{got}"):
-        describe_picture(pixels)
-
-
-def test_within_a_space_cosines_stay_and_between_spaces_they_vanish() -> None:
-    vectors = torch.randn(20, DESCRIPTOR_SIZE, generator=torch.Generator().manual_seed(1))
-    # Also such as have little in them but one number.
-    vectors = torch.nn.functional.normalize(torch.cat([vectors, torch.eye(DESCRIPTOR_SIZE)[:20]]), dim=1)
-    here, there = place_in_space("here", vectors), place_in_space("there", vectors)
-    assert torch.allclose(here @ here.T, vectors @ vectors.T, atol=1e-5)
-    for one, other in ((here, there), (here, vectors), (there, vectors)):
-        assert float((one @ other.T).abs().max()) < 0.25
-
-
-def test_a_space_is_the_same_for_ever() -> None:
-    # Embeddings that somebody stored are compared with those of later versions.
-    turned = place_in_space("sound", torch.eye(DESCRIPTOR_SIZE)[0]) * math.sqrt(DESCRIPTOR_SIZE)
-    assert turned[:16].round().tolist() == [-1, -1, -1, 1, 1, -1, 1, -1, 1, 1, -1, 1, -1, 1, -1, -1]
+        fingerprint_picture(pixels)

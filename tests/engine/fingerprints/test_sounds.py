@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.executors.sounds import describe_sound
+from engine.executors.fingerprints.sounds import fingerprint_sound
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 MEDIA = REPOSITORY / "frontend" / "samples"
 SAMPLE_RATE = 16_000
 SPEECH = sorted(path.stem for path in MEDIA.glob("speech-*.wav"))
@@ -58,7 +58,7 @@ def log_mel(samples: Samples) -> torch.Tensor:
 
 
 def describe(samples: Samples) -> torch.Tensor:
-    return describe_sound(log_mel(samples))
+    return fingerprint_sound(log_mel(samples))
 
 
 def frame_of(samples: Samples, rate: int) -> av.AudioFrame:
@@ -223,8 +223,8 @@ def test_altered_copy_is_nearest_to_its_original(
     alteration: Alteration, index: str, described: dict[str, dict[str, torch.Tensor]]
 ) -> None:
     for name, samples in INDEXES[index]().items():
-        descriptor = describe(alteration(samples))
-        cosines = {other: float(descriptor @ original) for other, original in described[index].items()}
+        fingerprint = describe(alteration(samples))
+        cosines = {other: float(fingerprint @ original) for other, original in described[index].items()}
         own = cosines.pop(name)
         margin = MARGIN_WITHOUT_HALF if alteration is ALTERATIONS["8-khz"] else MARGIN
         assert own - max(cosines.values()) > margin, name
@@ -234,7 +234,7 @@ def test_altered_copy_is_nearest_to_its_original(
 
 
 def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(describe_sound(one) @ describe_sound(other))
+    return float(fingerprint_sound(one) @ fingerprint_sound(other))
 
 
 def random_log_mel(frames: int, seed: int = 1) -> torch.Tensor:
@@ -256,7 +256,7 @@ def test_what_lies_below_the_floor_is_silence_too() -> None:
     speech = log_mel(recordings()[SPEECH[0]])
     deeper = torch.where(speech <= speech.quantile(0.05), -100.0, speech)
     floored = torch.where(speech <= speech.quantile(0.05), SILENCE, speech)
-    assert torch.equal(describe_sound(deeper), describe_sound(floored))
+    assert torch.equal(fingerprint_sound(deeper), fingerprint_sound(floored))
 
 
 def test_backwards_is_another_sound() -> None:
@@ -272,22 +272,22 @@ def test_pitches_are_told_apart() -> None:
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 7, 8, 50, 3000])
 def test_any_length_gives_a_unit_vector(frames: int) -> None:
-    descriptor = describe_sound(random_log_mel(frames))
-    assert descriptor.shape == (512,)
-    assert descriptor.dtype == torch.float32
-    assert math.isclose(float(descriptor.norm()), 1, abs_tol=1e-6)
+    fingerprint = fingerprint_sound(random_log_mel(frames))
+    assert fingerprint.shape == (512,)
+    assert fingerprint.dtype == torch.float32
+    assert math.isclose(float(fingerprint.norm()), 1, abs_tol=1e-6)
 
 
 @pytest.mark.parametrize("level", [SILENCE, -1e30, -3.4e38, 0.0, 20.0, 3.4e38])
 @pytest.mark.parametrize("frames", [1, 300])
 def test_constant_sound_gives_a_unit_vector(level: float, frames: int) -> None:
-    assert math.isclose(float(describe_sound(torch.full((frames, 80), level)).norm()), 1, abs_tol=1e-6)
+    assert math.isclose(float(fingerprint_sound(torch.full((frames, 80), level)).norm()), 1, abs_tol=1e-6)
 
 
 def test_extremes_side_by_side_give_a_unit_vector() -> None:
     spectrogram = torch.full((100, 80), -3.4e38)
     spectrogram[50, 40] = 3.4e38
-    assert math.isclose(float(describe_sound(spectrogram).norm()), 1, abs_tol=1e-6)
+    assert math.isclose(float(fingerprint_sound(spectrogram).norm()), 1, abs_tol=1e-6)
 
 
 def test_silence_is_silence_however_long_and_nothing_else() -> None:
@@ -298,9 +298,9 @@ def test_silence_is_silence_however_long_and_nothing_else() -> None:
 
 def test_equal_sounds_give_equal_bits() -> None:
     spectrogram = random_log_mel(500)
-    first = describe_sound(spectrogram)
-    describe_sound(random_log_mel(77, 2))
-    assert torch.equal(describe_sound(spectrogram), first)
+    first = fingerprint_sound(spectrogram)
+    fingerprint_sound(random_log_mel(77, 2))
+    assert torch.equal(fingerprint_sound(spectrogram), first)
 
 
 def test_view_that_is_not_contiguous_is_described_as_it_sounds() -> None:
@@ -311,31 +311,31 @@ def test_view_that_is_not_contiguous_is_described_as_it_sounds() -> None:
         assert cosine(spectrogram, spectrogram.contiguous()) > 0.99999
 
 
-def test_spectrogram_is_only_read_and_shares_nothing_with_its_descriptor() -> None:
+def test_spectrogram_is_only_read_and_shares_nothing_with_its_fingerprint() -> None:
     spectrogram = random_log_mel(300)
     untouched = spectrogram.clone()
-    descriptor = describe_sound(spectrogram)
+    fingerprint = fingerprint_sound(spectrogram)
     assert torch.equal(spectrogram, untouched)
-    kept = descriptor.clone()
+    kept = fingerprint.clone()
     spectrogram.zero_()
-    assert torch.equal(descriptor, kept)
-    descriptor.zero_()
-    assert torch.equal(describe_sound(untouched), kept)
+    assert torch.equal(fingerprint, kept)
+    fingerprint.zero_()
+    assert torch.equal(fingerprint_sound(untouched), kept)
 
 
 PEAK_GROWTH = """
 import re, torch
 from pathlib import Path
-from engine.executors.sounds import describe_sound
+from engine.executors.fingerprints.sounds import fingerprint_sound
 
 def peak_kib():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
-describe_sound(torch.zeros(500, 80))
+fingerprint_sound(torch.zeros(500, 80))
 log_mel = torch.zeros(200_000, 80)
 log_mel[::7] = 3
 before_kib = peak_kib()
-describe_sound(log_mel)
+fingerprint_sound(log_mel)
 print(log_mel.nbytes // 1024, peak_kib() - before_kib)
 """
 
@@ -364,7 +364,7 @@ def test_half_an_hour_needs_little_more_memory_than_one_copy() -> None:
 )
 def test_what_is_no_spectrogram_is_refused_with_what_was_expected_and_got(spectrogram: torch.Tensor, got: str) -> None:
     with pytest.raises(ValueError, match=rf"expected .*float32 of shape \(frames, 80\).*; got .*{got}"):
-        describe_sound(spectrogram)
+        fingerprint_sound(spectrogram)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -372,9 +372,9 @@ def test_what_is_not_finite_is_refused(value: float) -> None:
     spectrogram = torch.zeros(100, 80)
     spectrogram[99, 79] = value
     with pytest.raises(ValueError, match="NaN or infinite"):
-        describe_sound(spectrogram)
+        fingerprint_sound(spectrogram)
 
 
 def test_too_many_frames_are_refused_before_they_are_looked_at() -> None:
     with pytest.raises(ValueError, match=re.escape("1000001 frames; at most 1000000")):
-        describe_sound(torch.zeros(1).expand(1_000_001, 80))
+        fingerprint_sound(torch.zeros(1).expand(1_000_001, 80))

@@ -1,8 +1,8 @@
-"""Clip descriptors: the frames of a video in, a unit vector out, such that altered copies of a clip stay near it.
+"""Clip fingerprints: the frames of a video in, a unit vector out, such that altered copies of a clip stay near it.
 
-A frame is described as a picture (see :mod:`.descriptors`), which takes care of other sizes, codecs and qualities. Time is
-taken relative to the clip's length, and descriptors are interpolated between frames, so the frame rate does not matter. The
-course of the frames' descriptors over time is then broken into cosine waves:
+A frame is described as a picture (see :mod:`.pictures`), which takes care of other sizes, codecs and qualities. Time is
+taken relative to the clip's length, and fingerprints are interpolated between frames, so the frame rate does not matter. The
+course of the frames' fingerprints over time is then broken into cosine waves:
 
 - appearance: the slowest wave, which is their mean. What is seen, whenever it is seen.
 - change: the next waves. They tell how the pictures follow each other, and vanish where nothing moves.
@@ -11,8 +11,8 @@ Each wave is turned into a space of its own and all are added up, so that 512 nu
 
 Invariants:
 
-- frames are only read, and the descriptor shares no memory with them;
-- a descriptor is finite and of length one for every clip: appearance outweighs change, so they can't cancel out;
+- frames are only read, and the fingerprint shares no memory with them;
+- a fingerprint is finite and of length one for every clip: appearance outweighs change, so they can't cancel out;
 - at most `2 * _MOMENTS` frames are looked at, however many there are.
 """
 
@@ -26,14 +26,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from engine.executors.descriptors import cosine_waves, describe_picture, normalise_above, place_in_space
+from engine.executors.fingerprints.pictures import fingerprint_picture
+from engine.executors.fingerprints.vectors import cosine_waves, normalise_above, place_in_space
 
-__all__ = ["FRAMES_LIMIT", "describe_clip"]
+__all__ = ["FRAMES_LIMIT", "fingerprint_clip"]
 
 FRAMES_LIMIT = 4096
 """Frames that a clip may have: more than anybody needs who asks what a clip looks like, two minutes of every single one."""
 
-# Each moment costs the descriptors of up to two frames. Waves need two moments each at the least.
+# Each moment costs the fingerprints of up to two frames. Waves need two moments each at the least.
 _MOMENTS = 16
 _WAVES = 6
 
@@ -45,7 +46,7 @@ _CHANGE_SHARE = 0.45
 _CHANGE_FLOOR = 0.1
 
 
-def describe_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> torch.Tensor:
+def fingerprint_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> torch.Tensor:
     """Describes a clip by a unit vector; the cosine between two such vectors says how alike two clips are.
 
     Args:
@@ -55,7 +56,7 @@ def describe_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_
         duration_s: of the whole clip, in seconds; where it is shorter than the timestamps say, they are believed.
 
     Returns:
-        float32 of shape (`DESCRIPTOR_SIZE`,) and Euclidean length one, in memory of its own.
+        float32 of shape (`FINGERPRINT_SIZE`,) and Euclidean length one, in memory of its own.
 
     Raises:
         ValueError: `frames` is of another rank, channel count, dtype or device, empty or too many, or the times do not fit
@@ -63,15 +64,15 @@ def describe_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_
 
     Source:
         Coskun, Sankur and Memon, "Spatio-Temporal Transform Based Video Hashing" (IEEE Transactions on Multimedia, 2006): the
-        lowest cosine waves over time. Adding them up: see :func:`.descriptors.place_in_space`.
+        lowest cosine waves over time. Adding them up: see :func:`.vectors.place_in_space`.
     """
     _check_clip(frames, timestamps_s, duration_s)
     moments = _describe_moments(frames, timestamps_s, max(duration_s, timestamps_s[-1]))
     waves = math.sqrt(2) * (cosine_waves(_WAVES, _MOMENTS) @ moments)
     appearance, *changes = (place_in_space(f"clip, wave {number}", wave) for number, wave in enumerate(waves))
     change = normalise_above(_CHANGE_FLOOR, torch.stack(changes).sum(0))
-    descriptor = math.sqrt(_APPEARANCE_SHARE) * functional.normalize(appearance, dim=0) + math.sqrt(_CHANGE_SHARE) * change
-    return functional.normalize(descriptor, dim=0)
+    fingerprint = math.sqrt(_APPEARANCE_SHARE) * functional.normalize(appearance, dim=0) + math.sqrt(_CHANGE_SHARE) * change
+    return functional.normalize(fingerprint, dim=0)
 
 
 def _check_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> None:
@@ -94,14 +95,14 @@ def _check_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s:
 
 
 def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> torch.Tensor:
-    """Returns what is seen at `_MOMENTS` even moments of a clip: float32 of shape (`_MOMENTS`, `DESCRIPTOR_SIZE`)."""
+    """Returns what is seen at `_MOMENTS` even moments of a clip: float32 of shape (`_MOMENTS`, `FINGERPRINT_SIZE`)."""
     moments_s = (np.arange(_MOMENTS) + 0.5) * (duration_s / _MOMENTS)
     # Where between two frames each moment lies; before the first and after the last there are only these.
     positions = np.interp(moments_s, timestamps_s, np.arange(len(frames)))
     before = np.floor(positions).astype(np.int64)
     after = np.minimum(before + 1, len(frames) - 1)
     needed, places = np.unique(np.concatenate([before, after]), return_inverse=True)
-    described = torch.stack([describe_picture(frames[index]) for index in needed.tolist()])
+    described = torch.stack([fingerprint_picture(frames[index]) for index in needed.tolist()])
     place_before, place_after = torch.from_numpy(places).reshape(2, _MOMENTS)
     way = torch.from_numpy((positions - before).astype(np.float32)).unsqueeze(1)
     return torch.lerp(described[place_before], described[place_after], way)

@@ -1,8 +1,8 @@
-"""The ``features`` executor: pictures, sounds, clips and texts into descriptors, on the CPU, without a model.
+"""The ``fingerprints`` executor: from pictures, sounds, clips and texts to fingerprints, on the CPU, without a model.
 
-A descriptor says what a thing looks or sounds like, or how it is worded; altered copies of it stay close (see
-:mod:`.descriptors`, :mod:`.sounds`, :mod:`.clips`, :mod:`.texts`). It makes the whole path testable where there is no
-accelerator, and is useful by itself for finding near-duplicates. All descriptors have one size, and each kind of thing has a
+A fingerprint says what a thing looks or sounds like, or how it is worded; altered copies of it stay close (see
+:mod:`.pictures`, :mod:`.sounds`, :mod:`.clips`, :mod:`.texts`). It makes the whole path testable where there is no
+accelerator, and is useful by itself for finding near-duplicates. All fingerprints have one size, and each kind of thing has a
 space of its own, so that one index can hold them all; a picture of a dog is not near the word for it.
 
 Invariants: deterministic and stateless; a request fails alone, and its error holds no view of the slab.
@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from engine.executors.clips import FRAMES_LIMIT, describe_clip
-from engine.executors.descriptors import DESCRIPTOR_SIZE, describe_picture
+from engine.executors.fingerprints.clips import FRAMES_LIMIT, fingerprint_clip
+from engine.executors.fingerprints.pictures import fingerprint_picture
+from engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
+from engine.executors.fingerprints.texts import count_words, fingerprint_text
+from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE
 from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
-from engine.executors.sounds import MEL_BANDS, describe_sound
-from engine.executors.texts import count_words, describe_text
 from engine.protocol import (
     EncodeReply,
     EncodeRequest,
@@ -36,18 +37,18 @@ from engine.protocol import (
     Waveform,
 )
 
-__all__ = ["FeaturesExecutor"]
+__all__ = ["FingerprintsExecutor"]
 
 _MAX_BATCH_SIZE = 32  # a step of a few milliseconds each; more would only delay the first answer
 
-# Descriptors look at 96 lines a side: more pixels of a frame would only fill the slab.
+# Fingerprints look at 96 lines a side: more pixels of a frame would only fill the slab.
 _FRAME_PIXELS = 512 * 512
 _FRAMES = 16  # as many as moments are described
 
 _PIXELS_LIMIT = 1 << 40  # a million squared: no picture has more, so a larger number is a mistake
 
 
-class FeaturesExecutor:
+class FingerprintsExecutor:
     """Describes things; deterministic, stateless.
 
     Args:
@@ -60,19 +61,19 @@ class FeaturesExecutor:
 
     def __init__(self, options: ExecutorOptions = ExecutorOptions()) -> None:  # noqa: B008  it is frozen
         if options.model is not None:
-            raise ValueError("the features executor loads no model; leave the model out, or choose another executor")
+            raise ValueError("the fingerprints executor loads no model; leave the model out, or choose another executor")
         if options.options:
-            raise ValueError(f"the features executor has no options; remove {', '.join(sorted(options.options))}")
+            raise ValueError(f"the fingerprints executor has no options; remove {', '.join(sorted(options.options))}")
         self._input = _input_spec(options.mm_processor_kwargs)
 
     def describe(self) -> ModelDescription:
         return ModelDescription(
-            executor="features",
-            model="shmring-features",
+            executor="fingerprints",
+            model="shmring-fingerprints",
             tasks=["encode"],
             input=self._input,
             max_batch_size=_MAX_BATCH_SIZE,
-            embedding_size=DESCRIPTOR_SIZE,
+            embedding_size=FINGERPRINT_SIZE,
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
@@ -90,7 +91,7 @@ def _input_spec(mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
     for name, value in mm_processor_kwargs.items():
         if name not in limits:
             raise ValueError(
-                f"the features executor does not know {name!r} of mm_processor_kwargs; it knows {', '.join(limits)}"
+                f"the fingerprints executor does not know {name!r} of mm_processor_kwargs; it knows {', '.join(limits)}"
             )
         if type(value) is not int or not 1 <= value <= limits[name]:
             raise ValueError(f"{name} of mm_processor_kwargs is a whole number from 1 to {limits[name]}; got {value!r}")
@@ -109,7 +110,7 @@ def _input_spec(mm_processor_kwargs: Mapping[str, Any]) -> InputSpec:
 def _execute(payload: EncodeRequest | GenerateRequest | None) -> StepOutput | Exception:
     assert payload is not None, "every request is finished by its first step"
     if isinstance(payload, GenerateRequest):
-        return ValueError("the features executor embeds; it does not generate: ask for embeddings, or choose another executor")
+        return ValueError("the fingerprints executor does not generate: ask for embeddings, or choose another executor")
     if not payload.inputs:
         return ValueError("a request to encode holds at least one input")
     try:
@@ -124,12 +125,12 @@ def _execute(payload: EncodeRequest | GenerateRequest | None) -> StepOutput | Ex
 def _describe(item: Text | Picture | Waveform | Spectrogram | Video) -> torch.Tensor:
     match item:
         case Text():
-            return describe_text(item.text)
+            return fingerprint_text(item.text)
         case Picture():
-            return describe_picture(item.pixels)
+            return fingerprint_picture(item.pixels)
         case Spectrogram():
-            return describe_sound(item.log_mel)
+            return fingerprint_sound(item.log_mel)
         case Video():
-            return describe_clip(item.frames, item.timestamps_s, item.duration_s)
+            return fingerprint_clip(item.frames, item.timestamps_s, item.duration_s)
         case Waveform():
-            raise ValueError("the features executor takes sounds as log-mel spectrograms; got a waveform")
+            raise ValueError("the fingerprints executor takes sounds as log-mel spectrograms; got a waveform")

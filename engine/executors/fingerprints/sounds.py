@@ -1,7 +1,7 @@
-"""Sound descriptors: a spectrogram in, a unit vector out, such that altered copies of a recording stay near it.
+"""Sound fingerprints: a spectrogram in, a unit vector out, such that altered copies of a recording stay near it.
 
 Everything starts from how far each cell of the spectrogram stands out from a floor 25 dB below the loudest cell. Measured so,
-another gain changes nothing, noise well below the sound next to nothing, and silence is nought. A descriptor has four parts:
+another gain changes nothing, noise well below the sound next to nothing, and silence is nought. A fingerprint has four parts:
 
 - timbre: the cepstrum of the mean spectrum. It says what kind of sound it is, whenever it sounds.
 - layout: which bands stand out in each of six stretches of time. Time is counted from the middle of what is heard, in widths
@@ -16,8 +16,8 @@ upwards is not one downwards.
 
 Invariants:
 
-- the spectrogram is only read, and the descriptor shares no memory with it;
-- a descriptor is finite and of length one for every finite spectrogram, silence included;
+- the spectrogram is only read, and the fingerprint shares no memory with it;
+- a fingerprint is finite and of length one for every finite spectrogram, silence included;
 - silent frames before or after change nothing but rounding; equal spectrograms give equal bits on one machine.
 """
 
@@ -29,8 +29,8 @@ import math
 import torch
 from torch.nn import functional
 
-from engine.executors.descriptors import (
-    DESCRIPTOR_SIZE,
+from engine.executors.fingerprints.vectors import (
+    FINGERPRINT_SIZE,
     cosine_waves,
     count_up_to,
     normalise_above,
@@ -38,7 +38,7 @@ from engine.executors.descriptors import (
     share_on_line,
 )
 
-__all__ = ["MEL_BANDS", "describe_sound"]
+__all__ = ["MEL_BANDS", "fingerprint_sound"]
 
 MEL_BANDS = 80
 """Bands of the spectrograms that are described."""
@@ -67,7 +67,7 @@ _MOVEMENT_BANDS = 8
 _MOVEMENT_SIZE = len(_LAGS_FRAMES) * _MOVEMENT_BANDS**2
 
 _TIMBRE_SIZE = MEL_BANDS - 1  # all but the mean
-assert 1 + _TIMBRE_SIZE + _LAYOUT_SIZE + _MOVEMENT_SIZE == DESCRIPTOR_SIZE
+assert 1 + _TIMBRE_SIZE + _LAYOUT_SIZE + _MOVEMENT_SIZE == FINGERPRINT_SIZE
 
 # Shares of the squared length. Timbre counts least, as all that one voice says agrees on it.
 _TIMBRE_SHARE = 0.1
@@ -82,7 +82,7 @@ _CONTRAST_FLOOR = 0.01
 _LEAST_SOUND = 1e-6
 
 
-def describe_sound(log_mel: torch.Tensor) -> torch.Tensor:
+def fingerprint_sound(log_mel: torch.Tensor) -> torch.Tensor:
     """Describes a sound by a unit vector; the cosine between two such vectors says how alike two sounds are.
 
     Args:
@@ -90,7 +90,7 @@ def describe_sound(log_mel: torch.Tensor) -> torch.Tensor:
             each band, 100 frames a second. It is only read, and may be a view of shared memory.
 
     Returns:
-        float32 of shape (`DESCRIPTOR_SIZE`,) and Euclidean length one, in memory of its own.
+        float32 of shape (`FINGERPRINT_SIZE`,) and Euclidean length one, in memory of its own.
 
     Raises:
         ValueError: `log_mel` is of another rank, band count, dtype or device, empty, too long, or not finite.
@@ -104,7 +104,7 @@ def describe_sound(log_mel: torch.Tensor) -> torch.Tensor:
     _check_sound(log_mel)
     prominence = _stand_out(log_mel)
     loudness = prominence.mean(1)
-    descriptor = torch.cat(
+    fingerprint = torch.cat(
         [
             torch.full((1,), _CONSTANT, device="cpu"),
             math.sqrt(_TIMBRE_SHARE) * _describe_timbre(prominence, loudness),
@@ -112,7 +112,7 @@ def describe_sound(log_mel: torch.Tensor) -> torch.Tensor:
             math.sqrt(_MOVEMENT_SHARE) * _describe_movement(prominence, loudness),
         ]
     )
-    return functional.normalize(place_in_space("sound", descriptor), dim=0)
+    return functional.normalize(place_in_space("sound", fingerprint), dim=0)
 
 
 def _check_sound(log_mel: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The features executor: one reply or one error for each request, and things of one kind among themselves."""
+"""The fingerprints executor: one reply or one error for each request, and things of one kind among themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.executors.clips import describe_clip
-from engine.executors.descriptors import describe_picture
-from engine.executors.features import FeaturesExecutor
+from engine.executors.fingerprints.clips import fingerprint_clip
+from engine.executors.fingerprints.executor import FingerprintsExecutor
+from engine.executors.fingerprints.pictures import fingerprint_picture
+from engine.executors.fingerprints.sounds import fingerprint_sound
+from engine.executors.fingerprints.texts import fingerprint_text
 from engine.executors.interface import Executor, ExecutorOptions, StepInput, StepOutput
-from engine.executors.sounds import describe_sound
-from engine.executors.texts import describe_text
 from engine.protocol import (
     ChatMessage,
     EncodeReply,
@@ -35,7 +35,7 @@ from engine.protocol import (
     Waveform,
 )
 
-MEDIA = Path(__file__).resolve().parents[2] / "frontend" / "samples"
+MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
 
 
 def random_bytes(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -56,7 +56,7 @@ def clip(seed: int = 1) -> Video:
 
 def execute(*requests: EncodeRequest | GenerateRequest) -> list[StepOutput | Exception]:
     batch = [StepInput(request_id, request) for request_id, request in enumerate(requests)]
-    return list(FeaturesExecutor().execute(batch))
+    return list(FingerprintsExecutor().execute(batch))
 
 
 def embeddings_of(output: StepOutput | Exception) -> torch.Tensor:
@@ -69,15 +69,15 @@ def test_each_input_of_each_request_is_described_by_its_kind() -> None:
     mixed = EncodeRequest([Text("a text of five words"), picture(), sound(), clip(), picture(2)])
     outputs = execute(mixed, EncodeRequest([picture(3)]), EncodeRequest([Text("one"), Text("two more")]))
     expected = [
-        describe_text("a text of five words"),
-        describe_picture(picture().pixels),
-        describe_sound(sound().log_mel),
-        describe_clip(clip().frames, clip().timestamps_s, clip().duration_s),
-        describe_picture(picture(2).pixels),
+        fingerprint_text("a text of five words"),
+        fingerprint_picture(picture().pixels),
+        fingerprint_sound(sound().log_mel),
+        fingerprint_clip(clip().frames, clip().timestamps_s, clip().duration_s),
+        fingerprint_picture(picture(2).pixels),
     ]
     assert torch.equal(embeddings_of(outputs[0]), torch.stack(expected))
-    assert torch.equal(embeddings_of(outputs[1]), describe_picture(picture(3).pixels).unsqueeze(0))
-    assert torch.equal(embeddings_of(outputs[2]), torch.stack([describe_text("one"), describe_text("two more")]))
+    assert torch.equal(embeddings_of(outputs[1]), fingerprint_picture(picture(3).pixels).unsqueeze(0))
+    assert torch.equal(embeddings_of(outputs[2]), torch.stack([fingerprint_text("one"), fingerprint_text("two more")]))
     for output, words in zip(outputs, [5, 0, 3], strict=True):
         assert isinstance(output, StepOutput)
         assert output.finished
@@ -102,7 +102,7 @@ BAD = {
     "clip": (EncodeRequest([Video(random_bytes(2, 4, 4, 3), [0.0], 1.0)]), "one timestamp for each frame"),
     "blank-text": (EncodeRequest([Text(" ")]), "expected a text"),
     "last-of-many": (EncodeRequest([picture(), sound(), Text("")]), "expected a text"),
-    "generate": (GenerateRequest([ChatMessage("user", [TextPart("hello")])]), "embeds; it does not generate"),
+    "generate": (GenerateRequest([ChatMessage("user", [TextPart("hello")])]), "does not generate: ask for embeddings"),
 }
 
 
@@ -144,12 +144,14 @@ def test_in_one_index_the_nearest_is_of_the_same_kind() -> None:
     black = torch.zeros(64, 96, 3, dtype=torch.uint8)
     time = torch.arange(200).unsqueeze(1) / 100
     bands = torch.arange(80)
-    hills = [-((bands - 40 - 20 * torch.sin(pace * time)) ** 2) / width for pace, width in [(1, 9), (3, 30), (9, 9), (14, 60)]]
+    hills = [
+        -((bands - 40.0 - 20 * torch.sin(pace * time)) ** 2) / width for pace, width in [(1, 9), (3, 30), (9, 9), (14, 60)]
+    ]
     things = {
-        "picture": [describe_picture(one) for one in (*pixels, picture().pixels, black)],
-        "sound": [describe_sound(hill.to(torch.float32)) for hill in hills] + [describe_sound(torch.full((50, 80), -30.0))],
-        "clip": [describe_clip(torch.stack([one, one.flip(0)]), [0.0, 1.0], 2.0) for one in (*pixels, black)],
-        "text": [describe_text(text) for text in ("the cat sat on the mat", "the dog sat on a log", "cats and dogs", "a")],
+        "picture": [fingerprint_picture(one) for one in (*pixels, picture().pixels, black)],
+        "sound": [fingerprint_sound(spectrogram) for spectrogram in (*hills, torch.full((50, 80), -30.0))],
+        "clip": [fingerprint_clip(torch.stack([one, one.flip(0)]), [0.0, 1.0], 2.0) for one in (*pixels, black)],
+        "text": [fingerprint_text(text) for text in ("the cat sat on the mat", "the dog sat on a log", "cats and dogs", "a")],
     }
     crossing = max(
         float((torch.stack(one) @ torch.stack(other).T).max())
@@ -164,11 +166,11 @@ def test_in_one_index_the_nearest_is_of_the_same_kind() -> None:
 
 
 def test_it_says_what_it_takes() -> None:
-    executor = FeaturesExecutor()
+    executor = FingerprintsExecutor()
     assert isinstance(executor, Executor)
     assert executor.describe() == ModelDescription(
-        executor="features",
-        model="shmring-features",
+        executor="fingerprints",
+        model="shmring-fingerprints",
         tasks=["encode"],
         input=InputSpec(
             text=True,
@@ -185,7 +187,7 @@ def test_it_says_what_it_takes() -> None:
 
 def test_how_media_are_prepared_can_be_chosen() -> None:
     options = ExecutorOptions(mm_processor_kwargs={"max_pixels": 50_000, "num_frames": 8})
-    takes = FeaturesExecutor(options).describe().input
+    takes = FingerprintsExecutor(options).describe().input
     assert takes.picture == PictureSpec(max_pixels=50_000)
     assert takes.video == VideoSpec(num_frames=8, max_pixels=50_000)
 
@@ -206,4 +208,4 @@ def test_how_media_are_prepared_can_be_chosen() -> None:
 )
 def test_what_it_does_not_have_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        FeaturesExecutor(ExecutorOptions(**options))
+        FingerprintsExecutor(ExecutorOptions(**options))

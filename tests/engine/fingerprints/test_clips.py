@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.executors import clips
-from engine.executors.clips import describe_clip
-from engine.executors.descriptors import describe_picture
+from engine.executors.fingerprints import clips
+from engine.executors.fingerprints.clips import fingerprint_clip
+from engine.executors.fingerprints.pictures import fingerprint_picture
 
-MEDIA = Path(__file__).resolve().parents[2] / "frontend" / "samples"
+MEDIA = Path(__file__).resolve().parents[3] / "frontend" / "samples"
 WIDTH, HEIGHT = 320, 180
 FRAMES_PER_SECOND = 25
 DURATION_S = 2.0
@@ -120,7 +120,7 @@ def take(frames: Frames, count: int) -> Frames:
 
 def describe(frames: Frames) -> torch.Tensor:
     timestamps_s, pixels = zip(*frames, strict=True)
-    return describe_clip(torch.from_numpy(np.stack(pixels)), list(timestamps_s), DURATION_S)
+    return fingerprint_clip(torch.from_numpy(np.stack(pixels)), list(timestamps_s), DURATION_S)
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -145,8 +145,8 @@ def test_altered_copy_is_nearest_to_its_original(
         altered = alteration(frames)
         others_pictures = name.startswith("pan-") and name not in ("pan-chelsea", "pan-back")
         for count in (16, 30):
-            descriptor = describe(take(altered, count))
-            cosines = {other: float(descriptor @ original) for other, original in originals.items()}
+            fingerprint = describe(take(altered, count))
+            cosines = {other: float(fingerprint @ original) for other, original in originals.items()}
             own = cosines.pop(name)
             assert own - max(cosines.values()) > (MARGIN_BETWEEN_PICTURES if others_pictures else MARGIN), name
 
@@ -177,14 +177,14 @@ def test_between_few_frames_a_movement_is_taken_as_even(made: dict[str, Frames])
 def test_a_duration_shorter_than_the_timestamps_say_is_not_believed() -> None:
     frames = noise(4, 40, 60, 3)
     times_s = [0.0, 1.0, 2.0, 3.0]
-    assert torch.equal(describe_clip(frames, times_s, 0.5), describe_clip(frames, times_s, 3.0))
-    assert not torch.equal(describe_clip(frames, times_s, 4.0), describe_clip(frames, times_s, 3.0))
+    assert torch.equal(fingerprint_clip(frames, times_s, 0.5), fingerprint_clip(frames, times_s, 3.0))
+    assert not torch.equal(fingerprint_clip(frames, times_s, 4.0), fingerprint_clip(frames, times_s, 3.0))
 
 
 def test_another_speed_is_the_same_course() -> None:
     frames = noise(5, 40, 60, 3)
-    slowly = describe_clip(frames, [0.0, 2.0, 4.0, 6.0, 8.0], 10.0)
-    assert float(slowly @ describe_clip(frames, [0.0, 1.0, 2.0, 3.0, 4.0], 5.0)) > 0.9999
+    slowly = fingerprint_clip(frames, [0.0, 2.0, 4.0, 6.0, 8.0], 10.0)
+    assert float(slowly @ fingerprint_clip(frames, [0.0, 1.0, 2.0, 3.0, 4.0], 5.0)) > 0.9999
 
 
 @pytest.mark.parametrize(
@@ -193,17 +193,17 @@ def test_another_speed_is_the_same_course() -> None:
 )
 @pytest.mark.parametrize("size", [(1, 1), (3, 50), (120, 90)])
 def test_any_clip_gives_a_unit_vector(timestamps_s: list[float], duration_s: float, size: tuple[int, int]) -> None:
-    descriptor = describe_clip(noise(len(timestamps_s), *size, 3), timestamps_s, duration_s)
-    assert descriptor.shape == (512,)
-    assert descriptor.dtype == torch.float32
-    assert math.isclose(float(descriptor.norm()), 1, abs_tol=1e-6)
+    fingerprint = fingerprint_clip(noise(len(timestamps_s), *size, 3), timestamps_s, duration_s)
+    assert fingerprint.shape == (512,)
+    assert fingerprint.dtype == torch.float32
+    assert math.isclose(float(fingerprint.norm()), 1, abs_tol=1e-6)
 
 
 def test_noise_of_a_codec_is_not_taken_for_change() -> None:
     still = torch.full((16, 40, 60, 3), 128, dtype=torch.uint8)
     grainy = still + noise(16, 40, 60, 3) // 128
     times_s = [float(index) for index in range(16)]
-    assert float(describe_clip(still, times_s, 16.0) @ describe_clip(grainy, times_s, 16.0)) > 0.8
+    assert float(fingerprint_clip(still, times_s, 16.0) @ fingerprint_clip(grainy, times_s, 16.0)) > 0.8
 
 
 def test_many_frames_cost_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,23 +212,23 @@ def test_many_frames_cost_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) ->
     def count(pixels: torch.Tensor) -> torch.Tensor:
         nonlocal described
         described += 1
-        return describe_picture(pixels)
+        return fingerprint_picture(pixels)
 
-    monkeypatch.setattr(clips, "describe_picture", count)
-    describe_clip(noise(1, 8, 8, 3).expand(4096, 8, 8, 3), [index / 30 for index in range(4096)], 137.0)
+    monkeypatch.setattr(clips, "fingerprint_picture", count)
+    fingerprint_clip(noise(1, 8, 8, 3).expand(4096, 8, 8, 3), [index / 30 for index in range(4096)], 137.0)
     assert described <= 32
 
 
-def test_clip_is_only_read_and_shares_nothing_with_its_descriptor() -> None:
+def test_clip_is_only_read_and_shares_nothing_with_its_fingerprint() -> None:
     frames = noise(3, 96, 96, 3)
     untouched = frames.clone()
-    descriptor = describe_clip(frames, [0.0, 1.0, 2.0], 3.0)
+    fingerprint = fingerprint_clip(frames, [0.0, 1.0, 2.0], 3.0)
     assert torch.equal(frames, untouched)
-    kept = descriptor.clone()
+    kept = fingerprint.clone()
     frames.zero_()
-    assert torch.equal(descriptor, kept)
-    descriptor.zero_()
-    assert torch.equal(describe_clip(untouched, [0.0, 1.0, 2.0], 3.0), kept), "equal clips give equal bits"
+    assert torch.equal(fingerprint, kept)
+    fingerprint.zero_()
+    assert torch.equal(fingerprint_clip(untouched, [0.0, 1.0, 2.0], 3.0), kept), "equal clips give equal bits"
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_clip_is_only_read_and_shares_nothing_with_its_descriptor() -> None:
 )
 def test_what_is_no_clip_is_refused_with_what_was_expected_and_got(frames: torch.Tensor, got: str) -> None:
     with pytest.raises(ValueError, match=rf"expected .*uint8 of shape \(frames, height, width, 3\).*; got .*{got}"):
-        describe_clip(frames, [0.0] * len(frames), 1.0)
+        fingerprint_clip(frames, [0.0] * len(frames), 1.0)
 
 
 def test_too_many_frames_are_refused() -> None:
     with pytest.raises(ValueError, match="4097 frames; at most 4096"):
-        describe_clip(noise(1, 2, 2, 3).expand(4097, 2, 2, 3), [0.0] * 4097, 1.0)
+        fingerprint_clip(noise(1, 2, 2, 3).expand(4097, 2, 2, 3), [0.0] * 4097, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -270,4 +270,4 @@ def test_too_many_frames_are_refused() -> None:
 )
 def test_times_that_make_no_sense_are_refused(timestamps_s: list[float], duration_s: float, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        describe_clip(noise(2, 8, 8, 3), timestamps_s, duration_s)
+        fingerprint_clip(noise(2, 8, 8, 3), timestamps_s, duration_s)

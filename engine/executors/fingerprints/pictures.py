@@ -1,6 +1,6 @@
-"""Picture descriptors: a picture in, a unit vector out, such that altered copies of a picture stay near it.
+"""Picture fingerprints: a picture in, a unit vector out, such that altered copies of a picture stay near it.
 
-A descriptor has three parts, each blind to what some everyday alteration changes:
+A fingerprint has three parts, each blind to what some everyday alteration changes:
 
 - layout: low-frequency DCT coefficients of the luminance. Recompression and scaling only touch higher frequencies, and
   brightening scales all of these alike.
@@ -12,15 +12,12 @@ the bytes, in integers, so a picture of twelve megapixels costs little more than
 floats. Squeezing to a square forgets the aspect ratio on purpose: a crop changes it.
 
 Bins and cells overlap like triangles (a value counts partly for each of its two neighbours), so that a small change of
-the picture is a small change of the descriptor.
-
-What the descriptors of sounds (:mod:`.sounds`), clips (:mod:`.clips`) and texts (:mod:`.texts`) have in common with them lies
-here too: their size, how parts are normalised, how bins overlap, and what keeps the kinds apart (:func:`place_in_space`).
+the picture is a small change of the fingerprint.
 
 Invariants:
 
-- the picture is only read, and the descriptor shares no memory with it;
-- a descriptor is finite and of length one for every picture, a constant one included: layout and edges may vanish, the
+- the picture is only read, and the fingerprint shares no memory with it;
+- a fingerprint is finite and of length one for every picture, a constant one included: layout and edges may vanish, the
   colour part has length one whatever the pixels are;
 - equal pictures give equal bits on one machine: nothing here is random or depends on what was described before.
 """
@@ -28,22 +25,21 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 
-import numpy as np
 import torch
 from torch.nn import functional
 
-__all__ = [
-    "DESCRIPTOR_SIZE",
-    "cosine_waves",
-    "count_up_to",
-    "describe_picture",
-    "normalise_above",
-    "place_in_space",
-    "share_on_line",
-]
+from engine.executors.fingerprints.vectors import (
+    FINGERPRINT_SIZE,
+    cosine_waves,
+    count_up_to,
+    normalise_above,
+    share_on_line,
+    triangle,
+)
+
+__all__ = ["fingerprint_picture"]
 
 # Small enough that fine grain, which recompression and scaling change, is gone. Anything from 64 to 192 ranks the
 # sample pictures about equally well.
@@ -66,8 +62,7 @@ _LUMINANCE_BINS = 3
 _CHROMA_BINS = 8
 _COLOUR_SIZE = _LUMINANCE_BINS * _CHROMA_BINS**2
 
-DESCRIPTOR_SIZE = _LAYOUT_SIZE + _EDGES_SIZE + _COLOUR_SIZE
-"""Length of a descriptor: 32 + 288 + 192 = 512."""
+assert _LAYOUT_SIZE + _EDGES_SIZE + _COLOUR_SIZE == FINGERPRINT_SIZE  # 32 + 288 + 192
 
 # How much each part counts, as shares of the squared length. Colour counts least: all grey pictures agree on it.
 _LAYOUT_SHARE = 0.4
@@ -88,7 +83,7 @@ _CHROMA_FLOOR = 48.0
 _CHROMA_LIMIT = 0.3
 
 
-def describe_picture(pixels: torch.Tensor) -> torch.Tensor:
+def fingerprint_picture(pixels: torch.Tensor) -> torch.Tensor:
     """Describes a picture by a unit vector; the cosine between two such vectors says how alike two pictures are.
 
     Args:
@@ -96,7 +91,7 @@ def describe_picture(pixels: torch.Tensor) -> torch.Tensor:
             view of shared memory. If it is not contiguous, torch copies it once, as bytes.
 
     Returns:
-        float32 of shape (`DESCRIPTOR_SIZE`,) and Euclidean length one, in memory of its own.
+        float32 of shape (`FINGERPRINT_SIZE`,) and Euclidean length one, in memory of its own.
 
     Raises:
         ValueError: `pixels` is of another rank, channel count, dtype or device, or empty.
@@ -109,14 +104,14 @@ def describe_picture(pixels: torch.Tensor) -> torch.Tensor:
     _check_picture(pixels)
     thumbnail = _shrink(pixels)
     luminance = _luminance(thumbnail)
-    descriptor = torch.cat(
+    fingerprint = torch.cat(
         [
             math.sqrt(_LAYOUT_SHARE) * _describe_layout(luminance),
             math.sqrt(_EDGES_SHARE) * _describe_edges(luminance),
             math.sqrt(_COLOUR_SHARE) * _describe_colour(thumbnail, luminance),
         ]
     )
-    return functional.normalize(descriptor, dim=0)
+    return functional.normalize(fingerprint, dim=0)
 
 
 def _check_picture(pixels: torch.Tensor) -> None:
@@ -185,11 +180,7 @@ def _share_on_circle(position: torch.Tensor, bins: int) -> torch.Tensor:
     """Shares each position, of shape (height, width), out between two of `bins`; bin `bins` would be bin 0 again."""
     turned = torch.remainder(position - count_up_to(bins).reshape(-1, 1, 1), bins)
     distance = torch.minimum(turned, bins - turned)
-    return _triangle(distance)
-
-
-def _triangle(distance: torch.Tensor) -> torch.Tensor:
-    return (1 - distance).clamp(min=0)
+    return triangle(distance)
 
 
 @functools.cache
@@ -205,79 +196,3 @@ def _cell_windows() -> torch.Tensor:
     cell_lines = _THUMBNAIL_SIDE / _CELLS_PER_SIDE
     position = (count_up_to(_THUMBNAIL_SIDE) + 0.5) / cell_lines - 0.5
     return share_on_line(position, _CELLS_PER_SIDE) / cell_lines
-
-
-# -- what descriptors of every kind are made with ---------------------------------------------------------------------------
-
-
-def normalise_above(floor: float, part: torch.Tensor) -> torch.Tensor:
-    """Brings a part to a length near one if it is well above the floor, and near nought if it is well below."""
-    length: torch.Tensor = torch.linalg.vector_norm(part)
-    return part / (length + floor)
-
-
-def share_on_line(position: torch.Tensor, bins: int) -> torch.Tensor:
-    """Shares each position out between its two nearest bins; what lies beyond an end counts for that end.
-
-    Args:
-        position: float32 of shape (count,); bin `i` is centred at `i`.
-        bins: how many bins there are.
-
-    Returns:
-        float32 of shape (bins, count); each column adds up to one.
-    """
-    distance = (position.clamp(0, bins - 1) - count_up_to(bins).unsqueeze(1)).abs()
-    return _triangle(distance)
-
-
-def count_up_to(end: int) -> torch.Tensor:
-    """Returns 0, 1, 2, ... below `end`, as float32 in host memory."""
-    # The device is named because a host process may have made another one torch's default.
-    return torch.arange(end, dtype=torch.float32, device="cpu")
-
-
-@functools.cache
-def cosine_waves(count: int, length: int) -> torch.Tensor:
-    """Returns the `count` lowest waves of a DCT-II, of shape (count, length), to average a signal of that length against."""
-    frequency = count_up_to(count).unsqueeze(1)
-    phase = (count_up_to(length) + 0.5) * (math.pi / length)
-    return torch.cos(frequency * phase) / length
-
-
-def place_in_space(space: str, descriptors: torch.Tensor) -> torch.Tensor:
-    """Turns descriptors into a space of their own, always the same for the same name.
-
-    Lengths and the cosines within a space stay what they were. Between two spaces, and to pictures, which are not turned,
-    cosines are near nought, like those of random vectors (1 / sqrt(512) = 0.04): one index can hold things of several
-    kinds, and each finds its own. First each number is spread over all places, so that this also holds for descriptors that
-    have little in them but one number, as those of silence or a short text; then signs make the spaces differ.
-
-    Args:
-        space: its name.
-        descriptors: float32 of shape (..., `DESCRIPTOR_SIZE`).
-
-    Returns:
-        float32 of the same shape.
-
-    Source:
-        Ailon and Chazelle, "The Fast Johnson-Lindenstrauss Transform" (SIAM Journal on Computing, 2009): random signs and a
-        Hadamard transform. Kanerva, "Hyperdimensional Computing" (Cognitive Computation, 2009): binding to a role by signs.
-    """
-    return (descriptors @ _hadamard_matrix()) * _signs_of(space)
-
-
-@functools.cache
-def _hadamard_matrix() -> torch.Tensor:
-    """Returns an orthonormal matrix of equal numbers of either sign: Sylvester's, whose side is a power of two."""
-    smallest = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu") / math.sqrt(2)
-    matrix = torch.ones((1, 1), device="cpu")
-    while len(matrix) < DESCRIPTOR_SIZE:
-        matrix = torch.kron(matrix, smallest)
-    return matrix
-
-
-@functools.cache
-def _signs_of(space: str) -> torch.Tensor:
-    digest = hashlib.blake2b(space.encode(), digest_size=DESCRIPTOR_SIZE // 8).digest()
-    bits = torch.from_numpy(np.unpackbits(np.frombuffer(digest, np.uint8)))
-    return bits.to(torch.float32) * 2 - 1
