@@ -6,8 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from frontend.media.fetch import FetchSettings
-from frontend.media.loader import MediaKind
+from frontend.media.fetch import FetchSettings, MediaKind
 from frontend.media.options import MediaIoKwargs, MediaLimits
 
 __all__ = ["FrontendSettings", "MediaCounts"]

@@ -1,10 +1,14 @@
 """shmring: an asyncio shared-memory transport for the tensors of inference servers.
 
 Engine side: :func:`serve`. Frontend side: :func:`connect`. See the README for an example of both.
+
+What needs torch, which takes seconds to import, is imported when it is first used: a command line that only wants the
+configuration or the errors answers at once.
 """
 
-from shmring.claim import Claim
-from shmring.client import RingClient, Submission, connect
+import importlib
+from typing import TYPE_CHECKING
+
 from shmring.config import ClientConfig, RingConfig
 from shmring.errors import (
     AbortedError,
@@ -21,10 +25,14 @@ from shmring.errors import (
     StaleDescriptorError,
     WouldBlock,
 )
-from shmring.memory.payload import nbytes_for
-from shmring.ring import Ring, serve
-from shmring.slot import Slot
 from shmring.statistics import ClientStatistics, RingStatistics
+
+if TYPE_CHECKING:
+    from shmring.claim import Claim
+    from shmring.client import RingClient, Submission, connect
+    from shmring.memory.payload import nbytes_for
+    from shmring.ring import Ring, serve
+    from shmring.slot import Slot
 
 __version__ = "0.1.0"
 
@@ -56,3 +64,27 @@ __all__ = [
     "SlabError",
     "__version__",
 ]
+
+_NEEDS_TORCH = {
+    "Claim": "shmring.claim",
+    "RingClient": "shmring.client",
+    "Submission": "shmring.client",
+    "connect": "shmring.client",
+    "nbytes_for": "shmring.memory.payload",
+    "Ring": "shmring.ring",
+    "serve": "shmring.ring",
+    "Slot": "shmring.slot",
+}
+
+if not TYPE_CHECKING:  # type checkers would take it to say that this module has every name
+
+    def __getattr__(name: str) -> object:
+        """Imports what needs torch, on its first use."""
+        if name not in _NEEDS_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

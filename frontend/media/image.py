@@ -46,8 +46,9 @@ from PIL.ExifTags import Base as ExifTag
 
 from frontend.media.errors import MediaError
 from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
+from frontend.media.options import PictureLimits
 
-__all__ = ["FORMATS", "PictureHeader", "PictureLimits", "decode_into", "probe"]
+__all__ = ["FORMATS", "PictureHeader", "decode_into", "probe"]
 
 #: What is accepted. Each further format is a further parser that hostile bytes reach. (A JPEG with several pictures in it,
 #: as some cameras make them, is opened through "JPEG" and then calls itself "MPO".)
@@ -57,26 +58,6 @@ _HARMLESS_NBYTES = 64 << 20  # decoded: 22 megapixels
 _BAND_NBYTES = 512 << 10  # a band and its conversion stay in a core's second-level cache
 _REDUCING_GAP = 2  # what Pillow calls it: resampling from twice the size looks like resampling from the whole
 _WHITE = (255, 255, 255)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PictureLimits:
-    """What a picture may be.
-
-    Attributes:
-        max_nbytes: of its file. 64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
-        max_pixels: width times height. Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab. Pillow itself
-            refuses more than about 179 million.
-        max_aspect_ratio: of the longer side to the shorter one. Models scale pictures to about a square's area, where a
-            line of one pixel is nothing.
-        max_expansion: decoded bytes for each byte of the file, of pictures that take more than 64 MiB. Photographs have 5 to
-            50, drawings 200; a deflate bomb has 1030. Smaller ones may be blank.
-    """
-
-    max_nbytes: int = 64 << 20
-    max_pixels: int = 64_000_000
-    max_aspect_ratio: float = 200.0
-    max_expansion: float = 500.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,29 @@ import dataclasses
 import json
 from typing import Any
 
-from frontend.media.image import PictureLimits
-
-__all__ = ["MediaIoKwargs", "MediaLimits"]
+__all__ = ["MediaIoKwargs", "MediaLimits", "PictureLimits"]
 
 _WHITE = (255, 255, 255)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PictureLimits:
+    """What a picture may be.
+
+    Attributes:
+        max_nbytes: of its file. 64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
+        max_pixels: width times height. Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab. Pillow itself
+            refuses more than about 179 million.
+        max_aspect_ratio: of the longer side to the shorter one. Models scale pictures to about a square's area, where a
+            line of one pixel is nothing.
+        max_expansion: decoded bytes for each byte of the file, of pictures that take more than 64 MiB. Photographs have 5 to
+            50, drawings 200; a deflate bomb has 1030. Smaller ones may be blank.
+    """
+
+    max_nbytes: int = 64 << 20
+    max_pixels: int = 64_000_000
+    max_aspect_ratio: float = 200.0
+    max_expansion: float = 500.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,9 @@ import torch
 
 from frontend.errors import ApiError
 from frontend.media.errors import MediaError
-from frontend.media.image import PictureLimits, probe
+from frontend.media.image import probe
 from frontend.media.mp4 import check_tables
+from frontend.media.options import PictureLimits
 from frontend.media.riff import check_wav
 from frontend.media.urls import parse_redirect, parse_url
 from frontend.openai.chat import CHAT_PARSER

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from frontend.media.errors import MediaError
-from frontend.media.image import FORMATS, PictureHeader, PictureLimits, decode_into, probe
+from frontend.media.image import FORMATS, PictureHeader, decode_into, probe
+from frontend.media.options import PictureLimits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
 
