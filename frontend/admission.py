@@ -26,14 +26,12 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, cast
 
-from litestar.enums import ScopeType
-from litestar.middleware import ASGIMiddleware
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.errors import RETRY_AFTER_S, ApiError
 from frontend.settings import FrontendSettings
 
-__all__ = ["Admission", "Admitted", "admitted_of"]
+__all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
 
 _SMALL_NBYTES = 64 << 10  # what uvicorn reads ahead of a handler anyway
 
@@ -110,14 +108,29 @@ def admitted_of(scope: Scope) -> Admitted:
     return admitted
 
 
-class Admission(ASGIMiddleware):
-    """Middleware of routes that take bodies. One for all of them: they share its bounds.
+class AdmissionMiddleware:
+    """Middleware of a route that takes bodies.
+
+    Args:
+        app: what answers.
+        admission: is shared by all such routes.
+    """
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admits a request, and has it answered."""
+        await self._admission.handle(scope, receive, send, self._app)
+
+
+class Admission:
+    """The bounds of a process, which all routes that take bodies share.
 
     Args:
         settings: the limits.
     """
-
-    scopes = (ScopeType.HTTP,)
 
     def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
@@ -125,7 +138,7 @@ class Admission(ASGIMiddleware):
         self._places = asyncio.Semaphore(settings.max_concurrent_requests)
         self._turns = asyncio.Semaphore(settings.max_concurrent_media)
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
         """Waits for the request's turn, reads its body, and answers it unless its caller hangs up.
 
         Raises:
@@ -141,7 +154,7 @@ class Admission(ASGIMiddleware):
                 body = await self._read_body(receive)
                 admitted.deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
                 responding = _Responding(send)
-                await _run_until_hang_up(next_app(scope, _replay(body), responding), receive, responding)
+                await _run_until_hang_up(app(scope, _replay(body), responding), receive, responding)
 
     @contextlib.asynccontextmanager
     async def _admitted(self) -> AsyncIterator[Admitted]:

@@ -1,6 +1,6 @@
 """The HTTP application of one frontend process: routes, and what each of them answers.
 
-How failures become statuses: :mod:`frontend.failures`, whose table is also what the OpenAPI document says.
+How failures become statuses: :mod:`frontend.errors`, whose table is also what the OpenAPI document says.
 
 Answers that come whole say what they took: ``X-Shmring-Slab-Bytes``, the bytes of tensors that crossed through the slab, and
 ``X-Shmring-Copies``, how many tensors this process copied for sending while the request was with the engine (other
@@ -10,7 +10,7 @@ is on all answers that are made up, for load tests.
 What ``/health`` and ``/ready`` say: :mod:`frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
 ``/docs``.
 
-Litestar was chosen because it speaks msgspec; it cancels cleanly, streams, and runs its middleware inside its error handling.
+Starlette routes, and nothing more: bodies are msgspec's, and the OpenAPI document is ours.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator
-from typing import Any
 
-from litestar import HttpMethod, Litestar, Request, Response, post, route
-from litestar.datastructures import State
-from litestar.types import Receive, Scope, Send
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 import shmring
 from engine.client import EngineClient
-from frontend.admission import Admission, admitted_of
+from frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from frontend.authentication import Authentication
-from frontend.chat import ChatService, Completed, events_of
+from frontend.chat_service import ChatService, Completed, events_of
 from frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
-from frontend.embeddings import Embedded, EmbeddingService
-from frontend.errors import ApiError, ErrorEnvelope
-from frontend.failures import report
-from frontend.health import Health, HealthReporter
-from frontend.metrics import FrontendMetrics, Observation, request_id_of
+from frontend.embedding_service import Embedded, EmbeddingService
+from frontend.errors import ApiError, report
+from frontend.health import HealthReporter
+from frontend.metrics import FrontendMetrics
 from frontend.multimodal import MediaIntake
+from frontend.observation import Observation, request_id_of
 from frontend.openai.chat import CHAT_PARSER, ChatRequest
 from frontend.openai.embeddings import EMBEDDING_PARSER
-from frontend.openai.models import Model, ModelList, Version
-from frontend.served import ServedModel
+from frontend.openai.models import Version
+from frontend.responses import JsonResponse, error_response
+from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 from frontend.sse import EventStream
 
 __all__ = ["Application", "create_app"]
 
 _SAMPLING_S = 1.0  # how old the gauges of the other frontends may be in an answer to /metrics
-
-_AnyRequest = Request[Any, Any, State]
-
-_get = functools.partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])  # probes ask HEAD; the server drops the body
 
 
 class Application:
@@ -78,27 +79,27 @@ def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
         settings: limits, and the model's name.
     """
     routes = _Routes(engine, settings)
-    authentication = Authentication(settings.api_keys)
-    middleware = [authentication, Admission(settings)]
-    app = Litestar(
-        [
-            post("/v1/chat/completions", status_code=200, middleware=middleware)(routes.chat),
-            post("/v1/embeddings", status_code=200, middleware=middleware)(routes.embed),
-            _get("/v1/models", middleware=[authentication])(routes.list_models),
-            _get("/v1/models/{name:path}", middleware=[authentication])(routes.retrieve_model),
-            _get("/health")(routes.check_health),
-            _get("/ready")(routes.check_ready),
-            _get("/metrics")(routes.render_metrics),
-            _get("/version", sync_to_thread=False)(routes.version),
-            _get(DOCS_PATH)(routes.documentation.page),
-            _get(list(DOCUMENT_PATHS))(routes.documentation.document),
+    keys = Middleware(Authentication, settings.api_keys)
+    admission = Middleware(AdmissionMiddleware, Admission(settings))
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat, methods=["POST"], middleware=[keys, admission]),
+            Route("/v1/embeddings", routes.embed, methods=["POST"], middleware=[keys, admission]),
+            Route("/v1/models", routes.list_models, middleware=[keys]),
+            Route("/v1/models/{name:path}", routes.retrieve_model, middleware=[keys]),
+            Route("/health", routes.check_health),
+            Route("/ready", routes.check_ready),
+            Route("/metrics", routes.render_metrics),
+            Route("/version", routes.version),
+            Route(DOCS_PATH, routes.documentation.page),
+            *(Route(path, routes.documentation.document) for path in DOCUMENT_PATHS),
         ],
-        exception_handlers={Exception: _answer_error},
-        lifespan=[lambda _: routes.running()],
-        openapi_config=None,
-        request_max_body_size=None,  # admission bounds it
-        logging_config=None,
+        # Starlette's own handler of `Exception` answers and then raises it once more, for the server to log it.
+        middleware=[Middleware(ExceptionMiddleware, {Exception: _answer_error})],
+        exception_handlers={HTTPException: _answer_error},
+        lifespan=lambda _: routes.running(),
     )
+    app.router.redirect_slashes = False  # a redirect of a POST has no body in some clients
     return Application(Observation(app, routes.metrics), routes)
 
 
@@ -130,52 +131,52 @@ class _Routes:
             self.metrics.take_over(self._engine.ring.statistics())
             await asyncio.sleep(_SAMPLING_S)
 
-    async def chat(self, request: _AnyRequest) -> Response[Any]:
-        asked = CHAT_PARSER.parse(await _body(request))
-        if asked.stream:
-            return await self._stream(asked, request)
+    async def chat(self, http_request: Request) -> Response:
+        request = CHAT_PARSER.parse(await _body(http_request))
+        if request.stream:
+            return await self._stream(request, http_request.scope)
         try:
-            completed = await self._chats.complete(asked, admitted_of(request.scope), request_id_of(request.scope))
+            completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
             self.metrics.take_over(self._engine.ring.statistics())
-        return Response(completed.response, headers=_headers(completed))
+        return JsonResponse(completed.response, headers=_headers(completed))
 
-    async def _stream(self, asked: ChatRequest, request: _AnyRequest) -> EventStream:
-        admitted, request_id = admitted_of(request.scope), request_id_of(request.scope)
-        answer = await self._chats.begin(asked, admitted, request_id)
+    async def _stream(self, request: ChatRequest, scope: Scope) -> EventStream:
+        admitted, request_id = admitted_of(scope), request_id_of(scope)
+        answer = await self._chats.begin(request, admitted, request_id)
         headers = {"x-shmring-synthetic": "true"} if answer.synthetic else {}
         broken = functools.partial(self._broken_stream, request_id=request_id)
-        return EventStream(events_of(answer, asked), answer.aclose, admitted.deadline, broken, headers)
+        return EventStream(events_of(answer, request), answer.aclose, admitted.deadline, broken, headers)
 
     def _broken_stream(self, error: Exception, request_id: str) -> ApiError:
-        told = report(error, request_id)
-        self.metrics.broken_streams.labels(told.code).inc()
-        return told
+        api_error = report(error, request_id)
+        self.metrics.broken_streams.labels(api_error.code).inc()
+        return api_error
 
-    async def embed(self, request: _AnyRequest) -> Response[Any]:
-        asked = EMBEDDING_PARSER.parse(await _body(request))
+    async def embed(self, http_request: Request) -> Response:
+        request = EMBEDDING_PARSER.parse(await _body(http_request))
         try:
-            embedded = await self._embeddings.embed(asked, admitted_of(request.scope), request_id_of(request.scope))
+            embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
             self.metrics.take_over(self._engine.ring.statistics())
-        return Response(embedded.response, headers=_headers(embedded))
+        return JsonResponse(embedded.response, headers=_headers(embedded))
 
-    async def list_models(self) -> ModelList:
-        return await self._model.list()
+    async def list_models(self, _: Request) -> Response:
+        return JsonResponse(await self._model.list())
 
-    async def retrieve_model(self, request: _AnyRequest) -> Model:
-        return await self._model.retrieve(request.path_params["name"].removeprefix("/"))  # names have slashes: Qwen/Qwen2-VL
+    async def retrieve_model(self, http_request: Request) -> Response:
+        return JsonResponse(await self._model.retrieve(http_request.path_params["name"]))  # names have slashes: Qwen/Qwen2-VL
 
-    def version(self) -> Version:
-        return Version(shmring.__version__)
+    async def version(self, _: Request) -> Response:
+        return JsonResponse(Version(shmring.__version__))
 
-    async def check_health(self) -> Health:
-        return await self.health.check_health()
+    async def check_health(self, _: Request) -> Response:
+        return JsonResponse(await self.health.check_health())
 
-    async def check_ready(self) -> Health:
-        return await self.health.check_ready()
+    async def check_ready(self, _: Request) -> Response:
+        return JsonResponse(await self.health.check_ready())
 
-    async def render_metrics(self) -> Response[bytes]:
+    async def render_metrics(self, _: Request) -> Response:
         self.metrics.take_over(self._engine.ring.statistics())
         numbers: dict[str, float] | None = None
         with contextlib.suppress(shmring.ShmringError, TimeoutError):  # it is told as shmring_engine_up 0
@@ -188,12 +189,11 @@ def _headers(taken: Completed | Embedded) -> dict[str, str]:
     return headers | ({"x-shmring-synthetic": "true"} if taken.synthetic else {})
 
 
-async def _body(request: _AnyRequest) -> bytes:
-    """Reads the body. ``request.body()`` would keep it for as long as the request lives."""
-    chunks = [chunk async for chunk in request.stream() if chunk]
+async def _body(http_request: Request) -> bytes:
+    """Reads the body. ``http_request.body()`` would keep it for as long as the request lives."""
+    chunks = [chunk async for chunk in http_request.stream() if chunk]
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)  # admission hands it out in one piece
 
 
-def _answer_error(request: _AnyRequest, error: Exception) -> Response[ErrorEnvelope]:
-    answer = report(error, request_id_of(request.scope))
-    return Response(answer.envelope(), status_code=answer.status, headers=answer.headers)
+async def _answer_error(http_request: Request, error: Exception) -> Response:
+    return error_response(report(error, request_id_of(http_request.scope)))

@@ -10,28 +10,26 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from litestar.enums import ScopeType
-from litestar.middleware import ASGIMiddleware
-from litestar.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend.errors import ApiError
 
 __all__ = ["Authentication"]
 
 
-class Authentication(ASGIMiddleware):
+class Authentication:
     """Middleware of routes that need a key.
 
     Args:
+        app: what answers whoever has one.
         keys: each of them will do; if there are none, no key is needed.
     """
 
-    scopes = (ScopeType.HTTP,)
-
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through if it has a key.
 
         Raises:
@@ -40,13 +38,13 @@ class Authentication(ASGIMiddleware):
         if self._digests and not self._is_known(_bearer_token(scope)):
             message = "this server needs a key: send the header 'Authorization: Bearer KEY' with one that it knows"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        await next_app(scope, receive, send)
+        await self._app(scope, receive, send)
 
     def _is_known(self, token: bytes | None) -> bool:
         """Takes as long for a key that is nearly right as for any other, and as for any of several."""
         digest = _digest(token or b"")
-        found = [hmac.compare_digest(digest, known) for known in self._digests]
-        return token is not None and any(found)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return token is not None and any(matches)
 
 
 def _digest(key: bytes) -> bytes:

@@ -26,7 +26,7 @@ class _Commands(click.Group):
         """Finds the command that is to be run."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is _serve_stand_in:
-            from frontend.serving import serve  # imports torch
+            from frontend.serve_command import serve  # imports torch
 
             command = serve
         return name, command, rest

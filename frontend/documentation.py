@@ -4,8 +4,8 @@ The document is made of the very types that requests are decoded into and answer
 than the server does. Statuses and headers are said here; tests generate requests from the document and compare every answer
 with it.
 
-The page works without any other server: Swagger UI's files come with the package ``offapi``, where Litestar's own pages load
-them from a CDN, which stays blank in a cluster without internet. Its content security policy keeps it from asking anybody else.
+The page works without any other server: Swagger UI's files come with the package ``offapi``, where most such pages load
+them from a CDN and stay blank in a cluster without internet. Its content security policy keeps it from asking anybody else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from litestar import Response
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
 import shmring
 from frontend.errors import ErrorEnvelope
@@ -24,7 +25,8 @@ from frontend.health import Health
 from frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from frontend.openai.models import Model, ModelList, Version
-from frontend.served import ServedModel
+from frontend.responses import JsonResponse
+from frontend.served_model import ServedModel
 
 __all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
 
@@ -96,19 +98,19 @@ class Documentation:
         self._keys_needed = keys_needed
         self._model = model
 
-    async def document(self) -> Response[bytes]:
+    async def document(self, _: Request) -> Response:
         """Answers ``GET /openapi.json``, with or without an engine."""
         try:
             [served] = (await self._model.list()).data
             name = served.id
         except (shmring.ShmringError, TimeoutError):
             name = "MODEL"
-        return Response(_encoded(self._keys_needed, name), media_type="application/json")
+        return JsonResponse(_encoded(self._keys_needed, name))
 
-    async def page(self) -> Response[str]:
+    async def page(self, _: Request) -> Response:
         """Answers ``GET /docs``."""
         text = await asyncio.to_thread(_page)  # two megabytes of scripts and styles are read
-        return Response(text, media_type="text/html", headers={"content-security-policy": _POLICY})
+        return HTMLResponse(text, headers={"content-security-policy": _POLICY})
 
 
 @functools.cache

@@ -1,19 +1,60 @@
-"""What a caller is told when a request fails, in the form of OpenAI's API.
+"""How failures become statuses, and terminal events of streams; and what a caller is told, in the form of OpenAI's API.
 
 ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, for every error of every route, so that clients made
-for that API show the message instead of a parse error of their own. How failures become statuses: :mod:`frontend.failures`.
+for that API show the message instead of a parse error of their own.
+
+=====================================================  ======  =====================================
+failure                                                status  code
+=====================================================  ======  =====================================
+not JSON; not such a request; bad media                400     invalid_json, invalid_value, invalid_image, ...
+what would change the answer, and is not built         400     unsupported_value, unsupported_input
+a task that the model does not do                      400     unsupported_task
+``ValueError`` or ``ValidationError`` of the executor  400     rejected_by_engine
+no key, or a wrong one                                 401     invalid_api_key
+no such model; no such route                           404     model_not_found, not_found
+no such method                                         405     method_not_allowed
+the body did not arrive in time                        408     body_timeout
+body too large; media too large together               413     body_too_large, media_too_large
+media, or an answer, that never fit the slab           413     slab_too_small
+any other failure of the executor; a bug               500     engine_error, internal_error
+no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
+no space in the slab in time                           503     slab_full (``Retry-After``)
+engine gone or going; request aborted there            503     engine_unavailable (``Retry-After``)
+the engine was paused and gave the request up          503     paused (``Retry-After``)
+a step has been running for too long (``/health``)     503     engine_unhealthy (``Retry-After``)
+the server shuts down, and its grace is over           503     shutting_down (``Retry-After``)
+the request took too long                              504     request_timeout
+=====================================================  ======  =====================================
+
+503 says that the same request may succeed a moment later, 413 that it never will, 504 that trying again would most likely
+take as long again. All have OpenAI's error envelope. A caller that hangs up gets nothing, and its request is aborted.
 """
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Mapping
 
 import msgspec
+from starlette.exceptions import HTTPException
 
-__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "RETRY_AFTER_S"]
+import shmring
+
+__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "RETRY_AFTER_S", "api_error_of", "report"]
+
+logger = logging.getLogger("frontend.errors")
 
 #: What ``Retry-After`` says. Slots and turns come free within about a second under load; an engine starts in a few.
 RETRY_AFTER_S = 1
+
+_CODES_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
+# What the engine says of itself rather than of the request, by the name of the exception there.
+_UNAVAILABLE = {"OverloadedError": "overloaded", "PausedError": "paused", "ClosedError": "engine_unavailable"} | dict.fromkeys(
+    ("AbortedError", "EngineDeadError", "ExecutorDeadError"), "engine_unavailable"
+)
+
+_EXPECTED = frozenset(("overloaded", "slab_full", "paused", "shutting_down", "engine_unhealthy", "request_timeout"))
 
 
 class ErrorBody(msgspec.Struct):
@@ -68,3 +109,47 @@ class ApiError(Exception):
         """Returns the body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return ErrorEnvelope(ErrorBody(str(self), kind, self.param, self.code))
+
+
+def api_error_of(error: Exception) -> ApiError:
+    """Returns what the caller is told; the table is at the head of this file."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            code = _CODES_OF_STATUS.get(error.status_code, "invalid_request")
+            return ApiError(error.status_code, error.detail, code=code, headers=error.headers)
+        case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
+            return ApiError(400, error.message, code="rejected_by_engine")
+        case shmring.RemoteError(type_name="CapacityError"):
+            return ApiError(413, f"the answer can never fit this server's memory: {error.message}", code="slab_too_small")
+        case shmring.RemoteError() if error.type_name in _UNAVAILABLE:
+            return _unavailable(error.message, _UNAVAILABLE[error.type_name])
+        case shmring.RemoteError():
+            return ApiError(500, f"the engine failed with this request: {error}", code="engine_error")
+        case shmring.CapacityError() if "max_frame_nbytes" in str(error):
+            return ApiError(413, f"the request's texts are too long together: {error.needed} bytes", code="text_too_large")
+        case shmring.CapacityError():
+            return ApiError(413, f"the request can never fit this server's memory: {error}", code="slab_too_small")
+        case shmring.PeerLostError() | shmring.ClosedError() | shmring.AbortedError():
+            return _unavailable(str(error), "engine_unavailable")
+        case TimeoutError():
+            return ApiError(504, "the request took longer than this server allows", code="request_timeout")
+    return ApiError(500, "internal error; the server's log has it under this request's X-Request-Id", code="internal_error")
+
+
+def _unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, code=code, retry_after_s=RETRY_AFTER_S)
+
+
+def report(error: Exception, request_id: str) -> ApiError:
+    """Returns what the caller is told; what is the server's own fault is logged."""
+    answer = api_error_of(error)
+    if answer.status >= 500:
+        known = isinstance(error, ApiError | shmring.ShmringError | TimeoutError)
+        # As text: a log handler that keeps the exception would keep its frames, and they the views of the request's slot.
+        text = str(error) or type(error).__name__ if known else "".join(traceback.format_exception(error))
+        # What says only that there is too much to do, that somebody asked for more than fits into the time, or that somebody is
+        # ending us, is counted; a line for each would fill logs exactly when they are needed.
+        logger.log(logging.INFO if answer.code in _EXPECTED else logging.ERROR, "%s: %s", request_id, text)
+    return answer

@@ -1,42 +1,27 @@
-"""What a frontend counts, for Prometheus, and the middleware that sees every request.
+"""What a frontend counts, for Prometheus. Requests are counted by :mod:`frontend.observation`.
 
 Several frontends share one port, so any of them may be asked: under the supervisor, ``prometheus_client`` runs in its
 multi-process mode (files in ``PROMETHEUS_MULTIPROC_DIR``), and each answers for all. What the engine says of itself is fetched
 when asked, as ``shmring_engine_*``.
-
-Litestar's own Prometheus middleware is not used: it does not see requests without a route, counts a hung-up request as
-a success, and labels what is in progress with a status.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
-import secrets
-import time
 from collections.abc import Iterator, Mapping
 
-import msgspec
 import prometheus_client
-from litestar.enums import ScopeType
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 import shmring
-from frontend.errors import RETRY_AFTER_S, ApiError
-from frontend.sse import CONTENT_TYPE, event
 
-__all__ = ["FrontendMetrics", "Observation", "request_id_of"]
+__all__ = ["FrontendMetrics"]
 
-_HUNG_UP = 499  # nobody is there to be told; what nginx logs for it
-_UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class _EngineCollector(Collector):
@@ -120,84 +105,3 @@ class FrontendMetrics:
         engine = CollectorRegistry()
         engine.register(_EngineCollector(engine_numbers))
         return prometheus_client.generate_latest(registry) + prometheus_client.generate_latest(engine)
-
-
-class Observation:
-    """Outermost middleware: counts and times every request, and names it.
-
-    Args:
-        app: what answers.
-        metrics: where it is counted.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request (or runs the application's lifespan)."""
-        if scope["type"] != ScopeType.HTTP:
-            await self._app(scope, receive, send)
-            return
-        request_id = _requested_id(scope) or secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
-        status = _HUNG_UP
-        streaming = complete = False
-
-        async def observed_send(message: Message) -> None:
-            nonlocal status, streaming, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                streaming = (b"content-type", CONTENT_TYPE.encode("ascii")) in message["headers"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
-            else:
-                complete = not message.get("more_body", False)
-            await send(message)
-
-        started = time.perf_counter()
-        with self._metrics.in_flight.track_inprogress():
-            try:
-                await self._app(scope, receive, observed_send)
-            except asyncio.CancelledError:
-                # Only the server does that, when it shuts down and the grace for what is in flight is over.
-                if status == _HUNG_UP:
-                    await _refuse(observed_send)
-                elif streaming:
-                    self._metrics.broken_streams.labels(_SHUTTING_DOWN.code).inc()
-                    last = event(_SHUTTING_DOWN.envelope())
-                    await observed_send({"type": "http.response.body", "body": last, "more_body": False})
-                else:
-                    complete = True  # as far as its caller is to blame
-                    raise
-            except Exception:
-                status, complete = 500, True  # a bug, or a response that broke off; the server logs it and says 500
-                raise
-            finally:
-                self._count(scope, status, time.perf_counter() - started)
-                if not complete:
-                    self._metrics.aborted.inc()
-
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        route = str(scope.get("path_template") or _UNMATCHED)
-        self._metrics.requests.labels(route, str(status)).inc()
-        self._metrics.seconds.labels(route).observe(seconds)
-
-
-async def _refuse(send: Send) -> None:
-    headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER_S).encode("ascii"))]
-    await send({"type": "http.response.start", "status": _SHUTTING_DOWN.status, "headers": headers})
-    await send({"type": "http.response.body", "body": msgspec.json.encode(_SHUTTING_DOWN.envelope()), "more_body": False})
-
-
-def request_id_of(scope: Scope) -> str:
-    """Returns the id that :class:`Observation` gave a request."""
-    return str(scope["state"]["request_id"])
-
-
-def _requested_id(scope: Scope) -> str | None:
-    """The caller's own id, if it is one that can be logged and sent back as it is."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            text = value.decode("latin-1")
-            return text if _REQUEST_ID.fullmatch(text) else None
-    return None

@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
-from litestar import Request, Response
-from litestar.datastructures import State
-from litestar.response.base import ASGIResponse
-from litestar.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from frontend.errors import ApiError
 
@@ -39,8 +36,10 @@ def event(content: object) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-class EventStream(Response[None]):
+class EventStream(Response):
     """An answer that is sent as it is made.
+
+    ``receive`` is not looked at: whoever admitted the request notices that its caller hangs up.
 
     Args:
         events: as :func:`event` makes them.
@@ -58,29 +57,7 @@ class EventStream(Response[None]):
         report: Callable[[Exception], ApiError],
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(None, headers={**_HEADERS, **headers})
-        self._events = events
-        self._close = close
-        self._deadline = deadline
-        self._report = report
-
-    def to_asgi_response(self, app: Any, request: Request[Any, Any, State], **options: Any) -> ASGIResponse:
-        """Returns what answers."""
-        return _Sending(self._events, self._close, self._deadline, self._report, self.headers)
-
-
-class _Sending(ASGIResponse):
-    """Sends a stream. ``receive`` is not looked at: whoever admitted the request notices that its caller hangs up."""
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        close: Callable[[], Awaitable[None]],
-        deadline: float,
-        report: Callable[[Exception], ApiError],
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__(headers=dict(headers))
+        super().__init__(headers={**_HEADERS, **headers})
         del self.headers["content-length"]
         self._events = events
         self._close = close
@@ -92,9 +69,9 @@ class _Sending(ASGIResponse):
         try:
             try:
                 async with asyncio.timeout_at(self._deadline), aclosing(self._events):
-                    await self.start_response(send)
-                    async for one in self._events:
-                        await _send_body(send, one, more_body=True)
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    async for encoded_event in self._events:
+                        await _send_body(send, encoded_event, more_body=True)
             finally:
                 await self._close()
             await _send_body(send, b"", more_body=False)

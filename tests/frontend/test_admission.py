@@ -76,7 +76,7 @@ def run() -> Run:
     """``run(admission, caller, handler)``: one request, as a task."""
 
     def start(admission: Admission, caller: Caller, handler: Handler) -> asyncio.Task[None]:
-        return asyncio.create_task(admission.handle(caller.scope, caller.receive, caller.send, handler))  # type: ignore[arg-type]
+        return asyncio.create_task(admission.handle(caller.scope, caller.receive, caller.send, handler))
 
     return start
 

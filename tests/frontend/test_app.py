@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmring
-from frontend import embeddings as embeddings_module
+from frontend import embedding_service
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -238,7 +238,7 @@ async def test_a_bug_is_500_and_tells_nothing(
     def break_down(*_: object) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(embeddings_module, "take_inputs", break_down)
+    monkeypatch.setattr(embedding_service, "take_inputs", break_down)
     http = await open_app(await open_engine())
     response = await http.post("/v1/embeddings", json=body_of(PIXELS[0]), headers={"x-request-id": "the-one"})
     error = error_of(response, 500)

@@ -1,4 +1,4 @@
-"""The command line: what is there, what it costs, and what becomes another program. ``serve`` is in test_serving.py."""
+"""The command line: what is there, what it costs, and what becomes another program. ``serve`` is in test_serve_command.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_listing_the_commands_imports_nothing_large() -> None:
     program = (
         "import sys; from frontend.cli import main\n"
         "main(['--help'], standalone_mode=False)\n"
-        "print(sorted({'torch', 'numpy', 'uvicorn', 'litestar'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'uvicorn', 'starlette'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shmring
-from frontend.failures import api_error_of
+from frontend.errors import api_error_of
 from frontend.sse import DONE, EventStream, event
 
 Report = Any
@@ -56,12 +56,11 @@ class Caller:
 async def send(stream: Stream, caller: Caller, deadline_s: float = 10.0) -> None:
     deadline = asyncio.get_running_loop().time() + deadline_s
     response = EventStream(stream.events(), stream.close, deadline, api_error_of, {"x-own": "1"})
-    asgi = response.to_asgi_response(None, None)  # type: ignore[arg-type]
 
     async def receive() -> Any:
         raise AssertionError("somebody else listens")
 
-    await asgi({"type": "http"}, receive, caller.send)  # type: ignore[arg-type, typeddict-item]
+    await response({"type": "http"}, receive, caller.send)
 
 
 def test_an_event_is_one_line() -> None:

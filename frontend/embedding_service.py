@@ -22,7 +22,7 @@ from frontend.openai.embeddings import (
     embedding_response,
     take_inputs,
 )
-from frontend.served import ServedModel
+from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 
 __all__ = ["Embedded", "EmbeddingService"]

@@ -9,7 +9,7 @@ import pytest
 
 import shmring
 from frontend.errors import ApiError
-from frontend.served import ServedModel
+from frontend.served_model import ServedModel
 
 
 async def test_an_engine_is_asked_once(open_core: Any) -> None:

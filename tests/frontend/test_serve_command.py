@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from engine.__main__ import main as engine_command
-from frontend import serving
+from frontend import serve_command
 from frontend.__main__ import main as frontend_command
 from frontend.cli import main
 from frontend.supervisor import ServeError, ServeOptions
@@ -24,7 +24,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         told.append(options)
         raise ServeError("that was all")
 
-    monkeypatch.setattr(serving, "run_server", tell)
+    monkeypatch.setattr(serve_command, "run_server", tell)
 
     def run(*arguments: str) -> ServeOptions:
         result = CliRunner().invoke(main, ["serve", *arguments])
@@ -61,7 +61,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any) -> None:
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
-    assert set(given) == {option.opts[0] for option in serving._ENGINE}
+    assert set(given) == {option.opts[0] for option in serve_command._ENGINE}
     options = options_of(*(f"{option}={value}" for option, value in given.items()))
     values = understood_by(engine_command, (*options.shared_arguments(), *options.engine_arguments))
     expected = {

@@ -33,7 +33,7 @@ from frontend.openai.chat import (
     Usage,
     engine_request,
 )
-from frontend.served import ServedModel
+from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 from frontend.sse import DONE, event
 
@@ -42,7 +42,7 @@ __all__ = ["Answer", "ChatService", "Completed", "events_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completed:
-    """A whole answer, and what it took: as :class:`frontend.embeddings.Embedded`."""
+    """A whole answer, and what it took: as :class:`frontend.embedding_service.Embedded`."""
 
     response: ChatCompletion
     slab_nbytes: int

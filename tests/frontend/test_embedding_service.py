@@ -13,11 +13,11 @@ import torch
 import shmring
 from engine.protocol import EncodeReply, EncodeRequest, InputSpec, ModelDescription, Picture, PictureSpec, Text
 from frontend.admission import Admission, Admitted
-from frontend.embeddings import EmbeddingService
+from frontend.embedding_service import EmbeddingService
 from frontend.errors import ApiError
 from frontend.multimodal import MediaIntake
 from frontend.openai.embeddings import EmbeddingRequest
-from frontend.served import ServedModel
+from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)

@@ -1,0 +1,99 @@
+"""The outermost middleware: it names, counts and times every request, also those without a route."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.metrics import FrontendMetrics
+from frontend.responses import error_response
+from frontend.sse import CONTENT_TYPE, event
+
+__all__ = ["Observation", "request_id_of"]
+
+_HUNG_UP = 499  # nobody is there to be told; what nginx logs for it
+_UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
+_SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Observation:
+    """Counts and times every request, and names it.
+
+    Args:
+        app: what answers.
+        metrics: where it is counted.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request (or runs the application's lifespan)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _requested_id(scope) or secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = _HUNG_UP
+        streaming = complete = False
+
+        async def observed_send(message: Message) -> None:
+            nonlocal status, streaming, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                streaming = (b"content-type", CONTENT_TYPE.encode("ascii")) in message["headers"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
+            else:
+                complete = not message.get("more_body", False)
+            await send(message)
+
+        started = time.perf_counter()
+        with self._metrics.in_flight.track_inprogress():
+            try:
+                await self._app(scope, receive, observed_send)
+            except asyncio.CancelledError:
+                # Only the server does that, when it shuts down and the grace for what is in flight is over.
+                if status == _HUNG_UP:
+                    await error_response(_SHUTTING_DOWN)(scope, receive, observed_send)
+                elif streaming:
+                    self._metrics.broken_streams.labels(_SHUTTING_DOWN.code).inc()
+                    last = event(_SHUTTING_DOWN.envelope())
+                    await observed_send({"type": "http.response.body", "body": last, "more_body": False})
+                else:
+                    complete = True  # as far as its caller is to blame
+                    raise
+            except Exception:
+                status, complete = 500, True  # a bug, or a response that broke off; the server logs it and says 500
+                raise
+            finally:
+                self._count(scope, status, time.perf_counter() - started)
+                if not complete:
+                    self._metrics.aborted.inc()
+
+    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+        route = scope.get("route")
+        label = route.path_format if isinstance(route, Route) else _UNMATCHED
+        self._metrics.requests.labels(label, str(status)).inc()
+        self._metrics.seconds.labels(label).observe(seconds)
+
+
+def request_id_of(scope: Scope) -> str:
+    """Returns the id that :class:`Observation` gave a request."""
+    return str(scope["state"]["request_id"])
+
+
+def _requested_id(scope: Scope) -> str | None:
+    """The caller's own id, if it is one that can be logged and sent back as it is."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            return text if _REQUEST_ID.fullmatch(text) else None
+    return None

@@ -1,0 +1,159 @@
+"""The outermost middleware: names, counts and times, and what a shutdown does to requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from frontend.metrics import FrontendMetrics
+from frontend.observation import Observation, request_id_of
+
+
+class Exchange:
+    """A request that was sent to an application, and its answer."""
+
+    def __init__(self, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        self.scope: Any = {"type": "http", "path": "/", "headers": headers or [], "route": Route("/a/route", answer)}
+        self.sent: list[Any] = []
+
+    async def receive(self) -> Any:
+        raise AssertionError("nobody asked for the body")
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": [(b"own", b"1")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def count(metrics: FrontendMetrics, status: int) -> float:
+    labels = {"route": "/a/route", "status": str(status)}
+    return metrics.registry.get_sample_value("shmring_http_requests_total", labels) or 0
+
+
+async def observe(metrics: FrontendMetrics, app: Any, exchange: Exchange) -> None:
+    await Observation(app, metrics)(exchange.scope, exchange.receive, exchange.send)
+
+
+async def test_a_request_is_counted_timed_and_named() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange([(b"x-request-id", b"mine")])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert request_id_of(scope) == "mine"
+        assert metrics.registry.get_sample_value("shmring_http_in_flight") == 1
+        await answer(scope, receive, send)
+
+    await observe(metrics, app, exchange)
+    assert exchange.sent[0]["headers"] == [(b"own", b"1"), (b"x-request-id", b"mine")]
+    assert count(metrics, 204) == 1
+    assert metrics.registry.get_sample_value("shmring_http_request_seconds_count", {"route": "/a/route"}) == 1
+    assert metrics.registry.get_sample_value("shmring_http_in_flight") == 0
+    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 0
+
+
+async def test_a_request_without_an_answer_hung_up() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+
+    async def leave(scope: Any, receive: Any, send: Any) -> None:
+        return
+
+    await observe(metrics, leave, exchange)
+    assert count(metrics, 499) == 1
+    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 1
+
+
+async def test_an_answer_that_is_not_complete_hung_up() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+
+    async def leave(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"so far", "more_body": True})
+
+    await observe(metrics, leave, exchange)
+    assert count(metrics, 200) == 1
+    assert metrics.registry.get_sample_value("shmring_http_aborted_total") == 1
+
+
+async def test_a_bug_is_counted_and_comes_through() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+
+    async def break_down(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        await observe(metrics, break_down, exchange)
+    assert count(metrics, 500) == 1
+    assert metrics.registry.get_sample_value("shmring_http_in_flight") == 0
+
+
+async def test_a_shutdown_is_told_to_who_still_waits() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+    entered = asyncio.Event()
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(observe(metrics, wait, exchange))
+    await entered.wait()
+    task.cancel()
+    await task
+    assert exchange.sent[0]["status"] == 503
+    assert (b"retry-after", b"1") in exchange.sent[0]["headers"]
+    assert b'"code":"shutting_down"' in exchange.sent[1]["body"]
+    assert count(metrics, 503) == 1
+
+
+async def test_a_shutdown_during_an_answer_breaks_it_off() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+    entered = asyncio.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        entered.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(observe(metrics, stream, exchange))
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(exchange.sent) == 1
+
+
+async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
+    metrics, exchange = FrontendMetrics(), Exchange()
+    entered = asyncio.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        entered.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(observe(metrics, stream, exchange))
+    await entered.wait()
+    task.cancel()
+    await task
+    _, last = exchange.sent
+    assert last["body"].startswith(b'data: {"error":')
+    assert b'"code":"shutting_down"' in last["body"]
+    assert not last["more_body"]
+    assert metrics.registry.get_sample_value("shmring_http_broken_streams_total", {"code": "shutting_down"}) == 1
+
+
+async def test_what_is_no_request_passes_through() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    exchange = Exchange()
+    exchange.scope["type"] = "lifespan"
+    await observe(FrontendMetrics(), app, exchange)
+    assert seen == ["lifespan"]
