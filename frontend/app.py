@@ -27,7 +27,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import shmring
@@ -41,7 +40,7 @@ from frontend.errors import ApiError, report
 from frontend.health import HealthReporter
 from frontend.metrics import FrontendMetrics
 from frontend.multimodal import MediaIntake
-from frontend.observation import Observation, request_id_of
+from frontend.observation import Observation, ObservedRoute, request_id_of
 from frontend.openai.chat import CHAT_PARSER, ChatRequest
 from frontend.openai.embeddings import EMBEDDING_PARSER
 from frontend.openai.models import Version
@@ -83,16 +82,16 @@ def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
     admission = Middleware(AdmissionMiddleware, Admission(settings))
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", routes.chat, methods=["POST"], middleware=[keys, admission]),
-            Route("/v1/embeddings", routes.embed, methods=["POST"], middleware=[keys, admission]),
-            Route("/v1/models", routes.list_models, middleware=[keys]),
-            Route("/v1/models/{name:path}", routes.retrieve_model, middleware=[keys]),
-            Route("/health", routes.check_health),
-            Route("/ready", routes.check_ready),
-            Route("/metrics", routes.render_metrics),
-            Route("/version", routes.version),
-            Route(DOCS_PATH, routes.documentation.page),
-            *(Route(path, routes.documentation.document) for path in DOCUMENT_PATHS),
+            ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=[keys, admission]),
+            ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=[keys, admission]),
+            ObservedRoute("/v1/models", routes.list_models, middleware=[keys]),
+            ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=[keys]),
+            ObservedRoute("/health", routes.check_health),
+            ObservedRoute("/ready", routes.check_ready),
+            ObservedRoute("/metrics", routes.render_metrics),
+            ObservedRoute("/version", routes.version),
+            ObservedRoute(DOCS_PATH, routes.documentation.page),
+            *(ObservedRoute(path, routes.documentation.document) for path in DOCUMENT_PATHS),
         ],
         # Starlette's own handler of `Exception` answers and then raises it once more, for the server to log it.
         middleware=[Middleware(ExceptionMiddleware, {Exception: _answer_error})],

@@ -15,7 +15,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.responses import error_response
 from frontend.sse import CONTENT_TYPE, event
 
-__all__ = ["Observation", "request_id_of"]
+__all__ = ["Observation", "ObservedRoute", "request_id_of"]
 
 _HUNG_UP = 499  # nobody is there to be told; what nginx logs for it
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
@@ -79,10 +79,18 @@ class Observation:
                     self._metrics.aborted.inc()
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        route = scope.get("route")
-        label = route.path_format if isinstance(route, Route) else _UNMATCHED
+        label = str(scope["state"].get("route", _UNMATCHED))
         self._metrics.requests.labels(label, str(status)).inc()
         self._metrics.seconds.labels(label).observe(seconds)
+
+
+class ObservedRoute(Route):
+    """A route whose path is the label of its requests. (Not every version of Starlette says which route was taken.)"""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        scope.setdefault("state", {})["route"] = self.path_format
+        await super().handle(scope, receive, send)
 
 
 def request_id_of(scope: Scope) -> str:

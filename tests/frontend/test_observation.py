@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.routing import Route
 
 from frontend.metrics import FrontendMetrics
 from frontend.observation import Observation, request_id_of
@@ -16,7 +15,7 @@ class Exchange:
     """A request that was sent to an application, and its answer."""
 
     def __init__(self, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-        self.scope: Any = {"type": "http", "path": "/", "headers": headers or [], "route": Route("/a/route", answer)}
+        self.scope: Any = {"type": "http", "path": "/", "headers": headers or [], "state": {"route": "/a/route"}}
         self.sent: list[Any] = []
 
     async def receive(self) -> Any:
