@@ -9,15 +9,17 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench import faults
+from bench import faults, plots, report
 from bench.allocation.command import allocator_command
-from bench.commands import quick_command, report_command, terminated, transport_command
+from bench.command_line import DIRECTORY, SETTINGS, console, terminated
+from bench.commands import quick_command, transport_command
 from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
 from bench.simulation.command import simulate_command
 from bench.soak.command import soak_command
 
+_ROOT = Path(__file__).resolve().parents[1]
 _PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -35,10 +37,21 @@ for command in (
     gpu_command,
     soak_command,
     quick_command,
-    report_command,
     simulate_command,
 ):
     main.add_command(command)
+
+
+@main.command("report", context_settings=SETTINGS)
+@click.option("--results", "results_directory", default=_ROOT / "bench" / "results", type=DIRECTORY, help="JSON of all modes.")
+@click.option("--docs", "docs_directory", default=_ROOT / "docs", type=DIRECTORY, help="Where benchmarks.md goes.")
+def report_command(results_directory: Path, docs_directory: Path) -> None:
+    """Builds docs/benchmarks.md and its plots from stored results, and says what is missing in each."""
+    try:
+        console(_PIPE_WIDTH).print(report.status(results_directory))
+        click.echo(report.build(results_directory, docs_directory), err=True)
+    except (report.ReportError, plots.MissingPlotter) as error:
+        raise click.ClickException(str(error)) from error
 
 
 @main.command("faults")

@@ -19,6 +19,7 @@ __all__ = [
     "DIRECTORY",
     "FILE",
     "SETTINGS",
+    "NotMeasured",
     "console",
     "json_option",
     "peer_option",
@@ -46,6 +47,12 @@ if TYPE_CHECKING:
     _SizeType = click.ParamType[int]
 else:
     _SizeType = click.ParamType  # which older versions of click do not let be subscripted
+
+
+class NotMeasured(click.ClickException):
+    """Something could not be measured. A target that was measured and missed ends a command with 1, and this with 3."""
+
+    exit_code = 3
 
 
 # -- options -------------------------------------------------------------------------------------------------------------

@@ -1,24 +1,23 @@
-"""``python -m bench transport``, ``quick`` and ``report``: streams of messages by every peer, and what becomes of them."""
+"""``python -m bench transport``, and ``quick``: streams of messages by every peer."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from bench import cases, command_line, plots, records, report, tables, targets, transport
-from bench.command_line import DIRECTORY, shown_progress, terminated
+from bench import cases, command_line, plots, records, tables, targets, transport
+from bench.command_line import NotMeasured, shown_progress, terminated
 from bench.messages import DTYPES, ITEM_NBYTES
 from bench.peers import PEERS
 from bench.processes import BenchError
 from bench.records import Results
 
-__all__ = ["quick_command", "report_command", "shown_progress", "terminated", "transport_command"]
-
-_ROOT = Path(__file__).resolve().parents[1]
+__all__ = ["quick_command", "quick_plan", "shown_progress", "terminated", "transport_command", "transport_plan"]
 
 # A quick run has 9 cases in under 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
 _QUICK = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
@@ -52,7 +51,14 @@ _FULL = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
 @command_line.seconds_option("0.5")
 @command_line.json_option
 @command_line.plot_option
-def transport_command(
+def transport_command(json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
+    """One-way messages from producer processes to a consumer process, every one checked."""
+    results = _measure(transport_plan(**choices), json_path, plot_stem)
+    if results.failed:
+        raise NotMeasured(f"{len(results.failed)} measurements failed: see the table")
+
+
+def transport_plan(
     quick: bool,
     sizes: tuple[int, ...],
     dtypes: tuple[str, ...],
@@ -63,24 +69,22 @@ def transport_command(
     peers: tuple[str, ...],
     repetitions: int | None,
     seconds: float | None,
-    json_path: Path | None,
-    plot_stem: Path | None,
-) -> None:
-    """One-way messages from producer processes to a consumer process, every one checked."""
+) -> transport.Plan:
+    """Returns what the options of ``bench transport`` mean."""
     names = _peers(peers)
     given = {"sizes": sizes, "dtypes": dtypes, "producers": producers, "windows": windows}
     if copies_out is not None:
         given["copies_out"] = (copies_out,)
     chosen = {name: values for name, values in given.items() if values}
     if quick and not chosen:
-        rounds = cases.quick(names)
-    else:
-        choice = cases.Choice(**_quick_base(chosen) if quick else chosen)  # type: ignore[arg-type] # each is of its field
-        rounds = (cases.product if product else cases.sweeps)(choice, names)
-    plan = _plan(rounds, quick, repetitions, seconds, cases.quick_without(names) if quick and not chosen else ())
-    results = _measure(plan, json_path, plot_stem)
-    if results.failed:
-        raise click.ClickException(f"{len(results.failed)} cases failed: see the table")
+        return quick_plan(repetitions, seconds, names)
+    choice = cases.Choice(**_quick_base(chosen) if quick else chosen)  # type: ignore[arg-type] # each is of its field
+    return _plan((cases.product if product else cases.sweeps)(choice, names), quick, repetitions, seconds, ())
+
+
+def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> transport.Plan:
+    """Returns what the options of ``bench quick`` mean."""
+    return _plan(cases.quick(names), True, repetitions, seconds, cases.quick_without(names))
 
 
 @click.command("quick", context_settings=command_line.SETTINGS)
@@ -89,28 +93,15 @@ def transport_command(
 @command_line.json_option
 @command_line.plot_option
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
-    """Transports in under 5 minutes; fails if a target that this measures is missed."""
-    names = _peers(())
-    plan = _plan(cases.quick(names), True, repetitions, seconds, cases.quick_without(names))
-    results = _measure(plan, json_path, plot_stem)
+    """Transports in under 5 minutes; ends with 1 if a target that this measures is missed, with 3 if a measurement failed."""
+    results = _measure(quick_plan(repetitions, seconds), json_path, plot_stem)
     verdicts = targets.evaluate(results)
     command_line.console(tables.TABLE_WIDTH).print(tables.targets_table(verdicts))
     missed = targets.missed(verdicts)
     if results.failed:
-        raise click.ClickException(f"{len(results.failed)} cases failed: see the table")
+        raise NotMeasured(f"{len(results.failed)} measurements failed: see the table")
     if missed:
-        raise click.ClickException(f"{len(missed)} targets missed: see the table")
-
-
-@click.command("report", context_settings=command_line.SETTINGS)
-@click.option("--results", "results_directory", default=_ROOT / "bench" / "results", type=DIRECTORY, help="JSON of all modes.")
-@click.option("--docs", "docs_directory", default=_ROOT / "docs", type=DIRECTORY, help="Where benchmarks.md goes.")
-def report_command(results_directory: Path, docs_directory: Path) -> None:
-    """Builds docs/benchmarks.md and its plots from stored results."""
-    try:
-        click.echo(report.build(results_directory, docs_directory), err=True)
-    except (report.ReportError, plots.MissingPlotter) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(f"{len(missed)} target{'s' * (len(missed) > 1)} missed: see the table")
 
 
 def _peers(chosen: Sequence[str]) -> list[str]:
@@ -157,10 +148,12 @@ def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | Non
         with shown_progress(transport.steps(plan)) as progress:
             results = transport.run(plan, progress, keep if json_path is not None else None)
     except (BenchError, plots.MissingPlotter) as error:
-        raise click.ClickException(str(error)) from error
+        raise NotMeasured(str(error)) from error
     shown = command_line.console(tables.TABLE_WIDTH)
     for table in tables.transport_tables(results):
         shown.print(table)
+    if results.coverage is not None:
+        shown.print(f"{results.coverage.summary()}.", highlight=False)
     if plot_stem is not None:
         plots.draw(results, plot_stem)
     return results

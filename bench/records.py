@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.cases import Case
 from bench.costs import Cost
+from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.messages import Measurement
 
@@ -173,6 +174,7 @@ class Results(msgspec.Struct, frozen=True):
         torch_resident_nbytes: what a process holds that has only imported torch.
         command: what was typed; empty where it was not kept.
         versions: of what the peers are made of, by peer.
+        coverage: what was planned, and what is missing of it; None in results that are older than the record.
     """
 
     mode: str
@@ -187,6 +189,7 @@ class Results(msgspec.Struct, frozen=True):
     limits: list[Limit]
     absences: list[Absence]
     command: str = ""
+    coverage: Coverage | None = None
 
     @property
     def failed(self) -> list[Absence]:

@@ -9,24 +9,27 @@ and ``targets`` (``what``, ``at``, ``asked``, ``measured``, ``met``, ``detail``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from rich.table import Table
 
 from bench import plots, targets
 from bench.cases import Case, format_nbytes
+from bench.coverage import Coverage, checkout
 from bench.gpu import plot as gpu_plot
 from bench.gpu import report as gpu_report
 from bench.machine import Machine
 from bench.peers import PEERS
+from bench.recorded import recorded_coverage
 from bench.records import Result, Results, Side
 from bench.soak import report as soak_report
 from bench.tables import format_rate, format_times, peer_title
 from bench.targets import Verdict
 
-__all__ = ["ReportError", "Stored", "StoredTable", "build"]
+__all__ = ["ReportError", "Stored", "StoredTable", "build", "status"]
 
 _BETTER = 1.05  # by how much a peer must be better to be called that; less is within the spread of most cases
 
@@ -92,6 +95,7 @@ class Stored(msgspec.Struct):
     targets: list[Verdict] = []
     machine: Machine | None = None
     command: str = ""
+    coverage: Coverage | None = None
 
 
 class _Mode(msgspec.Struct):
@@ -113,20 +117,61 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
         MissingPlotter: matplotlib is not installed.
     """
     transports, others = _read(results_directory)
-    sections = [_HEAD, "## Targets\n", *_targets(list(transports.values()), others), "## Method\n", _METHOD]
+    stored: dict[str, Results | Stored] = {**transports, **others}
+    sections = [_HEAD, "## Stored results\n", *_stored(stored)]
+    sections += ["## Targets\n", *_targets(list(transports.values()), others), "## Method\n", _METHOD]
     for name, results in transports.items():
         drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
         sections += _transport(name, results, drawn)
-    for name, stored in others.items():
-        drawn = _draw_other(results_directory / f"{name}.json", stored, docs_directory / "benchmarks" / name)
-        sections += _other(name, stored, drawn)
-    if not any(stored.mode == _GPU for stored in others.values()):
+    for name, result in others.items():
+        drawn = _draw_other(results_directory / f"{name}.json", result, docs_directory / "benchmarks" / name)
+        sections += _other(name, result, drawn)
+    if not any(result.mode == _GPU for result in others.values()):
         sections.append(_NO_GPU)
     sections.append(_again(transports, others))
     path = docs_directory / "benchmarks.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(section.rstrip("\n") + "\n" for section in sections))
     return path
+
+
+def status(results_directory: Path) -> Table:
+    """Returns a table of the stored results: what each has of its plan, and what sources it comes from.
+
+    Raises:
+        ReportError: there is no result, or a file is none.
+    """
+    transports, others = _read(results_directory)
+    table = Table(title="stored results")
+    for column in _STORED_COLUMNS:
+        table.add_column(column)
+    stored: dict[str, Results | Stored] = {**transports, **others}
+    for name, result in sorted(stored.items()):
+        complete = result.coverage is not None and result.coverage.complete
+        table.add_row(name, *_summed_up(result), style=None if complete else "bold red")
+    return table
+
+
+_STORED_COLUMNS = ("result", "measured, of what was planned", "sources")
+
+
+def _summed_up(result: Results | Stored) -> tuple[str, str]:
+    measured = "the plan is not known" if result.coverage is None else result.coverage.summary()
+    return measured, checkout(None if result.machine is None else result.machine.commit)
+
+
+def _stored(stored: Mapping[str, Results | Stored]) -> Iterator[str]:
+    yield _table(_STORED_COLUMNS, [(name, *_summed_up(result)) for name, result in sorted(stored.items())])
+
+
+def _missing(coverage: Coverage | None) -> Iterator[str]:
+    """What a result lacks of its plan."""
+    if coverage is None:
+        yield "The plan of this result is not known, and so not whether something is missing.\n"
+        return
+    yield f"{coverage.summary()}.\n"
+    if not coverage.complete:
+        yield _table(("case", "without", "what became of it"), list(coverage.lines()))
 
 
 def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Stored]]:
@@ -137,14 +182,24 @@ def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Stored]]:
         content = path.read_bytes()
         try:
             if msgspec.json.decode(content, type=_Mode).mode == "transport":
-                transports[path.stem] = msgspec.json.decode(content, type=Results)
+                transports[path.stem] = _covered(msgspec.json.decode(content, type=Results), content)
             else:
-                others[path.stem] = msgspec.json.decode(content, type=Stored)
+                others[path.stem] = _covered(msgspec.json.decode(content, type=Stored), content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
     if not transports and not others:
         raise ReportError(f"no results in {directory}: python -m bench transport --json {directory / 'transport.json'}")
     return transports, others
+
+
+_AnyResult = TypeVar("_AnyResult", Results, Stored)
+
+
+def _covered(result: _AnyResult, content: bytes) -> _AnyResult:
+    """The result with its plan: what it records, or what its command says."""
+    if result.coverage is not None or not result.command:
+        return result
+    return msgspec.structs.replace(result, coverage=recorded_coverage(result.command, msgspec.json.decode(content)))
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -188,11 +243,13 @@ def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[s
     yield "### Where shmring is not the best choice\n"
     yield from _not_best(results)
     yield "### Not measured\n"
-    absences = [
-        (peer_title(one.peer), "all" if one.case is None else one.case.title, f"{one.reason.value}: {one.text}")
-        for one in results.absences
-    ]
-    yield _table(("transport", "case", "reason"), absences) if absences else "Nothing was left out, and nothing failed.\n"
+    yield from _missing(results.coverage)
+    if results.absences:
+        absences = [
+            (peer_title(one.peer), "all" if one.case is None else one.case.title, f"{one.reason.value}: {one.text}")
+            for one in results.absences
+        ]
+        yield _table(("transport", "case", "reason"), absences)
     yield "### Every case\n"
     yield from _every_case(results)
 
@@ -263,7 +320,7 @@ def _not_best(results: Results) -> Iterator[str]:
     """What the run has found, as a table for each of ours; then what no run needs to find."""
     yield (
         f"By these results: each case in which a peer was better by more than {_BETTER - 1:.0%}, the best peer, and how many "
-        "times better it was. What copies is compared with what copies, what is written in place with what is.\n"
+        "times better it was. Transports that copy are compared with each other, and so are those that are written in place.\n"
     )
     for ours, title in (("shmring", "One copy"), ("shmring-in-place", "In place")):
         rows = list(_lost(results, ours))
@@ -359,6 +416,9 @@ def _other(name: str, stored: Stored, drawn: Sequence[Path]) -> Iterator[str]:
         yield _table(table.columns, table.rows)
     if stored.notes:
         yield "\n".join(f"- {note}" for note in stored.notes) + "\n"
+    if stored.coverage is None or not stored.coverage.complete:
+        yield "Not measured:\n"
+        yield from _missing(stored.coverage)
 
 
 def _draw_other(path: Path, stored: Stored, stem: Path) -> list[Path]:

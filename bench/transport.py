@@ -7,8 +7,8 @@ timed at the consumer, and checks every message (:mod:`bench.messages`). Copies 
 too, right after shmring's base case, since a shared machine's memory is not equally fast for long: the physical limit
 (:mod:`bench.machine`).
 
-A peer that is not installed, can't do a case or fails in it is reported as such, with the reason, and the others go on; with
-the baseline, everything fails.
+A peer that is not installed, can't do a case or fails in it is reported as such, with the reason, and the others go on. A case
+in which the baseline fails has no results, since all are compared with it; the other cases go on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from bench.cases import BASELINE, Case, Round
+from bench.coverage import Coverage, Planned, Status
 from bench.machine import CopyLimits, Machine, torch_resident_nbytes
 from bench.messages import Cell, Measurement
 from bench.peers import PEERS
 from bench.processes import BenchError, Group
 from bench.records import Absence, Limit, Reason, Result, Results, Spread
 
-__all__ = ["Plan", "run", "steps"]
+__all__ = ["Plan", "coverage", "planned", "run", "steps"]
 
 _LIMITS_S = 0.1  # for each of the three, in each repetition
 _PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
@@ -62,9 +63,6 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
         plan: what to measure.
         progress: called with a line before each step; :func:`steps` says how many there are.
         keep: called after each round with what there is so far, so that a long run that is ended early was not for nothing.
-
-    Raises:
-        BenchError: the baseline's message was not what was sent, or its process died or took too long.
     """
     started, load = datetime.now(UTC), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, _Run(plan, directory, progress) as running:
@@ -75,7 +73,23 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
     return _results(plan, running, started, load)
 
 
+def planned(plan: Plan) -> list[Planned]:
+    """Returns the cases of a plan."""
+    return [Planned(case.title, list(part.peers), plan.repetitions) for part in plan.rounds for case in part.cases]
+
+
+def coverage(cases: Sequence[Planned], results: Sequence[Result], absences: Sequence[Absence]) -> Coverage:
+    """Returns what there is of planned cases."""
+    reasons = {}
+    for absence in absences:
+        outcome = (Status.FAILED if absence.reason is Reason.FAILED else Status.EXCLUDED, absence.text)
+        titles = [case.case for case in cases] if absence.case is None else [absence.case.title]
+        reasons.update({(title, absence.peer): outcome for title in titles})
+    return Coverage.of(cases, {(result.case.title, result.peer): len(result.runs) for result in results}, reasons)
+
+
 def _results(plan: Plan, running: _Run, started: datetime, load: float) -> Results:
+    results = running.results()
     names = dict.fromkeys(name for one in plan.rounds for name in one.peers)
     return Results(
         mode="transport",
@@ -86,9 +100,10 @@ def _results(plan: Plan, running: _Run, started: datetime, load: float) -> Resul
         torch_resident_nbytes=torch_resident_nbytes(),
         repetitions=plan.repetitions,
         timed_s=plan.timed_s,
-        results=running.results(),
+        results=results,
         limits=running.limits,
         absences=[*running.absences, *(Absence(name, case, Reason.LIMIT, why) for name, case, why in plan.left_out)],
+        coverage=coverage(planned(plan), results, running.absences),
     )
 
 
@@ -174,7 +189,18 @@ class _Run(contextlib.AbstractContextManager["_Run", None]):
         for case, name in pairs:
             if (name, case.producers) in errors:
                 self._fail(case, name, errors[name, case.producers])
-        return [(case, name) for case, name in pairs if (name, case.producers) not in errors]
+        started = [(case, name) for case, name in pairs if (name, case.producers) not in errors]
+        return self._with_baseline(started)
+
+    def _with_baseline(self, pairs: Sequence[tuple[Case, str]]) -> list[tuple[Case, str]]:
+        """Drops the cases in which the baseline has failed: there is nothing to compare the others with."""
+        kept = []
+        for case, name in pairs:
+            if (case, BASELINE) in pairs:
+                kept.append((case, name))
+            else:
+                self._fail(case, name, BenchError(f"{PEERS[BASELINE].title}, which it is compared with, has failed"))
+        return kept
 
     def _launch(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], BenchError]:
         """Starts processes, all at the same time. Returns what went wrong."""
@@ -195,8 +221,6 @@ class _Run(contextlib.AbstractContextManager["_Run", None]):
 
     def _fail(self, case: Case, name: str, error: BenchError) -> None:
         """A peer has no result in a case."""
-        if name == BASELINE:
-            raise error
         self.absences.append(Absence(name, case, Reason.FAILED, str(error)))
 
     def _repeat(self, pairs: list[tuple[Case, str]], limits: CopyLimits | None) -> None:
@@ -207,6 +231,7 @@ class _Run(contextlib.AbstractContextManager["_Run", None]):
             for pair in list(measured):
                 if pair in measured and not self._measure(pair, measured[pair], repetition):
                     self._give_up(pair, measured)
+                    measured = {kept: measured[kept] for kept in self._with_baseline(list(measured))}
                 if limits is not None and pair == pairs[0]:
                     kinds = (limits.copies_cold_per_s, limits.copies_hot_per_s, limits.reads_per_s)
                     limit_runs.append((kinds[0](_LIMITS_S), kinds[1](_LIMITS_S), kinds[2](_LIMITS_S)))

@@ -12,7 +12,7 @@ from bench.allocation import survey
 from bench.allocation.findings import write_json
 from bench.command_line import SETTINGS, console, json_option, shown_progress, typed
 
-__all__ = ["allocator_command"]
+__all__ = ["allocator_command", "allocator_plan"]
 
 _PIPE_WIDTH = 150  # of tables that go into a file or a pipe
 
@@ -23,9 +23,7 @@ _PIPE_WIDTH = 150  # of tables that go into a file or a pipe
 @json_option
 def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) -> None:
     """How full the slab gets, what placing a slot costs, and what reusing warm memory is worth, by policy."""
-    plan = survey.Plan.quick() if quick else survey.Plan()
-    if seeds is not None:
-        plan = dataclasses.replace(plan, seeds=seeds)
+    plan = allocator_plan(quick, seeds)
     with shown_progress(survey.steps(plan)) as progress:
         findings = survey.run(plan, progress)
     shown = console(_PIPE_WIDTH)
@@ -33,3 +31,9 @@ def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) ->
         shown.print(table.rich())
     if json_path is not None:
         write_json(msgspec.structs.replace(findings, command=typed()), json_path)
+
+
+def allocator_plan(quick: bool, seeds: int | None) -> survey.Plan:
+    """Returns what the options of ``bench allocator`` mean."""
+    plan = survey.Plan.quick() if quick else survey.Plan()
+    return plan if seeds is None else dataclasses.replace(plan, seeds=seeds)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from rich.table import Table as RichTable
 
+from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.targets import Verdict
 
@@ -47,6 +48,7 @@ class Findings(msgspec.Struct, frozen=True):
     results: list[dict[str, Any]]
     targets: list[Verdict] = []
     command: str = ""
+    coverage: Coverage | None = None
 
 
 def write_json(findings: Findings, path: Path) -> None:

@@ -16,16 +16,22 @@ from bench.allocation.leased import Leased
 from bench.allocation.policies import POLICIES, Compacting, Contender
 from bench.allocation.speed import SUBJECTS, Cost
 from bench.allocation.traces import LIFETIMES, SIZES
+from bench.coverage import Coverage, Planned
 from bench.machine import Machine
 from bench.targets import Verdict
 
-__all__ = ["FILLED", "Plan", "run", "steps"]
+__all__ = ["FILLED", "Plan", "coverage", "planned", "run", "steps"]
 
 OURS = "shmring"
 LIMIT = "limit"
 #: The fill and the time that an allocator is to have; the share of the slab and microseconds.
 MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 5.0
 MANY_LIVE = 10_000
+
+_BY_SLAB = [OURS, "first-fit", LIMIT]  # what is measured at several sizes of the slab
+_NOT_EVICTING = "leases-3"  # there a place that one frontend has freed may not be the next one's
+_EVICTING = "fill: by Mooncake's method"
+_EXTREMES = "one slot, and around the slab"
 
 _FIRST = 1  # the first leasable block; the header is before it
 
@@ -112,6 +118,56 @@ def steps(plan: Plan) -> int:
     return fill + len(plan.live) * len(SUBJECTS) + 1 + len(plan.in_flight)
 
 
+def planned(plan: Plan) -> list[Planned]:
+    """Returns the cases of a plan; in each, a policy is measured once."""
+    fills_ = [(sizes, plan.slab_nbytes, list(FILLED)) for sizes in SIZES]
+    fills_ += [("log-uniform", slab_nbytes, _BY_SLAB) for slab_nbytes in plan.slab_sizes]
+    cases = [(_fill_case(sizes, lifetime, slab), names) for sizes, slab, names in fills_ for lifetime in LIFETIMES]
+    cases.append((_EVICTING, [name for name in FILLED if name != _NOT_EVICTING]))
+    cases += [(_cost_case(live), list(SUBJECTS)) for live in plan.live]
+    cases += [(_copy_case(nbytes, 0), [_EXTREMES]) for nbytes in plan.copied_sizes]
+    for in_flight in plan.in_flight:
+        cases += [(_copy_case(nbytes, in_flight), list(POLICIES)) for nbytes in plan.copied_at_light_load(in_flight)]
+    return [Planned(case, names, 1) for case, names in dict(cases).items()]
+
+
+def coverage(cases: Sequence[Planned], results: Sequence[Mapping[str, Any]]) -> Coverage:
+    """Returns what there is of planned cases.
+
+    Args:
+        cases: of a plan.
+        results: as they are stored.
+    """
+    return Coverage.of(cases, dict.fromkeys(map(_key, results), 1))
+
+
+def _key(result: Mapping[str, Any]) -> tuple[str, str]:
+    match result["kind"]:
+        case "filled":
+            return _fill_case(result["sizes"], result["lifetime"], result["slab_nbytes"]), result["policy"]
+        case "evicting":
+            return _EVICTING, result["policy"]
+        case "cost":
+            return _cost_case(result["live"]), result["subject"]
+        case "extremes":
+            return _copy_case(result["nbytes"], 0), _EXTREMES
+        case kind:
+            assert kind == "bandwidth"
+            return _copy_case(result["nbytes"], result["in_flight"]), result["policy"]
+
+
+def _fill_case(sizes: str, lifetime: str, slab_nbytes: int) -> str:
+    return f"fill: {SIZES[sizes].title}, {LIFETIMES[lifetime].title}, slab of {_gib(slab_nbytes)}"
+
+
+def _cost_case(live: int) -> str:
+    return f"time: {live:,} slots live"
+
+
+def _copy_case(nbytes: int, in_flight: int) -> str:
+    return f"copies of {_size(nbytes)}{f', {in_flight} in flight' * bool(in_flight)}"
+
+
 def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
     """Measures what a plan says.
 
@@ -133,7 +189,8 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
                 list(POLICIES), nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s
             )
     targets = list(_targets(filled, by_slab, costs))
-    raw: list[msgspec.Struct] = [*filled, *by_slab, *evicted, *costs, *ends, *copied]
+    structs: list[msgspec.Struct] = [*filled, *by_slab, *evicted, *costs, *ends, *copied]
+    raw = [_raw(struct) for struct in structs]
     return Findings(
         mode="allocator",
         machine=Machine.here(),
@@ -147,8 +204,9 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
             *(_bandwidth_table(copied, in_flight) for in_flight in plan.in_flight),
         ],
         notes=_notes(plan),
-        results=[_raw(one) for one in raw],
+        results=raw,
         targets=targets,
+        coverage=coverage(planned(plan), raw),
     )
 
 
@@ -172,7 +230,7 @@ def _fill_by_slab(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
         progress(f"fill: a slab of {_gib(slab_nbytes)}")
         # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
         seeds = range(max(10, min(plan.seeds, plan.seeds * plan.slab_nbytes // slab_nbytes)))
-        for name in (OURS, "first-fit", LIMIT):
+        for name in _BY_SLAB:
             for lifetime_name, lifetime in LIFETIMES.items():
                 fill = fills(FILLED[name][1], SIZES["log-uniform"], lifetime, slab_nbytes, seeds)
                 found.append(_Filled(name, "log-uniform", lifetime_name, slab_nbytes, fill))
@@ -183,7 +241,7 @@ def _evict(plan: Plan, progress: Callable[[str], None]) -> list[_Evicting]:
     found = []
     for name, (title, create) in FILLED.items():
         progress(f"fill by Mooncake's method: {title}")
-        if name != "leases-3":  # there a place that one frontend has freed may not be the next one's
+        if name != _NOT_EVICTING:
             found.append(_Evicting(name, evicting(create, plan.placements, seed=1)))
     return found
 

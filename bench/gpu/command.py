@@ -9,7 +9,17 @@ from pathlib import Path
 import click
 
 from bench.children import BenchError
-from bench.command_line import FILE, SETTINGS, console, json_option, repetitions_option, shown_progress, size_option, terminated
+from bench.command_line import (
+    FILE,
+    SETTINGS,
+    console,
+    json_option,
+    repetitions_option,
+    shown_progress,
+    size_option,
+    terminated,
+    typed,
+)
 from bench.gpu import device
 from bench.gpu.marks import MIN_NBYTES
 from bench.gpu.plan import Plan, run, steps
@@ -66,7 +76,7 @@ def gpu_command(
         if plot_stem is not None:
             check_plotter()  # before the run, so that nobody learns minutes later that it is missing
         with shown_progress(steps(plan)) as progress:
-            found = report(run(plan, progress))
+            found = report(run(plan, progress), typed())
     except (BenchError, MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
     if json_path is not None:

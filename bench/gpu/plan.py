@@ -13,12 +13,14 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
+from bench.cases import format_nbytes
 from bench.children import BenchError
+from bench.coverage import Coverage, Planned, Status
 from bench.gpu import copies, handovers
 from bench.gpu.device import Accelerator
 from bench.gpu.processes import Process, Refused, Setting, spawning
@@ -123,6 +125,7 @@ class Results(msgspec.Struct, frozen=True):
     stalls: list[Stalled]
     handovers: list[HandedOver]
     absences: list[Absence]
+    coverage: Coverage | None = None
 
 
 _Progress = Callable[[str], None]
@@ -149,6 +152,11 @@ def run(plan: Plan, progress: _Progress) -> Results:
         setting = Setting(directory, tuple(plan.sizes), tuple(plan.ways), tuple(plan.routes))
         gpu, rates, stalls = _copy(plan, setting, progress)
         times = _hand_over(plan, setting, progress)
+    parts: dict[str, tuple[Sequence[str], _Gathered[Any]]] = {
+        "bandwidth": (plan.ways, rates),
+        "stalls": (plan.ways, stalls),
+        "hand-overs": (plan.routes, times),
+    }
     return Results(
         machine=Machine.here(),
         gpu=gpu,
@@ -158,7 +166,24 @@ def run(plan: Plan, progress: _Progress) -> Results:
         stalls=[_stalled(stalls.found[cell], *cell) for cell in stalls.cells],
         handovers=[_handed_over(times.found[cell], *cell) for cell in times.cells],
         absences=list(dict.fromkeys([*rates.absences, *stalls.absences, *times.absences])),
+        coverage=_coverage(plan, parts),
     )
+
+
+def _coverage(plan: Plan, parts: Mapping[str, tuple[Sequence[str], _Gathered[Any]]]) -> Coverage:
+    planned: list[Planned] = []
+    measured: dict[tuple[str, str], int] = {}
+    reasons: dict[tuple[str, str], tuple[Status, str]] = {}
+    for part, (names, gathered) in parts.items():
+        cases = {nbytes: f"{part}, {format_nbytes(nbytes)}" for nbytes in plan.sizes}
+        planned += [Planned(case, list(names), plan.repetitions) for case in cases.values()]
+        measured |= {(cases[nbytes], name): len(runs) for (name, nbytes), runs in gathered.found.items()}
+        for absence in gathered.absences:
+            subjects = names if absence.what == part else (absence.what,)
+            sizes = plan.sizes if absence.nbytes is None else (absence.nbytes,)
+            keys = itertools.product((cases[nbytes] for nbytes in sizes), subjects)
+            reasons |= dict.fromkeys(keys, (Status.FAILED, absence.reason))
+    return Coverage.of(planned, measured, reasons)
 
 
 class _Gathered(Generic[_Found]):

@@ -10,6 +10,7 @@ import msgspec
 
 from bench.allocation.findings import Table
 from bench.cases import format_nbytes
+from bench.coverage import Coverage
 from bench.gpu.device import Accelerator
 from bench.gpu.plan import Absence, HandedOver, Results, Stalled, Transferred
 from bench.gpu.routes import DEVICE_SLAB, ROUTES
@@ -49,9 +50,11 @@ class Report(msgspec.Struct, frozen=True):
     stalls: list[Stalled]
     handovers: list[HandedOver]
     absences: list[Absence]
+    command: str = ""
+    coverage: Coverage | None = None
 
 
-def report(results: Results) -> Report:
+def report(results: Results, command: str = "") -> Report:
     """Lays a run out as people and ``bench report`` read it."""
     return Report(
         mode="gpu",
@@ -64,6 +67,8 @@ def report(results: Results) -> Report:
         stalls=results.stalls,
         handovers=results.handovers,
         absences=results.absences,
+        command=command,
+        coverage=results.coverage,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -18,7 +19,7 @@ from bench.request.report import Report, lines, report, rich_table, scaling_repo
 from bench.request.scaling import MAX_SCALING_NBYTES, ScalingPlan, run_scaling, scaling_steps
 from shmring.config import parse_nbytes
 
-__all__ = ["request_command"]
+__all__ = ["request_command", "request_plan"]
 
 _PIPE_WIDTH = 140  # of a table that goes into a file or a pipe
 
@@ -47,7 +48,22 @@ _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYT
 @click.option("--quick", is_flag=True, help="Up to 1 MiB, 16 in flight, 1 client, 5 repetitions of 0.2 s.")
 @click.option("--scaling", is_flag=True, help="Instead: what a request costs at 1 and 32 clients, 10 and 10,000 slots in use.")
 @command_line.json_option
-def request_command(
+def request_command(json_path: Path | None, **choices: Any) -> None:
+    """Requests with a payload, each with its reply, many in flight; all of them checked."""
+    signal.signal(signal.SIGTERM, command_line.terminated)
+    plan = request_plan(**choices)
+    try:
+        if isinstance(plan, ScalingPlan):
+            found = _scaling(plan)
+            _keep(found, json_path)
+        else:
+            found = _comparison(plan, json_path)
+    except BenchError as error:
+        raise click.ClickException(str(error)) from error
+    _show(found)
+
+
+def request_plan(
     sizes: tuple[int, ...],
     in_flight: tuple[int, ...],
     clients: tuple[int, ...],
@@ -57,43 +73,30 @@ def request_command(
     seconds: float | None,
     quick: bool,
     scaling: bool,
-    json_path: Path | None,
-) -> None:
-    """Requests with a payload, each with its reply, many in flight; all of them checked."""
-    signal.signal(signal.SIGTERM, command_line.terminated)
+) -> Plan | ScalingPlan:
+    """Returns what the options of ``bench request`` mean."""
     repetitions = repetitions or (5 if quick else 7)
     timed_s, warm_up_s = seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.25
-    try:
-        if scaling:
-            _check_scaling(sizes, peers, clients)
-            found = _scaling(
-                ScalingPlan(
-                    sizes=sizes or _SCALING_SIZES,
-                    in_flight=in_flight or _SCALING_IN_FLIGHT,
-                    reply_nbytes=reply_nbytes,
-                    repetitions=repetitions,
-                    timed_s=timed_s,
-                    warm_up_s=warm_up_s,
-                )
-            )
-            _keep(found, json_path)
-        else:
-            found = _comparison(
-                Plan(
-                    peers=[name for name in PEERS if not peers or name in peers or name == BASELINE],
-                    sizes=sizes or (_QUICK_SIZES if quick else _SIZES),
-                    in_flight=in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT),
-                    clients=clients or (_QUICK_CLIENTS if quick else _CLIENTS),
-                    reply_nbytes=reply_nbytes,
-                    repetitions=repetitions,
-                    timed_s=timed_s,
-                    warm_up_s=warm_up_s,
-                ),
-                json_path,
-            )
-    except BenchError as error:
-        raise click.ClickException(str(error)) from error
-    _show(found)
+    if scaling:
+        _check_scaling(sizes, peers, clients)
+        return ScalingPlan(
+            sizes=sizes or _SCALING_SIZES,
+            in_flight=in_flight or _SCALING_IN_FLIGHT,
+            reply_nbytes=reply_nbytes,
+            repetitions=repetitions,
+            timed_s=timed_s,
+            warm_up_s=warm_up_s,
+        )
+    return Plan(
+        peers=[name for name in PEERS if not peers or name in peers or name == BASELINE],
+        sizes=sizes or (_QUICK_SIZES if quick else _SIZES),
+        in_flight=in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT),
+        clients=clients or (_QUICK_CLIENTS if quick else _CLIENTS),
+        reply_nbytes=reply_nbytes,
+        repetitions=repetitions,
+        timed_s=timed_s,
+        warm_up_s=warm_up_s,
+    )
 
 
 def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tuple[int, ...]) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from bench.cases import format_nbytes
+from bench.coverage import Coverage, Planned, Status
 from bench.machine import Machine
 from bench.peers.memory import available_nbytes
 from bench.records import Spread
@@ -24,7 +26,7 @@ from bench.request.peers import BASELINE, PEERS, Peer
 from bench.request.processes import Group, Measurement
 from bench.request.questions import Cell, checks_us
 
-__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "Unmeasured", "measured", "run", "steps"]
+__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "Unmeasured", "coverage", "measured", "planned", "run", "steps"]
 
 _COPIES_IN_FLIGHT = 3  # of all questions at a time: at their client, on their way, at the engine
 
@@ -133,6 +135,36 @@ class Results(msgspec.Struct, frozen=True):
     results: list[Result]
     unmeasured: list[Unmeasured]
     checks: list[Checks]
+    coverage: Coverage | None = None
+
+
+def planned(plan: Plan) -> list[Planned]:
+    """Returns the cases of a plan."""
+    return [
+        Planned(_title(nbytes, in_flight, clients), list(plan.peers), plan.repetitions)
+        for clients in plan.clients
+        for in_flight in plan.in_flight
+        for nbytes in plan.sizes
+    ]
+
+
+def coverage(cases: Sequence[Planned], results: Sequence[Result], unmeasured: Sequence[Unmeasured]) -> Coverage:
+    """Returns what there is of planned cases."""
+    reasons = {}
+    for absence in unmeasured:
+        if absence.nbytes is None or absence.in_flight is None or absence.clients is None:
+            titles = [case.case for case in cases]
+        else:
+            titles = [_title(absence.nbytes, absence.in_flight, absence.clients)]
+        reasons.update({(title, absence.peer): (Status.EXCLUDED, absence.reason) for title in titles})
+    there = {
+        (_title(result.nbytes, result.in_flight, result.clients), result.peer): len(result.repetitions) for result in results
+    }
+    return Coverage.of(cases, there, reasons)
+
+
+def _title(nbytes: int, in_flight: int, clients: int) -> str:
+    return f"{format_nbytes(nbytes)}, {in_flight} in flight of {clients} client{'s' * (clients > 1)}"
 
 
 def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], object] | None = None) -> Results:
@@ -155,7 +187,8 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
     machine = Machine.here()
 
     def so_far() -> Results:
-        return Results(machine, plan.reply_nbytes, plan.timed_s, versions, [*results], [*unmeasured], [*checks.values()])
+        there = coverage(planned(plan), results, unmeasured)
+        return Results(machine, plan.reply_nbytes, plan.timed_s, versions, [*results], [*unmeasured], [*checks.values()], there)
 
     for clients in plan.clients:
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:

@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from bench.cases import format_nbytes
+from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.request.peers import BASELINE, PEERS
 from bench.request.plan import Result, Results, Unmeasured
@@ -49,6 +50,7 @@ class Report(msgspec.Struct, frozen=True):
         results: the numbers behind them.
         unmeasured: what was not measured, and why.
         command: what was typed.
+        coverage: what was planned, and what is missing of it.
     """
 
     mode: str
@@ -59,6 +61,7 @@ class Report(msgspec.Struct, frozen=True):
     results: list[Result] | list[ScalingResult]
     unmeasured: list[Unmeasured] = []
     command: str = ""
+    coverage: Coverage | None = None
 
 
 def report(results: Results) -> Report:
@@ -87,7 +90,16 @@ def report(results: Results) -> Report:
     ]
     notes += [f"{PEERS[name].requires} {version}" for name, version in results.versions.items()]
     notes += [f"{PEERS[one.peer].title}: {one.reason}" for one in results.unmeasured if one.nbytes is None]
-    return Report("request", results.machine, tables, notes, _targets(results), results.results, results.unmeasured)
+    return Report(
+        "request",
+        results.machine,
+        tables,
+        notes,
+        _targets(results),
+        results.results,
+        results.unmeasured,
+        coverage=results.coverage,
+    )
 
 
 def scaling_report(results: ScalingResults) -> Report:
@@ -113,7 +125,13 @@ def scaling_report(results: ScalingResults) -> Report:
     ]
     targets = [*_scaling_targets(results)]
     return Report(
-        "request-scaling", results.machine, [TextTable(title, _SCALING_COLUMNS, rows)], notes, targets, results.results
+        "request-scaling",
+        results.machine,
+        [TextTable(title, _SCALING_COLUMNS, rows)],
+        notes,
+        targets,
+        results.results,
+        coverage=results.coverage,
     )
 
 

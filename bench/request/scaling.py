@@ -24,6 +24,8 @@ import msgspec
 import torch
 
 import shmring
+from bench.cases import format_nbytes
+from bench.coverage import Coverage, Planned
 from bench.machine import Machine
 from bench.records import Spread
 from bench.request.peers.peer import Ask, Peer
@@ -33,7 +35,16 @@ from bench.request.processes import Measurement
 from bench.request.questions import ITEM_NBYTES, Answer, Cell, Desk, Header
 from shmring.client import Connecting
 
-__all__ = ["MAX_SCALING_NBYTES", "ScalingPlan", "ScalingResult", "ScalingResults", "run_scaling", "scaling_steps"]
+__all__ = [
+    "MAX_SCALING_NBYTES",
+    "ScalingPlan",
+    "ScalingResult",
+    "ScalingResults",
+    "planned_scaling",
+    "run_scaling",
+    "scaling_title",
+    "scaling_steps",
+]
 
 #: Of a question's tensor: so that slots are of two blocks at most.
 MAX_SCALING_NBYTES = 8 * 1000
@@ -196,6 +207,7 @@ class ScalingResults(msgspec.Struct, frozen=True):
     repetitions: int
     timed_s: float
     results: list[ScalingResult]
+    coverage: Coverage | None = None
 
 
 def run_scaling(plan: ScalingPlan, progress: Callable[[str], None]) -> ScalingResults:
@@ -227,7 +239,22 @@ def run_scaling(plan: ScalingPlan, progress: Callable[[str], None]) -> ScalingRe
                 measurements = measured(groups, cell, plan.repetitions, progress)
                 for first, *others in _VARIANTS:
                     results += [_result(cell, peer, first, measurements) for peer in (first, *others)]
-    return ScalingResults(Machine.here(), plan.reply_nbytes, plan.repetitions, plan.timed_s, results)
+    there = {(scaling_title(result.nbytes, result.in_flight), result.variant): plan.repetitions for result in results}
+    coverage = Coverage.of(planned_scaling(plan), there)
+    return ScalingResults(Machine.here(), plan.reply_nbytes, plan.repetitions, plan.timed_s, results, coverage)
+
+
+def planned_scaling(plan: ScalingPlan) -> list[Planned]:
+    """Returns the cases of a plan."""
+    return [
+        Planned(scaling_title(*case), [peer.name for peer in itertools.chain(*_VARIANTS)], plan.repetitions)
+        for case in itertools.product(plan.sizes, plan.in_flight)
+    ]
+
+
+def scaling_title(nbytes: int, in_flight: int) -> str:
+    """Returns a case in words."""
+    return f"{format_nbytes(nbytes)}, {in_flight} in flight"
 
 
 def scaling_steps(plan: ScalingPlan) -> int:

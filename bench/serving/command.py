@@ -24,7 +24,7 @@ from frontend.options import FiniteRange
 if TYPE_CHECKING:
     from bench.serving.run import Progress, Results
 
-__all__ = ["serve_command"]
+__all__ = ["serve_command", "serve_plan"]
 
 _PIPE_WIDTH = 132  # of a table that goes into a file or a pipe
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
@@ -131,12 +131,7 @@ def _shown(size: tuple[int, int]) -> str:
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
-    if preset is not None:
-        values |= {name: value for name, value in _scaled(preset, values["scale"]).items() if _is_default(name)}
-    elif not _is_default("scale"):
-        raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
-    plan = _plan_of(values)
-    report, results = _run(plan)
+    report, results = _run(serve_plan(preset, **values))
     console(_PIPE_WIDTH).print(report.table(results))
     for note in report.notes(results):
         click.echo(note)
@@ -144,6 +139,15 @@ def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> 
         report.write_json(results, json_path, typed())
     if not all(one.completed for one in results.measurements):
         raise click.ClickException("no request had an answer")
+
+
+def serve_plan(preset: str | None, **values: Any) -> Plan:
+    """Returns what the options of ``bench serve`` mean, in the context of the command."""
+    if preset is not None:
+        values |= {name: value for name, value in _scaled(preset, values["scale"]).items() if _is_default(name)}
+    elif not _is_default("scale"):
+        raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
+    return _plan_of(values)
 
 
 def _scaled(preset: str, scale: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ comparison is taken within each repetition, and its median and spread shown like
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.serving.measurement import Latency, Measurement, Spread
 from bench.serving.plan import PRESETS, Media, Plan
-from bench.serving.run import Results
+from bench.serving.run import LOAD, Results, planned
 from bench.targets import Verdict
 
 __all__ = ["StoredTable", "notes", "stored_table", "table", "write_json"]
@@ -49,6 +51,7 @@ class _Stored(msgspec.Struct, frozen=True):
     notes: list[str]
     targets: list[Verdict]
     results: list[Measurement]
+    coverage: Coverage
 
 
 class _Metric(NamedTuple):
@@ -260,5 +263,6 @@ def write_json(results: Results, path: Path, command: str) -> None:
         notes=notes(results),
         targets=_targets(results),
         results=results.measurements,
+        coverage=Coverage.of(planned(results.plan), collections.Counter((LOAD, one.variant) for one in results.measurements)),
     )
     path.write_bytes(msgspec.json.format(msgspec.json.encode(stored)) + b"\n")

@@ -15,6 +15,7 @@ from importlib.metadata import version
 
 import msgspec
 
+from bench.coverage import Planned
 from bench.machine import Machine
 from bench.serving.client import Client
 from bench.serving.load import Requests, play, warm_up
@@ -23,7 +24,9 @@ from bench.serving.media import media_parts
 from bench.serving.plan import Load, Plan, ServerOptions
 from bench.serving.server import Server, serving
 
-__all__ = ["Progress", "Results", "run"]
+__all__ = ["LOAD", "Progress", "Results", "planned", "run"]
+
+LOAD = "the load"  # the one case of a run
 
 INLINE = "inline"
 SLAB = "slab"
@@ -109,6 +112,11 @@ async def run(plan: Plan, progress: Progress) -> Results:
         slab_nbytes = await _slab_nbytes(plan, targets)
     stored_plan = msgspec.structs.replace(plan, api_key=None)
     return Results(Machine.here(), _client_name(), stored_plan, request_nbytes, slab_nbytes, measurements)
+
+
+def planned(plan: Plan) -> list[Planned]:
+    """Returns the case of a plan."""
+    return [Planned(LOAD, [URL] if plan.url is not None else list(_wanted(plan)), plan.repetitions)]
 
 
 @contextlib.asynccontextmanager

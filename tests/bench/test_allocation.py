@@ -252,6 +252,8 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     assert done.exit_code == 0
     assert "fill at the first failure" in done.output
     found = json.loads(path.read_bytes())
+    assert found["coverage"]["planned"]
+    assert found["coverage"]["gaps"] == []
     assert found["mode"] == "allocator"
     told = {row[0]: row[1:] for row in found["tables"][0]["rows"]}
     assert told["time per operation: shmring, 10,000 slots live"][0] == "<= 5 us"

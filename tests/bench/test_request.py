@@ -314,6 +314,10 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     assert table["rows"][2][2] == "missing"
     assert stored["unmeasured"][0]["reason"] == "not installed: pip install shmring-absent"
     assert [entry["nbytes"] for entry in stored["results"]] == [4096, 65536]
+    assert [(gap["case"], gap["subject"], gap["status"]) for gap in stored["coverage"]["gaps"]] == [
+        ("4 KB, 16 in flight of 1 client", "pyzmq", "not possible"),
+        ("64 KB, 16 in flight of 1 client", "pyzmq", "not possible"),
+    ]
     assert len(stored["results"][0]["repetitions"]) == 2
     assert stored["results"][0]["shmring_ratio"] == {"median": 1.0, "minimum": 1.0, "maximum": 1.0}
     assert [target["asked"] for target in stored["targets"]] == [">= 20,000/s"]

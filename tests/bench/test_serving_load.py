@@ -211,6 +211,9 @@ def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
     assert (stored["mode"], stored["command"]) == ("serve", "python -m bench serve --compare")
     assert stored["targets"] == [], "this is not the load of the target"
     assert [one["variant"] for one in stored["results"]] == ["slab", "inline"] * 3
+    assert stored["coverage"] == {
+        "planned": [{"case": "the load", "subjects": ["slab", "inline"], "repetitions": 3}], "gaps": [], "derived": False,
+    }  # fmt: skip
     assert stored["tables"][0]["rows"][0] == ["answered", "3 of 3", "3 of 3", ""]
 
 

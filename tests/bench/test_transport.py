@@ -210,6 +210,10 @@ def test_what_was_measured_so_far_is_kept_after_each_round() -> None:
     kept: list[Results] = []
     results = transport.run(plan(4096, 8192), lambda line: None, kept.append)
     assert [{one.case.nbytes for one in each.results} for each in kept] == [{4096}, {4096, 8192}]
+    assert [each.coverage.summary() for each in kept if each.coverage] == [
+        "3 of 6 measurements in 2 cases, 3 missing",
+        "6 of 6 measurements in 2 cases",
+    ]
     assert kept[-1] == results
 
 
@@ -242,10 +246,18 @@ def test_a_peer_that_fails_is_reported_and_the_others_go_on(
     assert pretended.started.count("inline-msgpack") == 2
 
 
-def test_without_the_baseline_there_is_no_result(pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_baseline_a_case_has_no_result_and_the_others_go_on(
+    pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pretended, "fails", [("shmring", 4096)])
-    with pytest.raises(BenchError, match="shmring broke"):
-        transport.run(plan(4096), lambda line: None)
+    results = transport.run(plan(4096, 8192), lambda line: None)
+    assert {one.case.nbytes for one in results.results} == {8192}
+    assert [(one.peer, one.case.nbytes) for one in results.failed if one.case] == [
+        ("shmring", 4096), ("inline-msgpack", 4096), ("torch-queue", 4096),
+    ]  # fmt: skip
+    assert results.failed[0].text == "shmring broke"
+    assert results.coverage is not None
+    assert results.coverage.summary() == "3 of 6 measurements in 2 cases, 3 failed"
 
 
 def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +299,30 @@ def test_the_command_prints_tables_and_writes_json_and_plots(tmp_path: Path, mon
     assert stored["machine"].keys() >= {"cpu", "cores", "kernel", "python", "torch", "shmring", "commit"}
     assert stored["limits"][0]["nbytes"] == 4096
     assert stored["torch_resident_nbytes"] > 10 << 20
+    assert [case["repetitions"] for case in stored["coverage"]["planned"]] == [2]
+    assert stored["coverage"]["gaps"] == []
     assert {file.suffix for file in tmp_path.glob("plot-throughput.*")} == {".png", ".svg"}
     left = {path.name for path in set(SHM_DIRECTORY.iterdir()) - before}
     assert not [name for name in left if name.startswith(("torch_", "shmring-"))]
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "last"),
+    [((), 1, "target"), ([("torch-queue", 4096)], 3, "Error: 2 measurements failed: see the table")],
+)
+def test_a_missed_target_is_not_a_crash(
+    pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch, fails: Sequence[tuple[str, int]], code: int, last: str
+) -> None:
+    names = tuple(pretended.speeds)
+    monkeypatch.setattr(commands.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(commands, "quick_plan", lambda repetitions, seconds: plan(4096, 65536, peers=names))
+    monkeypatch.setattr(pretended, "speeds", dict.fromkeys(names, 1.0))  # as fast as ours, of which we want 30 times
+    monkeypatch.setattr(pretended, "fails", [*fails, *((name, 65536) for name, _ in fails)])
+    outcome = CliRunner().invoke(main, ["quick"])
+    assert outcome.exit_code == code
+    assert "torch.multiprocessing.Q" in outcome.stdout  # the table of targets is there in both cases
+    assert last in outcome.stderr.splitlines()[-1]
+    assert ("missed" in outcome.stderr.splitlines()[-1]) is not bool(fails)
 
 
 def test_whoever_stops_it_stops_all_of_it() -> None:

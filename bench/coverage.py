@@ -1,0 +1,144 @@
+"""What a run was to measure, and what of it there is: stored with every result, and said by ``bench report``.
+
+A plan is a list of cases, in each of which some subjects (peers, variants, policies) are measured, each a number of times.
+What has fewer repetitions than planned is a gap, with its reason. A run that is ended early so says by itself what it
+lacks, and nobody has to count the rows of a table.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+__all__ = ["Coverage", "Gap", "Planned", "Status", "checkout"]
+
+#: A case and a subject.
+Key = tuple[str, str]
+
+_SHOWN_SUBJECTS = 3  # by name, of those that a case lacks; more are counted
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A case that is to be measured.
+
+    Attributes:
+        case: in words.
+        subjects: what is compared in it.
+        repetitions: of each subject.
+    """
+
+    case: str
+    subjects: list[str]
+    repetitions: int
+
+
+class Status(enum.Enum):
+    """Why something that was planned was not measured."""
+
+    EXCLUDED = "not possible"  # it is not installed, or can't do that
+    FAILED = "failed"  # it was tried
+    MISSING = "missing"  # the run ended before it
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """A subject that has fewer repetitions in a case than planned.
+
+    Attributes:
+        measured: repetitions that there are.
+        reason: in words; empty if the run ended before it.
+    """
+
+    case: str
+    subject: str
+    measured: int
+    status: Status
+    reason: str = ""
+
+
+class Coverage(msgspec.Struct, frozen=True):
+    """What was planned, and the gaps in it.
+
+    Attributes:
+        derived: whether the plan was read from the recorded command, since the result itself has none.
+    """
+
+    planned: list[Planned]
+    gaps: list[Gap]
+    derived: bool = False
+
+    @classmethod
+    def of(
+        cls, planned: Iterable[Planned], measured: Mapping[Key, int], reasons: Mapping[Key, tuple[Status, str]] | None = None
+    ) -> Coverage:
+        """Compares a plan with the repetitions that there are.
+
+        Args:
+            planned: cases; where one comes twice, its repetitions add up.
+            measured: repetitions, by case and subject.
+            reasons: why some have none.
+        """
+        planned = list(planned)
+        expected = _expected(planned)
+        gaps = []
+        for key, repetitions in expected.items():
+            if (there := measured.get(key, 0)) < repetitions:
+                status, reason = (reasons or {}).get(key, (Status.MISSING, ""))
+                gaps.append(Gap(*key, there, status, reason))
+        return cls(planned, gaps)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was planned was measured."""
+        return not self.gaps
+
+    def summary(self) -> str:
+        """Returns in a sentence how much was measured of how much."""
+        cases = len({planned.case for planned in self.planned})
+        expected = _expected(self.planned)
+        counts = collections.Counter(gap.status for gap in self.gaps)
+        rest = "".join(f", {counts[status]} {status.value}" for status in Status if counts[status])
+        source = "; planned by the recorded command" if self.derived else ""
+        in_cases = f"{cases} case{'s' * (cases > 1)}"
+        return f"{len(expected) - len(self.gaps)} of {len(expected)} measurements in {in_cases}{rest}{source}"
+
+    def lines(self) -> Iterator[tuple[str, str, str]]:
+        """Yields a row for each case and reason: the case, the subjects that it lacks, what became of them."""
+        sizes = collections.Counter(case for case, _ in _expected(self.planned))
+        grouped: dict[tuple[str, str], list[str]] = {}
+        for gap in self.gaps:
+            outcome = f"{gap.status.value}: {gap.reason}" if gap.reason else gap.status.value
+            if gap.measured:
+                outcome += f"; {gap.measured} repetitions are there"
+            grouped.setdefault((gap.case, outcome), []).append(gap.subject)
+        for (case, outcome), subjects in grouped.items():
+            if len(subjects) == sizes[case] and len(subjects) > 1:
+                shown = f"all {len(subjects)}"
+            elif len(subjects) > _SHOWN_SUBJECTS:
+                shown = f"{', '.join(subjects[:_SHOWN_SUBJECTS])} and {len(subjects) - _SHOWN_SUBJECTS} more"
+            else:
+                shown = ", ".join(subjects)
+            yield case, shown, outcome
+
+
+def checkout(commit: str | None) -> str:
+    """Returns in words what sources a result comes from.
+
+    Args:
+        commit: as of :class:`bench.machine.Machine`.
+    """
+    if commit is None:
+        return "no commit is known"
+    clean = commit.removesuffix("-dirty")
+    return f"commit {clean}, {'a clean checkout' if clean == commit else 'with uncommitted changes'}"
+
+
+def _expected(planned: Iterable[Planned]) -> dict[Key, int]:
+    """Repetitions by case and subject."""
+    expected: collections.Counter[Key] = collections.Counter()
+    for case in planned:
+        for subject in case.subjects:
+            expected[case.case, subject] += case.repetitions
+    return dict(expected)
