@@ -1,7 +1,7 @@
 """What executors answer, checked before a caller sees it.
 
-An executor is a plug-in, and its answers are not trusted to be what :mod:`engine.executors.interface` asks for: a wrong one fails its own
-request, with a text that tells whoever wrote the executor what is wrong with it.
+An executor is a plug-in, and its answers are not trusted to be what :mod:`engine.executors.interface` asks for: a wrong one
+fails its own request, with a text that tells whoever wrote the executor what is wrong with it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ deadline or a pause releases their slots when no step is reading them. What wait
 
 The executor is touched by one thread only: steps, ``forget``, remote calls and the profiler all run on it, one after the other.
 
-What ends the engine: an executor that says it is dead (:class:`~engine.executors.interface.ExecutorDeadError`), or that raises what is not
-an ``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step or call that takes
+What ends the engine: an executor that says it is dead (:class:`~engine.executors.ExecutorDeadError`), or that raises what is no
+``Exception``. :meth:`EngineCore.run` then raises, every request fails, and frontends are told why. A step or call that takes
 longer than ``step_timeout_s`` ends nothing, but :meth:`EngineCore.health` says so until it is over.
 """
 
