@@ -1,9 +1,12 @@
 # Each target installs what it needs into .venv, once, and does its job.
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
-#   make test     style, types, tests, coverage of the core, a minute of chaos, and a check that nothing is left behind
+#   make test     style, types, tests, coverage of the core, and a check that nothing is left behind
 #   make bench-quick  transports side by side in under 5 minutes; fails if a target that this measures is missed
-#   make test-all what make test leaves out: tests marked slow
+#   make test-all what make test leaves out: tests marked slow, a minute of chaos
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
+#   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
+#   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
+#   make simulate STEPS=1000000 SEED=1: the books of both ends, deterministically; EXHAUSTIVE=1 visits every state
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
 #   make format   rewrites the sources in the project's style
@@ -14,15 +17,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all checks test-gpu lint types unit-tests system-tests faults leftovers bench-quick guards fuzz format clean install
+.PHONY: demo test test-all checks test-gpu lint types unit-tests system-tests leftovers chaos soak simulate bench-quick guards fuzz format \
+	clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
 
-test: checks faults leftovers
+test: checks leftovers
 
 # The tests without a ring, on the core that those with processes leave idle.
-UNITS := tests/fuzz tests/bench/test_simulator.py tests/frontend/openai tests/engine/fingerprints \
+UNITS := tests/fuzz tests/simulation tests/frontend/openai tests/engine/fingerprints \
 	$(filter-out %/test_loader.py,$(wildcard tests/frontend/media/test_*.py)) \
 	$(patsubst %,tests/engine/test_%.py,detokenizer sampling scheduler stopping)
 
@@ -43,14 +47,24 @@ unit-tests: $(INSTALLED)
 system-tests: $(INSTALLED)
 	@echo 'pytest: the tests with rings and processes'; $(BIN)/python -m pytest -m 'not slow' --ignore=tests/core $(addprefix --ignore=,$(UNITS))
 
-faults: checks
-	$(BIN)/python -m bench faults --minutes 1 --seed 1
+leftovers: checks
+	$(BIN)/python tests/leftovers.py
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
-
-leftovers: checks faults
+	$(MAKE) --no-print-directory chaos
 	$(BIN)/python tests/leftovers.py
+
+SEED ?= 1
+
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),1) --seed $(SEED)
+
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),60) --seed $(SEED)
+
+simulate: $(INSTALLED)
+	$(BIN)/python -m tests.simulation $(if $(EXHAUSTIVE),--exhaustive,--steps $(or $(STEPS),1000000) --seed $(SEED))
 
 bench-quick: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'

@@ -25,7 +25,6 @@ from bench.machine import Machine
 from bench.peers import PEERS
 from bench.recorded import recorded_coverage
 from bench.records import Result, Results, Side
-from bench.soak import report as soak_report
 from bench.tables import format_rate, format_times, peer_title
 from bench.targets import Verdict
 
@@ -64,7 +63,6 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 
 
 _GPU = "gpu"
-_SOAK = "soak"
 _NO_GPU = """\
 ## GPU
 
@@ -422,15 +420,13 @@ def _other(name: str, stored: Stored, drawn: Sequence[Path]) -> Iterator[str]:
 
 
 def _draw_other(path: Path, stored: Stored, stem: Path) -> list[Path]:
-    """Draws what there is to draw of a file."""
+    """Draws what there is to draw of a file; of a mode that draws by itself, returns what it has drawn there."""
     try:
         if stored.mode == _GPU:
             return gpu_plot.draw(gpu_report.read_json(path.read_bytes()), stem, kinds=("svg",))
-        if stored.mode == _SOAK and (samples := soak_report.read_samples(path.read_bytes())):
-            return soak_report.draw(samples, all(target.met for target in stored.targets), stem, kinds=("svg",))
     except msgspec.DecodeError as error:
         raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
-    return []
+    return list(stem.parent.glob(f"{stem.name}.svg"))
 
 
 def _again(transports: dict[str, Results], others: dict[str, Stored]) -> str:

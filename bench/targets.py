@@ -226,6 +226,8 @@ class Elsewhere:
 
 def command_of(mode: str) -> str:
     """Returns the command line that measures what a mode's JSON holds."""
+    if mode == "soak":
+        return "python -m tests.soak"
     return f"python -m bench {mode.replace('-', ' --')}"
 
 

@@ -1,6 +1,6 @@
 """Both books against each other: one engine, several frontends, and whatever may happen between them next.
 
-The model is the simulator's (``bench.simulation``), which checks all invariants after every action; hypothesis draws the
+The model is the simulator's (``tests.simulation``), which checks all invariants after every action; hypothesis draws the
 scenario and the actions, and shortens what fails. At the end everybody finishes what was begun and leaves: nobody may
 wait for ever, and the slab must come home whole.
 """
@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from bench.simulation.scenario import Kind, Scenario
-from bench.simulation.simulation import Simulation
+from tests.simulation.scenario import Kind, Scenario
+from tests.simulation.simulation import Simulation
 
 # Half a minute on an idle machine; what hypothesis draws, a crowded machine and the measuring of coverage each can double that.
 pytestmark = pytest.mark.timeout(400)

@@ -1,0 +1,295 @@
+"""What a run has shown: every request accounted for, every wrong counted, every reclaim timed.
+
+The journals of all processes that there were and what the driver saw are put together. A request that a frontend began
+has ended in one of these ways: answered; aborted, by whoever asked; failed, for a reason that belongs to what was done; or
+it died with its frontend, where that was killed. Whatever is left over was lost.
+
+Latencies are told apart from the step that was running: memory is not reusable while the engine's code reads it, however
+soon the abort came. So they count from the abort, or from the SIGKILL being sent, or from the end of the step, whichever
+is last. Those in which a process was stopped meanwhile say nothing of shmring, and are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from bench.machine import Machine
+from tests.chaos.driver import Happened, Incarnation, Observations, Sample
+from tests.chaos.journal import Aborted, Began, Ended, Gone, Held, Reusable, Wrong, read
+from tests.chaos.plan import Fault, Plan
+
+__all__ = ["Findings", "Latencies", "account"]
+
+_MAX_TEXTS = 20  # of wrongs that are reported in words; all are counted
+_NOTICED_WITHIN_NS = 5_000_000_000  # an engine's death, by a frontend that may have been stopped, or starting
+
+
+class Latencies(msgspec.Struct, frozen=True):
+    """Latencies in milliseconds; None where there were none."""
+
+    count: int
+    p50_ms: float | None
+    p99_ms: float | None
+    max_ms: float | None
+    all_ms: list[float]
+
+    @classmethod
+    def of(cls, all_ns: Sequence[int]) -> Latencies:
+        if not all_ns:
+            return cls(0, None, None, None, [])
+        all_ms = np.sort(np.array(all_ns)) / 1e6
+        p50, p99 = np.percentile(all_ms, [50, 99])
+        return cls(len(all_ns), float(p50), float(p99), float(all_ms[-1]), [round(float(ms), 4) for ms in all_ms])
+
+
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's result.
+
+    Attributes:
+        requests: that were begun.
+        answered, aborted: how many ended so.
+        failed: how many ended otherwise, by the type of the error.
+        died_with_their_frontend: how many had no end because their frontend was killed.
+        lost: how many had none without such an excuse.
+        corrupted: contents that were not what was sent, whenever they were looked at.
+        leaked_nbytes: of the slab, not free when all had gone.
+        leaked_descriptors: of the living processes.
+        slots_held: slots and reply slots counted in use when everything had ended.
+        violations: invariants found broken, and failures that nothing explains.
+        segments_left: names in /dev/shm.
+        wrongs: the first of them in words.
+        faults: how often each was made.
+        kills: processes killed in all.
+        abort_to_reusable: from an abort, or the end of the step that it hit, until its frontend has the memory again.
+        death_to_reclaimed: from SIGKILL, or the end of the last step, until the engine has nothing of a frontend any more.
+        abort_to_reusable_on_core, death_to_reclaimed_on_core: without the time in which the processes waited for a core.
+        engine_death_to_error: from the engine's SIGKILL until each pending request has failed.
+        ended_per_second: how many requests ended in each second after the start, by outcome.
+    """
+
+    plan: Plan
+    machine: Machine
+    seconds: float
+    requests: int
+    answered: int
+    aborted: int
+    failed: dict[str, int]
+    died_with_their_frontend: int
+    lost: int
+    corrupted: int
+    leaked_nbytes: int
+    leaked_descriptors: int
+    slots_held: int
+    violations: int
+    segments_left: int
+    wrongs: list[str]
+    faults: dict[str, int]
+    kills: int
+    phases: int
+    abort_to_reusable: Latencies
+    abort_to_reusable_on_core: Latencies
+    death_to_reclaimed: Latencies
+    death_to_reclaimed_on_core: Latencies
+    engine_death_to_error: Latencies
+    samples: list[Sample]
+    happened: list[Happened]
+    began_ns: int
+    ended_per_second: dict[str, list[int]]
+
+    @property
+    def must_be_zero(self) -> dict[str, int]:
+        """What a run has failed by, if one of them is not 0."""
+        return {
+            "lost": self.lost,
+            "corrupted": self.corrupted,
+            "leaked bytes": self.leaked_nbytes,
+            "leaked descriptors": self.leaked_descriptors,
+            "slots held beyond their step": self.slots_held,
+            "invariant violations": self.violations,
+            "segments left in /dev/shm": self.segments_left,
+        }
+
+    @property
+    def passed(self) -> bool:
+        """Whether all of them are 0."""
+        return not any(self.must_be_zero.values())
+
+
+class _Ledger:
+    """Everything that the journals say, by process."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.requests = 0
+        self.unended = 0  # of frontends that were not killed
+        self.died = 0
+        self.ended: list[Ended] = []
+        self.failed_at: list[tuple[int, int, str]] = []  # when, of which process, how
+        self.aborted: dict[tuple[int, int], Aborted] = {}
+        self.reusable: dict[tuple[int, int], Reusable] = {}
+        self.held: dict[tuple[int, int], Held] = {}
+        self.last_held: dict[int, Held] = {}
+        self.gone: dict[int, Gone] = {}
+        self.wrongs: list[Wrong] = []
+
+    def enter(self, incarnation: Incarnation) -> None:
+        """Takes a journal in."""
+        pid, open_requests = incarnation.pid, 0
+        for record in read(incarnation.journal):
+            match record:
+                case Began():
+                    self.requests += 1
+                    open_requests += 1
+                case Ended(outcome=outcome, at_ns=at_ns):
+                    open_requests -= 1
+                    self.outcomes[outcome] += 1
+                    self.ended.append(record)
+                    if outcome not in ("answered", "aborted"):
+                        self.failed_at.append((at_ns, pid, outcome))
+                case Aborted():
+                    self.aborted[pid, record.number] = record
+                case Reusable():
+                    self.reusable[pid, record.number] = record
+                case Held():  # in the order of time, so the last one stays
+                    self.held[record.sender, record.number] = self.last_held[record.sender] = record
+                case Gone():
+                    self.gone[record.pid] = record
+                case Wrong():
+                    self.wrongs.append(record)
+        if incarnation.end == "killed":
+            self.died += open_requests
+        else:
+            self.unended += open_requests
+
+
+def account(plan: Plan, seen: Observations) -> Findings:
+    """Puts together what a run has shown."""
+    ledger = _Ledger()
+    for incarnation in seen.incarnations:
+        ledger.enter(incarnation)
+    stops = _Stops(seen.happened)
+    engine_kills = [one.began_ns for one in seen.happened if one.fault is Fault.KILL_ENGINE]
+    aborts, deaths = _abort_latencies(ledger, stops), _death_latencies(ledger, seen, stops)
+    texts = seen.violations + [one.text for one in ledger.wrongs] + _unexplained(ledger, seen, engine_kills)
+    failed = {name: count for name, count in sorted(ledger.outcomes.items()) if name not in ("answered", "aborted")}
+    corrupted = sum(one.what == "corrupted" for one in ledger.wrongs)
+    return Findings(
+        plan=plan,
+        machine=Machine.here(),
+        seconds=(seen.ended_ns - seen.began_ns) / 1e9,
+        requests=ledger.requests,
+        answered=ledger.outcomes["answered"],
+        aborted=ledger.outcomes["aborted"],
+        failed=failed,
+        died_with_their_frontend=ledger.died,
+        lost=max(ledger.unended, sum(look.lost for look in seen.looks)),
+        corrupted=corrupted,
+        leaked_nbytes=sum(look.leaked_nbytes for look in seen.looks),
+        leaked_descriptors=sum(look.leaked_descriptors for look in seen.looks),
+        slots_held=sum(look.slots_held for look in seen.looks),
+        violations=len(texts) - corrupted,
+        segments_left=sum(look.segments_left for look in seen.looks),
+        wrongs=texts[:_MAX_TEXTS],
+        faults={fault.value: sum(one.fault is fault for one in seen.happened) for fault in Fault},
+        kills=sum(one.fault in (Fault.KILL_ENGINE, Fault.KILL_FRONTEND) for one in seen.happened),
+        phases=len(seen.looks),
+        abort_to_reusable=Latencies.of([wall for wall, _ in aborts]),
+        abort_to_reusable_on_core=Latencies.of([on_core for _, on_core in aborts]),
+        death_to_reclaimed=Latencies.of([wall for wall, _ in deaths]),
+        death_to_reclaimed_on_core=Latencies.of([on_core for _, on_core in deaths]),
+        engine_death_to_error=Latencies.of(_engine_death_latencies(ledger, seen, engine_kills, stops)),
+        samples=seen.samples,
+        happened=seen.happened,
+        began_ns=seen.began_ns,
+        ended_per_second=_per_second(ledger.ended, seen),
+    )
+
+
+class _Stops:
+    """When a process was stopped, or there was no engine."""
+
+    def __init__(self, happened: Iterable[Happened]) -> None:
+        stops = [one for one in happened if one.fault in (Fault.STOP_FRONTEND, Fault.STOP_ENGINE, Fault.KILL_ENGINE)]
+        self._windows = [(one.began_ns, one.ended_ns, one.pid, one.fault is not Fault.STOP_FRONTEND) for one in stops]
+
+    def hit(self, pid: int, began_ns: int, ended_ns: int, *, engine_too: bool = True) -> bool:
+        """Whether the process (or an engine) was stopped at any time between two moments."""
+        return any(
+            start < ended_ns and began_ns < end and (stopped == pid or (of_engine and engine_too))
+            for start, end, stopped, of_engine in self._windows
+        )
+
+
+def _abort_latencies(ledger: _Ledger, stops: _Stops) -> list[tuple[int, int]]:
+    """Pairs of the time that it took, and that time without the waiting for a core."""
+    latencies = []
+    for key, reusable in ledger.reusable.items():
+        aborted, held = ledger.aborted[key], ledger.held.get(key)
+        if stops.hit(key[0], aborted.at_ns, reusable.at_ns):
+            continue
+        if held is not None and held.until_ns > aborted.at_ns:  # a step was running; who waited during it is of no interest
+            wall = reusable.at_ns - held.until_ns
+            waited = reusable.engine_waited_ns - held.engine_waited_ns
+        else:
+            wall = reusable.at_ns - aborted.at_ns
+            waited = reusable.engine_waited_ns - aborted.engine_waited_ns + reusable.waited_ns - aborted.waited_ns
+        latencies.append((max(0, wall), max(0, wall - waited)))
+    return latencies
+
+
+def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list[tuple[int, int]]:
+    """The same for the deaths of frontends."""
+    latencies = []
+    for one in seen.happened:
+        gone, held = ledger.gone.get(one.pid), ledger.last_held.get(one.pid)
+        if one.fault is not Fault.KILL_FRONTEND or gone is None or gone.at_ns <= one.began_ns:
+            continue
+        if stops.hit(one.pid, one.began_ns, gone.at_ns):
+            continue
+        started_ns, waited_ns = one.began_ns, one.engine_waited_ns
+        if held is not None and held.until_ns > started_ns:
+            started_ns, waited_ns = held.until_ns, held.engine_waited_ns
+        wall = max(0, gone.at_ns - started_ns)
+        latencies.append((wall, max(0, wall - (gone.engine_waited_ns - waited_ns))))
+    return latencies
+
+
+def _engine_death_latencies(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int], stops: _Stops) -> list[int]:
+    hung_up = _hung_up(seen)
+    latencies = []
+    for at_ns, pid, outcome in ledger.failed_at:
+        killed_ns = max((kill for kill in engine_kills if kill <= at_ns), default=0)
+        if outcome != "EngineDeadError" or at_ns - killed_ns >= _NOTICED_WITHIN_NS or hung_up.get(pid, at_ns) < at_ns:
+            continue
+        if not stops.hit(pid, killed_ns, at_ns, engine_too=False):
+            latencies.append(at_ns - killed_ns)
+    return latencies
+
+
+def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int]) -> list[str]:
+    """Requests that failed because the engine was dead, when it was not."""
+    hung_up = _hung_up(seen)
+    texts = []
+    for at_ns, pid, outcome in ledger.failed_at:
+        explained = any(0 <= at_ns - kill < _NOTICED_WITHIN_NS for kill in engine_kills) or hung_up.get(pid, at_ns) < at_ns
+        if outcome == "EngineDeadError" and not explained:
+            texts.append(f"a request of process {pid} failed with EngineDeadError, and no engine had died")
+    return texts
+
+
+def _hung_up(seen: Observations) -> dict[int, int]:
+    """When frontends dropped their connections, by pid: from then on their requests fail by their own doing."""
+    return {one.pid: one.began_ns for one in seen.happened if one.fault is Fault.HANG_UP}
+
+
+def _per_second(ended: Iterable[Ended], seen: Observations) -> dict[str, list[int]]:
+    seconds = (seen.ended_ns - seen.began_ns) // 1_000_000_000 + 1
+    counts = {name: [0] * seconds for name in ("answered", "aborted", "failed")}
+    for one in ended:
+        name = one.outcome if one.outcome in counts else "failed"
+        counts[name][(one.at_ns - seen.began_ns) // 1_000_000_000] += 1
+    return counts

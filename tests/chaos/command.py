@@ -1,0 +1,48 @@
+"""``python -m tests.chaos``: options in; a table, JSON and a plot out; the exit status says whether anything was lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench.command_line import FILE, SETTINGS, terminated
+from tests import chaos
+
+__all__ = ["chaos_command"]
+
+_PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
+
+
+@click.command("chaos", context_settings=SETTINGS)
+@click.option("--minutes", default=1.0, type=click.FloatRange(min=0.05), help="How long.")
+@click.option("--seed", default=1, type=int, help="Of all that is drawn: faults, requests, contents.")
+@click.option("--frontends", default=3, type=click.IntRange(1, 64), help="Processes that send.")
+@click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")
+@click.option("--plot", "plot_path", default=None, type=FILE, help="Also draw it: FILE.svg or FILE.png.")
+@click.option("--sabotage", default="", type=click.Choice(["", "corrupt", "leak", "lose"]), hidden=True)
+def chaos_command(
+    minutes: float, seed: int, frontends: int, json_path: Path | None, plot_path: Path | None, sabotage: chaos.Sabotage
+) -> None:
+    """Processes killed, stopped and hung up under load; fails if anything is lost, corrupted or leaked."""
+    signal.signal(signal.SIGTERM, terminated)
+    quiet_limit_s = 2.0 if sabotage else 30.0  # what is lost on purpose is not waited for
+    plan = chaos.Plan(minutes=minutes, seed=seed, frontends=frontends, quiet_limit_s=quiet_limit_s, sabotage=sabotage)
+    try:
+        if plot_path is not None:
+            chaos.check_plotter()
+        findings = chaos.run(plan, lambda line: click.echo(line, err=True))
+    except (chaos.ChildError, chaos.MissingPlotter) as error:
+        raise click.ClickException(str(error)) from error
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(chaos.table(findings))
+    if json_path is not None:
+        chaos.write_json(findings, json_path)
+    if plot_path is not None:
+        chaos.write_plot(findings, plot_path)
+    for wrong in findings.wrongs:
+        click.echo(wrong, err=True)
+    if not findings.passed:
+        raise click.ClickException("something was lost, corrupted, leaked or broken: see the table")

@@ -1,0 +1,337 @@
+"""Carries a plan out: starts the processes, makes the faults happen, and looks at the books when all is quiet.
+
+At the end of a phase every frontend stops sending. Whatever has not ended then within the plan's limit is lost. The slots
+and replies that anybody still counts are held beyond their step. After that the frontends say goodbye, and what the engine
+does not count as free again has leaked; so have descriptors that a process has beyond those it began with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+import shmring
+from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
+from tests.chaos import control
+from tests.chaos.children import Child, ChildError, Nursery
+from tests.chaos.cores import waited_ns
+from tests.chaos.engine_process import EngineAssignment, run_engine
+from tests.chaos.frontend_process import FrontendAssignment, run_frontend
+from tests.chaos.plan import Event, Fault, Phase, Plan, phases
+
+__all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "Sample", "run"]
+
+_SAMPLE_INTERVAL_S = 0.25
+_STATISTICS_LIMIT_S = 30.0
+_SETTLE_LIMIT_S = 5.0  # for goodbyes and closed sockets to be noticed, which takes the engine a round of its loop
+_SETTLE_POLL_S = 0.01
+
+
+class Happened(msgspec.Struct, frozen=True):
+    """A fault that was made: what, to which process, from when until when; how long the engine had waited for a core."""
+
+    fault: Fault
+    pid: int
+    began_ns: int
+    ended_ns: int
+    engine_waited_ns: int = 0
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The engine's slab at one moment."""
+
+    at_ns: int
+    free_nbytes: int
+    leased_nbytes: int
+    quarantined_nbytes: int
+    slots_in_use: int
+
+
+class QuietLook(msgspec.Struct, frozen=True):
+    """What was found at the end of a phase.
+
+    Attributes:
+        lost: requests without an end.
+        slots_held: slots and reply slots that either end still counted.
+        leaked_nbytes: bytes of the slab that were not free again.
+        leaked_descriptors: descriptors of the living beyond those they began with.
+        segments_left: names in /dev/shm.
+    """
+
+    lost: int
+    slots_held: int
+    leaked_nbytes: int
+    leaked_descriptors: int
+    segments_left: int
+
+
+class Incarnation(msgspec.Struct, frozen=True):
+    """A process that there was: where its journal is, and how it ended ("killed", "left", "stayed")."""
+
+    pid: int
+    is_engine: bool
+    journal: Path
+    end: str
+
+
+class Observations(msgspec.Struct):
+    """What the driver has seen; the journals tell the rest."""
+
+    began_ns: int = 0
+    ended_ns: int = 0
+    happened: list[Happened] = msgspec.field(default_factory=list)
+    samples: list[Sample] = msgspec.field(default_factory=list)
+    looks: list[QuietLook] = msgspec.field(default_factory=list)
+    incarnations: list[Incarnation] = msgspec.field(default_factory=list)
+    violations: list[str] = msgspec.field(default_factory=list)
+
+
+class _Member:
+    """The engine, or a frontend, in whatever incarnation it is now. Its lock is held while something happens to it."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.lock = asyncio.Lock()
+        self.lives = 0
+        self.child: Child | None = None
+        self.journal = Path()
+        self.first_descriptors = 0
+
+    @property
+    def now(self) -> Child:
+        assert self.child is not None, f"{self.title} is not started"
+        return self.child
+
+
+class _Driver:
+    def __init__(self, plan: Plan, directory: Path, progress: Callable[[str], None]) -> None:
+        self.plan = plan
+        self.directory = directory
+        self.progress = progress
+        self.name = f"chaos-{directory.name}"
+        self.nursery = Nursery()
+        self.engine = _Member("the engine")
+        self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
+        self.seen = Observations()
+        self.observer: shmring.RingClient | None = None
+
+    # -- starting and ending -----------------------------------------------------------------------------------------------
+
+    async def start_engine(self) -> None:
+        member = self.engine
+        member.lives += 1
+        member.journal = self.directory / f"engine-{member.lives}.jsonl"
+        assignment = EngineAssignment(self.plan, member.lives, self.name, str(self.directory), str(member.journal))
+        member.child = await self.nursery.start(member.title, run_engine, assignment)
+        member.first_descriptors = member.child.descriptors()
+
+    async def start_frontend(self, index: int) -> None:
+        member = self.frontends[index]
+        member.lives += 1
+        member.journal = self.directory / f"frontend-{index}-{member.lives}.jsonl"
+        assignment = FrontendAssignment(self.plan, index, member.lives, self.name, str(self.directory), str(member.journal))
+        member.child = await self.nursery.start(member.title, run_frontend, assignment)
+        member.first_descriptors = member.child.descriptors()
+
+    def bury(self, member: _Member, end: str) -> None:
+        """Notes how a process has ended."""
+        self.seen.incarnations.append(Incarnation(member.now.pid, member is self.engine, member.journal, end))
+
+    async def run(self) -> Observations:
+        self.seen.began_ns = time.monotonic_ns()
+        await self.start_engine()
+        await asyncio.gather(*(self.start_frontend(index) for index in range(self.plan.frontends)))
+        config = shmring.ClientConfig(socket_dir=str(self.directory), lease_nbytes=4096, prefault=False, reconnect_max_s=0.1)
+        async with shmring.connect(self.name, config, reconnect=True) as self.observer:
+            self.engine.first_descriptors = self.engine.now.descriptors()  # with its observer
+            sampling = asyncio.create_task(self.sample())
+            try:
+                for number, phase in enumerate(phases(self.plan), 1):
+                    self.progress(f"phase {number}: {len(phase.events)} faults")
+                    await self.play(phase)
+            finally:
+                sampling.cancel()
+                await asyncio.wait([sampling])
+        for member in [*self.frontends, self.engine]:
+            member.now.dying = True
+            member.now.tell(control.Leave())
+            await member.now.gone()
+            self.bury(member, "stayed")
+        self.seen.ended_ns = time.monotonic_ns()
+        return self.seen
+
+    async def sample(self) -> None:
+        """Looks at the slab now and then; what is free, leased and quarantined must always be all of it."""
+        while True:
+            counts = await self.statistics()
+            if counts is not None:
+                free, leased, quarantined = (counts[f"{what}_nbytes"] for what in ("free", "leased", "quarantined"))
+                if free + leased + quarantined != counts["leasable_nbytes"]:
+                    self.seen.violations.append(f"{free} + {leased} + {quarantined} is not {counts['leasable_nbytes']}")
+                if counts["protocol_errors"]:
+                    self.seen.violations.append(f"{counts['protocol_errors']} frontends were said to break the protocol")
+                self.seen.samples.append(Sample(time.monotonic_ns(), free, leased, quarantined, _in_use(counts)))
+            await asyncio.sleep(_SAMPLE_INTERVAL_S)
+
+    async def statistics(self) -> dict[str, int] | None:
+        """Asks the engine; None if it died meanwhile."""
+        assert self.observer is not None
+        try:
+            counts: dict[str, int] = await self.observer.call("statistics", timeout=_STATISTICS_LIMIT_S)
+        except shmring.EngineDeadError:
+            return None
+        return counts
+
+    # -- a phase -------------------------------------------------------------------------------------------------------------
+
+    async def play(self, phase: Phase) -> None:
+        """Load and faults for as long as the phase lasts, and then a look at what is left."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        await asyncio.gather(*(member.now.ask(control.Open()) for member in self.frontends))
+        failures: list[str] = []
+        try:
+            async with asyncio.TaskGroup() as happening:
+                for event in phase.events:
+                    await asyncio.sleep(max(0.0, started + event.at_s - loop.time()))
+                    happening.create_task(self.happen(event))
+        except* ChildError as group:
+            failures += [str(error) for error in group.exceptions]
+        if failures:
+            raise ChildError("; ".join(failures))
+        await asyncio.sleep(max(0.0, started + phase.seconds - loop.time()))
+        self.seen.looks.append(await self.look())
+
+    async def happen(self, event: Event) -> None:
+        """Makes one fault happen, when what happens to that process before is over."""
+        member = self.engine if event.fault in (Fault.KILL_ENGINE, Fault.STOP_ENGINE) else self.frontends[event.frontend]
+        async with member.lock:
+            pid, began_ns, engine_waited_ns = member.now.pid, time.monotonic_ns(), 0
+            self.progress(f"{event.fault.value}: {member.title}, pid {pid}")
+            match event.fault:
+                case Fault.KILL_ENGINE | Fault.KILL_FRONTEND:
+                    began_ns, engine_waited_ns = await self.kill(member, event)
+                case Fault.STOP_ENGINE | Fault.STOP_FRONTEND:
+                    await self.stop(member, event)
+                case Fault.HANG_UP:
+                    member.now.tell(control.HangUp())
+                    await asyncio.sleep(event.duration_s)
+                    self.seen.happened.append(Happened(Fault.HANG_UP, pid, began_ns, time.monotonic_ns()))
+                    began_ns, engine_waited_ns = await self.kill(member, event)
+                case Fault.LEAVE:
+                    member.now.dying = True
+                    member.now.tell(control.Leave())
+                    await member.now.gone()
+                    await self.replace(member, event, "left")
+                case Fault.ABORT_STORM:
+                    member.now.tell(control.Storm(event.duration_s))
+                    await asyncio.sleep(event.duration_s)
+                case Fault.FULL_SLAB:
+                    for each in self.frontends:
+                        if each.child is not None and each.child.lives and not each.child.dying:
+                            each.child.tell(control.Flood(event.duration_s))
+                    await asyncio.sleep(event.duration_s)
+            fault = Fault.KILL_FRONTEND if event.fault is Fault.HANG_UP else event.fault
+            self.seen.happened.append(Happened(fault, pid, began_ns, time.monotonic_ns(), engine_waited_ns))
+
+    async def kill(self, member: _Member, event: Event) -> tuple[int, int]:
+        engine_waited_ns = waited_ns(self.engine.now.pid)
+        killed_ns = await member.now.kill()
+        pause = event if event.fault is not Fault.HANG_UP else msgspec.structs.replace(event, duration_s=0.0)
+        await self.replace(member, pause, "killed")
+        return killed_ns, engine_waited_ns
+
+    async def replace(self, member: _Member, event: Event, end: str) -> None:
+        """Starts the next incarnation of a process that has ended."""
+        self.bury(member, end)
+        await asyncio.sleep(event.duration_s)
+        if member is self.engine:
+            await self.start_engine()
+            assert self.observer is not None
+            await self.observer.wait_connected(_STATISTICS_LIMIT_S)
+            member.first_descriptors = 0  # other frontends attach at the same time: known when they have closed
+        else:
+            await self.start_frontend(self.frontends.index(member))
+            await member.now.ask(control.Open())
+
+    async def stop(self, member: _Member, event: Event) -> None:
+        member.now.signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(event.duration_s)
+        finally:
+            member.now.signal(signal.SIGCONT)
+
+    # -- when all is quiet -----------------------------------------------------------------------------------------------------
+
+    async def look(self) -> QuietLook:
+        """Stops all sending, and counts what is left."""
+        limit_s = self.plan.quiet_limit_s
+        asked = (member.now.ask(control.Quiet(limit_s), 2 * limit_s + 30) for member in self.frontends)
+        reports = [answer for answer in await asyncio.gather(*asked) if isinstance(answer, control.QuietReport)]
+        lost = sum(len(report.unfinished) for report in reports)
+        held = sum(report.slots_in_use + report.replies_held for report in reports)
+        counts = await self.settled(lambda now: _in_use(now) == 0 and now["reply_free_nbytes"] == now["reply_nbytes"])
+        held += _in_use(counts)
+        await asyncio.gather(*(member.now.ask(control.Close()) for member in self.frontends))
+        assert self.observer is not None
+        own = self.observer.statistics().leased_nbytes
+        counts = await self.settled(lambda now: now["free_nbytes"] + own == now["leasable_nbytes"])
+        leaked = counts["leasable_nbytes"] - counts["free_nbytes"] - own + counts["reply_nbytes"] - counts["reply_free_nbytes"]
+        segments = list(SHM_DIRECTORY.glob(f"{NAME_PREFIX}-*-{self.name}-*"))
+        return QuietLook(lost, held, leaked, await self.leaked_descriptors(), len(segments))
+
+    async def settled(self, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+        """Asks the engine until a condition is true, or has had time enough to become so; returns what it said last."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + min(_SETTLE_LIMIT_S, self.plan.quiet_limit_s)
+        while True:
+            counts = await self.statistics()
+            if counts is None:
+                raise ChildError("the engine died when nothing happened to it")
+            if condition(counts) or loop.time() > ends:
+                return counts
+            await asyncio.sleep(_SETTLE_POLL_S)
+
+    async def leaked_descriptors(self) -> int:
+        """Counts descriptors beyond those that each process had before there was a client."""
+        loop = asyncio.get_running_loop()
+        members = [*self.frontends, self.engine]
+        if not self.engine.first_descriptors:
+            self.engine.first_descriptors = self.engine.now.descriptors()
+        ends = loop.time() + min(_SETTLE_LIMIT_S, self.plan.quiet_limit_s)
+        while True:
+            leaked = sum(max(0, member.now.descriptors() - member.first_descriptors) for member in members)
+            if not leaked or loop.time() > ends:
+                return leaked
+            await asyncio.sleep(_SETTLE_POLL_S)
+
+
+def _in_use(counts: dict[str, int]) -> int:
+    return counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+
+
+async def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Observations], None]) -> None:
+    """Carries a plan out. When this returns or raises, no process of it is left, and no file.
+
+    Args:
+        plan: what to do.
+        progress: called with a line before each step.
+        keep: called with what was seen, while the journals are still there.
+
+    Raises:
+        ChildError: a process died that nobody had killed, or did not answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
+        driver = _Driver(plan, Path(directory), progress)
+        try:
+            keep(await driver.run())
+        finally:
+            with contextlib.suppress(ChildError):
+                await driver.nursery.kill_all()

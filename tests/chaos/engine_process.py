@@ -1,0 +1,194 @@
+"""The engine of a run: it checks every request when it takes it up, when it has worked on it and when it lets go of it.
+
+Its handlers sleep for as long as the order says (some of them on a thread, which no abort stops), answer, fail or time out,
+and keep views of some requests after they have left the claim. The books are checked while it runs: every so many effects
+of the ring's book, and whenever its statistics are asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import shmring
+from shmring.cancellation import uninterrupted
+from shmring.core.effects import ClientGone, Effect, Reclaimed
+from tests.chaos import cargo, control
+from tests.chaos.cargo import CorruptedError, Order
+from tests.chaos.child import Channel
+from tests.chaos.cores import waited_ns
+from tests.chaos.journal import Gone, Held, Journal
+from tests.chaos.plan import Plan
+
+__all__ = ["EngineAssignment", "run_engine"]
+
+_CHECK_EVERY = 16  # effects of the book: checking it takes as long as handling some
+_MAX_CONCURRENCY = 32
+_LOOK_INTERVAL_S = 0.02  # of a step on a thread at its input
+
+
+class EngineAssignment(msgspec.Struct, frozen=True):
+    """What an engine process is told: the run's plan, its own number among the engines, and where things are."""
+
+    plan: Plan
+    life: int
+    name: str
+    socket_dir: str
+    journal: str
+
+
+class PlannedFailure(Exception):
+    """The order was to fail."""
+
+
+class _Engine:
+    def __init__(self, assignment: EngineAssignment) -> None:
+        plan = assignment.plan
+        self.plan = plan
+        self.pid = os.getpid()
+        self.journal = Journal(Path(assignment.journal))
+        self.source = cargo.Source(random.Random(f"{plan.seed}/engine/{assignment.life}"))
+        self.answers = 0
+        self.seen: set[tuple[int, int]] = set()
+        self.kept: set[asyncio.TimerHandle] = set()
+        self.leaked: list[Order] = []
+        self.ring: shmring.Ring | None = None
+
+    async def statistics(self) -> dict[str, int]:
+        assert self.ring is not None
+        self.check_book()
+        return dataclasses.asdict(self.ring.statistics())
+
+    def check_book(self) -> None:
+        assert self.ring is not None
+        try:
+            self.ring._ledger.check()
+        except AssertionError as error:
+            self.journal.wrong("violation", f"the engine's book: {error}")
+
+    # -- requests --------------------------------------------------------------------------------------------------------
+
+    async def handle(self, claim: shmring.Claim) -> None:
+        """Works on one request; however it ends, the content must be what it was until then."""
+        order: Order = claim.payload
+        key = (order.sender, order.number)
+        if key in self.seen:
+            self.journal.wrong("violation", f"request {order.number} of process {order.sender} was claimed twice")
+        self.seen.add(key)
+        try:
+            await self.check(order, "when it was claimed")
+            await self.work(order)
+            await self.end(claim, order)
+        finally:
+            await self.check(order, "when its claim was left")
+            self.release(order)
+            del order
+
+    async def work(self, order: Order) -> None:
+        if order.on_thread:
+            await uninterrupted(asyncio.ensure_future(asyncio.to_thread(self.step, order)))
+        else:
+            await asyncio.sleep(order.work_s)
+
+    def step(self, order: Order) -> None:
+        """A step on a thread: nothing stops it, so nothing may take its input away."""
+        ends = time.monotonic() + order.work_s
+        while (left := ends - time.monotonic()) > 0:
+            self.check_here(order, "during a step")
+            time.sleep(min(_LOOK_INTERVAL_S, left))
+
+    async def end(self, claim: shmring.Claim, order: Order) -> None:
+        if order.fate == "fail":
+            raise PlannedFailure("as ordered")
+        if order.fate == "time out":
+            claim.time_out("as ordered")
+            return
+        for index in range(order.replies):
+            self.answers += 1
+            tensor, checksum = self.source.content(self.answers, order.reply_nbytes)
+            await claim.reply(cargo.Answer(order.number, index, checksum, tensor))
+
+    async def check(self, order: Order, when: str) -> None:
+        try:
+            await cargo.check_aside(order.tensor, order.number, order.checksum, f"{when}, sent by process {order.sender}")
+        except CorruptedError as error:
+            self.journal.wrong("corrupted", str(error))
+
+    def check_here(self, order: Order, when: str) -> None:
+        try:
+            cargo.check(order.tensor, order.number, order.checksum, f"{when}, sent by process {order.sender}")
+        except CorruptedError as error:
+            self.journal.wrong("corrupted", str(error))
+
+    def release(self, order: Order) -> None:
+        """Writes down when the request was let go of; some are kept for longer than their claim."""
+        if self.plan.sabotage == "leak" and order.number % 20 == 7:
+            self.leaked.append(order)
+        if not order.keep_s:
+            self.held(order)
+            return
+
+        def let_go() -> None:
+            self.kept.discard(handle)
+            self.check_here(order, "when its last view died")
+            self.held(order)
+
+        handle = asyncio.get_running_loop().call_later(order.keep_s, let_go)
+        self.kept.add(handle)
+
+    def held(self, order: Order) -> None:
+        self.journal.write(Held(order.sender, order.number, time.monotonic_ns(), waited_ns(self.pid)))
+
+
+def _observe(ring: shmring.Ring, engine: _Engine) -> None:
+    """Looks at what the ring's book decides: when a process has nothing of the slab left, and whether the book is sound."""
+    carry_out: Callable[[list[Effect]], None] = ring._carry_out
+    reclaimed: dict[int, int] = {}
+    effects_seen = 0
+
+    def observed(effects: list[Effect]) -> None:
+        nonlocal effects_seen
+        gone = []
+        for effect in effects:
+            if isinstance(effect, Reclaimed):
+                reclaimed[effect.client_id] = reclaimed.get(effect.client_id, 0) + effect.nbytes
+            elif isinstance(effect, ClientGone):
+                gone.append((ring._frontends[effect.client_id].pid, reclaimed.pop(effect.client_id, 0)))
+        carry_out(effects)
+        for pid, nbytes in gone:
+            engine.journal.write(Gone(pid, nbytes, time.monotonic_ns(), waited_ns(engine.pid)))
+        before, effects_seen = effects_seen, effects_seen + len(effects)
+        if before // _CHECK_EVERY != effects_seen // _CHECK_EVERY:
+            engine.check_book()
+
+    ring_: Any = ring
+    ring_._carry_out = observed
+
+
+async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
+    """Serves until the driver has gone, or has had enough."""
+    engine, plan = _Engine(assignment), assignment.plan
+    ring = engine.ring = await shmring.serve(
+        assignment.name,
+        slab_nbytes=plan.slab_nbytes,
+        reply_nbytes=plan.reply_nbytes,
+        inline_nbytes="1KiB",
+        socket_dir=assignment.socket_dir,
+        payload_type=Order,
+        calls={"statistics": engine.statistics},
+    )
+    _observe(ring, engine)
+    channel.answer(control.Ready())
+    serving = asyncio.create_task(ring.run(engine.handle, _MAX_CONCURRENCY))
+    while not isinstance(await channel.question(), control.Leave):
+        pass
+    await ring.close()
+    await serving

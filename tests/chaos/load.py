@@ -1,0 +1,318 @@
+"""The requests of a frontend: every way to send one and to lose interest in it, drawn at random.
+
+Each kind of request is a method of :class:`Load`. It returns when its request has ended, as "answered" or "aborted", or
+raises what the client raised; which failures a kind may have is decided in one place, and any other is a violation. No
+kind but those about time gives up by itself: a request that is never answered must stay visible as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shmring
+from shmring.core.leasebook import LeaseBook
+from shmring.core.states import ClientSlot
+from tests.chaos import cargo
+from tests.chaos.cargo import Answer, CorruptedError, Order
+from tests.chaos.cores import waited_ns
+from tests.chaos.journal import Aborted, Began, Ended, Journal, Reusable
+from tests.chaos.plan import Plan
+
+__all__ = ["Load"]
+
+_SMALL_NBYTES = (16, 1000)  # travel inside the message
+_USUAL_NBYTES = (2_000, 500_000)
+_LARGE_NBYTES = (1 << 20, 4 << 20)
+_ONE_IN_LARGE = 20
+_REPLY_NBYTES = (16, 200_000)
+_PIECE_NBYTES = 100_000  # written at a time into a slot, so that faults happen in the middle
+
+Outcome = str
+
+
+class Load:
+    """What a frontend sends, and what became of it.
+
+    Args:
+        plan: of the run.
+        chance: draws everything.
+        journal: where it is written down.
+        engine_lock: the lock of the engine's name.
+
+    Attributes:
+        client: the connection; requests wait where it waits.
+        unfinished: numbers of requests without an end.
+        floods: how many floods are going on; if any, only large requests are sent.
+        closing: whether the client is being closed in the middle of its requests.
+    """
+
+    def __init__(self, plan: Plan, chance: random.Random, journal: Journal, engine_lock: Path) -> None:
+        self._engine_lock = engine_lock
+        self._plan = plan
+        self._chance = chance
+        self._journal = journal
+        self._source = cargo.Source(chance)
+        self._pid = os.getpid()
+        self._number = 0
+        self._stormed: set[int] = set()
+        self._waiting_for_release: dict[tuple[LeaseBook, int], int] = {}
+        self.client: shmring.RingClient | None = None
+        self.unfinished: set[int] = set()
+        self.floods = 0
+        self.closing = False
+        self._kinds: dict[str, tuple[int, Callable[[int], Awaitable[Outcome]]]] = {
+            "copied": (20, self._copied),
+            "in place": (20, self._in_place),
+            "in place, twice": (6, self._in_place_twice),
+            "inline": (8, self._inline),
+            "stream": (10, self._stream),
+            "stream left early": (8, self._stream_left),
+            "aborted": (14, self._aborted),
+            "cancelled": (8, self._cancelled),
+            "deadline of the caller": (5, self._deadline),
+            "deadline of the engine": (3, self._timed_out),
+            "failing": (3, self._failing),
+        }
+
+    async def one(self) -> None:
+        """Sends one request, and sees it to its end."""
+        self._number = number = self._number + 1
+        kind = self._chance.choices(list(self._kinds), [weight for weight, _ in self._kinds.values()])[0]
+        self.unfinished.add(number)
+        self._journal.write(Began(number, kind, time.monotonic_ns()))
+        outcome = await self._outcome(kind, number)
+        self._journal.write(Ended(number, outcome, time.monotonic_ns()))
+        self.unfinished.discard(number)
+        self._stormed.discard(number)
+
+    async def _outcome(self, kind: str, number: int) -> Outcome:
+        try:
+            if self._plan.sabotage == "lose" and number % 20 == 7:
+                await asyncio.Event().wait()
+            return await self._kinds[kind][1](number)
+        except CorruptedError as error:
+            self._journal.wrong("corrupted", str(error))
+            return "CorruptedError"
+        except (shmring.ShmringError, TimeoutError) as error:
+            if isinstance(error, shmring.AbortedError) and (number in self._stormed or kind == "aborted"):
+                return "aborted"
+            if isinstance(error, shmring.EngineDeadError):
+                self._waiting_for_release.clear()  # the memory has gone with its engine
+            name = type(error).__name__
+            if not self._is_expected(kind, error):
+                self._journal.wrong("violation", f"request {number} ({kind}) of process {self._pid} failed: {name}: {error}")
+            return name
+
+    def _is_expected(self, kind: str, error: Exception) -> bool:
+        match error:
+            case shmring.EngineDeadError():
+                return True  # whether an engine has died is for the driver to know
+            case TimeoutError():
+                return kind in ("deadline of the caller", "deadline of the engine")
+            case shmring.RemoteError():
+                return kind == "failing" and error.type_name == "PlannedFailure"
+            case shmring.ClosedError():
+                return self.closing
+        return False
+
+    # -- drawing ---------------------------------------------------------------------------------------------------------
+
+    def _between(self, bounds: tuple[int, int]) -> int:
+        """A size between two others, each order of magnitude as likely as the next."""
+        low, high = bounds
+        return int(low * (high / low) ** self._chance.random())
+
+    def _nbytes(self) -> int:
+        large = self.floods > 0 or self._chance.randrange(_ONE_IN_LARGE) == 0
+        return self._between(_LARGE_NBYTES if large else _USUAL_NBYTES)
+
+    def _order(self, number: int, tensor: torch.Tensor, checksum: int, **changes: Any) -> Order:
+        chance = self._chance
+        # In a flood memory is held for long, rather than passed on fast: what is to be full is the slab, not the cores.
+        work_s = chance.uniform(0.1, 0.5) if self.floods else chance.uniform(0, 0.15 if chance.randrange(10) == 0 else 0.02)
+        order = Order(
+            sender=self._pid,
+            number=number,
+            checksum=checksum,
+            tensor=tensor,
+            work_s=work_s,
+            on_thread=chance.randrange(7) == 0,
+            keep_s=chance.uniform(0.001, 0.1) if chance.randrange(10) == 0 else 0.0,
+            reply_nbytes=self._between(_REPLY_NBYTES),
+        )
+        for name, value in changes.items():
+            setattr(order, name, value)
+        return order
+
+    async def _drawn(self, number: int, **changes: Any) -> Order:
+        """An order whose tensor is copied when it is sent."""
+        return self._order(number, *await asyncio.to_thread(self._source.content, number, self._nbytes()), **changes)
+
+    async def _checked(self, number: int, index: int, answer: Answer) -> None:
+        """Checks a reply, sometimes keeps it for a while, and checks it again."""
+        when = f"in reply {index} to request {number} of process {self._pid}"
+        if (answer.number, answer.index) != (number, index):
+            raise CorruptedError(f"reply {answer.index} to request {answer.number} came {when}")
+        # Replies are numbered by the engine; the number at the start of one is of no interest here.
+        cargo.check(answer.tensor, number, answer.checksum, when)
+        if self._chance.randrange(4) == 0:
+            await asyncio.sleep(self._chance.uniform(0, 0.03))
+            cargo.check(answer.tensor, number, answer.checksum, f"{when}, later")
+
+    # -- requests that are seen to their end -------------------------------------------------------------------------------
+
+    @property
+    def _connected(self) -> shmring.RingClient:
+        assert self.client is not None, "requests are sent while there is a client"
+        return self.client
+
+    async def _request(self, order: Order) -> Outcome:
+        answer = await self._connected.request(order, reply_type=Answer, request_id=str(order.number))
+        await self._checked(order.number, 0, answer)
+        return "answered"
+
+    async def _copied(self, number: int) -> Outcome:
+        return await self._request(await self._drawn(number))
+
+    async def _inline(self, number: int) -> Outcome:
+        return await self._request(self._order(number, *self._source.content(number, self._between(_SMALL_NBYTES))))
+
+    async def _failing(self, number: int) -> Outcome:
+        return await self._request(await self._drawn(number, fate="fail"))
+
+    async def _timed_out(self, number: int) -> Outcome:
+        return await self._request(await self._drawn(number, fate="time out"))
+
+    @asynccontextmanager
+    async def _written(self, number: int) -> AsyncIterator[tuple[torch.Tensor, int]]:
+        """A slot with a content, written piece by piece."""
+        content, checksum = await asyncio.to_thread(self._source.content, number, self._nbytes())
+        async with self._connected.slot(content.numel()) as slot:
+            view = slot.tensor((content.numel(),), torch.uint8)
+            for start in range(0, content.numel(), _PIECE_NBYTES):
+                view[start : start + _PIECE_NBYTES] = content[start : start + _PIECE_NBYTES]
+                await asyncio.sleep(0)
+            if self._chance.randrange(8) == 0:
+                await asyncio.sleep(self._chance.uniform(0, 0.05))
+            yield view, checksum
+
+    async def _in_place(self, number: int) -> Outcome:
+        async with self._written(number) as (view, checksum):
+            submission = await self._connected.submit(self._order(number, view, checksum), request_id=str(number))
+            if self._plan.sabotage == "corrupt" and number % 3 == 0:
+                view[-1] ^= 1
+            try:
+                answer = await submission.result(Answer)
+            except BaseException:
+                submission.abort()
+                raise
+            await self._checked(number, 0, answer)
+            if self._plan.sabotage != "corrupt":
+                await cargo.check_aside(view, number, checksum, f"in the slot of process {self._pid} that it still has")
+        return "answered"
+
+    async def _in_place_twice(self, number: int) -> Outcome:
+        async with self._written(number) as (view, checksum):
+            await self._request(self._order(number, view, checksum))
+            # The same content under another number, which the engine has not seen. Its start is the first's.
+            self._number = again = self._number + 1
+            return await self._request(self._order(again, view, checksum))
+
+    async def _stream(self, number: int) -> Outcome:
+        order = await self._drawn(number, replies=self._chance.randrange(0, 12))
+        index = 0
+        async for answer in self._connected.stream(order, reply_type=Answer, request_id=str(number)):
+            await self._checked(number, index, answer)
+            index += 1
+        if index != order.replies:
+            raise CorruptedError(f"{index} of {order.replies} replies came to request {number} of process {self._pid}")
+        return "answered"
+
+    # -- requests that are given up ------------------------------------------------------------------------------------------
+
+    async def _stream_left(self, number: int) -> Outcome:
+        order = await self._drawn(number, replies=12)
+        stream = self._connected.stream(order, reply_type=Answer, request_id=str(number))
+        try:
+            for index in range(self._chance.randrange(1, 6)):
+                await self._checked(number, index, await anext(stream))
+        finally:
+            await stream.aclose()
+        return "aborted"
+
+    async def _cancelled(self, number: int) -> Outcome:
+        order = await self._drawn(number)
+        task = asyncio.create_task(self._request(order))
+        await asyncio.wait([task], timeout=self._chance.uniform(0, 0.03))
+        task.cancel()
+        await asyncio.wait([task])
+        return "aborted" if task.cancelled() else task.result()
+
+    async def _deadline(self, number: int) -> Outcome:
+        order = await self._drawn(number, work_s=0.05)
+        answer = await self._connected.request(
+            order, reply_type=Answer, request_id=str(number), timeout=self._chance.uniform(0.001, 0.06)
+        )
+        await self._checked(number, 0, answer)
+        return "answered"
+
+    async def _aborted(self, number: int) -> Outcome:
+        """Aborts a request that the engine has, and waits for its memory: the time that takes is measured."""
+        submission = await self._connected.submit(await self._drawn(number), request_id=str(number))
+        await asyncio.sleep(self._chance.uniform(0, 0.03))
+        if submission.ended:
+            answer = await submission.result(Answer)
+            await self._checked(number, 0, answer)
+            return "answered"
+        book = submission._pending.session.book
+        held = [record.generation for record in submission._pending.slots if record.state is ClientSlot.SUBMITTED]
+        self._waiting_for_release.update(((book, generation), number) for generation in held)
+        if held:
+            self._journal.write(Aborted(number, time.monotonic_ns(), waited_ns(self._pid), waited_ns(self._engine_pid())))
+        submission.abort()
+        return "aborted"
+
+    def _engine_pid(self) -> int:
+        """The engine's pid, which it has written into its lock."""
+        return int(self._engine_lock.read_text() or 0)
+
+    def storm(self) -> None:
+        """Aborts whatever is in flight."""
+        if self.client is not None:
+            self._stormed |= self.unfinished
+            self.client.abort([str(number) for number in self.unfinished])
+
+    def observe_releases(self) -> None:
+        """From now on, writes down when the slots of aborted requests are this process's again."""
+        released = LeaseBook.released
+
+        def observed(book: LeaseBook, generations: Collection[int], now: float) -> Any:
+            result = released(book, generations, now)
+            for generation in generations:
+                number = self._waiting_for_release.pop((book, generation), None)
+                if number is not None:
+                    now_ns = time.monotonic_ns()
+                    self._journal.write(Reusable(number, now_ns, waited_ns(self._pid), waited_ns(self._engine_pid())))
+            return result
+
+        book_type: Any = LeaseBook
+        book_type.released = observed
+
+    def check_book(self) -> None:
+        """Checks the client's own book."""
+        session = self.client._session if self.client is not None else None
+        if session is None:
+            return
+        try:
+            session.book.check()
+        except AssertionError as error:
+            self._journal.wrong("violation", f"the book of process {self._pid}: {error}")

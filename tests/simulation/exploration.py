@@ -1,0 +1,190 @@
+"""Every state of a small scenario, breadth first.
+
+Theory of operation: a state is known by a digest of its bytes (:mod:`.state`) and kept as its parent and the action that
+led from there; to go on from it, the actions from the beginning are applied again, so that memory does not grow with the
+size of a world. The first trace to a failure is therefore a shortest one. All invariants are checked in each state, and
+from each state in which no message is under way a copy is settled: so nobody waits for ever in any of them (from a state
+with messages under way, delivering them leads to one without).
+
+What bounds the space: the numbers of the scenario, and no disturbances beyond ``max_disturbances``. Where messages are sent
+voluntarily, ``max_queue`` bounds them; what the books send because of what they hear is never held back.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from array import array
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tests.simulation.failure import Failure
+from tests.simulation.scenario import Action, Kind, Scenario, Violation
+from tests.simulation.simulation import Simulation
+from tests.simulation.state import duplicate, encode
+
+__all__ = ["EXPLORATIONS", "Exploration", "explore"]
+
+_DIGEST_NBYTES = 16  # two of ten million states collide once in 10**24 runs
+_PROGRESS_STATES = 5000
+
+_NEVER = frozenset(
+    {
+        Kind.FORGE, Kind.ENGINE_DIES, Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ACQUIRE, Kind.TRY, Kind.TICK, Kind.FAIL,
+        Kind.TIME_OUT,
+    }
+)  # fmt: skip
+
+_SMALL = Scenario(
+    leasable_blocks=3,
+    reply_blocks=1,
+    max_lease_blocks=1,
+    quota_blocks=2,
+    max_leases=2,
+    max_inflight=2,
+    base_blocks=1,
+    lease_blocks=1,
+    processes=2,
+    slot_blocks=(1,),
+    reply_blocks_wanted=(),
+    max_slots=2,
+    max_queue=2,
+    max_requests=2,
+    max_replies=1,
+    max_disturbances=1,
+    without=_NEVER,
+)
+_SMALLER = msgspec.structs.replace(_SMALL, leasable_blocks=2, max_requests=1, max_slots=1)
+
+#: What is explored, by name. The first two are two frontends, three blocks and two requests each; the others are smaller
+#: and bring in what those leave out.
+EXPLORATIONS: Mapping[str, Scenario] = {
+    # Slots of one and of two blocks, so that leases are waited for, recalled and returned; all goes its straight way.
+    "requests": msgspec.structs.replace(_SMALL, slot_blocks=(1, 2), max_disturbances=0),
+    # Slots of one block, and at any one moment one thing that goes wrong: an abort, a cancelled task, a view that stays
+    # alive, the end of a connection or of a process.
+    "disturbed": _SMALL,
+    # Two blocks: whoever wants both waits for the other's lease.
+    "crowded": msgspec.structs.replace(_SMALLER, slot_blocks=(1, 2)),
+    # A reserve of one block, which both want for a reply.
+    "replies": msgspec.structs.replace(_SMALLER, slot_blocks=(1, 2), reply_blocks_wanted=(1,)),
+    # Slots that callers hold, submit again, and leave with living views.
+    "held": msgspec.structs.replace(
+        _SMALLER, slot_blocks=(1, 2), max_disturbances=0, without=_NEVER - {Kind.ACQUIRE} | {Kind.REQUEST}
+    ),
+    # Callers that do not wait, and leases that nobody uses.
+    "idle": msgspec.structs.replace(
+        _SMALLER, leasable_blocks=3, max_disturbances=0, without=_NEVER - {Kind.TRY, Kind.TICK} | {Kind.REQUEST}
+    ),
+    # Frontends that come again, and engines that die and start.
+    "lives": msgspec.structs.replace(_SMALLER, without=_NEVER - {Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ENGINE_DIES}),
+}
+
+
+class Exploration(msgspec.Struct):
+    """What an exploration has found.
+
+    Attributes:
+        name: of the scenario.
+        complete: every state that the scenario allows was visited; False where ``max_states`` ended it, or a failure.
+        states, transitions: visited states, and actions tried from them.
+        depth: actions from the beginning to the furthest state; all that need fewer were visited in any case.
+        settled: states from which everything was settled.
+        failure: what did not hold, with a shortest trace to it.
+    """
+
+    name: str
+    complete: bool = False
+    states: int = 0
+    transitions: int = 0
+    depth: int = 0
+    settled: int = 0
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+
+def explore(name: str, max_states: int, progress: Callable[[Exploration], object] = lambda found: None) -> Exploration:
+    """Visits every state of a scenario, or ``max_states`` of them.
+
+    Args:
+        name: of one of :data:`EXPLORATIONS`.
+        max_states: where to give up; each takes some 150 bytes and a millisecond.
+        progress: called now and then with what was found so far.
+    """
+    exploration = _Explorer(name)
+    started = time.perf_counter()
+    found = exploration.found
+    while exploration.goes_on() and found.states < max_states:
+        exploration.visit()
+        if exploration.visited % _PROGRESS_STATES == 0:
+            found.seconds = time.perf_counter() - started
+            progress(found)
+    found.complete = found.failure is None and not exploration.goes_on()
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+class _Explorer:
+    """The states that were reached, in the order in which they were; the first ``visited`` of them have been gone on from."""
+
+    def __init__(self, name: str) -> None:
+        self.found = Exploration(name)
+        self.scenario = EXPLORATIONS[name]
+        self.visited = 0
+        self._parents = array("q")
+        self._depths = array("H")
+        self._actions: list[Action | None] = []  # which led from the parent; None to the beginning
+        self._seen: set[bytes] = set()
+        self._enter(Simulation(self.scenario), -1, None)
+
+    def goes_on(self) -> bool:
+        """Whether there is a state to go on from."""
+        return self.visited < len(self._actions) and self.found.failure is None
+
+    def visit(self) -> None:
+        """Tries every action from the next state, and enters the states that are new."""
+        state, self.visited = self.visited, self.visited + 1
+        trace = self._trace(state)
+        simulation = Simulation(self.scenario)
+        for action in trace:
+            simulation.happen(action)
+        if simulation.is_quiet():
+            self.found.settled += 1
+            self._try(duplicate(simulation).settle, trace, settles=True)
+        for action in simulation.enabled():
+            following = duplicate(simulation)
+            self.found.transitions += 1
+            self._try(functools.partial(following.happen, action), [*trace, action])
+            if self.found.failure is None and self._enter(following, state, action):
+                self._try(following.check, [*trace, action])
+            if self.found.failure is not None:
+                return
+
+    def _enter(self, simulation: Simulation, parent: int, action: Action | None) -> bool:
+        """Writes a state down; returns whether it is new."""
+        digest = hashlib.blake2b(encode(simulation), digest_size=_DIGEST_NBYTES).digest()
+        if digest in self._seen:
+            return False
+        self._seen.add(digest)
+        depth = self._depths[parent] + 1 if action is not None else 0
+        self._parents.append(parent)
+        self._depths.append(depth)
+        self._actions.append(action)
+        self.found.states += 1
+        self.found.depth = max(self.found.depth, depth)
+        return True
+
+    def _trace(self, state: int) -> list[Action]:
+        trace: list[Action] = []
+        while (action := self._actions[state]) is not None:
+            trace.append(action)
+            state = self._parents[state]
+        return trace[::-1]
+
+    def _try(self, event: Callable[[], None], trace: list[Action], *, settles: bool = False) -> None:
+        try:
+            event()
+        except Violation as violation:
+            self.found.failure = Failure(str(violation), self.scenario, tuple(trace), settles)

@@ -1,0 +1,81 @@
+"""What did not hold, as something that can be seen again: a scenario and the actions that lead there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from tests.simulation.scenario import Action, Scenario, Violation
+from tests.simulation.simulation import Simulation
+
+__all__ = ["Failure", "replay", "shorten"]
+
+_SHORTENING_S = 60.0  # most failures come down to a dozen actions in a second
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Something that must hold did not.
+
+    Attributes:
+        text: what.
+        scenario: in which.
+        trace: actions from the beginning; the last one shows it, or settling does.
+        settles: whether it shows only when everything is settled after the last action.
+    """
+
+    text: str
+    scenario: Scenario
+    trace: tuple[Action, ...]
+    settles: bool
+
+    def lines(self) -> list[str]:
+        """Returns it as text for people: the trace, an action a line."""
+        numbers = ", ".join(
+            f"{name} {value}" for name, value in msgspec.structs.asdict(self.scenario).items() if name != "without"
+        )
+        end = ["then everything is settled"] if self.settles else []
+        return [f"violation: {self.text}", numbers, *(f"  {action}" for action in self.trace), *(f"  {line}" for line in end)]
+
+
+def replay(failure: Failure) -> Violation | None:
+    """Runs a trace again, passing over what is not enabled, and returns what did not hold this time."""
+    simulation = Simulation(failure.scenario)
+    try:
+        for action in failure.trace:
+            if action in simulation.enabled():
+                simulation.happen(action)
+        simulation.check()  # it fails at its end, or it would have failed before
+        if failure.settles:
+            simulation.settle()
+    except Violation as violation:
+        return violation
+    return None
+
+
+def shorten(failure: Failure) -> Failure:
+    """Leaves out of a trace what its failure does not need: pieces, then smaller pieces, then single actions.
+
+    Source: the delta debugging of Zeller and Hildebrandt, without its tests of single pieces.
+    """
+    deadline = time.perf_counter() + _SHORTENING_S
+    piece = max(1, len(failure.trace) // 2)
+    while True:
+        shorter = _without_pieces(failure, piece, deadline)
+        if time.perf_counter() >= deadline or (piece == 1 and len(shorter.trace) == len(failure.trace)):
+            return shorter
+        failure, piece = shorter, max(1, piece // 2)
+
+
+def _without_pieces(failure: Failure, piece: int, deadline: float) -> Failure:
+    position = 0
+    while position < len(failure.trace) and time.perf_counter() < deadline:
+        trace: Sequence[Action] = failure.trace[:position] + failure.trace[position + piece :]
+        shorter = msgspec.structs.replace(failure, trace=trace)
+        violation = replay(shorter)
+        if violation is not None and str(violation) == failure.text:
+            failure = shorter
+        else:
+            position += piece
+    return failure

@@ -1,0 +1,156 @@
+"""What holds after every action, and when everybody has gone.
+
+The books assert their own invariants (``check``). Here it is compared with what is true outside of them: which code of
+which process can reach which block, what a handler reads, what a caller waits for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmring.core.effects import ReplySlot
+from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.records import ClientRecord
+from shmring.core.states import ClientSlot, EngineSlot, Lease
+from tests.simulation.engine import Engine
+from tests.simulation.frontend import Session
+from tests.simulation.scenario import require
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+__all__ = ["check_books", "check_end", "check_memory"]
+
+
+def check_memory(simulation: Simulation) -> None:
+    """No byte has two owners: nobody may write what somebody else writes, reads, or was lent."""
+    engine = simulation.engine
+    if engine is None:
+        return
+    owners: dict[int, tuple[int, int]] = {}  # client and generation, by block
+    _check_slots(engine, owners)
+    for process in simulation.processes.values():
+        for session in process.sessions():
+            if session.epoch == engine.epoch:
+                _check_session(engine, session, owners)
+
+
+def _check_slots(engine: Engine, owners: dict[int, tuple[int, int]]) -> None:
+    """What the engine will read or reads is what its book says, inside leases of its client, and nowhere twice."""
+    count = 0
+    for (client_id, _), slots in engine.waiting.items():
+        for slot in slots:
+            count += 1
+            _own(engine, client_id, slot.generation, EngineSlot.PUBLISHED, owners)
+    for claim in engine.claims:
+        for slot in claim.slots if not claim.released else ():
+            count += 1
+            _own(engine, claim.client_id, slot.generation, EngineSlot.CLAIMED, owners)
+        if isinstance(claim.reply, ReplySlot):
+            unsent = engine.ledger.clients[claim.client_id].unsent_replies
+            require(claim.reply.generation in unsent, "a reply is written into a slot that was taken away")
+    for client_id, slot in engine.draining:
+        count += 1
+        _own(engine, client_id, slot.generation, EngineSlot.DRAINING, owners)
+    live = sum(len(client.slots) for client in engine.ledger.clients.values())
+    require(live == count, f"the book has {live} live slots, handlers and views have {count}")
+
+
+def _own(engine: Engine, client_id: int, generation: int, state: EngineSlot, owners: dict[int, tuple[int, int]]) -> None:
+    client = engine.ledger.clients.get(client_id)
+    slot = client.slots.get(generation) if client is not None else None
+    require(slot is not None and slot.state is state, f"a slot that is {state.name} is something else in the book")
+    assert client is not None
+    assert slot is not None
+    lease = client.leases.get(slot.lease.lease_id)
+    require(
+        lease is not None and lease.start <= slot.start and slot.start + slot.blocks <= lease.end,
+        "a live slot is in no lease of its client",
+    )
+    for block in range(slot.start, slot.start + slot.blocks):
+        require(block not in owners, "two live slots overlap")
+        owners[block] = (client_id, generation)
+
+
+def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int, int]]) -> None:
+    client = engine.ledger.clients.get(session.client_id)
+    for slot in session.slots:
+        lease = client.leases.get(slot.lease.lease_id) if client is not None else None
+        require(
+            lease is not None and lease.start <= slot.start and slot.start + slot.blocks <= lease.end,
+            "memory was taken back that its process can still write",
+        )
+        mine = (session.client_id, slot.generation if slot.state is ClientSlot.SUBMITTED else 0)
+        for block in range(slot.start, slot.start + slot.blocks):
+            owner = owners.get(block)
+            require(owner is None or owner == mine, "memory can be written that somebody else reads or writes")
+            owners[block] = (session.client_id, -1)  # whoever comes next must not have it
+    for reply in session.replies:
+        require(
+            client is not None
+            and client.replies.get(reply.generation) == ReplySlot(reply.generation, reply.start, reply.blocks),
+            "a reply was taken back that can still be read",
+        )
+    if not session.ended and client is not None and client.connected:
+        _check_leases(client, session)
+
+
+def _check_leases(client: ClientRecord, session: Session) -> None:
+    for lease_id, held in session.book.leases.items():
+        lease = client.leases.get(lease_id)
+        require(
+            lease is not None and (lease.start, lease.blocks) == (held.slots.start, held.slots.length),
+            "a frontend has a lease that the engine has not lent",
+        )
+
+
+def check_books(simulation: Simulation) -> None:
+    """Each book is sound in itself, adds up, and is about the requests and waiters that there are."""
+    for process in simulation.processes.values():
+        if process.session is not None:
+            _check_book(process.session)
+    engine = simulation.engine
+    if engine is None:
+        return
+    ledger = engine.ledger
+    ledger.check()
+    require(ledger.stale_releases == 0, "a frontend gave a reply slot back twice")
+    lent = ledger.leased_nbytes(Lease.LEASED) + ledger.leased_nbytes(Lease.QUARANTINED)
+    require(ledger.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
+    require(ledger.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
+    running = {(claim.client_id, claim.request_id) for claim in engine.claims if not claim.aborted}
+    booked = {(client_id, request) for client_id, client in ledger.clients.items() for request in client.requests}
+    require(booked == running | engine.waiting.keys(), "a request is in the book and in no hands, or the reverse")
+    replies = [slot for client in ledger.clients.values() for slot in client.replies.values()]
+    reply_blocks = {block for slot in replies for block in range(slot.start, slot.start + slot.blocks)}
+    require(len(reply_blocks) == sum(slot.blocks for slot in replies), "two reply slots overlap")
+    in_replies = (engine.scenario.reply_blocks - len(reply_blocks)) * BLOCK_NBYTES
+    require(ledger.reply_free_nbytes == in_replies, "the reply reserve does not add up")
+
+
+def _check_book(session: Session) -> None:
+    book = session.book
+    book.check()
+    require(book.waiting == len(session.waiters), "a waiter is in the book and is nobody, or the reverse")
+    first = next(iter(session.waiters.values()), None)
+    leases = [] if first is None else [lease for lease in book.leases.values() if book.takes(lease, first.blocks)]
+    usable = [lease.slots.largest_run for lease in leases]
+    require(first is None or first.blocks > max(usable, default=0), "the first in line could be served")
+    require(all(slot.state is not ClientSlot.FREE for slot in session.slots), "a caller has a slot that is free")
+    in_slots = sum(slot.blocks for slot in session.slots) * BLOCK_NBYTES
+    require(book.leased_nbytes == book.free_nbytes + in_slots, "the leases do not add up")
+    outstanding = sum(slot.state is ClientSlot.SUBMITTED for slot in session.slots)
+    require(outstanding == book.count(ClientSlot.SUBMITTED), "a submitted slot is lost")
+
+
+def check_end(simulation: Simulation) -> None:
+    """Everybody has gone, and everything has come home."""
+    engine = simulation.engine
+    if engine is None:
+        return
+    ledger, scenario = engine.ledger, engine.scenario
+    require(not ledger.clients and not engine.clients, "a client that has gone is still in the book")
+    require(not (engine.waiting or engine.claims or engine.draining), "a request of nobody is still in hand")
+    require(ledger.free_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
+    require(ledger.reply_free_nbytes == scenario.reply_blocks * BLOCK_NBYTES, "the reply reserve did not come home whole")
+    require(ledger.waiting_lease_requests == 0, "a lease request of nobody is waiting")

@@ -1,0 +1,333 @@
+"""The world: processes of frontends, lives of an engine, and what can happen between them next.
+
+Deterministic: what happens depends on the scenario and the actions applied, and on nothing else. Positions in an action
+count what is there at that moment, so a trace from which actions were taken can still be run (those that are not enabled
+any more are passed over), which is how failures are shortened.
+
+Invariants: see :mod:`.invariants`; :meth:`Simulation.apply` checks them, :meth:`Simulation.settle` checks that everything
+that was begun comes to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.states import RequestEvent
+from tests.simulation.engine import Engine
+from tests.simulation.frontend import IDLE_TICKS, Process, Session
+from tests.simulation.invariants import check_books, check_end, check_memory
+from tests.simulation.scenario import DISTURBANCES, Action, Forgery, Kind, Scenario, Violation, require
+
+__all__ = ["Simulation"]
+
+_MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
+_MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of it is usual
+
+# Actions that bring what was begun to its end, and begin nothing. Whoever has work left has one of these.
+_FINISHING = frozenset(
+    {
+        Kind.LET_GO, Kind.FRONTEND_SEES_END, Kind.ENGINE_SEES_END, Kind.PIDFD_FIRES, Kind.TO_ENGINE, Kind.TO_FRONTEND,
+        Kind.CANCELLED, Kind.SEND, Kind.LEAVE, Kind.VIEW_DIES, Kind.DROP_REPLY, Kind.CLAIM, Kind.FINISH, Kind.SEND_REPLY,
+        Kind.REPLY_CANCELLED, Kind.ENGINE_VIEW_DIES,
+    }
+)  # fmt: skip
+
+
+class Simulation:
+    """A world in which nothing happens by itself.
+
+    Args:
+        scenario: how large everything is.
+        connected: frontends that are there from the beginning.
+    """
+
+    def __init__(self, scenario: Scenario, connected: int = 2) -> None:
+        self.scenario = scenario
+        self.engine: Engine | None = Engine(scenario, 1)
+        self.epoch = 1
+        self.processes: dict[int, Process] = {}
+        self.now = 0.0
+        self.disturbances = 0
+        for pid in range(connected):
+            self._connect(pid)
+
+    # -- what can happen -----------------------------------------------------------------------------------------------------
+
+    def enabled(self) -> list[Action]:
+        """Returns what can happen now."""
+        actions = self._enabled()
+        without = self.scenario.without
+        if self.scenario.max_disturbances is not None and self.disturbances >= self.scenario.max_disturbances:
+            without = without | DISTURBANCES
+        return [action for action in actions if action.kind not in without] if without else actions
+
+    def _enabled(self) -> list[Action]:
+        actions: list[Action] = []
+        if self.engine is None:
+            actions.append(Action(Kind.ENGINE_STARTS))
+        else:
+            actions.append(Action(Kind.ENGINE_DIES))
+            actions += self.engine.enabled()
+        for pid, process in self.processes.items():
+            actions += self._enabled_for(pid, process)
+        if len(self.processes) < self.scenario.processes and self._admits():
+            new = self._new_pid()
+            actions += (Action(Kind.CONNECT, new), Action(Kind.CONNECT_FAILS, new))
+        if any(self._has_spare_lease(process.session) for process in self.processes.values()):
+            actions.append(Action(Kind.TICK))
+        return actions
+
+    def _enabled_for(self, pid: int, process: Process) -> list[Action]:
+        actions = [Action(Kind.CRASH, pid)]
+        for position, former in enumerate(process.former):
+            reach = len(former.slots) + len(former.replies)
+            actions += [Action(Kind.LET_GO, pid, position, index) for index in range(reach)]
+        session = process.session
+        if session is not None:
+            actions += session.enabled(pid, self.now)
+            actions += [Action(Kind.HANG_UP, pid), Action(Kind.GOODBYE, pid, 0, 1)]
+            if session.replies:
+                actions.append(Action(Kind.GOODBYE, pid, 0, 0))
+            if self.engine is not None and session.wire.engine_open and Kind.FORGE not in self.scenario.without:
+                actions += [Action(Kind.FORGE, pid, kind) for kind in self._forgeries(session)]
+        elif self._admits():
+            actions.append(Action(Kind.CONNECT, pid))
+        return actions
+
+    def _forgeries(self, session: Session) -> list[Forgery]:
+        other = self._lease_of_another(session)
+        return [kind for kind in Forgery if session.forgery(kind, other) is not None]
+
+    def _admits(self) -> bool:
+        return self.engine is not None and len(self.engine.clients) < self.scenario.processes + _MAX_CLIENTS_BEYOND
+
+    def _new_pid(self) -> int:
+        return next(pid for pid in range(len(self.processes) + 1) if pid not in self.processes)
+
+    def _has_spare_lease(self, session: Session | None) -> bool:
+        expiry = session.book.next_expiry() if session is not None else None
+        return expiry is not None and expiry > self.now
+
+    def is_quiet(self) -> bool:
+        """Whether no message is under way between the ends of a connection."""
+        clients = self.engine.clients.values() if self.engine is not None else ()
+        sessions = (process.session for process in self.processes.values())
+        wires = [client.wire for client in clients] + [session.wire for session in sessions if session is not None]
+        return not any(wire.to_engine or wire.to_frontend for wire in wires)
+
+    # -- what happens --------------------------------------------------------------------------------------------------------
+
+    def apply(self, action: Action) -> None:
+        """Lets one of the enabled actions happen, and checks everything.
+
+        Raises:
+            Violation: something that must hold does not.
+        """
+        self.happen(action)
+        self.check()
+
+    def happen(self, action: Action) -> None:
+        """Lets an action happen, and checks only what it meets itself.
+
+        Raises:
+            Violation: something that must hold does not.
+        """
+        self.disturbances += action.kind in DISTURBANCES
+        try:
+            _HAPPENINGS[action.kind](self, action)
+        except Violation:
+            raise
+        except Exception as error:
+            # Whatever a book raises here, it raises at an honest event: in the product it would end an engine or a client.
+            raise Violation(f"{type(error).__name__}: {error}") from error
+
+    def check(self) -> None:
+        """Checks everything that must hold now.
+
+        Raises:
+            Violation: it does not.
+        """
+        try:
+            check_memory(self)
+            check_books(self)
+        except AssertionError as error:
+            raise Violation(f"a book is not sound: {error}") from error
+
+    def _living(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _session(self, pid: int) -> Session:
+        session = self.processes[pid].session
+        assert session is not None
+        return session
+
+    def _connect(self, pid: int) -> None:
+        engine = self._living()
+        process = self.processes.setdefault(pid, Process())
+        client_id, wire, base = engine.connect(process, self.scenario.base_blocks)
+        process.session = session = Session(self.scenario, self.epoch, client_id, wire, engine.headers)
+        if base is not None:
+            session.carry_out(session.book.granted(base, self.now), self.now)
+
+    def _connect_fails(self) -> None:
+        self._living().connect_in_vain(Process(alive=False), self.scenario.base_blocks)
+
+    def _end_session(self, pid: int) -> None:
+        self._session(pid).end()
+        self.processes[pid].retire()
+
+    def _goodbye(self, action: Action) -> None:
+        self._session(action.at).goodbye(action.detail)
+        self.processes[action.at].retire()
+
+    def _crash(self, action: Action) -> None:
+        self.processes[action.at].crash()
+        del self.processes[action.at]  # the engine still has its clients
+
+    def _let_go(self, action: Action) -> None:
+        process = self.processes[action.at]
+        process.former[action.item].let_go(action.detail)
+        process.forget()
+
+    def _engine_dies(self) -> None:
+        self._living().die()
+        self.engine = None
+
+    def _engine_starts(self) -> None:
+        self.epoch += 1
+        self.engine = Engine(self.scenario, self.epoch)
+
+    def _to_frontend(self, action: Action) -> None:
+        session = self._session(action.at)
+        session.hear(self.now)
+        if session.ended:
+            self.processes[action.at].retire()
+
+    def _tick(self) -> None:
+        self.now += IDLE_TICKS
+
+    def _forge(self, action: Action) -> None:
+        session = self._session(action.at)
+        message = session.forgery(Forgery(action.item), self._lease_of_another(session))
+        assert message is not None
+        session.wire.forge(message)
+        self._end_session(action.at)  # whatever it does next is nobody's business
+
+    def _lease_of_another(self, session: Session) -> SlotRef | None:
+        for client_id, client in self._living().ledger.clients.items():
+            for lease in client.leases.values() if client_id != session.client_id else ():
+                return SlotRef(lease.lease_id, lease.start * BLOCK_NBYTES, BLOCK_NBYTES - SLOT_HEADER_NBYTES, 0)
+        return None
+
+    # -- the end -------------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Lets everybody finish what was begun, then leave; nobody may wait for ever, and everything must come home.
+
+        Raises:
+            Violation: somebody does, or something is lost.
+        """
+        self._kill_who_keeps_memory()
+        self._finish()
+        for process in self.processes.values():
+            self._check_settled(process.session)
+        for pid, process in list(self.processes.items()):
+            if process.session is not None:
+                self.apply(Action(Kind.GOODBYE, pid))
+        self._finish()
+        check_end(self)
+
+    def _kill_who_keeps_memory(self) -> None:
+        """Ends the processes of connections that have ended: what they kept comes back only with their death."""
+        for pid, process in list(self.processes.items()):
+            if process.session is None or not process.session.wire.engine_open or self._has_former_clients(process):
+                self.apply(Action(Kind.CRASH, pid))
+
+    def _has_former_clients(self, process: Process) -> bool:
+        assert process.session is not None
+        clients = self.engine.clients if self.engine is not None else {}
+        return any(client.process is process for client_id, client in clients.items() if client_id != process.session.client_id)
+
+    def _finish(self) -> None:
+        for step in range(_MAX_SETTLING):
+            finishing = [action for action in self._enabled() if self._finishes(action)]
+            if not finishing:
+                return
+            self.apply(finishing[step % len(finishing)])  # not always the first, so that nobody is always first
+        raise Violation("what was begun does not come to its end")
+
+    def _finishes(self, action: Action) -> bool:
+        if action.kind is Kind.CANCEL_REPLY:
+            return self._living().claims[action.at].aborted
+        if action.kind is Kind.ENGINE_SEES_END:
+            return not list(self._living().clients.values())[action.at].wire.to_engine  # a goodbye that is lost is none
+        return action.kind in _FINISHING and not (action.kind is Kind.LEAVE and action.detail)
+
+    def _check_settled(self, session: Session | None) -> None:
+        if session is None:
+            return
+        require(not session.waiters, "somebody waits for a slot for ever")
+        require(not session.pending, "a request never ended")
+        require(not session.slots, "a slot never came back")
+        require(not session.replies, "a reply is kept by nobody")
+
+
+_Happening = Callable[[Simulation, Action], None]
+
+
+def _engine(does: Callable[[Engine, Action], None]) -> _Happening:
+    return lambda world, action: does(world._living(), action)
+
+
+def _client(does: Callable[[Engine, int], None]) -> _Happening:
+    return lambda world, action: does(world._living(), list(world._living().clients)[action.at])
+
+
+def _session(does: Callable[[Session, Action, float], None]) -> _Happening:
+    return lambda world, action: does(world._session(action.at), action, world.now)
+
+
+_HAPPENINGS: Mapping[Kind, _Happening] = {
+    Kind.CONNECT: lambda world, action: world._connect(action.at),
+    Kind.CONNECT_FAILS: lambda world, action: world._connect_fails(),
+    Kind.GOODBYE: Simulation._goodbye,
+    Kind.HANG_UP: lambda world, action: world._end_session(action.at),
+    Kind.CRASH: Simulation._crash,
+    Kind.LET_GO: Simulation._let_go,
+    Kind.FRONTEND_SEES_END: lambda world, action: world._end_session(action.at),
+    Kind.ENGINE_DIES: lambda world, action: world._engine_dies(),
+    Kind.ENGINE_STARTS: lambda world, action: world._engine_starts(),
+    Kind.FORGE: Simulation._forge,
+    Kind.TO_FRONTEND: Simulation._to_frontend,
+    Kind.TICK: lambda world, action: world._tick(),
+    Kind.ENGINE_SEES_END: _client(Engine.disconnect),
+    Kind.ENGINE_HANGS_UP: _client(Engine.disconnect),
+    Kind.PIDFD_FIRES: _client(Engine.bury),
+    Kind.TO_ENGINE: _client(Engine.hear),
+    Kind.ACQUIRE: _session(lambda session, action, now: session.acquire(action.item, held=True, now=now)),
+    Kind.REQUEST: _session(lambda session, action, now: session.acquire(action.item, held=False, now=now)),
+    Kind.TRY: _session(lambda session, action, now: session.attempt(action.item, now)),
+    Kind.CANCEL: _session(lambda session, action, now: session.cancel(action.item)),
+    Kind.CANCELLED: _session(lambda session, action, now: session.cancelled(action.item, now)),
+    Kind.SEND: _session(lambda session, action, now: session.submit([session.slots[action.item]])),
+    Kind.SUBMIT: _session(lambda session, action, now: session.submit_held(action.item, action.detail)),
+    Kind.LEAVE: _session(lambda session, action, now: session.leave(action.item, action.detail, now)),
+    Kind.GIVE_UP: _session(lambda session, action, now: session.leave(action.item, 0, now)),
+    Kind.VIEW_DIES: _session(lambda session, action, now: session.view_dies(action.item, now)),
+    Kind.ABORT: _session(lambda session, action, now: session.abort(action.item)),
+    Kind.DROP_REPLY: _session(lambda session, action, now: session.drop_reply(action.item)),
+    Kind.EXPIRE: _session(lambda session, action, now: session.carry_out(session.book.expire(now), now)),
+    Kind.CLAIM: _engine(lambda engine, action: engine.claim()),
+    Kind.RELEASE: _engine(lambda engine, action: engine.release(action.at, action.detail)),
+    Kind.FINISH: _engine(lambda engine, action: engine.end(action.at, RequestEvent.FINISH)),
+    Kind.FAIL: _engine(lambda engine, action: engine.end(action.at, RequestEvent.ERROR)),
+    Kind.TIME_OUT: _engine(lambda engine, action: engine.end(action.at, RequestEvent.DEADLINE)),
+    Kind.REPLY: _engine(lambda engine, action: engine.reply(action.at, action.item)),
+    Kind.SEND_REPLY: _engine(lambda engine, action: engine.send_reply(action.at)),
+    Kind.CANCEL_REPLY: _engine(lambda engine, action: engine.cancel_reply(action.at)),
+    Kind.REPLY_CANCELLED: _engine(lambda engine, action: engine.reply_cancelled(action.at)),
+    Kind.ENGINE_VIEW_DIES: _engine(lambda engine, action: engine.view_dies(action.at)),
+}

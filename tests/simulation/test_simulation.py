@@ -1,0 +1,377 @@
+"""The simulator of both books: it walks, explores, tells states apart, and finds what is broken on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from shmring.core import leasebook, records
+from shmring.core.allocator import TakenRuns
+from shmring.core.effects import Effect
+from shmring.core.leasebook import Acquired, LeaseBook, Send
+from shmring.core.ledger import Ledger
+from shmring.core.messages import SlotRef
+from shmring.core.states import ENGINE_SLOT, ClientSlot, EngineSlot, EngineSlotEvent, RequestEvent
+from tests.simulation.command import simulate_command
+from tests.simulation.exploration import EXPLORATIONS, explore
+from tests.simulation.failure import replay
+from tests.simulation.frontend import HeldReply, Session, Waiter
+from tests.simulation.scenario import Action, Kind, Scenario
+from tests.simulation.simulation import Simulation
+from tests.simulation.state import duplicate, encode
+from tests.simulation.walk import choose, walk
+
+MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
+
+
+# -- walking and exploring -----------------------------------------------------------------------------------------------------
+
+
+def test_a_walk_finds_nothing_and_everything_happens() -> None:
+    walked = walk(20_000, seed=7)
+    assert walked.failure is None
+    assert walked.steps == 20_000
+    assert walked.episodes > 5
+    assert walked.states > 15_000
+    assert [kind for kind in Kind if not walked.actions[kind]] == []
+
+
+def test_a_walk_is_what_its_seed_says() -> None:
+    walks = [walk(2_000, seed) for seed in (3, 3, 4)]
+    assert walks[0].actions == walks[1].actions
+    assert walks[0].states == walks[1].states
+    assert walks[0].actions != walks[2].actions
+
+
+@pytest.mark.parametrize("name", ["crowded", "idle", "lives"])
+def test_every_state_of_a_small_scenario_is_sound(name: str) -> None:
+    found = explore(name, max_states=20_000)
+    assert found.failure is None
+    assert found.complete
+    assert found.states > 500
+    assert found.settled > 100
+
+
+def test_an_exploration_that_is_cut_short_says_so() -> None:
+    found = explore("requests", max_states=200)
+    assert not found.complete
+    assert found.failure is None
+    assert found.states >= 200
+
+
+# -- states --------------------------------------------------------------------------------------------------------------------
+
+
+def walked_simulation(seed: int, steps: int) -> Simulation:
+    random = Random(seed)
+    simulation = Simulation(Scenario.draw(random))
+    for _ in range(steps):
+        simulation.happen(choose(random, simulation.enabled()))
+    return simulation
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_copy_is_the_same_state_and_goes_its_own_way(seed: int) -> None:
+    simulation = walked_simulation(seed, 200)
+    before = encode(simulation)
+    copy = duplicate(simulation)
+    assert encode(copy) == before
+    assert copy.enabled() == simulation.enabled()
+    random = Random(seed)
+    for _ in range(50):
+        copy.apply(choose(random, copy.enabled()))
+    copy.settle()
+    assert encode(simulation) == before
+    simulation.check()
+
+
+def test_numbers_that_only_name_something_make_no_difference() -> None:
+    simulation = Simulation(msgspec.structs.replace(EXPLORATIONS["idle"], max_slots=2))
+    simulation.apply(Action(Kind.TRY, 0, 1))  # takes the base lease's only block
+    before = encode(simulation)
+    for action in (
+        Action(Kind.TRY, 0, 1),  # asks for a further lease in passing
+        Action(Kind.TO_ENGINE, 0),
+        Action(Kind.TO_FRONTEND, 0),
+        Action(Kind.TRY, 0, 1),  # finds it
+        Action(Kind.LEAVE, 0, 1),
+        Action(Kind.TICK),
+        Action(Kind.EXPIRE, 0),
+        Action(Kind.TO_ENGINE, 0),
+    ):
+        assert action in simulation.enabled()
+        simulation.apply(action)
+    assert encode(simulation) == before
+
+
+def test_what_can_be_told_apart_is_another_state() -> None:
+    simulation = Simulation(EXPLORATIONS["disturbed"])
+    states = {encode(simulation)}
+    actions = [Action(Kind.REQUEST, 0, 1), Action(Kind.SEND, 0), Action(Kind.TO_ENGINE, 0), Action(Kind.CLAIM)]
+    actions += [Action(Kind.ABORT, 0), Action(Kind.TO_ENGINE, 0), Action(Kind.FINISH), Action(Kind.TO_FRONTEND, 0)]
+    for count, action in enumerate(actions, start=2):
+        simulation.apply(action)
+        states.add(encode(simulation))
+        assert len(states) == count
+
+
+def fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
+    """A new field belongs into ``bench/simulation/state.py``, and then here."""
+    simulation = Simulation(EXPLORATIONS["idle"])
+    assert simulation.engine is not None
+    session = simulation.processes[0].session
+    assert session is not None
+    of_scenario = {"geometry", "limits"}
+    assert set(vars(simulation.engine.ledger)) - of_scenario == {
+        "clients", "_free", "_replies", "_wants", "_reply_wants", "_window", "_next_lease_id", "_next_reply_generation",
+        "_lent_replies", "late_aborts", "stale_releases",
+    }  # fmt: skip
+    assert set(vars(session.book)) - of_scenario == {
+        "leases", "_waiters", "_submitted", "_others", "_recalls", "_token", "_requested_nbytes", "_wished", "_next_generation"
+    }  # fmt: skip
+    assert fields(leasebook.HeldLease) == {"lease_id", "is_base", "slots", "empty_since", "recalled"}
+    assert fields(leasebook.SlotRecord) == {
+        "lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"
+    }  # fmt: skip
+    assert fields(leasebook.Waiter) == {"nbytes", "held"}
+    assert fields(records.LeaseRecord) == {"lease_id", "start", "blocks", "state", "live", "recalled", "given_up"}
+    assert fields(records.SlotRecord) == {"generation", "lease", "start", "blocks", "state"}
+    assert fields(records.RequestRecord) == {"state", "generations"}
+    assert fields(records.LeaseWant) == {"token", "blocks", "preferred_blocks"}
+    assert fields(records.ReplyWant) == {"client_id", "blocks"}
+    assert fields(records.Window) == {"client_id", "start", "blocks"}
+    assert fields(records.ClientRecord) == {
+        "client_id", "last_generation", "last_request_id", "connected", "dead", "leased_blocks", "reply_blocks", "leases",
+        "slots", "requests", "replies", "unsent_replies",
+    }  # fmt: skip
+    assert fields(Waiter) == {"is_held", "blocks", "cancelled"}
+    assert fields(HeldReply) == {"generation", "start", "blocks"}
+
+
+# -- what is broken on purpose ------------------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+
+
+def no_quarantine(patch: Patch) -> None:
+    disconnect = Ledger.disconnect
+
+    def mutated(ledger: Ledger, client_id: int) -> list[Effect]:
+        ledger.clients[client_id].dead = True  # as if the end of a connection were a proof
+        return disconnect(ledger, client_id)
+
+    patch.setattr(Ledger, "disconnect", mutated)
+
+
+def death_is_enough(patch: Patch) -> None:
+    died = Ledger.died
+
+    def mutated(ledger: Ledger, client_id: int) -> list[Effect]:
+        client = ledger.clients.get(client_id)
+        for lease in client.leases.values() if client is not None else ():
+            lease.live = TakenRuns()  # as if no claim of ours read anything
+        return died(ledger, client_id)
+
+    patch.setattr(Ledger, "died", mutated)
+
+
+def no_generation_check(patch: Patch) -> None:
+    publish = Ledger._publish
+
+    def mutated(ledger: Ledger, client: records.ClientRecord, slot: SlotRef, last: int) -> records.SlotRecord:
+        return publish(ledger, client, slot, -1)
+
+    patch.setattr(Ledger, "_publish", mutated)
+
+
+def no_lease_check(patch: Patch) -> None:
+    publish = Ledger._publish
+
+    def mutated(ledger: Ledger, client: records.ClientRecord, slot: SlotRef, last: int) -> records.SlotRecord:
+        leases = {lease.lease_id: lease for other in ledger.clients.values() for lease in other.leases.values()}
+        return publish(ledger, dataclasses.replace(client, leases=leases), slot, last)
+
+    patch.setattr(Ledger, "_publish", mutated)
+
+
+def no_draining_in_the_engine(patch: Patch) -> None:
+    release_slots = Ledger.release_slots
+
+    def mutated(ledger: Ledger, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[Effect]:
+        return release_slots(ledger, client_id, generations, ())
+
+    patch.setattr(Ledger, "release_slots", mutated)
+
+
+def no_draining_in_a_frontend(patch: Patch) -> None:
+    leave = LeaseBook._leave
+
+    def mutated(book: LeaseBook, slot: Any, event: Any, event_viewed: Any, now: float) -> None:
+        slot.viewed = False  # as if no view of it could be alive
+        leave(book, slot, event, event_viewed, now)
+
+    patch.setattr(LeaseBook, "_leave", mutated)
+
+
+def abort_releases_what_is_read(patch: Patch) -> None:
+    patch.setitem(ENGINE_SLOT[EngineSlot.CLAIMED], EngineSlotEvent.ABORT, EngineSlot.RELEASED)
+
+
+def goodbye_keeps_nothing(patch: Patch) -> None:
+    goodbye = Ledger.goodbye
+
+    def mutated(ledger: Ledger, client_id: int, leases: Collection[int], replies: Collection[int]) -> list[Effect]:
+        return goodbye(ledger, client_id, (), replies)
+
+    patch.setattr(Ledger, "goodbye", mutated)
+
+
+def goodbye_keeps_no_replies(patch: Patch) -> None:
+    goodbye = Ledger.goodbye
+
+    def mutated(ledger: Ledger, client_id: int, leases: Collection[int], replies: Collection[int]) -> list[Effect]:
+        return goodbye(ledger, client_id, leases, ())
+
+    patch.setattr(Ledger, "goodbye", mutated)
+
+
+def nobody_is_woken_by_a_return(patch: Patch) -> None:
+    return_leases = Ledger.return_leases
+
+    def mutated(ledger: Ledger, client_id: int, lease_ids: Collection[int]) -> list[Effect]:
+        serve, ledger._serve_wants = ledger._serve_wants, list  # type: ignore[method-assign]
+        try:
+            return return_leases(ledger, client_id, lease_ids)
+        finally:
+            ledger._serve_wants = serve  # type: ignore[method-assign]
+
+    patch.setattr(Ledger, "return_leases", mutated)
+
+
+def a_cancelled_waiter_keeps_its_turn(patch: Patch) -> None:
+    def mutated(book: LeaseBook, ticket: int) -> list[leasebook.Effect]:
+        book._waiters.pop(ticket, None)
+        return []
+
+    patch.setattr(LeaseBook, "cancel", mutated)
+
+
+def recalls_are_not_heard(patch: Patch) -> None:
+    patch.setattr(LeaseBook, "recalled", lambda book, lease_ids: [])
+
+
+def requests_end_twice(patch: Patch) -> None:
+    def mutated(ledger: Ledger, client_id: int, request_id: int, event: RequestEvent) -> bool:
+        return True
+
+    patch.setattr(Ledger, "end", mutated)
+
+
+def leases_overlap(patch: Patch) -> None:
+    take_back = Ledger._take_back
+
+    def mutated(ledger: Ledger, client: records.ClientRecord, lease: records.LeaseRecord) -> None:
+        take_back(ledger, client, lease)
+        ledger._free.free_units += 1
+
+    patch.setattr(Ledger, "_take_back", mutated)
+
+
+def one_event_in_the_midst_of_another(patch: Patch) -> None:
+    """A frontend that gives a slot up before it has sent what the event before asked it to send."""
+
+    def mutated(session: Session, effects: Sequence[leasebook.Effect], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    session.send(message)
+                case Acquired(ticket, slot):
+                    if session.waiters.pop(ticket).cancelled:
+                        session.carry_out(session.book.give_up(slot, now), now)
+                    else:
+                        session._take(slot)
+        session.slots = [slot for slot in session.slots if slot.state is not ClientSlot.FREE]
+
+    patch.setattr(Session, "carry_out", mutated)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        no_quarantine,
+        death_is_enough,
+        no_generation_check,
+        no_lease_check,
+        no_draining_in_the_engine,
+        no_draining_in_a_frontend,
+        abort_releases_what_is_read,
+        goodbye_keeps_nothing,
+        goodbye_keeps_no_replies,
+        nobody_is_woken_by_a_return,
+        a_cancelled_waiter_keeps_its_turn,
+        recalls_are_not_heard,
+        requests_end_twice,
+        leases_overlap,
+        one_event_in_the_midst_of_another,
+    ],
+)
+def test_what_is_broken_is_found_and_comes_down_to_a_few_actions(mutation: Callable[[Patch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        mutation(patch)
+        walked = walk(MOST_STEPS, seed=4)
+        assert walked.failure is not None
+        print(f"{mutation.__name__}: step {walked.steps}, {len(walked.failure.trace)} actions: {walked.failure.text}")
+        assert len(walked.failure.trace) <= 30
+        assert str(replay(walked.failure)) == walked.failure.text
+    assert replay(walked.failure) is None
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_walks_and_writes_what_it_did(tmp_path: Path) -> None:
+    path = tmp_path / "walk.json"
+    result = CliRunner().invoke(simulate_command, ["--steps", "600", "--seed", "2", "--json", str(path)])
+    assert result.exit_code == 0
+    assert "600 steps" in result.output
+    written = json.loads(path.read_bytes())
+    assert (written["seed"], written["steps"], written["failure"]) == (2, 600, None)
+    assert sum(written["actions"].values()) == 600
+    assert CliRunner().invoke(simulate_command, ["--replay", str(path)]).exit_code == 1  # there is nothing to run again
+
+
+def test_the_command_explores_and_says_what_was_complete(tmp_path: Path) -> None:
+    path = tmp_path / "explored.json"
+    arguments = ["--scenario", "idle", "--scenario", "requests", "--max-states", "600", "--json", str(path)]
+    result = CliRunner().invoke(simulate_command, arguments)
+    assert result.exit_code == 0
+    explored = json.loads(path.read_bytes())["explorations"]
+    assert [(found["name"], found["complete"]) for found in explored] == [("idle", True), ("requests", False)]
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "5000"], ["--scenario", "disturbed"]])
+def test_a_violation_can_be_run_again_until_it_holds(tmp_path: Path, arguments: list[str]) -> None:
+    path = tmp_path / "failure.json"
+    with pytest.MonkeyPatch.context() as patch:
+        no_quarantine(patch)
+        result = CliRunner().invoke(simulate_command, [*arguments, "--json", str(path)])
+        assert result.exit_code == 1
+        assert "memory was taken back that its process can still write" in result.stderr
+        again = CliRunner().invoke(simulate_command, ["--replay", str(path)])
+        assert again.exit_code == 1
+        assert "memory was taken back that its process can still write" in again.stderr
+    fixed = CliRunner().invoke(simulate_command, ["--replay", str(path)])
+    assert fixed.exit_code == 0
+    assert "it holds now" in fixed.output

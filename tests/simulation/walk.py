@@ -1,0 +1,115 @@
+"""A random walk from a seed: which actions, how often, and what a failure comes down to.
+
+Theory of operation: a walk is made of episodes, each in a scenario of its own and drawn from the seed and its number
+alone, so a failure needs one episode to be seen again. First a kind of action is drawn, by weight, then one of the
+enabled actions of that kind. All invariants are checked after every action; at the end of an episode everything is
+settled. What fails is shortened: pieces of its trace are left out for as long as what is left fails in the same words.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+import msgspec
+
+from tests.simulation.failure import Failure, shorten
+from tests.simulation.scenario import Action, Kind, Scenario, Violation
+from tests.simulation.simulation import Simulation
+from tests.simulation.state import encode
+
+__all__ = ["Walk", "walk"]
+
+_EPISODE_STEPS = (50, 300, 1000, 3000)  # short ones begin often, long ones grow old
+
+# Relative to each other. What begins something is rarer than what brings it on, or all would be full all the time; what
+# ends a connection is rare, or none would grow old. Few forgeries get as far as the check that they are made for.
+WEIGHTS: Mapping[Kind, float] = {
+    Kind.CONNECT: 3, Kind.CONNECT_FAILS: 0.5, Kind.GOODBYE: 0.15, Kind.HANG_UP: 0.04, Kind.CRASH: 0.06, Kind.LET_GO: 0.3,
+    Kind.FRONTEND_SEES_END: 1, Kind.ENGINE_SEES_END: 1, Kind.ENGINE_HANGS_UP: 0.03, Kind.PIDFD_FIRES: 0.5,
+    Kind.ENGINE_DIES: 0.01, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30, Kind.FORGE: 0.3,
+    Kind.ACQUIRE: 3, Kind.REQUEST: 8, Kind.TRY: 1, Kind.CANCEL: 1, Kind.CANCELLED: 3, Kind.SEND: 12, Kind.GIVE_UP: 0.5,
+    Kind.SUBMIT: 8, Kind.LEAVE: 4, Kind.VIEW_DIES: 4, Kind.ABORT: 2, Kind.DROP_REPLY: 2, Kind.EXPIRE: 10, Kind.CLAIM: 14,
+    Kind.RELEASE: 4, Kind.FINISH: 8, Kind.FAIL: 1, Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.SEND_REPLY: 8,
+    Kind.CANCEL_REPLY: 1, Kind.REPLY_CANCELLED: 4, Kind.ENGINE_VIEW_DIES: 4, Kind.TICK: 3,
+}  # fmt: skip
+
+
+class Walk(msgspec.Struct):
+    """What a walk has done.
+
+    Attributes:
+        steps: actions that were applied; all invariants were checked after each.
+        actions: how often each kind happened.
+        episodes: how many were settled, with everything come home.
+        states: how many different ones were met, as :mod:`.state` tells them apart.
+        failed_episode, failed_step: where the failure showed.
+    """
+
+    seed: int
+    steps: int = 0
+    actions: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    episodes: int = 0
+    states: int = 0
+    seconds: float = 0.0
+    failed_episode: int | None = None
+    failed_step: int | None = None
+    failure: Failure | None = None
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.steps / self.seconds if self.seconds else 0.0
+
+
+def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walked: None) -> Walk:
+    """Walks until so many steps are done or something does not hold.
+
+    Args:
+        steps: actions to apply.
+        seed: what everything is drawn from.
+        progress: called after each episode with what was walked so far.
+    """
+    walked = Walk(seed)
+    states: set[int] = set()
+    started = time.perf_counter()
+    while walked.steps < steps and walked.failure is None:
+        _episode(walked, steps - walked.steps, states)
+        walked.states, walked.seconds = len(states), time.perf_counter() - started
+        progress(walked)
+    return walked
+
+
+def _episode(walked: Walk, max_steps: int, states: set[int]) -> None:
+    random = Random(f"{walked.seed}:{walked.episodes}")
+    scenario = Scenario.draw(random)
+    simulation = Simulation(scenario)
+    steps = min(random.choice(_EPISODE_STEPS), max_steps)
+    trace: list[Action] = []
+    settles = False
+    try:
+        while len(trace) < steps:
+            action = choose(random, simulation.enabled())
+            trace.append(action)
+            simulation.apply(action)
+            states.add(hash(encode(simulation)))
+        settles = True
+        simulation.settle()
+        walked.episodes += 1
+    except Violation as violation:
+        walked.failed_episode, walked.failed_step = walked.episodes, len(trace)
+        walked.failure = shorten(Failure(str(violation), scenario, tuple(trace), settles))
+    walked.steps += len(trace)
+    for kind, count in Counter(action.kind for action in trace).items():
+        walked.actions[kind] += count
+
+
+def choose(random: Random, actions: Sequence[Action]) -> Action:
+    """Draws a kind by its weight, then one of its actions."""
+    by_kind: dict[Kind, list[Action]] = {}
+    for action in actions:
+        by_kind.setdefault(action.kind, []).append(action)
+    kinds = list(by_kind)
+    kind = random.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+    return random.choice(by_kind[kind])

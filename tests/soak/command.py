@@ -1,0 +1,69 @@
+"""``python -m tests.soak``: options in; tables, JSON and a plot out; the exit status says whether anything grew."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+import msgspec
+from rich.console import Console
+
+from bench.allocation.findings import write_json
+from tests.chaos import MissingPlotter, check_plotter
+from tests.soak import driver, report
+from tests.soak.plan import Plan, Sabotage
+from tests.soak.verdict import judge
+
+__all__ = ["soak_command"]
+
+_PIPE_WIDTH = 150  # of tables that go into a file or a pipe
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_SABOTAGES = click.Choice([one.value for one in Sabotage])
+
+
+@click.command("soak", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option("--minutes", default=60.0, type=click.FloatRange(min=0.05), help="How long.")
+@click.option("--frontends", default=3, type=click.IntRange(1, 64), help="Processes that send.")
+@click.option("--seed", default=1, type=int, help="Of all that is drawn.")
+@click.option("--json", "json_path", default=None, type=_FILE, help="Also write to this file.")
+@click.option("--plot", "plot_path", default=None, type=_FILE, help="Also draw it: FILE.svg or FILE.png.")
+@click.option("--sabotage", "sabotages", multiple=True, type=_SABOTAGES, hidden=True)
+def soak_command(
+    minutes: float,
+    frontends: int,
+    seed: int,
+    json_path: Path | None,
+    plot_path: Path | None,
+    sabotages: tuple[str, ...],
+) -> None:
+    """Load in a loop of phases; fails if memory or descriptors grow, or if the slab does not come home."""
+    signal.signal(signal.SIGTERM, _terminated)
+    plan = Plan.of(minutes, frontends, seed, tuple(Sabotage(one) for one in sabotages))
+    try:
+        if plot_path is not None:
+            check_plotter()
+        seen = driver.run(plan, lambda line: click.echo(line, err=True))
+    except (driver.ProcessDied, MissingPlotter) as error:
+        raise click.ClickException(str(error)) from error
+    checks = judge(seen)
+    found = report.findings(plan, seen, checks)
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    for table in found.tables:
+        console.print(table.rich())
+    if json_path is not None:
+        command = f"python -m tests.soak --minutes {minutes:g} --frontends {frontends} --seed {seed}"
+        if plot_path is not None:
+            command += f" --plot {plot_path}"
+        write_json(msgspec.structs.replace(found, command=command), json_path)
+    if plot_path is not None:
+        report.draw(seen.samples, all(check.passed for check in checks), plot_path)
+    if not all(check.passed for check in checks):
+        raise click.ClickException("something grew, did not come home or failed: see the table")
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    """An orderly exit: everything that was started is ended on the way out."""
+    sys.exit(128 + number)
