@@ -169,7 +169,7 @@ _OPTIONS = (
         "max_concurrent_media",
         _COUNT,
         _DEFAULT.max_concurrent_media,
-        "Requests whose bodies a frontend reads, or whose media it decodes, at a time.",
+        "Requests whose media a frontend decodes at a time.",
     ),
     _Option(
         ("--max-queued-requests",),
@@ -201,6 +201,13 @@ _OPTIONS = (
         "Seconds from the end of a request's body to the last byte of its answer before 504.",
     ),
     _Option(("--max-body-nbytes",), "max_body_nbytes", NBYTES, _DEFAULT.max_body_nbytes, "Largest body of a request."),
+    _Option(
+        ("--max-bodies-nbytes",),
+        "max_bodies_nbytes",
+        NBYTES,
+        _DEFAULT.max_bodies_nbytes,
+        "Bytes of all bodies that a frontend holds; further ones wait in their sockets.",
+    ),
     _Option(
         ("--max-media-nbytes",),
         "max_media_nbytes",

@@ -1,4 +1,4 @@
-"""Admission over ASGI: turns, limits, and callers that hang up at every moment."""
+"""Admission over ASGI: places, turns, and callers that hang up at every moment. How bodies are read: test_bodies.py."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_hanging_up_cancels_the_handler(run: Run, eventually: Any) -> None
 
 
 async def test_the_server_s_own_cancellation_ends_the_handler_too(run: Run, eventually: Any) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_media=1)), Handler(proceed=False)
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
     task = run(admission, Caller(b"body"), handler)
     await eventually(lambda: handler.running == 1)
     task.cancel()
@@ -129,25 +129,14 @@ async def test_a_handler_s_error_comes_through_and_frees_its_turn(run: Run) -> N
     async def fail(scope: Any, receive: Any, send: Any) -> None:
         raise KeyError("what went wrong")
 
-    admission = Admission(FrontendSettings(max_concurrent_media=1))
+    admission = Admission(FrontendSettings(max_concurrent_requests=1))
     for _ in range(2):
         with pytest.raises(KeyError, match="what went wrong"):
             await run(admission, Caller(b"body"), fail)  # type: ignore[arg-type]
 
 
-async def test_who_waits_for_a_turn_is_not_read(run: Run, eventually: Any) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_media=2)), Handler(proceed=False)
-    callers = [Caller(b"body") for _ in range(5)]
-    tasks = [run(admission, caller, handler) for caller in callers]
-    await eventually(lambda: handler.running == 2)
-    assert [caller.asked > 0 for caller in callers] == [True, True, False, False, False]
-    handler.proceed.set()
-    await asyncio.gather(*tasks)
-    assert (handler.finished, handler.most_running) == (5, 2)
-
-
 async def test_who_hung_up_while_waiting_is_gone_when_its_turn_comes(run: Run, eventually: Any) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_media=1)), Handler(proceed=False)
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
     first = run(admission, Caller(b"first"), handler)
     await eventually(lambda: handler.running == 1)
     gone = Caller(complete=False)
@@ -165,7 +154,7 @@ async def refusal(task: Awaitable[None]) -> ApiError:
 
 
 async def test_a_turn_that_does_not_come_is_a_503(run: Run, eventually: Any) -> None:
-    admission = Admission(FrontendSettings(max_concurrent_media=1, queue_timeout_s=0.01))
+    admission = Admission(FrontendSettings(max_concurrent_requests=1, queue_timeout_s=0.01))
     handler = Handler(proceed=False)
     first = run(admission, Caller(b"first"), handler)
     await eventually(lambda: handler.running == 1)
@@ -176,7 +165,7 @@ async def test_a_turn_that_does_not_come_is_a_503(run: Run, eventually: Any) -> 
 
 
 async def test_too_many_that_wait_are_a_503_at_once(run: Run, eventually: Any) -> None:
-    admission = Admission(FrontendSettings(max_concurrent_media=1, max_queued_requests=1))
+    admission = Admission(FrontendSettings(max_concurrent_requests=1, max_queued_requests=1))
     handler = Handler(proceed=False)
     tasks = [run(admission, Caller(b"body"), handler) for _ in range(3)]
     error = await refusal(tasks.pop())
@@ -186,7 +175,7 @@ async def test_too_many_that_wait_are_a_503_at_once(run: Run, eventually: Any) -
 
 
 async def test_a_body_that_does_not_arrive_is_a_408_and_frees_its_turn(run: Run) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_media=1, body_timeout_s=0.01)), Handler()
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1, body_timeout_s=0.01)), Handler()
     error = await refusal(run(admission, Caller(b"half", complete=False), handler))
     assert (error.status, error.code) == (408, "body_timeout")
     await run(admission, Caller(b"whole"), handler)
@@ -205,25 +194,12 @@ async def test_a_body_that_grows_too_large_is_refused_while_it_comes(run: Run) -
     assert (error.status, caller.asked) == (413, 3)
 
 
-SMALL = {b"content-length": b"4"}
-
-
-async def test_a_small_body_is_read_without_a_turn(run: Run, eventually: Any) -> None:
-    admission, handler = Admission(FrontendSettings(max_concurrent_media=1)), Handler(proceed=False)
-    tasks = [run(admission, Caller(b"body"), handler)]
-    await eventually(lambda: handler.running == 1)
-    tasks += [run(admission, Caller(b"tiny", headers=SMALL), handler) for _ in range(3)]
-    await eventually(lambda: handler.running == 4)
-    handler.proceed.set()
-    await asyncio.gather(*tasks)
-
-
-async def test_requests_in_flight_are_bounded_whatever_their_size(run: Run, eventually: Any) -> None:
+async def test_requests_in_flight_are_bounded(run: Run, eventually: Any) -> None:
     settings = FrontendSettings(max_concurrent_requests=2, max_queued_requests=1)
     admission, handler = Admission(settings), Handler(proceed=False)
-    tasks = [run(admission, Caller(b"tiny", headers=SMALL), handler) for _ in range(3)]
+    tasks = [run(admission, Caller(b"tiny"), handler) for _ in range(3)]
     await eventually(lambda: handler.running == 2)
-    error = await refusal(run(admission, Caller(b"tiny", headers=SMALL), handler))
+    error = await refusal(run(admission, Caller(b"tiny"), handler))
     assert (error.status, error.code, error.headers) == (503, "overloaded", {"retry-after": "1"})
     handler.proceed.set()
     await asyncio.gather(*tasks)
@@ -235,15 +211,41 @@ async def test_a_turn_that_is_given_back_early_is_the_next_one_s(run: Run, event
 
     async def give_back(scope: Any, receive: Any, send: Any) -> None:
         admitted = admitted_of(scope)
-        admitted.release_turn()
-        admitted.release_turn()  # twice is once
+        for _ in range(2):  # twice is once
+            await admitted.take_turn()
+        for _ in range(2):
+            admitted.release_turn()
         await handler(scope, receive, send)
 
     tasks = [run(admission, Caller(b"body"), give_back) for _ in range(3)]  # type: ignore[arg-type]
     await eventually(lambda: handler.running == 3)
     handler.proceed.set()
     await asyncio.gather(*tasks)
-    assert admission._turns._value == 1
+
+
+async def test_a_turn_that_was_not_given_back_is_at_the_end_of_its_request(run: Run) -> None:
+    admission = Admission(FrontendSettings(max_concurrent_media=1))
+    taken = []
+
+    async def take(scope: Any, receive: Any, send: Any) -> None:
+        await admitted_of(scope).take_turn()
+        taken.append(admitted_of(scope).has_turn)
+
+    for _ in range(2):
+        await run(admission, Caller(b"body"), take)  # type: ignore[arg-type]
+    assert taken == [True, True]
+
+
+async def test_bodies_that_come_slowly_take_no_place_and_no_turn(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=1, max_concurrent_media=1)), Handler()
+    slow = [Caller(b"slow", headers={b"content-length": b"1000000"}, complete=False) for _ in range(40)]
+    tasks = [run(admission, caller, handler) for caller in slow]
+    await eventually(lambda: all(caller.asked == 2 for caller in slow))
+    await asyncio.wait_for(run(admission, Caller(b"body"), handler), 1)
+    assert handler.bodies == [b"body"]
+    for caller in slow:
+        caller.hang_up()
+    await asyncio.gather(*tasks)
 
 
 async def test_the_deadline_begins_with_the_end_of_the_body(run: Run) -> None:

@@ -46,7 +46,7 @@ def request_of(body_of: Any) -> Any:
 def admitted() -> Admitted:
     """A request that was just admitted."""
     admission = Admission(FrontendSettings())
-    return Admitted(admission._line, admission._turns)
+    return admission.new_request()
 
 
 @pytest.fixture

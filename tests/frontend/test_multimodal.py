@@ -78,10 +78,15 @@ async def open_intake() -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-def admitted() -> Admitted:
+def admission() -> Admission:
+    """Whoever admits requests; one at a time has a turn."""
+    return Admission(FrontendSettings(max_concurrent_media=1))
+
+
+@pytest.fixture
+def admitted(admission: Admission) -> Admitted:
     """A request that was just admitted."""
-    admission = Admission(FrontendSettings(max_concurrent_media=1))
-    return Admitted(admission._line, admission._turns)
+    return admission.new_request()
 
 
 async def test_all_media_share_one_slot(
@@ -121,12 +126,12 @@ async def test_every_modality_is_decoded_in_place(open_engine: Any, open_intake:
 
 
 async def test_a_turn_is_taken_for_media_only_and_given_back_before_the_engine_is_asked(
-    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, admitted: Admitted
 ) -> None:
     intake = open_intake(await open_engine())
     async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admitted, "messages"):
         await asyncio.wait_for(admitted.take_turn(), 1)  # it is free, and somebody else has it now
-        other = Admitted(admitted._line, admitted._turns)
+        other = admission.new_request()
         async with intake.take([], SPEC, other, "messages") as media:
             assert media == []
         with pytest.raises(TimeoutError):
@@ -256,7 +261,7 @@ async def test_cancelling_at_any_moment_gives_everything_back(
         blocker.close()
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
     assert engine.client.ring.statistics().waiting == 0
-    assert not admitted._turns.locked()
+    await asyncio.wait_for(admitted.take_turn(), 1)
 
 
 async def test_without_shared_memory_it_is_private(

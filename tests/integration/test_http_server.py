@@ -343,6 +343,35 @@ async def test_a_thousand_connections_that_say_nothing_keep_nobody_waiting(
     assert after["shmring_engine_ring_protocol_errors"] == before["shmring_engine_ring_protocol_errors"]
 
 
+async def test_bodies_that_come_slowly_keep_no_picture_waiting(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
+    """Forty callers, twice as many as may decode at a time, announce a megabyte and send a byte now and then."""
+    await settled(http)
+    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{"
+
+    async def drip() -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        try:
+            writer.write(head)
+            while True:
+                await asyncio.sleep(0.2)
+                writer.write(b" ")
+        finally:
+            writer.transport.abort()
+
+    callers = [asyncio.create_task(drip()) for _ in range(40)]
+    try:
+        while (await numbers(http))["shmring_http_in_flight"] < 41:  # they and the question
+            await asyncio.sleep(0.01)
+        for _ in range(4):  # both frontends
+            async with asyncio.timeout(5):  # half a second each, on two busy cores
+                assert (await http.post("/v1/embeddings", content=body)).status_code == 200
+    finally:
+        for caller in callers:
+            caller.cancel()
+        await asyncio.wait(callers)
+    await settled(http)
+
+
 async def test_hanging_up_while_the_engine_works_aborts_there_too(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
     before = await settled(http)
     os.kill(server.engine, signal.SIGSTOP)  # it takes as long as we want it to

@@ -1,0 +1,231 @@
+"""Reading the bodies of requests: how large they may be, how slow, and how much memory all of them take together.
+
+What has *arrived* of a body counts, not what was announced: a caller that announces much and sends little takes nothing from
+anybody. While memory is full, bodies wait in their sockets, in order, where flow control bounds them. Bodies that are half
+read could fill it, and then none of them would ever be complete; so one at a time may overdraw it. That one must come quickly,
+or it is refused.
+
+The first kilobytes of a body are free, since the server reads them ahead anyway: so a conversation without media never waits
+for pictures. The bound is thus the limit, one more body, and for each connection what the server had read when it began to wait
+(64 KiB, and up to 256 KiB that came with them).
+
+A body has a least rate and may not stand still. Time in which it waits for memory does not count: that is not its caller's
+fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import cast
+
+from starlette.types import Receive, Scope
+
+from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.settings import FrontendSettings
+
+__all__ = ["BodyMemory", "BodyReader", "BodyShare", "HungUp"]
+
+_FREE_NBYTES = 64 << 10  # of each body; what uvicorn reads ahead of a handler
+
+_IDLE_S = 10.0  # without a byte
+_GRACE_S = 10.0  # until the least rate counts: a connection is slow at first
+_LEAST_BYTES_PER_S = 16 << 10  # 128 kbit/s, a slow mobile network
+
+# Of the one body that overdraws: everybody else waits for it.
+_OVERDRAWING_GRACE_S = 5.0
+_OVERDRAWING_BYTES_PER_S = 256 << 10
+
+
+class HungUp(Exception):
+    """The caller has gone; nobody is there to be answered."""
+
+
+class BodyShare:
+    """What one body takes of the memory. Whoever lets go of the body releases it."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self.nbytes = 0
+
+    @property
+    def overdraws(self) -> bool:
+        """Whether this is the body that may grow though there is no room."""
+        return self._memory.overdrawing is self
+
+    async def grow(self, nbytes: int) -> None:
+        """Waits until there is room. If it is cancelled, it may have grown all the same."""
+        await self._memory.take(self, nbytes)
+
+    def release(self) -> None:
+        """Gives everything back. Twice is once."""
+        self._memory.release(self)
+
+
+class BodyMemory:
+    """The memory of all bodies together, those that are complete and wait for their turn included.
+
+    Attributes:
+        nbytes: what they take now.
+        overdrawing: whose body may grow though there is no room; None while there is.
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.nbytes = 0
+        self.overdrawing: BodyShare | None = None
+        self._limit_nbytes = limit_nbytes
+        self._waiters: deque[tuple[BodyShare, int, asyncio.Future[None]]] = deque()
+
+    async def take(self, share: BodyShare, nbytes: int) -> None:
+        """Adds to a share when there is room, and nobody waits who came before."""
+        if (not self._waiters or share.overdraws) and self._try_take(share, nbytes):
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = (share, nbytes, granted)
+        self._waiters.append(waiter)
+        try:
+            await granted
+        finally:
+            if granted.cancelled():
+                with contextlib.suppress(ValueError):  # its turn had come, and it was passed over
+                    self._waiters.remove(waiter)
+
+    def release(self, share: BodyShare) -> None:
+        """Takes back what a share has, and lets go on who waits for it."""
+        self.nbytes -= share.nbytes
+        share.nbytes = 0
+        if self.overdrawing is share:
+            self.overdrawing = None
+        while self._waiters:
+            waiting_share, nbytes, granted = self._waiters[0]
+            if not granted.cancelled():
+                if not self._try_take(waiting_share, nbytes):
+                    return
+                granted.set_result(None)
+            self._waiters.popleft()
+
+    def _try_take(self, share: BodyShare, nbytes: int) -> bool:
+        if self.nbytes >= self._limit_nbytes:
+            if self.overdrawing not in (None, share):
+                return False
+            self.overdrawing = share
+        self.nbytes += nbytes
+        share.nbytes += nbytes
+        return True
+
+
+class BodyReader:
+    """Reads bodies.
+
+    Args:
+        settings: the limits.
+    """
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        self.memory = BodyMemory(settings.max_bodies_nbytes)
+        self._max_nbytes = settings.max_body_nbytes
+        self._timeout_s = settings.body_timeout_s
+        self._wait_timeout_s = settings.queue_timeout_s
+
+    def check_announced(self, scope: Scope) -> None:
+        """Refuses a request whose header announces too much.
+
+        Raises:
+            ApiError: 413.
+        """
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit():
+                self._check_size(int(value))
+
+    async def read(self, receive: Receive, share: BodyShare) -> bytes:
+        """Reads a body.
+
+        Args:
+            receive: as ASGI has it.
+            share: grows with the body. Its owner releases it, also after an error.
+
+        Raises:
+            ApiError: 413, it is too large; 408, it is too slow; 503, no memory came free in time.
+            HungUp: the caller has gone.
+        """
+        body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap
+        pace = _Pace(self._timeout_s)
+        while True:
+            try:
+                async with asyncio.timeout_at(pace.deadline(share.overdraws)):
+                    message = await receive()
+            except TimeoutError:
+                # Closing the connection is all that keeps who is slow from sending on.
+                raise ApiError(408, pace.complaint, code="body_timeout", headers={"connection": "close"}) from None
+            if message["type"] != "http.request":
+                raise HungUp
+            chunk = message.get("body", b"")
+            nbytes = len(body) + len(chunk)
+            self._check_size(nbytes)
+            await self._grow(share, max(0, nbytes - _FREE_NBYTES - share.nbytes), pace)
+            pace.advance(len(chunk), share.overdraws)
+            body += chunk
+            if not message.get("more_body", False):
+                return cast(bytes, body)  # ASGI says bytes; whatever reads bytes reads it, and it is not copied
+
+    async def _grow(self, share: BodyShare, nbytes: int, pace: _Pace) -> None:
+        if not nbytes:
+            return
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                with pace.paused():
+                    await share.grow(nbytes)
+        except TimeoutError:
+            message = f"no memory for the request's body came free within {self._wait_timeout_s:g} s"
+            raise ApiError(503, message, code="overloaded", retry_after_s=RETRY_AFTER_S) from None
+
+    def _check_size(self, nbytes: int) -> None:
+        if nbytes > self._max_nbytes:
+            message = f"the request's body is larger than the {self._max_nbytes} bytes that are accepted"
+            raise ApiError(413, message, code="body_too_large")
+
+
+class _Pace:
+    """How fast one body comes, and by when more of it must have come."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._timeout_s = timeout_s
+        self._nbytes = 0
+        self._started_at = self._last_at = self._now()
+        self._overdrawing_since: float | None = None
+        self._overdrawn_nbytes = 0
+        self.complaint = (
+            f"the request's body did not arrive within {timeout_s:g} s, stood still for {_IDLE_S:g} s, "
+            f"or came with less than {_LEAST_BYTES_PER_S >> 10} KiB/s"
+        )
+
+    def deadline(self, overdraws: bool) -> float:
+        """When the next piece must have come, as a time of the loop's clock."""
+        deadline = min(
+            self._started_at + self._timeout_s,
+            self._started_at + _GRACE_S + self._nbytes / _LEAST_BYTES_PER_S,
+            self._last_at + _IDLE_S,
+        )
+        if overdraws and self._overdrawing_since is not None:
+            allowed_s = _OVERDRAWING_GRACE_S + self._overdrawn_nbytes / _OVERDRAWING_BYTES_PER_S
+            deadline = min(deadline, self._overdrawing_since + allowed_s)
+        return deadline
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count what time the block takes."""
+        before = self._now()
+        yield
+        self._started_at += self._now() - before
+
+    def advance(self, nbytes: int, overdraws: bool) -> None:
+        """Notes that a piece came."""
+        self._nbytes += nbytes
+        self._last_at = self._now()
+        if overdraws:
+            if self._overdrawing_since is None:
+                self._overdrawing_since = self._last_at
+            self._overdrawn_nbytes += nbytes

@@ -1,0 +1,202 @@
+"""Reading bodies: memory that all share, and who is too slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from frontend import bodies
+from frontend.bodies import BodyReader, BodyShare, HungUp
+from frontend.errors import ApiError
+from frontend.settings import FrontendSettings
+
+
+class Sender:
+    """A caller that sends pieces when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def send(self, body: bytes, *, more: bool = True) -> None:
+        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": more})
+
+    def hang_up(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
+
+    async def receive(self) -> Any:
+        self.asked += 1
+        return await self._messages.get()
+
+
+class Reading:
+    """A body that is being read."""
+
+    def __init__(self, reader: BodyReader, sender: Sender) -> None:
+        self.sender = sender
+        self.share = BodyShare(reader.memory)
+        self.task = asyncio.create_task(reader.read(sender.receive, self.share))
+
+
+Begin = Callable[[BodyReader], Reading]
+
+
+@pytest.fixture
+def begin() -> Begin:
+    """``begin(reader)``: a body that is being read, of which nothing has come."""
+    return lambda reader: Reading(reader, Sender())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_FREE_NBYTES", 0)
+
+
+def reader_of(**settings: Any) -> BodyReader:
+    return BodyReader(FrontendSettings(**settings))
+
+
+async def refusal(task: Awaitable[object]) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        await asyncio.wait_for(task, 5)
+    return raised.value
+
+
+async def test_pieces_are_joined_and_count_until_they_are_released(begin: Begin) -> None:
+    reader = reader_of()
+    reading = begin(reader)
+    for piece, more in ((b"one ", True), (b"two ", True), (b"three", False)):
+        reading.sender.send(piece, more=more)
+    assert bytes(await reading.task) == b"one two three"
+    assert reader.memory.nbytes == 13
+    for _ in range(2):
+        reading.share.release()
+    assert reader.memory.nbytes == 0
+
+
+async def test_a_small_body_needs_no_memory_though_there_is_none(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = reader_of(max_bodies_nbytes=10)
+    full, overdrawing = begin(reader), begin(reader)
+    for reading in (full, overdrawing):
+        reading.sender.send(b"x" * 10)
+    while reader.memory.nbytes < 20:
+        await asyncio.sleep(0)
+    monkeypatch.setattr(bodies, "_FREE_NBYTES", 10)
+    small = begin(reader)
+    small.sender.send(b"x" * 10, more=False)
+    await asyncio.wait_for(small.task, 1)
+    for reading in (full, overdrawing):
+        reading.sender.hang_up()
+        with pytest.raises(HungUp):
+            await reading.task
+
+
+async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_order(begin: Begin, eventually: Any) -> None:
+    reader = reader_of(max_bodies_nbytes=30)
+    readings = [begin(reader) for _ in range(6)]
+    for reading in readings:
+        reading.sender.send(b"x" * 10)
+    first, second, third, fourth, fifth, sixth = readings
+    await eventually(lambda: fourth.sender.asked == 2)  # the fourth overdraws
+    assert [reading.sender.asked for reading in readings] == [2, 2, 2, 2, 1, 1]
+    first.sender.send(b"x" * 10)  # it has to wait behind those
+    fourth.sender.send(b"x" * 100, more=False)
+    await fourth.task
+    assert reader.memory.nbytes == 140
+    second.task.cancel()
+    await asyncio.wait([second.task])
+    second.share.release()
+    assert fifth.sender.asked == 1, "only what makes room lets others in"
+    fourth.share.release()
+    await eventually(lambda: (fifth.sender.asked, sixth.sender.asked) == (2, 2))
+    assert first.sender.asked == 2
+    for reading in (third, fifth, sixth):
+        reading.sender.hang_up()
+        with pytest.raises(HungUp):
+            await reading.task
+        reading.share.release()
+    await eventually(lambda: first.sender.asked == 3)
+    first.sender.send(b"", more=False)
+    assert len(await first.task) == 20
+    first.share.release()
+    assert reader.memory.nbytes == 0
+
+
+async def test_whoever_gives_up_waiting_for_memory_leaves_the_line(begin: Begin, eventually: Any) -> None:
+    reader = reader_of(max_bodies_nbytes=10)
+    readings = [begin(reader) for _ in range(4)]
+    for reading in readings:
+        reading.sender.send(b"x" * 10)
+    full, overdrawing, leaving, waiting = readings
+    await eventually(lambda: overdrawing.sender.asked == 2)
+    leaving.task.cancel()
+    overdrawing.task.cancel()
+    await asyncio.wait([leaving.task, overdrawing.task])
+    for reading in (leaving, overdrawing):
+        reading.share.release()
+    await eventually(lambda: waiting.sender.asked == 2)
+    assert reader.memory.nbytes == 20
+    for reading in (full, waiting):
+        reading.task.cancel()
+    await asyncio.wait([full.task, waiting.task])
+
+
+async def test_memory_that_does_not_come_free_is_a_503(begin: Begin) -> None:
+    reader = reader_of(max_bodies_nbytes=10, queue_timeout_s=0.02)
+    readings = [begin(reader) for _ in range(3)]
+    for reading in readings:
+        reading.sender.send(b"x" * 10)
+    error = await refusal(readings[2].task)
+    assert (error.status, error.code, error.retry_after_s) == (503, "overloaded", 1)
+    for reading in readings[:2]:
+        reading.task.cancel()
+
+
+async def test_a_body_that_stands_still_is_a_408(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_IDLE_S", 0.02)
+    reading = begin(reader_of())
+    reading.sender.send(b"x" * 10)
+    error = await refusal(reading.task)
+    assert (error.status, error.code, error.headers) == (408, "body_timeout", {"connection": "close"})
+
+
+async def drip(sender: Sender, piece: bytes) -> None:
+    while True:
+        sender.send(piece)
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(("piece", "refused"), [(b"x", True), (b"x" * 10_000, False)])
+async def test_a_body_has_a_least_rate(begin: Begin, monkeypatch: pytest.MonkeyPatch, piece: bytes, refused: bool) -> None:
+    monkeypatch.setattr(bodies, "_GRACE_S", 0.05)
+    # The slow one sends 200 bytes a second, at most; the fast one two million.
+    monkeypatch.setattr(bodies, "_LEAST_BYTES_PER_S", 100_000)
+    reading = begin(reader_of())
+    dripping = asyncio.create_task(drip(reading.sender, piece))
+    if refused:
+        assert (await refusal(reading.task)).code == "body_timeout"
+    else:
+        _, pending = await asyncio.wait([reading.task], timeout=0.3)
+        assert pending
+    dripping.cancel()
+    reading.task.cancel()
+
+
+async def test_who_overdraws_must_be_quick_and_who_waits_for_memory_need_not(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_OVERDRAWING_GRACE_S", 0.05)
+    reader = reader_of(max_bodies_nbytes=10)
+    full, slow, waiting = (begin(reader) for _ in range(3))
+    for reading in (full, slow, waiting):
+        reading.sender.send(b"x" * 10)
+    dripping = asyncio.create_task(drip(slow.sender, b"x"))
+    assert (await refusal(slow.task)).code == "body_timeout"
+    dripping.cancel()
+    slow.share.release()
+    waiting.sender.send(b"x", more=False)
+    await asyncio.wait_for(waiting.task, 1)
+    full.task.cancel()
