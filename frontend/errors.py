@@ -10,6 +10,7 @@ not JSON; not such a request; bad media                400     invalid_json, inv
 what would change the answer, and is not built         400     unsupported_value, unsupported_input
 a task that the model does not do                      400     unsupported_task
 ``ValueError`` or ``ValidationError`` of the executor  400     rejected_by_engine
+prompt and ``max_tokens`` longer than the model takes  400     context_length_exceeded
 no key, or a wrong one                                 401     invalid_api_key
 no such model; no such route                           404     model_not_found, not_found
 no such method                                         405     method_not_allowed
@@ -119,6 +120,8 @@ def api_error_of(error: Exception) -> ApiError:
         case HTTPException():
             code = _CODES_OF_STATUS.get(error.status_code, "invalid_request")
             return ApiError(error.status_code, error.detail, code=code, headers=error.headers)
+        case shmring.RemoteError(type_name="ContextLengthError"):
+            return ApiError(400, error.message, code="context_length_exceeded")
         case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
             return ApiError(400, error.message, code="rejected_by_engine")
         case shmring.RemoteError(type_name="CapacityError"):

@@ -7,9 +7,25 @@ from __future__ import annotations
 
 import importlib
 
-from engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
+from engine.executors.interface import (
+    ContextLengthError,
+    Executor,
+    ExecutorDeadError,
+    ExecutorOptions,
+    StepInput,
+    StepOutput,
+)
 
-__all__ = ["EXECUTORS", "create_executor", "Executor", "ExecutorDeadError", "ExecutorOptions", "StepInput", "StepOutput"]
+__all__ = [
+    "EXECUTORS",
+    "create_executor",
+    "ContextLengthError",
+    "Executor",
+    "ExecutorDeadError",
+    "ExecutorOptions",
+    "StepInput",
+    "StepOutput",
+]
 
 #: The built-in ones, by name.
 EXECUTORS = {

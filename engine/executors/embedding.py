@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from engine.executors.generation import LanguageModel
+from engine.executors.interface import ContextLengthError
 from engine.executors.prompts import PromptBuilder
 from engine.protocol import Medium, Text
 
@@ -50,7 +51,7 @@ class Embedder:
         self.size = int(model.read({"input_ids": torch.tensor([[1]])}).shape[1])
 
     @torch.inference_mode()
-    def embed(self, one: Text | Medium) -> tuple[torch.Tensor, int]:
+    def embed(self, item: Text | Medium) -> tuple[torch.Tensor, int]:
         """Embeds an input.
 
         Returns:
@@ -58,14 +59,14 @@ class Embedder:
             of length one, in host memory.
 
         Raises:
-            ValueError: it is not what the model takes, or is too long for it.
+            ValueError: it is not what the model takes.
+            ContextLengthError: it is longer than the model takes.
             RuntimeError: what the model computes are no numbers.
         """
-        inputs = self._prompts.build_single(one)
+        inputs = self._prompts.build_single(item)
         tokens = int(inputs["input_ids"].shape[1])
         if tokens > self._max_model_len:
-            kind = type(one).__name__.lower()
-            raise ValueError(f"a {kind} to be embedded has {tokens} tokens; the model takes {self._max_model_len}")
+            raise ContextLengthError(tokens, None, self._max_model_len)
         states = self._model.read(inputs)
         pooled = states[-1].float() if self._pooling == "last" else states.float().mean(dim=0)
         length = torch.linalg.vector_norm(pooled)

@@ -16,11 +16,48 @@ from typing import Any, Protocol, runtime_checkable
 
 from engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, ModelDescription
 
-__all__ = ["Executor", "ExecutorDeadError", "ExecutorOptions", "StepInput", "StepOutput"]
+__all__ = ["ContextLengthError", "Executor", "ExecutorDeadError", "ExecutorOptions", "StepInput", "StepOutput"]
 
 
 class ExecutorDeadError(Exception):
     """Raised by an executor that can never execute anything again; the engine then ends, and says why."""
+
+
+class ContextLengthError(ValueError):
+    """A request is longer than the model takes; its caller must shorten it.
+
+    Attributes:
+        prompt_tokens: of the request, media included; at least so many if ``estimated``.
+        max_tokens: what the request asks for beside them; None if it names no number.
+        max_model_len: tokens of prompt and answer together that the model takes.
+        estimated: whether the prompt is known to be too long before it was made into tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, estimated: bool = False) -> None:
+        counted = f"{'at least ' if estimated else ''}{prompt_tokens} tokens, media included"
+        limit = f"the model takes {max_model_len} tokens in all"
+        room = max_model_len - prompt_tokens
+        if room < 1 or max_tokens is None:
+            message = f"the prompt has {counted}; {limit}, the answer's included: shorten the prompt"
+        else:
+            message = f"the prompt has {counted}, and max_tokens is {max_tokens}; {limit}: lower max_tokens to {room} or less"
+        super().__init__(message)
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
+        self.estimated = estimated
+
+    @classmethod
+    def check(cls, prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+        """Returns how many tokens an answer may have: ``max_tokens``, or all that the model has room for.
+
+        Raises:
+            ContextLengthError: prompt and answer do not fit the model together.
+        """
+        room = max_model_len - prompt_tokens
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            raise cls(prompt_tokens, max_tokens, max_model_len)
+        return room if max_tokens is None else max_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

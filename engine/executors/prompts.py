@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from engine.executors.checkpoint import Checkpoint
+from engine.executors.interface import ContextLengthError
 from engine.protocol import GenerateRequest, InputSpec, Medium, Picture, PictureSpec, Text, TextPart, Video, VideoSpec
 
 __all__ = ["PromptBuilder"]
@@ -71,6 +72,8 @@ class PromptBuilder:
         self._num_frames = self._media_settings.pop("num_frames", None) or _NUM_FRAMES
         self._template_error = importlib.import_module("jinja2").TemplateError
         self._sanitizes = _sanitizes(self._processor)
+        self._max_model_len = checkpoint.max_model_len
+        self._longest_token = _find_longest_token(self._tokenizer)
         self._control_tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self.input = self._describe_input()
 
@@ -79,26 +82,29 @@ class PromptBuilder:
 
         Raises:
             ValueError: the conversation or its media are not what this model takes.
+            ContextLengthError: its texts are too long, whatever tokens they are made of.
         """
         if not request.messages:
             raise ValueError("a conversation has at least one message")
         if not self.has_template:
             raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
+        texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
+        self._check_characters(sum(map(len, texts)), request.sampling.max_tokens)
         conversation, videos = self._lay_out(request)
         if not self._sanitizes:
             self._refuse_control_tokens(request)
         return self._apply_template(conversation, videos, add_generation_prompt=True)
 
-    def build_single(self, one: Text | Medium) -> dict[str, Any]:
+    def build_single(self, item: Text | Medium) -> dict[str, Any]:
         """Makes the inputs of one thing to be embedded, as :meth:`build` does of a request.
 
         Raises:
             ValueError: it is not what this model takes, or is empty.
         """
-        if isinstance(one, Text):
-            return self._tokenize(one.text)
-        part = self._place(one)
-        videos = [one] if isinstance(one, Video) else []
+        if isinstance(item, Text):
+            return self._tokenize(item.text)
+        part = self._place(item)
+        videos = [item] if isinstance(item, Video) else []
         if self.has_template:
             return self._apply_template([{"role": "user", "content": [part]}], videos, add_generation_prompt=False)
         assert self._processor is not None, "it has a place for this medium"
@@ -126,7 +132,14 @@ class PromptBuilder:
             raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
         return dict(inputs)
 
+    def _check_characters(self, characters: int, max_tokens: int | None) -> None:
+        """Refuses what can't fit the model before it is tokenised, which takes seconds for megabytes, for all requests."""
+        fewest_tokens = -(-characters // self._longest_token)
+        if fewest_tokens > self._max_model_len:
+            raise ContextLengthError(fewest_tokens, max_tokens, self._max_model_len, estimated=True)
+
     def _tokenize(self, text: str) -> dict[str, Any]:
+        self._check_characters(len(text), None)
         tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
         if not tokens:
             raise ValueError("a text to be embedded can't be empty")
@@ -219,6 +232,15 @@ class PromptBuilder:
 def _sanitizes(processor: Any | None) -> bool:
     """Whether control tokens in texts can be made harmless. Processors with a call of their own do not go along with it."""
     return processor is None or type(processor).__call__ is importlib.import_module("transformers").ProcessorMixin.__call__
+
+
+def _find_longest_token(tokenizer: Any) -> int:
+    """Returns the most characters that one token of a text can stand for.
+
+    A vocabulary spells characters beyond ASCII in one letter or more for each, so none stands for more than its spelling has.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return max((len(token) for token in tokenizer.get_vocab() if token not in special), default=1)
 
 
 def _check_pixels(pixels: torch.Tensor, what: str, ndim: int) -> None:

@@ -18,7 +18,8 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from engine.executors.interface import ExecutorOptions, StepInput, StepOutput
+from engine.answers import without_frames
+from engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput, StepOutput
 from engine.executors.stopping import StopTexts
 from engine.protocol import (
     EncodeReply,
@@ -55,6 +56,7 @@ class SyntheticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tokens: of an answer whose request does not say how many.
         embedding_size: of an embedding.
         max_batch_size: requests in a step.
+        max_model_len: tokens of prompt and answer together, as a real model has such a limit.
     """
 
     step_s: float = 0.0
@@ -62,6 +64,7 @@ class SyntheticOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int = 128
     embedding_size: int = 512
     max_batch_size: int = 256
+    max_model_len: int = 131_072
 
 
 class _MediaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,8 +98,12 @@ class SyntheticExecutor:
         self._media = _converted(options.mm_processor_kwargs, _MediaOptions)
         if options.model is not None:
             raise ValueError("the synthetic executor has no model; leave --model out")
-        if self._options.step_s < 0 or self._options.item_s < 0 or self._options.tokens < 1 or self._options.embedding_size < 1:
-            raise ValueError("the synthetic executor's times can't be negative, nor its counts less than 1")
+        if min(self._options.step_s, self._options.item_s) < 0:
+            raise ValueError("the synthetic executor's times can't be negative")
+        if min(self._options.tokens, self._options.embedding_size, self._options.max_batch_size) < 1:
+            raise ValueError("the synthetic executor's counts can't be less than 1")
+        if self._options.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, got {self._options.max_model_len}")
         self._answers: dict[int, _Answer] = {}
 
     def describe(self) -> ModelDescription:
@@ -113,13 +120,14 @@ class SyntheticExecutor:
             ),
             max_batch_size=self._options.max_batch_size,
             embedding_size=self._options.embedding_size,
+            max_model_len=self._options.max_model_len,
             synthetic=True,
         )
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        media = sum(len(_media_of(one.payload)) for one in batch)
+        media = sum(len(_media_of(part.payload)) for part in batch)
         time.sleep(self._options.step_s + self._options.item_s * media)
-        return [self._advance(one) for one in batch]
+        return [self._advance(part) for part in batch]
 
     def forget(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
@@ -127,29 +135,27 @@ class SyntheticExecutor:
     def close(self) -> None:
         self._answers.clear()
 
-    def _advance(self, one: StepInput) -> StepOutput | Exception:
+    def _advance(self, part: StepInput) -> StepOutput | Exception:
         try:
-            for medium in _media_of(one.payload):
+            for medium in _media_of(part.payload):
                 _verify(medium)
-            if (
-                isinstance(one.payload, GenerateRequest)
-                and one.payload.sampling.max_tokens is not None
-                and one.payload.sampling.max_tokens < 1
-            ):
-                raise ValueError(f"max_tokens is {one.payload.sampling.max_tokens}, and at least 1")
-            if isinstance(one.payload, GenerateRequest):
-                self._answers[one.request_id] = self._begin(one.payload)
+            if isinstance(part.payload, GenerateRequest):
+                self._answers[part.request_id] = self._begin(part.payload)
         except ValueError as error:
-            return ValueError(str(error))  # without its traceback, whose frames would keep the media's slots
-        if isinstance(one.payload, EncodeRequest):
-            return StepOutput(self._embed(one.payload))
-        return self._next_token(self._answers[one.request_id])
+            return without_frames(error)  # they would keep the media's slots
+        if isinstance(part.payload, EncodeRequest):
+            return StepOutput(self._embed(part.payload))
+        return self._next_token(self._answers[part.request_id])
 
     def _begin(self, request: GenerateRequest) -> _Answer:
-        max_tokens = self._options.tokens if request.sampling.max_tokens is None else request.sampling.max_tokens
+        max_tokens = request.sampling.max_tokens
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
         prompt_tokens = sum(len(text.split()) for text in texts) + _TOKENS_PER_MEDIUM * len(request.media)
-        return _Answer(prompt_tokens, max_tokens, StopTexts(request.sampling.stop))
+        room = ContextLengthError.check(prompt_tokens, max_tokens, self._options.max_model_len)
+        answer_tokens = min(room, self._options.tokens) if max_tokens is None else max_tokens
+        return _Answer(prompt_tokens, answer_tokens, StopTexts(request.sampling.stop))
 
     def _next_token(self, answer: _Answer) -> StepOutput:
         answer.sent += 1
@@ -163,15 +169,15 @@ class SyntheticExecutor:
 
     def _embed(self, request: EncodeRequest) -> EncodeReply:
         """Random directions: the same for the same input, and without any other meaning."""
-        rows = [torch.randn(self._options.embedding_size, generator=_generator(one)) for one in request.inputs]
+        rows = [torch.randn(self._options.embedding_size, generator=_generator(item)) for item in request.inputs]
         embeddings = torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, 1)
-        return EncodeReply(embeddings, sum(len(one.text.split()) for one in request.inputs if isinstance(one, Text)))
+        return EncodeReply(embeddings, sum(len(item.text.split()) for item in request.inputs if isinstance(item, Text)))
 
 
 def _media_of(payload: EncodeRequest | GenerateRequest | None) -> list[Medium]:
     match payload:
         case EncodeRequest():
-            return [one for one in payload.inputs if not isinstance(one, Text)]
+            return [item for item in payload.inputs if not isinstance(item, Text)]
         case GenerateRequest():
             return payload.media
     return []
@@ -181,16 +187,16 @@ def _verify(medium: Medium) -> None:
     tensor = tensor_of(medium)
     if medium.checksum is None:
         raise ValueError("the synthetic executor verifies its input; send each medium with its checksum_of()")
-    found = checksum_of(tensor)
-    if found != medium.checksum:
+    checksum = checksum_of(tensor)
+    if checksum != medium.checksum:
         raise ValueError(
-            f"a {type(medium).__name__.lower()} of {tensor.nbytes} bytes arrived with checksum {found:08x}, "
+            f"a {type(medium).__name__.lower()} of {tensor.nbytes} bytes arrived with checksum {checksum:08x}, "
             f"sent was {medium.checksum:08x}"
         )
 
 
-def _generator(one: Text | Medium) -> torch.Generator:
-    seed = zlib.crc32(one.text.encode()) if isinstance(one, Text) else one.checksum
+def _generator(item: Text | Medium) -> torch.Generator:
+    seed = zlib.crc32(item.text.encode()) if isinstance(item, Text) else item.checksum
     assert seed is not None, "verified before"
     return torch.Generator().manual_seed(seed)
 

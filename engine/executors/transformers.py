@@ -33,11 +33,12 @@ from typing import Any
 import msgspec
 import torch
 
+from engine.answers import without_frames
 from engine.executors.checkpoint import LoadSettings, load_checkpoint
 from engine.executors.detokenizer import Detokenizer
 from engine.executors.embedding import POOLINGS, Embedder
 from engine.executors.generation import Context, LanguageModel
-from engine.executors.interface import ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
+from engine.executors.interface import ContextLengthError, ExecutorDeadError, ExecutorOptions, StepInput, StepOutput
 from engine.executors.prompts import PromptBuilder
 from engine.executors.sampling import Sampler
 from engine.executors.stopping import StopTexts
@@ -121,16 +122,10 @@ class _Answer:
         """Takes note of the prompt's length.
 
         Raises:
-            ValueError: it leaves no room for an answer.
+            ContextLengthError: the model has no room for the answer.
         """
-        room = max_model_len - prompt_tokens
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {prompt_tokens} tokens, media included; "
-                f"the model takes {max_model_len} of prompt and answer together"
-            )
         self._prompt_tokens = prompt_tokens
-        self._limit = room if self._max_tokens is None else min(room, self._max_tokens)
+        self._limit = ContextLengthError.check(prompt_tokens, self._max_tokens, max_model_len)
 
     def advance(self, logits: torch.Tensor) -> StepOutput:
         """Chooses the next token; returns what is new, if it can be let go yet.
@@ -347,6 +342,8 @@ def _report(error: Exception) -> Exception:
     Raises:
         ExecutorDeadError: nothing can be computed any more.
     """
+    if isinstance(error, ContextLengthError):
+        return without_frames(error)
     text = str(error)[:_MAX_ERROR_CHARACTERS]
     if isinstance(error, ValueError):
         return ValueError(text)

@@ -268,7 +268,7 @@ def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: Transfor
     ("one", "message"),
     [
         (Text(""), "can't be empty"),
-        (Text("Hi " * 600), r"a text to be embedded has \d{3,4} tokens; the model takes 512"),
+        (Text("Hi " * 600), r"the prompt has \d{3,4} tokens, media included; the model takes 512"),
         (Picture(torch.zeros(8, 8, dtype=torch.uint8)), r"uint8 of shape \(height, width, 3\)"),
         (Picture(torch.zeros(8, 8, 3)), "got torch.float32"),
         (clip(), "takes no video"),
@@ -291,7 +291,7 @@ def test_an_input_at_fault_fails_its_request_alone(executor: TransformersExecuto
 
 
 def test_a_picture_of_too_many_tokens_is_refused(load: Callable[..., TransformersExecutor]) -> None:
-    with pytest.raises(ValueError, match=r"a picture to be embedded has \d+ tokens; the model takes 8"):
+    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens, media included; the model takes 8"):
         encode(load("llava", max_model_len=8), noise())
 
 
@@ -299,7 +299,7 @@ def test_a_text_as_long_as_the_model_takes_is_embedded(load: Callable[..., Trans
     executor = load("llama")
     tokens = encode(executor, Text("Hi " * 20)).prompt_tokens
     assert encode(load("llama", max_model_len=tokens), Text("Hi " * 20)).prompt_tokens == tokens
-    with pytest.raises(ValueError, match=f"has {tokens} tokens; the model takes {tokens - 1}"):
+    with pytest.raises(ValueError, match=f"has {tokens} tokens, media included; the model takes {tokens - 1}"):
         encode(load("llama", max_model_len=tokens - 1), Text("Hi " * 20))
 
 

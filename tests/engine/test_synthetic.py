@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.executors.interface import ExecutorOptions, StepInput
+from engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput
 from engine.executors.synthetic import SyntheticExecutor
 from engine.protocol import (
     ChatMessage,
@@ -80,6 +80,16 @@ def test_an_answer_has_a_token_at_least(max_tokens: int) -> None:
     [output] = one.execute([StepInput(1, GenerateRequest([], [], SamplingParams(max_tokens=max_tokens)))])
     assert isinstance(output, ValueError)
     assert one._answers == {}
+
+
+def test_prompt_and_answer_are_bounded_as_a_models_are() -> None:
+    request = GenerateRequest([ChatMessage("user", [TextPart("two words")])], [], SamplingParams(max_tokens=10**9))
+    [output] = executor(max_model_len=10).execute([StepInput(1, request)])
+    assert isinstance(output, ContextLengthError)
+    assert (output.prompt_tokens, output.max_tokens, output.max_model_len) == (2, 10**9, 10)
+    assert "the prompt has 2 tokens, media included, and max_tokens is 1000000000; the model takes 10 tokens" in str(output)
+    request.sampling.max_tokens = None
+    assert len(answer(executor(max_model_len=10), request)) == 8
 
 
 def test_several_answers_are_told_apart_and_forgotten() -> None:

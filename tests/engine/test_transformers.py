@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.executors import create_executor
-from engine.executors.interface import Executor, ExecutorOptions, StepInput, StepOutput
+from engine.executors.interface import ContextLengthError, Executor, ExecutorOptions, StepInput, StepOutput
 from engine.protocol import (
     ChatMessage,
     EncodeRequest,
@@ -26,6 +26,7 @@ from engine.protocol import (
     Picture,
     SamplingParams,
     Spectrogram,
+    Text,
     TextPart,
     Video,
     Waveform,
@@ -479,6 +480,10 @@ def test_the_model_remembers_nothing_of_a_request(load: Callable[..., Transforme
         (GenerateRequest([]), "at least one message"),
         (ask("Hi " * 600), r"prompt has \d{3,4} tokens, media included; the model takes 512"),
         (ask("Hi", max_tokens=0), "max_tokens must be at least 1"),
+        (
+            ask("Hi", max_tokens=10**9),
+            r"max_tokens is 1000000000; the model takes 512 .*lower max_tokens to \d+ or",
+        ),
         (ask("Hi", temperature=-1), "temperature must be"),
         (ask("Hi", top_p=2.0), "top_p must be"),
         (ask("Hi", stop=[""]), "stop text"),
@@ -504,6 +509,40 @@ def test_a_request_at_fault_fails_alone_with_what_is_wrong(executor: Transformer
     with pytest.raises(ValueError, match=message):
         raise error  # type: ignore[misc] # it is the error
     assert tokens_of(answers[1]) == tokens_of(answers[3]) == expected
+
+
+def test_prompt_and_answer_fit_the_model_exactly_or_are_refused(executor: TransformersExecutor) -> None:
+    prompt_tokens = answer(executor, ask("Hi", max_tokens=1))[-1].prompt_tokens
+    assert answer(executor, ask("Hi", max_tokens=512 - prompt_tokens))
+    with pytest.raises(ContextLengthError) as caught:
+        answer(executor, ask("Hi", max_tokens=513 - prompt_tokens))
+    error = caught.value
+    assert (error.prompt_tokens, error.max_tokens, error.max_model_len) == (prompt_tokens, 513 - prompt_tokens, 512)
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenised(
+    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = load("llama")
+    tokenizer = executor._checkpoint.tokenizer
+    longest = max((token for token in tokenizer.get_vocab() if token.isascii() and token[0] != "<"), key=len)
+    with pytest.raises(ContextLengthError, match=r"has \d+ tokens"):  # it might have fit
+        answer(executor, ask(longest * 511))
+    encode = type(tokenizer)._encode_plus
+    tokenized: list[Any] = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        tokenized.append(arguments)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", counting)
+    for request in (ask("word " * 3_000_000), EncodeRequest([Text("word " * 3_000_000)])):
+        (output,) = executor.execute([StepInput(1, request)])
+        assert isinstance(output, ContextLengthError)
+        assert "at least" in str(output)
+        assert tokenized == []
+    answer(executor, ask("word"))
+    assert tokenized  # this is where they would have been seen
 
 
 def test_what_the_template_refuses_is_the_callers_fault(load: Callable[..., TransformersExecutor]) -> None:
