@@ -149,9 +149,9 @@ class Admission:
         """Reads a request's body, waits for its place, and answers it unless its caller hangs up.
 
         Raises:
-            ApiError: 413 too large, 408 its body took too long, 503 its place did not come.
+            ApiError: 413 or 415, its body is refused; 408, that took too long; 503, its place did not come.
         """
-        self._bodies.check_announced(scope)
+        self._bodies.check_head(scope)
         self._line.check_length(self._places)  # before anything is read
         admitted = self.new_request()
         scope.setdefault("state", {})["admitted"] = admitted

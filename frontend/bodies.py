@@ -129,15 +129,29 @@ class BodyReader:
         self._timeout_s = settings.body_timeout_s
         self._wait_timeout_s = settings.queue_timeout_s
 
-    def check_announced(self, scope: Scope) -> None:
-        """Refuses a request whose header announces too much.
+    def check_head(self, scope: Scope) -> None:
+        """Refuses a body by what the request's head says of it.
+
+        Only JSON is taken that says so. A browser lets any web page post what says anything else, or nothing, to a server on
+        the user's own machine; for ``application/json`` it asks that server first, which does not agree.
 
         Raises:
-            ApiError: 413.
+            ApiError: 413, it is too large; 415, it is something else.
         """
+        types, codings = [], []
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit():
                 self._check_size(int(value))
+            elif name == b"content-type":
+                types.append(value.partition(b";")[0].strip().lower())
+            elif name == b"content-encoding":
+                codings += [coding.strip().lower() for coding in value.split(b",")]
+        if types != [b"application/json"]:
+            message = "the request's body must be JSON: send the header 'Content-Type: application/json'"
+            raise ApiError(415, message, code="unsupported_media_type", headers={"accept": "application/json"})
+        if any(coding not in (b"", b"identity") for coding in codings):
+            message = "the request's body must not be compressed: send it without Content-Encoding"
+            raise ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
 
     async def read(self, receive: Receive, share: BodyShare) -> bytes:
         """Reads a body.

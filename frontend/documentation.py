@@ -63,11 +63,12 @@ _ERRORS = {
     404: "There is no such model.",
     408: "The body did not arrive in time.",
     413: "The body or its media are too large, or can never fit the slab.",
+    415: "The body is not said to be JSON (Content-Type), or is compressed.",
     500: "The engine failed with this request, or the server has a bug.",
     503: "Too many requests, no space in the slab, or no engine at the moment.",
     504: "The request took longer than the server allows.",
 }
-_BODY_ERRORS = (400, 401, 404, 408, 413, 500, 503, 504)
+_BODY_ERRORS = (400, 401, 404, 408, 413, 415, 500, 503, 504)
 
 _STREAM = (
     "With `stream`: events of the form `data: {...}`, each a ChatCompletionChunk, and `data: [DONE]` at the end. If it fails "

@@ -17,6 +17,7 @@ no such method                                         405     method_not_allowe
 the body did not arrive in time                        408     body_timeout
 body too large; media too large together               413     body_too_large, media_too_large
 media, or an answer, that never fit the slab           413     slab_too_small
+the body is not said to be JSON; it is compressed      415     unsupported_media_type, unsupported_content_encoding
 any other failure of the executor; a bug               500     engine_error, internal_error
 no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
 no space in the slab in time                           503     slab_full (``Retry-After``)

@@ -7,6 +7,10 @@ or read nothing, keep as many descriptors and answers for ever.
 uvicorn stops reading while requests are queued behind the one that is being answered, and tells the last one alone when a
 connection ends. Here reading goes on, as their number is bounded, and all are told: nobody computes for who has gone.
 
+It also refuses what RFC 9112 has servers refuse and the parser lets through, since a proxy in front may read it otherwise: a
+request of HTTP/1.1 without a ``Host`` or with two, and codings of a transfer other than ``chunked``. Upgrades (WebSocket, h2c)
+are not taken: the request is answered as it is, and the connection ends.
+
 What a parser is fed is counted from the last piece of progress: a head that is complete, a part of a body, the end of a
 message.
 """
@@ -14,8 +18,12 @@ message.
 from __future__ import annotations
 
 import asyncio
+import http
+import logging
+import re
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -23,12 +31,42 @@ from frontend.errors import ApiError
 
 __all__ = ["BoundedHttpProtocol"]
 
+logger = logging.getLogger("frontend.http")
+
 _MAX_OVERHEAD_NBYTES = 64 << 10  # of a head, a chunk's extension or a trailer; a head takes 1 to 8 KB, with large cookies 16
 _READ_NBYTES = 256 << 10  # what uvloop reads at a time; progress may lie at the front of it
 _MAX_PIPELINED = 16  # requests behind the one that is being answered; clients that do this at all send a few
 _HEAD_TIMEOUT_S = 30.0  # for a head to arrive, on a slow mobile network too
 _STALL_TIMEOUT_S = 30.0  # without a byte of an answer being taken, though more than the kernel keeps is there to be taken
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: what a host and a port are made of; it may be empty
 _LINGER_S = 5.0  # for the last of an answer to be taken after the connection was given up
+
+
+class _RefusedHead(ApiError):
+    """A request that is not even looked at."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(status, message, code=code)
+
+
+def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
+    """Checks what the parser leaves to servers (RFC 9112, 3.2 and 6.1).
+
+    Raises:
+        _RefusedHead: where the request ends, or whom it is for, could be read in two ways.
+    """
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version != "1.0"):
+        raise _RefusedHead(400, f"a request must have one Host header, this one has {len(hosts)}", "invalid_host")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise _RefusedHead(400, "the Host header is not a host", "invalid_host")
+    codings = [
+        coding.strip().lower() for name, value in headers if name == b"transfer-encoding" for coding in value.split(b",")
+    ]
+    if any(coding != b"chunked" for coding in codings):
+        raise _RefusedHead(501, "the only Transfer-Encoding that is accepted is chunked", "unknown_transfer_coding")
+    if len(codings) > 1 or (codings and version == "1.0"):
+        raise _RefusedHead(400, "chunked must be the only Transfer-Encoding, once, of HTTP/1.1", "invalid_transfer_coding")
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -64,11 +102,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._overhead_nbytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            logger.info("%s asked for an upgrade, which this server has none of", self._peer)
+            self.cycle.keep_alive = False  # what follows may be another protocol
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__  # a refusal of ours, or a URL that can't be taken apart
+            refusal = _RefusedHead(400, f"the request can't be read: {cause!r}", "invalid_http")
+            self._refuse(cause if isinstance(cause, _RefusedHead) else refusal)
+        except httptools.HttpParserError as error:
+            self._refuse(_RefusedHead(400, f"this is not HTTP: {error}", "invalid_http"))
         if self.transport.is_closing():
             return
         if self._overhead_nbytes > _MAX_OVERHEAD_NBYTES + _READ_NBYTES:
-            self._refuse(431, f"a request's head takes more than {_MAX_OVERHEAD_NBYTES} bytes", "head_too_large")
+            message = f"a request's head takes more than {_MAX_OVERHEAD_NBYTES} bytes"
+            self._refuse(_RefusedHead(431, message, "head_too_large"))
         elif len(self.pipeline) > _MAX_PIPELINED:
             self._end()
         elif self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
@@ -84,6 +134,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Its head is complete."""
         self._overhead_nbytes = 0
         self._head_came()
+        _check_head(self.parser.get_http_version(), self.headers)
         super().on_headers_complete()
         if not self.pipeline:
             self._running = self.cycle
@@ -122,10 +173,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stall_timer = None
         super().resume_writing()
 
-    def send_400_response(self, msg: str) -> None:
-        """Says what is wrong in OpenAI's envelope, and ends the connection."""
-        self._refuse(400, msg, "invalid_http")
-
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._end)
 
@@ -145,17 +192,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._watch_for_a_stall(nbytes)
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
-        body = msgspec.json.encode(ApiError(status, message, code=code).envelope())
-        reason = {400: "Bad Request", 431: "Request Header Fields Too Large"}[status]
+    @property
+    def _peer(self) -> str:
+        """Who is at the other end, for logs."""
+        return "an unknown peer" if self.client is None else self.client[0]
+
+    def _refuse(self, refusal: _RefusedHead) -> None:
+        """Says what is wrong in OpenAI's envelope, and ends the connection."""
+        logger.warning("a bad request of %s was refused: %s", self._peer, refusal)
+        if self._running is None or self._running.response_complete:  # or it would stand within the answer before it
+            self._send_refusal(refusal)
+        self._end()
+
+    def _send_refusal(self, refusal: _RefusedHead) -> None:
+        body = msgspec.json.encode(refusal.envelope())
         lines = (
-            f"HTTP/1.1 {status} {reason}",
+            f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}",
             "content-type: application/json",
             f"content-length: {len(body)}",
             "connection: close",
         )
         self.transport.write("\r\n".join((*lines, "", "")).encode("ascii") + body)
-        self._end()
 
     def _end(self) -> None:
         self._head_came()

@@ -42,6 +42,8 @@ from engine.protocol import (
 from frontend.app import create_app
 from frontend.settings import FrontendSettings
 
+JSON = {"content-type": "application/json"}
+
 Handler = Callable[[shmring.Claim], Awaitable[None]]
 Pixels = np.ndarray[Any, Any]
 
@@ -218,7 +220,7 @@ async def open_app(start_app: Any) -> AsyncIterator[Callable[..., Awaitable[http
 
         async def open_one(engine: RunningEngine, **settings: Any) -> httpx.AsyncClient:
             app = await start_app(engine, **settings)
-            client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30)
+            client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30, headers=JSON)
             return await stack.enter_async_context(client)
 
         yield open_one

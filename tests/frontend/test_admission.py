@@ -17,7 +17,8 @@ class Caller:
     """One request: what it sends, and what it gets."""
 
     def __init__(self, *chunks: bytes, headers: dict[bytes, bytes] | None = None, complete: bool = True) -> None:
-        self.scope: Any = {"type": "http", "path": "/", "headers": list((headers or {}).items())}
+        given = {b"content-type": b"application/json"} | (headers or {})
+        self.scope: Any = {"type": "http", "path": "/", "headers": list(given.items())}
         self.received: list[Any] = []
         self.asked = 0
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import logging
 import time
@@ -347,3 +348,30 @@ async def test_a_body_of_tens_of_megabytes_is_taken(open_engine: Any, open_app: 
     assert len(body) > 15 << 20
     response = await http.post("/v1/embeddings", content=body)
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({}, "unsupported_media_type"),
+        ({"content-type": "text/plain"}, "unsupported_media_type"),
+        ({"content-type": "application/x-www-form-urlencoded"}, "unsupported_media_type"),
+        ({"content-type": "text/plain; application/json"}, "unsupported_media_type"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, "unsupported_content_encoding"),
+        ({"content-type": "application/json", "content-encoding": "identity, gzip"}, "unsupported_content_encoding"),
+        ({"content-type": "application/json; charset=utf-8", "content-encoding": "identity"}, None),
+        ({"content-type": "Application/JSON"}, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
+async def test_a_body_is_json_that_says_so(
+    open_engine: Any, open_app: OpenApp, path: str, headers: dict[str, str], code: str | None
+) -> None:
+    http = await open_app(await open_engine())
+    del http.headers["content-type"]
+    body = gzip.compress(b"{}") if "gzip" in headers.get("content-encoding", "") else b"{}"
+    response = await http.post(path, content=body, headers=headers)
+    if code is None:
+        assert error_of(response, 400)["code"] == "invalid_value"  # it was read
+    else:
+        assert error_of(response, 415)["code"] == code

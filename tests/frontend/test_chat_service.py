@@ -215,7 +215,11 @@ async def test_hanging_up_ends_the_request_in_the_engine(
     body = msgspec.json.encode(chat_of(PIXELS[0], stream=stream, max_tokens=100_000))
     _, _, port = url.rpartition(":")
     reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+        + body
+    )
     if stream:
         assert b"token2" in await reader.readuntil(b"token2")
     await eventually(lambda: engine.core.metrics.running_requests == 1)

@@ -208,3 +208,69 @@ async def test_a_slow_body_is_not_a_slow_head(port: int, monkeypatch: pytest.Mon
     writer.write(b"b")
     assert (await asyncio.wait_for(reader.read(), 20)).endswith(b"\r\n\r\n2")
     writer.close()
+
+
+async def refusal_of(port: int, request: bytes) -> tuple[int, str]:
+    """Sends a request without an end of its connection; returns the status and the code that end it."""
+    answer = await exchange(port, request)
+    return int(answer.split(b" ", 2)[1]), json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "invalid_host"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "invalid_host"),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n", 400, "invalid_host"),
+        (b"GET / HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", 400, "invalid_host"),
+        (b"GET / HTTP/1.1\r\nhost: a/b\r\n\r\n", 400, "invalid_host"),
+        (b"GET / HTTP/1.1\r\nhost: a b\r\n\r\n", 400, "invalid_host"),
+        (HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501, "unknown_transfer_coding"),
+        (HEAD + b"transfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 501, "unknown_transfer_coding"),
+        (HEAD + b"transfer-encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400, "invalid_http"),
+        (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400, "invalid_transfer_coding"),
+        (HEAD + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n0\r\n\r\n", 400, "invalid_http"),
+        (HEAD + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd", 400, "invalid_http"),
+        (HEAD + b"content-length: +3\r\n\r\nabc", 400, "invalid_http"),
+        (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", 400, "invalid_http"),
+    ],
+)
+async def test_what_can_be_read_in_two_ways_is_refused(port: int, request_: bytes, status: int, code: str) -> None:
+    assert await refusal_of(port, request_) == (status, code)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost:\r\nconnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: [::1]:8000\r\nconnection: close\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: a-b.example.org:80\r\nconnection: close\r\ntransfer-encoding: Chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+async def test_what_is_as_it_should_be_passes(port: int, head: bytes) -> None:
+    assert (await exchange(port, head)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_refusal_never_stands_within_the_answer_before_it(port: int) -> None:
+    assert await exchange(port, b"GET /never HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET / HTTP/1.1\r\n\r\n") == b""
+
+
+async def test_a_bad_request_is_logged_with_its_peer_and_reason(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    await exchange(port, b"\x16\x03\x01 hello\r\n\r\n")
+    await exchange(port, b"GET / HTTP/1.1\r\n\r\n")
+    first, second = caplog.messages
+    assert first.startswith("a bad request of 127.0.0.1 was refused: this is not HTTP: ")
+    assert second == "a bad request of 127.0.0.1 was refused: a request must have one Host header, this one has 0"
+
+
+async def test_an_upgrade_is_not_taken_and_nobody_is_told_to_install_anything(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    upgrade = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: AA==\r\n\r\n"
+    with caplog.at_level("INFO"):
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
+    messages = [record.getMessage() for record in caplog.records if record.name != "uvicorn.access"]
+    assert messages == ["127.0.0.1 asked for an upgrade, which this server has none of"]

@@ -31,6 +31,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "frontend" / "samples"
+JSON = {"content-type": "application/json"}
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 MODEL = "shmring-fingerprints"
 
 READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
@@ -125,7 +127,8 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
     """A plain HTTP client of it, with a connection for each request, so that both frontends get some."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=JSON, limits=limits) as client:
         yield client
 
 
@@ -286,7 +289,7 @@ async def test_both_frontends_answer_for_all(server: Server, http: httpx.AsyncCl
 async def hang_up(server: Server, body: bytes, sent_nbytes: int, pause_s: float, reset: bool) -> None:
     """Sends some of a request, waits a moment, and goes; with a reset or without."""
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:sent_nbytes])
+    writer.write(HEAD % len(body) + body[:sent_nbytes])
     with contextlib.suppress(ConnectionError):
         await writer.drain()
     await asyncio.sleep(pause_s)
@@ -323,7 +326,7 @@ async def test_hanging_up_at_any_moment_leaves_the_slab_empty(server: Server, ht
     assert after["shmring_engine_ring_protocol_errors"] == 0
 
 
-@pytest.mark.parametrize("beginning", [b"", b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"])
+@pytest.mark.parametrize("beginning", [b"", HEAD % 1000 + b"{"])
 async def test_a_thousand_connections_that_say_nothing_keep_nobody_waiting(
     server: Server, http: httpx.AsyncClient, body: bytes, beginning: bytes
 ) -> None:
@@ -346,12 +349,11 @@ async def test_a_thousand_connections_that_say_nothing_keep_nobody_waiting(
 async def test_bodies_that_come_slowly_keep_no_picture_waiting(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
     """Forty callers, twice as many as may decode at a time, announce a megabyte and send a byte now and then."""
     await settled(http)
-    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n{"
 
     async def drip() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         try:
-            writer.write(head)
+            writer.write(HEAD % 1_000_000 + b"{")
             while True:
                 await asyncio.sleep(0.2)
                 writer.write(b" ")
@@ -378,7 +380,7 @@ async def test_hanging_up_while_the_engine_works_aborts_there_too(server: Server
     try:
         submitted = before["shmring_frontend_in_place_total"] + 1
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.write(HEAD % len(body) + body)
         await writer.drain()
         deadline = time.monotonic() + 20
         while (await numbers(http))["shmring_frontend_in_place_total"] < submitted:  # asks the stopped engine for 2 s
@@ -535,7 +537,7 @@ def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Pa
     with serving(socket_dir, "--slab-nbytes=64MiB", "--api-server-count=1") as server:
 
         async def ask() -> httpx.Response:
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=JSON) as http:
                 await http.get("/v1/models")  # or it would wait for the engine to say what it does
                 os.kill(server.engine, signal.SIGSTOP)
                 asking = asyncio.create_task(http.post("/v1/embeddings", content=body))
