@@ -40,7 +40,7 @@ def test_keys_are_asked_for_where_they_are_needed() -> None:
 def test_streams_and_all_failures_are_told() -> None:
     chat = openapi_document(keys_needed=False)["paths"]["/v1/chat/completions"]["post"]
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "500", "503", "504"}
+    assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "500", "503", "504"}
 
 
 async def test_the_page_needs_no_other_server(open_engine: Any, open_app: OpenApp) -> None:
