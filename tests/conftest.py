@@ -122,6 +122,21 @@ def eventually() -> Callable[..., Awaitable[Any]]:
     return poll
 
 
+@pytest.fixture
+def turns() -> Callable[[], Awaitable[None]]:
+    """``await turns()``: whatever both ends have to do now is done, for what must not happen by itself.
+
+    It counts rounds of the loop, not time: what one end writes, the other reads in its next round. For what threads do, wait
+    for a condition.
+    """
+
+    async def pass_by() -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    return pass_by
+
+
 # -- both ends ----------------------------------------------------------------------------------------------------------
 
 

@@ -242,12 +242,12 @@ async def test_a_client_that_connects_to_a_full_ring_gets_its_space_later(serve:
 # -- only what is leased is writable ------------------------------------------------------------------------------------
 
 
-async def test_everything_works_where_only_leases_are_writable(serve: Any, connect: Any, settled: Any) -> None:
+async def test_everything_works_where_only_leases_are_writable(serve: Any, connect: Any, settled: Any, eventually: Any) -> None:
     ring = await serve(answer_sum, slab_nbytes="512KiB")
     clients = [await connect(map_leased_only=True, lease_idle_s=0.01) for _ in range(2)]
     for _ in range(3):
         await asyncio.gather(*(ask(clients[n % 2], n, (10, 5000, 70_000, 200_000)[n % 4]) for n in range(40)))
-        await asyncio.sleep(0.02)
+        await eventually(lambda: all(client.statistics().leases <= 1 for client in clients))
     for client in clients:
         await client.close()
     await settled(ring)

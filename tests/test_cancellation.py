@@ -282,7 +282,11 @@ async def _slot(client: shmring.RingClient, nbytes: int) -> None:
 
 
 async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
-    serve: Any, connect: Any, eventually: Any, settled: Any
+    serve: Any,
+    connect: Any,
+    eventually: Any,
+    settled: Any,
+    turns: Any,
 ) -> None:
     ring = await serve(echo, name="deaf")
     client = await connect("deaf", write_buffer_nbytes=16 << 10)
@@ -291,7 +295,7 @@ async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
     transport.pause_reading()
     requests = [asyncio.create_task(client.request({"x": tensor(10), "t": "x" * 30_000})) for _ in range(40)]
     await eventually(lambda: not client._session.connection.can_write)  # type: ignore[union-attr]
-    await asyncio.sleep(0.02)
+    await turns()
     with pytest.raises(shmring.WouldBlock, match="slowly"):
         client.submit_nowait({"x": 1})
     submitted = client.statistics().submitted

@@ -180,7 +180,7 @@ async def test_a_view_keeps_its_slot_after_the_claim_and_its_bytes_stay(ends: En
     await eventually(lambda: ends.client.statistics().slots_in_use == 0)
 
 
-async def test_without_views_later_requests_do_reuse_the_memory(ends: Ends) -> None:
+async def test_without_views_later_requests_do_reuse_the_memory(ends: Ends, eventually: Any) -> None:
     """The other half of the poison test: it would see a reuse if there was one."""
     addresses = set()
     for value in range(5):
@@ -188,7 +188,7 @@ async def test_without_views_later_requests_do_reuse_the_memory(ends: Ends) -> N
         with claim:
             addresses.add(claim.payload["x"].data_ptr())
         await _end_of(submission)
-        await asyncio.sleep(0.01)
+        await eventually(lambda: ends.client.statistics().slots_in_use == 0)
     assert len(addresses) < 5
 
 
@@ -372,7 +372,7 @@ async def test_cancelling_a_reply_that_waits_for_space_passes_its_turn_on(ends: 
     claim.done()
 
 
-async def test_a_frontend_that_reads_slowly_is_waited_for(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_frontend_that_reads_slowly_is_waited_for(serve: Any, connect: Any, eventually: Any, turns: Any) -> None:
     ring = await serve(write_buffer_nbytes=16 << 10, max_write_buffer_nbytes=256 << 10)
     client = await connect()
     submission = await client.submit("x")
@@ -391,7 +391,7 @@ async def test_a_frontend_that_reads_slowly_is_waited_for(serve: Any, connect: A
     seen = -1
     while seen != sent:  # until it stands still
         seen = sent
-        await asyncio.sleep(0.05)
+        await turns()
     assert sent < 200
     with pytest.raises(shmring.WouldBlock, match="slowly"):
         claim.reply_nowait("x")

@@ -621,7 +621,13 @@ async def test_a_goodbye_counts_though_the_engine_had_more_to_say(
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_over(
-    serve: Any, connect: Any, eventually: Any, settled: Any, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+    serve: Any,
+    connect: Any,
+    eventually: Any,
+    settled: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    cancelled: bool,
+    turns: Any,
 ) -> None:
     """Or stays its own, if nobody waits for that."""
     ring = await serve(handle)
@@ -637,7 +643,7 @@ async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_
     request = asyncio.create_task(client.request({"do": "echo", "x": tensor(100_000)}))
     await eventually(lambda: client.statistics().slots_writing == 1)
     closing = asyncio.create_task(client.close())
-    await asyncio.sleep(0.01)
+    await turns()
     assert not closing.done()
     if cancelled:
         closing.cancel()
@@ -655,7 +661,11 @@ async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_
 
 
 async def test_what_was_copied_when_a_client_closes_goes_back_though_the_engine_reads_slowly(
-    serve: Any, connect: Any, eventually: Any, settled: Any
+    serve: Any,
+    connect: Any,
+    eventually: Any,
+    settled: Any,
+    turns: Any,
 ) -> None:
     ring = await serve(handle)
     client = await connect(write_buffer_nbytes=16 << 10)
@@ -666,7 +676,7 @@ async def test_what_was_copied_when_a_client_closes_goes_back_though_the_engine_
     requests.append(asyncio.create_task(client.request({"do": "hang", "x": tensor(50_000)})))
     await eventually(lambda: client.statistics().slots_writing == 1)
     closing = asyncio.create_task(client.close())
-    await asyncio.sleep(0.01)
+    await turns()
     transport.resume_reading()
     await closing
     results = await asyncio.gather(*requests, return_exceptions=True)
@@ -783,9 +793,9 @@ async def test_nobody_there_is_an_engine_that_is_dead(connect: Any) -> None:
         await connect("nobody", connect_timeout_s=0.05)
 
 
-async def test_connecting_waits_for_an_engine_that_is_starting(serve: Any, connect: Any) -> None:
+async def test_connecting_waits_for_an_engine_that_is_starting(serve: Any, connect: Any, turns: Any) -> None:
     connecting = asyncio.create_task(connect(connect_timeout_s=10))
-    await asyncio.sleep(0.05)
+    await turns()
     assert not connecting.done()
     await serve(handle)
     assert (await connecting).connected

@@ -225,21 +225,21 @@ async def test_the_errors_of_a_former_life_keep_no_payload_alive(serve: Any, con
     blocker.close()
 
 
-async def test_calls_that_wait_for_their_turn_fail_too(serve: Any, connect: Any) -> None:
+async def test_calls_that_wait_for_their_turn_fail_too(serve: Any, connect: Any, turns: Any) -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
     ring = await serve(calls={"never": never}, max_calls=1)
     client = await connect()
     calls = [asyncio.create_task(client.call("never")) for _ in range(4)]
-    await asyncio.sleep(0.01)
+    await turns()
     await ring.close()
     for call in calls:
         with pytest.raises(shmring.EngineDeadError):
             await asyncio.wait_for(call, 5)
 
 
-async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, connect: Any, eventually: Any, turns: Any) -> None:
     ring = await serve(echo)
     client = await connect(reconnect=True)
     await ring.close()
@@ -252,7 +252,7 @@ async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, conne
         with pytest.raises(shmring.ClosedError):
             await task
     ring = await serve(echo)
-    await asyncio.sleep(0.05)
+    await turns()
     assert ring.statistics().clients == 0
 
 
@@ -274,14 +274,14 @@ async def test_a_client_can_be_closed_at_any_moment_of_attaching_again(
     await settled(ring)
 
 
-async def test_an_engine_that_refuses_is_asked_again(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_an_engine_that_refuses_is_asked_again(serve: Any, connect: Any, eventually: Any, turns: Any) -> None:
     """The next engine may be full for a while; the client neither gives up nor asks all the time."""
     ring = await serve(echo)
     # It pauses for long once, so that another is faster, and then shortly.
     client = await connect(reconnect=True, reconnect_initial_s=0.5, reconnect_max_s=0.01)
     await ring.close()
     await eventually(lambda: not client.connected)
-    await asyncio.sleep(0.01)
+    await turns()
     ring = await serve(echo, max_clients=1)
     blocker = await connect()
     await eventually(lambda: ring.statistics().refused >= 3)

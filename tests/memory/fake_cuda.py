@@ -51,6 +51,7 @@ class FakeCuda:
     calls: how often each call was made.
     devices: devices that were touched.
     visible: the GPUs that this process sees, in its order.
+    awaited: events that threads sleep for at this moment.
     exported, opened: events handed to other processes, and taken from them.
     """
 
@@ -72,6 +73,7 @@ class FakeCuda:
         self.opened: set[bytes] = set()
         self._here = threading.local()
         self._computing: dict[int, FakeStream] = {}
+        self.awaited: set[FakeEvent] = set()
         self._failures: dict[str, int] = {}
         self._lock = threading.RLock()
 
@@ -227,7 +229,10 @@ class FakeCuda:
         return event.reached.is_set()
 
     def synchronize(self, event: FakeEvent) -> None:
-        assert event.reached.wait(20), "nobody let the stream run"
+        if not event.reached.is_set():
+            self.awaited.add(event)
+            assert event.reached.wait(20), "nobody let the stream run"
+            self.awaited.remove(event)
         self._call("synchronize", event.device)
 
     # -- inside --------------------------------------------------------------------------------------------------------

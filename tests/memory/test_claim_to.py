@@ -238,13 +238,15 @@ async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_copy_is_over
     assert arrived.unique().tolist() == [7]
 
 
-async def test_closing_waits_for_the_copy_and_only_then_unpins(ring: Ring, client: shmring.RingClient, cuda: Any) -> None:
+async def test_closing_waits_for_the_copy_and_only_then_unpins(
+    ring: Ring, client: shmring.RingClient, cuda: Any, turns: Any
+) -> None:
     cuda.hold_copies = True
     await client.submit(tensor(7))
     claim = await ring.claim()
     arrived = await claim.to("cuda")
     closing = asyncio.create_task(ring.close())
-    await asyncio.sleep(0.02)
+    await turns()
     assert not closing.done()
     assert cuda.registered
     cuda.release()
@@ -253,15 +255,17 @@ async def test_closing_waits_for_the_copy_and_only_then_unpins(ring: Ring, clien
     assert arrived.unique().tolist() == [7]
 
 
-async def test_closing_is_finished_though_it_is_cancelled(ring: Ring, client: shmring.RingClient, cuda: Any) -> None:
+async def test_closing_is_finished_though_it_is_cancelled(
+    ring: Ring, client: shmring.RingClient, cuda: Any, turns: Any
+) -> None:
     cuda.hold_copies = True
     await client.submit(tensor(7))
     claim = await ring.claim()
     await claim.to("cuda")
     closing = asyncio.create_task(ring.close())
-    await asyncio.sleep(0.01)
+    await turns()
     closing.cancel()
-    await asyncio.sleep(0.01)
+    await turns()
     assert not closing.done()
     cuda.release()
     with pytest.raises(asyncio.CancelledError):
@@ -305,7 +309,11 @@ async def test_a_failed_copy_leaves_the_claim_as_it_was(
 
 
 async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
-    ring: Ring, client: shmring.RingClient, cuda: Any, eventually: Eventually
+    ring: Ring,
+    client: shmring.RingClient,
+    cuda: Any,
+    eventually: Eventually,
+    turns: Any,
 ) -> None:
     await client.submit(tensor(7, 500_000))
     first = await ring.claim()
@@ -315,7 +323,7 @@ async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
     await client.submit(tensor(8, 600_000))
     second = await ring.claim()
     waiting = asyncio.create_task(second.to("cuda"))
-    await asyncio.sleep(0.01)
+    await turns()
     assert not waiting.done()
     second.done()
     copies = cuda.calls["copy_to_device"]

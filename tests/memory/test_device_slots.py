@@ -30,6 +30,7 @@ from shmring.ring import Ring
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
 Eventually = Callable[..., Awaitable[Any]]
+Turns = Callable[[], Awaitable[None]]
 MIB = 1 << 20
 NBYTES = 20_000
 
@@ -374,7 +375,7 @@ async def test_a_slot_comes_back_when_the_gpu_is_done_and_not_before(
         ends.consuming.held = True
         await claim.reply("done")
     assert await submission.result() == "done"
-    await asyncio.sleep(0.02)
+    await eventually(lambda: ends.cuda.awaited)
     assert (used(ring), used(client)) == (1, 1)
     assert ring.statistics().slots_draining == 1
     ends.cuda.release()
@@ -382,12 +383,12 @@ async def test_a_slot_comes_back_when_the_gpu_is_done_and_not_before(
 
 
 async def test_a_view_keeps_the_slot_and_then_the_gpu_does(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, turns: Turns
 ) -> None:
     await handed_over(ends, client)
     with await ring.claim() as claim:
         view = claim.payload[5:]
-    await asyncio.sleep(0.02)
+    await turns()
     assert used(ring) == 1
     assert view.unique().tolist() == [7]
     ends.consuming.held = True
@@ -405,7 +406,7 @@ async def test_an_abort_releases_nothing_early(ends: Ends, ring: Ring, client: R
         ends.consuming.held = True
         submission.abort()
         await eventually(lambda: claim.aborted)
-    await asyncio.sleep(0.02)
+    await eventually(lambda: ends.cuda.awaited)
     assert used(ring) == 1
     ends.cuda.release()
     await eventually(lambda: used(ring) == used(client) == 0)
@@ -418,7 +419,7 @@ async def test_a_request_that_is_aborted_unclaimed_waits_for_the_producers_own_w
     submission = await handed_over(ends, client)
     submission.abort()
     await eventually(lambda: used(ring) == 0)
-    await asyncio.sleep(0.02)
+    await eventually(lambda: ends.cuda.awaited)
     assert client.statistics().slots_draining == 1, "the producer's kernel has not written yet"
     ends.cuda.release()
     await eventually(lambda: used(client) == 0)
@@ -431,7 +432,7 @@ async def test_a_slot_that_is_given_up_unsent_waits_for_what_was_queued_on_it(
     ends.producing.held = True
     async with client.slot(NBYTES, device="cuda") as slot:
         ends.write(slot.tensor((NBYTES,), torch.uint8), 9)
-    await asyncio.sleep(0.02)
+    await eventually(lambda: ends.cuda.awaited)
     assert used(client) == 1
     assert client.statistics().slots_draining == 1
     ends.cuda.release()
@@ -439,17 +440,17 @@ async def test_a_slot_that_is_given_up_unsent_waits_for_what_was_queued_on_it(
 
 
 async def test_a_slot_that_drains_waits_for_its_views_first(
-    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually
+    ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, turns: Turns
 ) -> None:
     async with client.slot(NBYTES, device="cuda", drain=True) as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
-    await asyncio.sleep(0.02)
+    await turns()
     assert used(client) == 1
     ends.cuda.compute_on(ends.producing)
     ends.producing.held = True
     ends.write(tensor, 3)
     del tensor
-    await asyncio.sleep(0.02)
+    await eventually(lambda: ends.cuda.awaited)
     assert used(client) == 1
     ends.cuda.release()
     await eventually(lambda: used(client) == 0)
@@ -499,7 +500,7 @@ async def test_a_claim_to_the_same_gpu_gives_the_tensors_as_they_are(
     other.held = True
     ends.cuda.queue(other, lambda: None)
     del arrived
-    await asyncio.sleep(0.02)
+    await eventually(lambda: ends.cuda.awaited)
     assert used(ring) == 1
     ends.cuda.release()
     await eventually(lambda: used(ring) == used(client) == 0)
@@ -547,7 +548,7 @@ async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_gpu_is_done(
         ends.consuming.held = True
     await client.close()
     await eventually(lambda: ring.statistics().clients == 0)
-    await asyncio.sleep(0.02)
+    await eventually(lambda: ends.cuda.awaited)
     assert ring.statistics().device_slab_quarantined_nbytes > 0
     ends.cuda.release()
     await settled(ring)
@@ -575,7 +576,7 @@ async def test_closing_a_client_waits_for_its_own_work_and_unmaps(
         ends.producing.held = True
         ends.write(slot.tensor((NBYTES,), torch.uint8), 3)
     closing = asyncio.create_task(client.close())
-    await asyncio.sleep(0.03)
+    await eventually(lambda: ends.cuda.awaited)
     assert not closing.done()
     ends.cuda.release()
     await closing
@@ -746,7 +747,7 @@ async def test_a_call_that_fails_at_the_claim_fails_the_request_and_nothing_else
 ) -> None:
     submission = await handed_over(ends, client)
     await eventually(lambda: ring.statistics().waiting == 1)
-    await asyncio.sleep(0.01)
+    await eventually(lambda: ends.cuda.calls["synchronize"] == ends.cuda.calls["record"])  # the client's own event has come
     ends.cuda.fail(failing)
     with pytest.raises(WouldBlock):
         ring.claim_nowait()
@@ -763,7 +764,7 @@ async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counte
     ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     await handed_over(ends, client)
-    await asyncio.sleep(0.02)  # the client's own event has come
+    await eventually(lambda: ends.cuda.calls["synchronize"] == ends.cuda.calls["record"])  # the client's own event has come
     with await ring.claim():
         ends.cuda.fail(failing)
     await eventually(lambda: ring.statistics().device_slots_lost == 1)

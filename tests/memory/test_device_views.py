@@ -66,7 +66,7 @@ def test_a_slot_is_over_after_its_view_and_then_its_streams(noticed: Noticed, cu
     noticed.eventually(lambda: cuda.calls["record"] == 3)  # these streams, and the current one
     assert "slot" not in noticed.views
     cuda.release(streams[0])
-    time.sleep(0.02)
+    noticed.eventually(lambda: [*cuda.awaited] == [*streams[1].queue])
     assert noticed.collect() == []
     cuda.release(streams[1])
     noticed.eventually(lambda: noticed.over == ["slot"])
@@ -90,7 +90,7 @@ def test_a_slot_that_was_never_viewed_waits_for_its_streams(noticed: Noticed, cu
     noticed.views.use("slot", stream)
     noticed.views.leave("slot")
     assert noticed.views.lent("slot") is None, "what holds it now is no view"
-    time.sleep(0.02)
+    noticed.eventually(lambda: bool(cuda.awaited))
     assert noticed.collect() == []
     cuda.release()
     noticed.eventually(lambda: noticed.over == ["slot"])

@@ -490,12 +490,12 @@ async def test_a_cancelled_copy_on_a_thread_is_seen_out(cuda: Any, eventually: E
 # -- the end ------------------------------------------------------------------------------------------------------------
 
 
-async def test_closing_waits_for_copies_under_way(rig: Rig, eventually: Eventually) -> None:
+async def test_closing_waits_for_copies_under_way(rig: Rig, eventually: Eventually, turns: Any) -> None:
     rig.cuda.hold_copies = True
     rig.fill(content((1, 0, "uint8", (10,))))
     arrived = await rig.upload()
     closing = asyncio.create_task(rig.uploads.close())
-    await asyncio.sleep(0.01)
+    await turns()
     assert not closing.done()
     rig.cuda.release()
     assert await closing

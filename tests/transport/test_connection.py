@@ -232,13 +232,16 @@ async def test_one_message_of_any_size_is_no_sign_of_a_peer_that_does_not_read(o
     ids=["too large", "far too large", "not msgpack", "empty", "zeros"],
 )
 async def test_rubbish_is_reported_once_and_nothing_after_it_is_delivered(
-    open_end: Any, eventually: Any, rubbish: bytes
+    open_end: Any,
+    eventually: Any,
+    rubbish: bytes,
+    turns: Any,
 ) -> None:
     end = await open_end()
     end.peer.sendall(frame(Abort(1)) + rubbish + frame(Abort(2)))
     await eventually(lambda: end.owner.violations)
     end.peer.sendall(frame(Abort(3)))
-    await asyncio.sleep(0.01)
+    await turns()
     assert len(end.owner.violations) == 1
     assert Abort(2) not in end.owner.messages
     assert Abort(3) not in end.owner.messages
@@ -270,7 +273,7 @@ async def test_a_peer_that_does_not_read_is_reported(open_end: Any, eventually: 
 # -- flow control -------------------------------------------------------------------------------------------------------
 
 
-async def test_drain_waits_while_the_peer_reads_more_slowly(open_end: Any, eventually: Any) -> None:
+async def test_drain_waits_while_the_peer_reads_more_slowly(open_end: Any, eventually: Any, turns: Any) -> None:
     end = await open_end()
     assert end.connection.can_write
     await end.connection.drain()
@@ -280,7 +283,7 @@ async def test_drain_waits_while_the_peer_reads_more_slowly(open_end: Any, event
         sent += 1
         await asyncio.sleep(0)
     waiting = asyncio.create_task(end.connection.drain())
-    await asyncio.sleep(0.01)
+    await turns()
     assert not waiting.done()
     assert len(await end.received(sent)) == sent
     await waiting
@@ -330,7 +333,7 @@ async def test_drain_fails_when_the_connection_ends(open_end: Any) -> None:
 # -- ending -------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_end_is_reported_once(open_end: Any, eventually: Any) -> None:
+async def test_the_end_is_reported_once(open_end: Any, eventually: Any, turns: Any) -> None:
     end = await open_end()
     end.peer.close()
     await eventually(lambda: end.owner.losses)
@@ -338,7 +341,7 @@ async def test_the_end_is_reported_once(open_end: Any, eventually: Any) -> None:
     end.connection.send(Abort(1))
     end.connection.close()
     end.connection.abort()
-    await asyncio.sleep(0.01)
+    await turns()
     assert end.owner.losses == 1
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -36,34 +37,36 @@ class Deaths:
         self.count += 1
 
 
-async def test_a_death_is_told_once_and_the_descriptor_closed(child: subprocess.Popen[bytes], eventually: object) -> None:
+async def test_a_death_is_told_once_and_the_descriptor_closed(
+    child: subprocess.Popen[bytes], eventually: Any, turns: Any
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
     await asyncio.sleep(0)
     assert deaths.count == 0
     child.kill()
-    await eventually(lambda: deaths.count)  # type: ignore[operator]
+    await eventually(lambda: deaths.count)
     child.wait()
-    await asyncio.sleep(0.01)
+    await turns()
     assert deaths.count == 1
     watch.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_stopped_process_is_not_dead(child: subprocess.Popen[bytes], eventually: object) -> None:
+async def test_a_stopped_process_is_not_dead(child: subprocess.Popen[bytes], eventually: Any, turns: Any) -> None:
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
     child.send_signal(signal.SIGSTOP)
-    await asyncio.sleep(0.05)
+    await turns()
     assert deaths.count == 0
     child.send_signal(signal.SIGCONT)
     child.kill()
-    await eventually(lambda: deaths.count)  # type: ignore[operator]
+    await eventually(lambda: deaths.count)
     watch.close()
 
 
-async def test_a_closed_watch_is_silent(child: subprocess.Popen[bytes]) -> None:
+async def test_a_closed_watch_is_silent(child: subprocess.Popen[bytes], turns: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
@@ -71,18 +74,18 @@ async def test_a_closed_watch_is_silent(child: subprocess.Popen[bytes]) -> None:
     watch.close()
     child.kill()
     child.wait()
-    await asyncio.sleep(0.01)
+    await turns()
     assert deaths.count == 0
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_process_that_was_dead_already_is_told_too(child: subprocess.Popen[bytes], eventually: object) -> None:
+async def test_a_process_that_was_dead_already_is_told_too(child: subprocess.Popen[bytes], eventually: Any) -> None:
     pidfd = os.pidfd_open(child.pid)
     child.kill()
     child.wait()
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), pidfd, deaths)
-    await eventually(lambda: deaths.count)  # type: ignore[operator]
+    await eventually(lambda: deaths.count)
     watch.close()
 
 
