@@ -12,18 +12,16 @@ from collections.abc import Callable
 
 from tests.chaos import driver
 from tests.chaos.account import Findings, account
-from tests.chaos.children import ChildError
 from tests.chaos.driver import Observations
 from tests.chaos.plan import Plan, Sabotage
-from tests.chaos.report import MissingPlotter, check_plotter, table, write_json, write_plot
+from tests.chaos.report import table, write_json, write_plot
+from tests.fleet.fleet import ChildError
 
 __all__ = [
     "ChildError",
     "Findings",
-    "MissingPlotter",
     "Plan",
     "Sabotage",
-    "check_plotter",
     "run",
     "table",
     "write_json",

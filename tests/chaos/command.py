@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from bench.command_line import FILE, SETTINGS, terminated
+from bench.plots import MissingPlotter, check_plotter
 from tests import chaos
 
 __all__ = ["chaos_command"]
@@ -33,9 +34,9 @@ def chaos_command(
     plan = chaos.Plan(minutes=minutes, seed=seed, frontends=frontends, quiet_limit_s=quiet_limit_s, sabotage=sabotage)
     try:
         if plot_path is not None:
-            chaos.check_plotter()
+            check_plotter()
         findings = chaos.run(plan, lambda line: click.echo(line, err=True))
-    except (chaos.ChildError, chaos.MissingPlotter) as error:
+    except (chaos.ChildError, MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
     Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(chaos.table(findings))
     if json_path is not None:

@@ -19,8 +19,6 @@ __all__ = [
     "QuietReport",
     "Ready",
     "Storm",
-    "decode_answer",
-    "decode_question",
 ]
 
 
@@ -90,16 +88,3 @@ class QuietReport(_Message, frozen=True, tag="quiet report"):
 
 
 Answer = Ready | QuietReport
-
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-def decode_question(message: bytes) -> Question:
-    """Decodes what the driver says."""
-    return _questions.decode(message)
-
-
-def decode_answer(message: bytes) -> Answer:
-    """Decodes what a process answers."""
-    return _answers.decode(message)

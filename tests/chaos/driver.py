@@ -20,11 +20,11 @@ import msgspec
 import shmring
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 from tests.chaos import control
-from tests.chaos.children import Child, ChildError, Nursery
 from tests.chaos.cores import waited_ns
 from tests.chaos.engine_process import EngineAssignment, run_engine
 from tests.chaos.frontend_process import FrontendAssignment, run_frontend
 from tests.chaos.plan import Event, Fault, Phase, Plan, phases
+from tests.fleet.fleet import Child, ChildError, Fleet
 
 __all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "Sample", "run"]
 
@@ -116,7 +116,7 @@ class _Driver:
         self.directory = directory
         self.progress = progress
         self.name = f"chaos-{directory.name}"
-        self.nursery = Nursery()
+        self.fleet = Fleet(["tests.chaos.engine_process", "tests.chaos.frontend_process"], control.Question, control.Answer)
         self.engine = _Member("the engine")
         self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
         self.seen = Observations()
@@ -129,7 +129,7 @@ class _Driver:
         member.lives += 1
         member.journal = self.directory / f"engine-{member.lives}.jsonl"
         assignment = EngineAssignment(self.plan, member.lives, self.name, str(self.directory), str(member.journal))
-        member.child = await self.nursery.start(member.title, run_engine, assignment)
+        member.child = await self.fleet.start(member.title, run_engine, assignment)
         member.first_descriptors = member.child.descriptors()
 
     async def start_frontend(self, index: int) -> None:
@@ -137,7 +137,7 @@ class _Driver:
         member.lives += 1
         member.journal = self.directory / f"frontend-{index}-{member.lives}.jsonl"
         assignment = FrontendAssignment(self.plan, index, member.lives, self.name, str(self.directory), str(member.journal))
-        member.child = await self.nursery.start(member.title, run_frontend, assignment)
+        member.child = await self.fleet.start(member.title, run_frontend, assignment)
         member.first_descriptors = member.child.descriptors()
 
     def bury(self, member: _Member, end: str) -> None:
@@ -334,4 +334,4 @@ async def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Obser
             keep(await driver.run())
         finally:
             with contextlib.suppress(ChildError):
-                await driver.nursery.kill_all()
+                await driver.fleet.kill_all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import random
 import time
@@ -21,12 +22,13 @@ import msgspec
 import shmring
 from shmring.cancellation import uninterrupted
 from shmring.core.effects import ClientGone, Effect, Reclaimed
-from tests.chaos import cargo, control
-from tests.chaos.cargo import CorruptedError, Order
-from tests.chaos.child import Channel
+from tests.chaos import control
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Gone, Held, Journal
 from tests.chaos.plan import Plan
+from tests.fleet import cargo
+from tests.fleet.cargo import CorruptedError, Order
+from tests.fleet.child import Channel
 
 __all__ = ["EngineAssignment", "run_engine"]
 
@@ -114,7 +116,7 @@ class _Engine:
         for index in range(order.replies):
             self.answers += 1
             tensor, checksum = self.source.content(self.answers, order.reply_nbytes)
-            await claim.reply(cargo.Answer(order.number, index, checksum, tensor))
+            await claim.reply(cargo.Answer(number=order.number, tensor=tensor, index=index, checksum=checksum))
 
     async def check(self, order: Order, when: str) -> None:
         try:
@@ -175,6 +177,7 @@ def _observe(ring: shmring.Ring, engine: _Engine) -> None:
 
 async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
     """Serves until the driver has gone, or has had enough."""
+    logging.getLogger("shmring").setLevel(logging.CRITICAL)  # every fault warns somewhere; what must not be is journalled
     engine, plan = _Engine(assignment), assignment.plan
     ring = engine.ring = await shmring.serve(
         assignment.name,

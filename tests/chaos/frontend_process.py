@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import random
 from collections.abc import Coroutine
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 
 import shmring
 from tests.chaos import control
-from tests.chaos.child import Channel
 from tests.chaos.journal import Journal
 from tests.chaos.load import Load
 from tests.chaos.plan import Plan
+from tests.fleet.child import Channel
 
 __all__ = ["FrontendAssignment", "run_frontend"]
 
@@ -172,6 +173,7 @@ class _Frontend:
 
 async def run_frontend(assignment: FrontendAssignment, channel: Channel) -> None:
     """Does what the driver says, until it says to leave."""
+    logging.getLogger("shmring").setLevel(logging.CRITICAL)  # every fault warns somewhere; what must not be is journalled
     frontend = _Frontend(assignment)
     for number in range(assignment.plan.workers):
         frontend.start(frontend.worker(number), "worker")

@@ -21,11 +21,11 @@ import torch
 import shmring
 from shmring.core.leasebook import LeaseBook
 from shmring.core.states import ClientSlot
-from tests.chaos import cargo
-from tests.chaos.cargo import Answer, CorruptedError, Order
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Aborted, Began, Ended, Journal, Reusable
 from tests.chaos.plan import Plan
+from tests.fleet import cargo
+from tests.fleet.cargo import Answer, CorruptedError, Order
 
 __all__ = ["Load"]
 

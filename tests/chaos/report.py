@@ -12,27 +12,16 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from bench.plots import check_plotter
 from tests.chaos.account import Findings, Latencies
 from tests.chaos.plan import Fault
 
-__all__ = ["MissingPlotter", "check_plotter", "table", "write_json", "write_plot"]
+__all__ = ["table", "write_json", "write_plot"]
 
 _ABORT_TARGET_MS = 5.0
 _DEATH_TARGET_MS = 50.0
 _ENGINE_DEATH_TARGET_MS = 100.0
 _MARKED = {Fault.KILL_ENGINE: "tab:red", Fault.KILL_FRONTEND: "tab:orange", Fault.STOP_ENGINE: "tab:purple"}
-
-
-class MissingPlotter(Exception):
-    """matplotlib is not installed."""
-
-
-def check_plotter() -> None:
-    """Raises :class:`MissingPlotter` where no plot can be drawn."""
-    try:
-        import matplotlib  # noqa: F401 # only asked for
-    except ImportError:
-        raise MissingPlotter("a plot needs matplotlib: pip install 'shmring[bench]'; or leave --plot out") from None
 
 
 def table(findings: Findings) -> Table:

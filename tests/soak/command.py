@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import click
 import msgspec
 from rich.console import Console
 
 from bench.allocation.findings import write_json
-from tests.chaos import MissingPlotter, check_plotter
+from bench.command_line import terminated
+from bench.plots import MissingPlotter, check_plotter
+from tests.fleet.fleet import ChildError
 from tests.soak import driver, report
 from tests.soak.plan import Plan, Sabotage
 from tests.soak.verdict import judge
@@ -40,13 +42,13 @@ def soak_command(
     sabotages: tuple[str, ...],
 ) -> None:
     """Load in a loop of phases; fails if memory or descriptors grow, or if the slab does not come home."""
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, terminated)
     plan = Plan.of(minutes, frontends, seed, tuple(Sabotage(one) for one in sabotages))
     try:
         if plot_path is not None:
             check_plotter()
-        seen = driver.run(plan, lambda line: click.echo(line, err=True))
-    except (driver.ProcessDied, MissingPlotter) as error:
+        seen = asyncio.run(driver.run(plan, lambda line: click.echo(line, err=True)))
+    except (ChildError, MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
     checks = judge(seen)
     found = report.findings(plan, seen, checks)
@@ -62,8 +64,3 @@ def soak_command(
         report.draw(seen.samples, all(check.passed for check in checks), plot_path)
     if not all(check.passed for check in checks):
         raise click.ClickException("something grew, did not come home or failed: see the table")
-
-
-def _terminated(number: int, frame: object) -> NoReturn:
-    """An orderly exit: everything that was started is ended on the way out."""
-    sys.exit(128 + number)

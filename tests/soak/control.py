@@ -6,7 +6,7 @@ import msgspec
 
 from tests.soak.plan import Phase, Plan
 
-__all__ = ["Answer", "Assignment", "Begin", "Ended", "Leave", "Look", "Question", "Seen", "Stop", "answers", "questions"]
+__all__ = ["Answer", "Assignment", "Begin", "Ended", "Leave", "Look", "Question", "Seen", "Stop"]
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -71,6 +71,3 @@ class Seen(msgspec.Struct, frozen=True, tag="seen", kw_only=True):
 
 
 Answer = Ended | Seen
-
-questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

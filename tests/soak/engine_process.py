@@ -7,9 +7,9 @@ import asyncio
 import torch
 
 import shmring
+from tests.fleet.cargo import Answer, Order, check_stamp, stamp
+from tests.fleet.child import Channel, LagMeter
 from tests.soak import control
-from tests.soak.cargo import Answer, Order, check, stamp
-from tests.soak.child import Channel, LagMeter
 from tests.soak.plan import Sabotage
 
 __all__ = ["run_engine"]
@@ -31,13 +31,13 @@ class _Engine:
     async def handle(self, claim: shmring.Claim) -> None:
         order: Order = claim.payload
         try:
-            check(order.tensor, order.number)
+            check_stamp(order.tensor, order.number)
             if order.work_s:
                 await asyncio.sleep(order.work_s)
-                check(order.tensor, order.number)
+                check_stamp(order.tensor, order.number)
             for _ in range(order.replies):
                 answer = stamp(self.answer_tensor[: order.reply_nbytes].clone(), order.number)
-                await claim.reply(Answer(order.number, answer))
+                await claim.reply(Answer(number=order.number, tensor=answer))
         except (shmring.AbortedError, asyncio.CancelledError):
             raise
         except Exception as error:

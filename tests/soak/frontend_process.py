@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import shmring
+from tests.fleet.cargo import Answer, Order, check_stamp, stamp
+from tests.fleet.child import Channel, LagMeter
 from tests.soak import control
-from tests.soak.cargo import Answer, Order, check, stamp
-from tests.soak.child import Channel, LagMeter
 from tests.soak.plan import Phase, Plan, Sabotage
 
 __all__ = ["run_frontend"]
@@ -107,7 +107,7 @@ class _Frontend:
         with self.order(_STREAMED_NBYTES) as order:
             order.replies, order.reply_nbytes = _STREAM_REPLIES, _REPLY_NBYTES
             async for answer in self.client.stream(order, reply_type=Answer):
-                check(answer.tensor, order.number)
+                check_stamp(answer.tensor, order.number)
                 self.nbytes += answer.tensor.numel()
             self.requests += 1
             self.nbytes += order.tensor.numel()
@@ -127,7 +127,7 @@ class _Frontend:
         await self.client.close()
         await self.connect()
         if Sabotage.DESCRIPTORS in self.plan.sabotages:
-            self.descriptors.append(os.open(os.devnull, os.O_RDONLY))
+            self.descriptors.append(os.memfd_create("leaked"))
         for _ in range(_REQUESTS_PER_CONNECTION):
             await self.small()
 
@@ -145,7 +145,7 @@ class _Frontend:
     async def request(self, order: Order) -> None:
         assert self.client is not None
         answer: Answer = await self.client.request(order, reply_type=Answer)
-        check(answer.tensor, order.number)
+        check_stamp(answer.tensor, order.number)
         self.requests += 1
         self.nbytes += order.tensor.numel() + answer.tensor.numel()
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from bench.report import build as build_report
+from tests.fleet.cargo import CorruptedError, check_stamp, stamp
+from tests.fleet.footprint import Footprint, footprint
 from tests.soak import report
-from tests.soak.cargo import MixedUpError, check, stamp
 from tests.soak.control import Seen
 from tests.soak.driver import ENGINE, IdleLook, Observations, ProcessSample, Sample
 from tests.soak.plan import FEWEST_CYCLES, Phase, Plan
-from tests.soak.process_memory import Footprint, footprint
 from tests.soak.verdict import MEMORY_LIMIT_NBYTES, judge
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,10 +43,10 @@ def test_an_hour_is_divided_and_a_short_run_has_enough_cycles() -> None:
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_tensor_of_another_request_is_found(place: int) -> None:
     tensor = stamp(torch.zeros(1001, dtype=torch.uint8), 7)
-    check(tensor, 7)
+    check_stamp(tensor, 7)
     tensor[place] += 1
-    with pytest.raises(MixedUpError, match="request 7 carries"):
-        check(tensor, 7)
+    with pytest.raises(CorruptedError, match="request 7 carries"):
+        check_stamp(tensor, 7)
 
 
 # -- what the kernel says ------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_whatever_is_not_at_home_after_one_idle_phase_fails(field: str) -> None:
 
 
 def test_a_failure_fails() -> None:
-    seen = observed(failures=("frontend 1: MixedUpError: no",))
+    seen = observed(failures=("frontend 1: CorruptedError: no",))
     assert failed(seen) == ["failures"]
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Footprint", "footprint"]
+__all__ = ["Footprint", "descriptors", "footprint"]
 
-#: Opened once, when the loop first has use for it.
-_OPENED_ONCE = ("anon_inode:[io_uring]",)
+#: Opened once, when the libraries under a loop first have use for it.
+_OPENED_ONCE = ("anon_inode:[io_uring]", "/dev/null")
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -37,8 +37,13 @@ def footprint(pid: int) -> Footprint:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, _, rest = line.partition(":")
         sizes[name] = int(rest.split()[0]) << 10
-    descriptors = 0
+    return Footprint(sizes["Anonymous"], sizes["Rss"] - sizes["Anonymous"], descriptors(pid))
+
+
+def descriptors(pid: int) -> int:
+    """Returns how many descriptors a process has open, but for those that the libraries under it open once, at some time."""
+    count = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            descriptors += os.readlink(entry) not in _OPENED_ONCE
-    return Footprint(sizes["Anonymous"], sizes["Rss"] - sizes["Anonymous"], descriptors)
+            count += os.readlink(entry) not in _OPENED_ONCE
+    return count

@@ -1,4 +1,4 @@
-"""What engine and frontends have in common: how they start, hear the driver, time their loop, and never outlive the driver."""
+"""What engine and frontends of a run have in common: how they start, hear the driver, time their loop, and never outlive it."""
 
 from __future__ import annotations
 
@@ -10,41 +10,47 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import torch
 import uvloop
-
-from tests.soak import control
 
 __all__ = ["Channel", "LagMeter", "Program", "run_child"]
 
 _PR_SET_PDEATHSIG = 1
 _TICK_S = 0.005  # as fine as the stalls that are looked for
 
-Program = Callable[[control.Assignment, "Channel"], Awaitable[None]]
+Program = Callable[[Any, "Channel"], Awaitable[None]]
 
 
 class Channel:
-    """The child's end of the pipe to the driver."""
+    """The child's end of the pipe to the driver.
 
-    def __init__(self, pipe: Connection) -> None:
+    Args:
+        pipe: questions come in, answers go out, as msgpack.
+        questions: decodes them.
+    """
+
+    def __init__(self, pipe: Connection, questions: msgspec.msgpack.Decoder[Any]) -> None:
         self._pipe = pipe
-        self._questions: asyncio.Queue[control.Question] = asyncio.Queue()
-        asyncio.get_running_loop().add_reader(pipe.fileno(), self._readable)
+        self._decoder = questions
+        self._questions: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pipe.fileno(), self._readable)
 
     def _readable(self) -> None:
         try:
             message = self._pipe.recv_bytes()
         except (EOFError, OSError):
-            os._exit(0)  # the driver has gone: nobody is left who would read what a further look finds
-        self._questions.put_nowait(control.questions.decode(message))
+            os._exit(0)  # the driver has gone: nobody is left who would read what a further step finds
+        self._questions.put_nowait(self._decoder.decode(message))
 
-    async def question(self) -> control.Question:
-        """Waits for what the driver asks next."""
+    async def question(self) -> Any:
+        """Waits for what the driver says next."""
         return await self._questions.get()
 
-    def answer(self, answer: control.Answer) -> None:
+    def answer(self, answer: msgspec.Struct) -> None:
         """Answers it."""
         self._pipe.send_bytes(msgspec.msgpack.encode(answer))
 
@@ -71,16 +77,17 @@ class LagMeter:
         return longest_s
 
 
-def run_child(program: Program, assignment: control.Assignment, pipe: Connection) -> None:
-    """The whole life of a child: ``await program(assignment, Channel(pipe))``."""
+def run_child(program: Program, assignment: Any, pipe: Connection, question_type: Any) -> None:
+    """The whole life of a child: ``await program(assignment, Channel(pipe, questions))``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the driver ends us
+    # With the process that forked us, and it ends with the driver; a stopped process would not notice otherwise.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what was imported is no garbage, and a walk through it would be taken for a stall
 
     async def live() -> None:
-        await program(assignment, Channel(pipe))
+        await program(assignment, Channel(pipe, msgspec.msgpack.Decoder(question_type)))
 
     with contextlib.suppress(BrokenPipeError):  # the driver has gone
         uvloop.run(live())

@@ -11,54 +11,57 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tests.chaos import control
-from tests.chaos.child import Channel, run_child
+from tests.fleet.child import Program, run_child
+from tests.fleet.footprint import descriptors
 
-__all__ = ["Child", "ChildError", "Nursery"]
+__all__ = ["Child", "ChildError", "Fleet"]
 
 _START_LIMIT_S = 120.0  # the first one waits for the import of torch, on a machine that does much else
 _ANSWER_LIMIT_S = 60.0
-_OPENED_ONCE = ("anon_inode:[io_uring]", "/dev/null")
-
-Program = Callable[[Any, Channel], Awaitable[None]]
 
 
 class ChildError(Exception):
     """A process of the run has died by itself, or does not answer: the run has no result."""
 
 
-class Nursery:
-    """Starts processes, and knows those that live."""
+class Fleet:
+    """Starts processes, and knows those that live.
 
-    def __init__(self) -> None:
+    Args:
+        preloaded: modules that every process has imported before it is forked.
+        question_type, answer_type: what is said to processes and what they answer, one message at a time, as msgpack.
+    """
+
+    def __init__(self, preloaded: Sequence[str], question_type: Any, answer_type: Any) -> None:
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.chaos.engine_process", "tests.chaos.frontend_process"])
+        self._context.set_forkserver_preload(list(preloaded))
+        self._question_type = question_type
+        self.answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer_type)
         self.living: set[Child] = set()
 
     async def start(self, title: str, program: Program, assignment: Any) -> Child:
-        """Starts a process and waits until it says that it is ready.
+        """Starts a process and waits until it says that it is ready, by a first answer.
 
         Raises:
             ChildError: it does not.
         """
         pipe, theirs = self._context.Pipe()
-        process = self._context.Process(target=run_child, args=(program, assignment, theirs), name=title, daemon=True)
+        process = self._context.Process(
+            target=run_child, args=(program, assignment, theirs, self._question_type), name=title, daemon=True
+        )
         await asyncio.to_thread(process.start)
         theirs.close()
         assert process.pid is not None
         child = Child(self, title, process, pipe)
         self.living.add(child)
-        ready = await child.hear(_START_LIMIT_S)
-        if not isinstance(ready, control.Ready):
-            raise ChildError(f"{title} said {ready} instead of being ready")
+        await child.hear(_START_LIMIT_S)
         return child
 
     async def kill_all(self) -> None:
@@ -68,7 +71,7 @@ class Nursery:
 
 
 class Child:
-    """A process of the run. Made by :meth:`Nursery.start`.
+    """A process of the run. Made by :meth:`Fleet.start`.
 
     Attributes:
         title: for people.
@@ -76,15 +79,15 @@ class Child:
         dying: whether the driver has killed it, or told it to leave.
     """
 
-    def __init__(self, nursery: Nursery, title: str, process: Any, pipe: Connection) -> None:
+    def __init__(self, fleet: Fleet, title: str, process: Any, pipe: Connection) -> None:
         self.title = title
         self.pid: int = process.pid
         self.dying = False
-        self._nursery = nursery
+        self._fleet = fleet
         self._process = process
         self._pipe = pipe
         self._pidfd = os.pidfd_open(self.pid)
-        self._answers: asyncio.Queue[control.Answer | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
         self._dead = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(pipe.fileno(), self._readable)
@@ -92,7 +95,7 @@ class Child:
 
     def _readable(self) -> None:
         try:
-            self._answers.put_nowait(control.decode_answer(self._pipe.recv_bytes()))
+            self._answers.put_nowait(self._fleet.answers.decode(self._pipe.recv_bytes()))
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._pipe.fileno())
             self._answers.put_nowait(None)
@@ -106,7 +109,7 @@ class Child:
         """Whether its death has not been noticed."""
         return not self._dead.is_set()
 
-    async def hear(self, limit_s: float = _ANSWER_LIMIT_S) -> control.Answer:
+    async def hear(self, limit_s: float = _ANSWER_LIMIT_S) -> Any:
         """Waits for its next answer.
 
         Raises:
@@ -122,14 +125,15 @@ class Child:
             raise ChildError(f"{self.title} (pid {self.pid}) has died by itself; its last words are above")
         return answer
 
-    async def ask(self, question: control.Question, limit_s: float = _ANSWER_LIMIT_S) -> control.Answer:
+    async def ask(self, question: msgspec.Struct, limit_s: float = _ANSWER_LIMIT_S) -> Any:
         """Says something, and waits for the answer."""
         self.tell(question)
         return await self.hear(limit_s)
 
-    def tell(self, question: control.Question) -> None:
-        """Says something that has no answer."""
-        self._pipe.send_bytes(msgspec.msgpack.encode(question))
+    def tell(self, question: msgspec.Struct) -> None:
+        """Says something that has no answer; to one that has just died, nothing."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send_bytes(msgspec.msgpack.encode(question))
 
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
@@ -137,12 +141,8 @@ class Child:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def descriptors(self) -> int:
-        """Returns how many descriptors it has open, but for those that the libraries under it open once, at some time."""
-        count = 0
-        for entry in Path(f"/proc/{self.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-                count += os.readlink(entry) not in _OPENED_ONCE
-        return count
+        """Returns how many descriptors it has open."""
+        return descriptors(self.pid)
 
     async def kill(self) -> int:
         """Kills it, and returns when that was (``time.monotonic_ns``); returns when it is dead."""
@@ -159,9 +159,9 @@ class Child:
                 await self._dead.wait()
         except TimeoutError:
             raise ChildError(f"{self.title} (pid {self.pid}) does not end") from None
-        if self not in self._nursery.living:
+        if self not in self._fleet.living:
             return
-        self._nursery.living.remove(self)
+        self._fleet.living.remove(self)
         asyncio.get_running_loop().remove_reader(self._pipe.fileno())
         self._pipe.close()
         os.close(self._pidfd)
