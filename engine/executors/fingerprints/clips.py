@@ -24,10 +24,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from engine.executors.fingerprints.pictures import fingerprint_picture
-from engine.executors.fingerprints.vectors import cosine_waves, normalise_above, place_in_space
+from engine.executors.fingerprints.vectors import (
+    Numbers,
+    cosine_waves,
+    normalise,
+    normalise_above,
+    place_in_space,
+    product,
+    tensor_from,
+)
 
 __all__ = ["FRAMES_LIMIT", "fingerprint_clip"]
 
@@ -68,11 +75,11 @@ def fingerprint_clip(frames: torch.Tensor, timestamps_s: Sequence[float], durati
     """
     _check_clip(frames, timestamps_s, duration_s)
     moments = _describe_moments(frames, timestamps_s, max(duration_s, timestamps_s[-1]))
-    waves = math.sqrt(2) * (cosine_waves(_WAVES, _MOMENTS) @ moments)
+    waves = math.sqrt(2) * product(cosine_waves(_WAVES, _MOMENTS), moments)
     appearance, *changes = (place_in_space(f"clip, wave {number}", wave) for number, wave in enumerate(waves))
-    change = normalise_above(_CHANGE_FLOOR, torch.stack(changes).sum(0))
-    fingerprint = math.sqrt(_APPEARANCE_SHARE) * functional.normalize(appearance, dim=0) + math.sqrt(_CHANGE_SHARE) * change
-    return functional.normalize(fingerprint, dim=0)
+    change = normalise_above(_CHANGE_FLOOR, np.sum(changes, axis=0))
+    fingerprint = math.sqrt(_APPEARANCE_SHARE) * normalise(appearance) + math.sqrt(_CHANGE_SHARE) * change
+    return tensor_from(normalise(fingerprint))
 
 
 def _check_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> None:
@@ -94,15 +101,16 @@ def _check_clip(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s:
         raise ValueError(f"expected a duration in seconds, finite and not negative; got {duration_s}")
 
 
-def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> torch.Tensor:
-    """Returns what is seen at `_MOMENTS` even moments of a clip: float32 of shape (`_MOMENTS`, `FINGERPRINT_SIZE`)."""
+def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float) -> Numbers:
+    """Returns what is seen at `_MOMENTS` even moments of a clip: shape (`_MOMENTS`, `FINGERPRINT_SIZE`)."""
     moments_s = (np.arange(_MOMENTS) + 0.5) * (duration_s / _MOMENTS)
     # Where between two frames each moment lies; before the first and after the last there are only these.
     positions = np.interp(moments_s, timestamps_s, np.arange(len(frames)))
     before = np.floor(positions).astype(np.int64)
     after = np.minimum(before + 1, len(frames) - 1)
     needed, places = np.unique(np.concatenate([before, after]), return_inverse=True)
-    described = torch.stack([fingerprint_picture(frames[index]) for index in needed.tolist()])
-    place_before, place_after = torch.from_numpy(places).reshape(2, _MOMENTS)
-    way = torch.from_numpy((positions - before).astype(np.float32)).unsqueeze(1)
-    return torch.lerp(described[place_before], described[place_after], way)
+    described = np.stack([fingerprint_picture(frames[index]).numpy() for index in needed.tolist()]).astype(np.float64)
+    place_before, place_after = places.reshape(2, _MOMENTS)
+    way = (positions - before)[:, None]
+    moments: Numbers = described[place_before] * (1 - way) + described[place_after] * way
+    return moments

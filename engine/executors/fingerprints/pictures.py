@@ -1,6 +1,6 @@
 """Picture fingerprints: a picture in, a unit vector out, such that altered copies of a picture stay near it.
 
-A fingerprint has three parts, each blind to what some everyday alteration changes:
+A picture is described by three parts, each blind to what some everyday alteration changes:
 
 - layout: low-frequency DCT coefficients of the luminance. Recompression and scaling only touch higher frequencies, and
   brightening scales all of these alike.
@@ -9,33 +9,49 @@ A fingerprint has three parts, each blind to what some everyday alteration chang
 
 All three are made from one thumbnail of `_THUMBNAIL_SIDE` squared. Torch's antialiasing kernel makes it straight from
 the bytes, in integers, so a picture of twelve megapixels costs little more than reading it once and is never copied to
-floats. Squeezing to a square forgets the aspect ratio on purpose: a crop changes it.
+floats. Squeezing to a square forgets the aspect ratio on purpose: a crop changes it. Towards its corners the thumbnail fades
+out (:func:`_fade`): a crop takes them away, and a rotation puts black there.
 
 Bins and cells overlap like triangles (a value counts partly for each of its two neighbours), so that a small change of
 the picture is a small change of the fingerprint.
+
+Mirroring is then forgotten (:func:`_forget_mirroring`): a picture, its two mirror images and the picture upside down have one
+fingerprint. Two simpler designs were measured and lost: to turn each picture to a canonical side first loses crops wherever
+that decision is close, and the mean of the four fingerprints loses what tells pictures apart.
 
 Invariants:
 
 - the picture is only read, and the fingerprint shares no memory with it;
 - a fingerprint is finite and of length one for every picture, a constant one included: layout and edges may vanish, the
   colour part has length one whatever the pixels are;
-- equal pictures give equal bits on one machine: nothing here is random or depends on what was described before.
+- equal pictures give equal bits on one machine (see :mod:`.vectors`): nothing here is random or depends on what was described
+  before.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
 from engine.executors.fingerprints.vectors import (
     FINGERPRINT_SIZE,
+    Neighbours,
+    Numbers,
     cosine_waves,
-    count_up_to,
+    length_of,
+    neighbours_on_line,
+    normalise,
     normalise_above,
+    product,
     share_on_line,
+    signs_of,
+    tensor_from,
     triangle,
 )
 
@@ -44,6 +60,10 @@ __all__ = ["fingerprint_picture"]
 # Small enough that fine grain, which recompression and scaling change, is gone. Anything from 64 to 192 ranks the
 # sample pictures about equally well.
 _THUMBNAIL_SIDE = 96
+
+# Where the thumbnail begins to fade and where it has faded out, in half sides from its middle; its corners are 1.41 away.
+_FADE_BEGINS = 0.8
+_FADE_ENDS = 1.15
 
 # Of a longer side only every n-th line is read. That leaves over 80 lines for each of the thumbnail's, and bounds what
 # grows with the sides instead of the area: torch's tables of weights, and its picture halfway (16 384 lines * 96 * 3
@@ -54,7 +74,7 @@ _SIDE_LIMIT = 16_384
 _LAYOUT_SIZE = 32
 _LAYOUT_FREQUENCIES = 8
 
-_CELLS_PER_SIDE = 6
+_CELLS_PER_SIDE = 6  # even, so that no cell is its own mirror image
 _ORIENTATIONS = 8
 _EDGES_SIZE = _ORIENTATIONS * _CELLS_PER_SIDE**2
 
@@ -104,14 +124,10 @@ def fingerprint_picture(pixels: torch.Tensor) -> torch.Tensor:
     _check_picture(pixels)
     thumbnail = _shrink(pixels)
     luminance = _luminance(thumbnail)
-    fingerprint = torch.cat(
-        [
-            math.sqrt(_LAYOUT_SHARE) * _describe_layout(luminance),
-            math.sqrt(_EDGES_SHARE) * _describe_edges(luminance),
-            math.sqrt(_COLOUR_SHARE) * _describe_colour(thumbnail, luminance),
-        ]
-    )
-    return functional.normalize(fingerprint, dim=0)
+    layout = math.sqrt(_LAYOUT_SHARE) * _describe_layout(luminance)
+    edges = math.sqrt(_EDGES_SHARE) * _describe_edges(luminance)
+    colour = math.sqrt(_COLOUR_SHARE) * _describe_colour(thumbnail, luminance)
+    return tensor_from(normalise(np.concatenate([_forget_mirroring(layout, edges), colour])))
 
 
 def _check_picture(pixels: torch.Tensor) -> None:
@@ -123,8 +139,8 @@ def _check_picture(pixels: torch.Tensor) -> None:
         )
 
 
-def _shrink(pixels: torch.Tensor) -> torch.Tensor:
-    """Returns float32 of shape (3, `_THUMBNAIL_SIDE`, `_THUMBNAIL_SIDE`), in 0..255; smaller pictures are enlarged."""
+def _shrink(pixels: torch.Tensor) -> Numbers:
+    """Returns shape (3, `_THUMBNAIL_SIDE`, `_THUMBNAIL_SIDE`), in 0..255; smaller pictures are enlarged."""
     height, width, _ = pixels.shape
     sampled = pixels[:: math.ceil(height / _SIDE_LIMIT), :: math.ceil(width / _SIDE_LIMIT)]
     thumbnail = functional.interpolate(
@@ -133,66 +149,138 @@ def _shrink(pixels: torch.Tensor) -> torch.Tensor:
         mode="bilinear",
         antialias=True,
     )
-    return thumbnail.squeeze(0).to(torch.float32)
+    return thumbnail.squeeze(0).numpy().astype(np.float64, order="C")
 
 
-def _luminance(thumbnail: torch.Tensor) -> torch.Tensor:
+def _luminance(thumbnail: Numbers) -> Numbers:
     """Returns the luma of ITU-R BT.601, as JPEG uses it."""
-    red, green, blue = thumbnail.unbind(0)
-    return red * 0.299 + green * 0.587 + blue * 0.114
+    red, green, blue = thumbnail
+    luminance: Numbers = red * 0.299 + green * 0.587 + blue * 0.114
+    return luminance
 
 
-def _describe_layout(luminance: torch.Tensor) -> torch.Tensor:
+def _describe_layout(luminance: Numbers) -> Numbers:
+    """Returns the lowest coefficients in a square, those that do not count as noughts: (vertical, horizontal frequency)."""
+    fade = _fade()
+    contrast = luminance - (luminance * fade).sum() / fade.sum()
     basis = cosine_waves(_LAYOUT_FREQUENCIES, _THUMBNAIL_SIDE)
-    coefficients = basis @ luminance @ basis.T
-    return normalise_above(_CONTRAST_FLOOR, coefficients.flatten()[_layout_order()])
+    coefficients = product(product(basis, contrast * fade), basis.T)
+    return normalise_above(_CONTRAST_FLOOR, coefficients * _layout_mask())
 
 
-def _describe_edges(luminance: torch.Tensor) -> torch.Tensor:
-    down, across = torch.gradient(luminance)
+def _describe_edges(luminance: Numbers) -> Numbers:
+    """Returns shape (`_ORIENTATIONS`, `_CELLS_PER_SIDE`, `_CELLS_PER_SIDE`)."""
+    down, across = np.gradient(luminance)
     # Opposite directions are one orientation: an edge stays the same edge when its background turns from dark to light.
-    orientation = torch.atan2(down, across) * (_ORIENTATIONS / math.pi)
-    strengths = torch.hypot(down, across) * _share_on_circle(orientation, _ORIENTATIONS)
+    orientation = np.arctan2(down, across) * (_ORIENTATIONS / math.pi)
+    strength = np.sqrt(down * down + across * across) * _fade()
     windows = _cell_windows()
-    cells = windows @ strengths @ windows.T
-    balanced = cells / (torch.linalg.vector_norm(cells, dim=0) + _CONTRAST_FLOOR)
+    cells = np.stack(
+        [product(product(windows, strength * share), windows.T) for share in _share_on_circle(orientation, _ORIENTATIONS)]
+    )
+    balanced = cells / (np.sqrt(np.square(cells).sum(0)) + _CONTRAST_FLOOR)
     # Histograms are nowhere negative, so without this any two textures would look alike.
-    return normalise_above(_EDGES_FLOOR, (balanced - balanced.mean()).flatten())
+    return normalise_above(_EDGES_FLOOR, balanced - balanced.mean())
 
 
-def _describe_colour(thumbnail: torch.Tensor, luminance: torch.Tensor) -> torch.Tensor:
+def _describe_colour(thumbnail: Numbers, luminance: Numbers) -> Numbers:
     """Returns the square roots of relative frequencies, whose squares add up to one."""
-    red, green, blue = thumbnail.flatten(1).unbind(0)
+    red, green, blue = thumbnail.reshape(3, -1)
     total = red + green + blue + _CHROMA_FLOOR
-    red_green = _share_chroma((red - green) / total)
-    yellow_blue = _share_chroma(((red + green) / 2 - blue) / total)
-    relative_luminance = luminance.flatten() / (luminance.mean() + _CONTRAST_FLOOR)
-    brightness = share_on_line(relative_luminance * ((_LUMINANCE_BINS - 1) / 2), _LUMINANCE_BINS)
-    counts = (brightness.unsqueeze(1) * red_green).flatten(0, 1) @ yellow_blue.T
-    return (counts.flatten() / counts.sum()).sqrt()
+    red_green = _bins_of_chroma((red - green) / total)
+    yellow_blue = _bins_of_chroma(((red + green) / 2 - blue) / total)
+    relative_luminance = luminance.reshape(-1) / (luminance.mean() + _CONTRAST_FLOOR)
+    brightness = neighbours_on_line(relative_luminance * ((_LUMINANCE_BINS - 1) / 2), _LUMINANCE_BINS)
+    counts = np.zeros(_COLOUR_SIZE)
+    for (light, share), (red_bin, red_share), (blue_bin, blue_share) in itertools.product(brightness, red_green, yellow_blue):
+        place = (light * _CHROMA_BINS + red_bin) * _CHROMA_BINS + blue_bin
+        counts += np.bincount(place, share * red_share * blue_share, _COLOUR_SIZE)
+    roots: Numbers = np.sqrt(counts / counts.sum())
+    return roots
 
 
-def _share_chroma(chroma: torch.Tensor) -> torch.Tensor:
-    return share_on_line((chroma / _CHROMA_LIMIT + 1) * ((_CHROMA_BINS - 1) / 2), _CHROMA_BINS)
+def _bins_of_chroma(chroma: Numbers) -> Neighbours:
+    return neighbours_on_line((chroma / _CHROMA_LIMIT + 1) * ((_CHROMA_BINS - 1) / 2), _CHROMA_BINS)
 
 
-def _share_on_circle(position: torch.Tensor, bins: int) -> torch.Tensor:
+def _share_on_circle(position: Numbers, bins: int) -> Numbers:
     """Shares each position, of shape (height, width), out between two of `bins`; bin `bins` would be bin 0 again."""
-    turned = torch.remainder(position - count_up_to(bins).reshape(-1, 1, 1), bins)
-    distance = torch.minimum(turned, bins - turned)
-    return triangle(distance)
+    distance = np.abs(np.remainder(position, bins) - np.arange(bins).reshape(-1, 1, 1))
+    return triangle(np.minimum(distance, bins - distance))
+
+
+# -- mirror images ----------------------------------------------------------------------------------------------------------
+
+
+def _forget_mirroring(layout: Numbers, edges: Numbers) -> Numbers:
+    """Turns layout and edges into as many numbers that are the same for a picture and its mirror images.
+
+    Both are taken apart into what mirroring leaves as it is and what it only gives another sign, for either axis. Of the latter
+    the common sign must go, and little else: each part is turned to a basis in which it is spread over all numbers, and of
+    these the absolute values are taken. Two parts with a cosine `c` then have one of about `c * c`.
+    """
+    numbers = []
+    even_or_odd = ((0, 0), (0, 1), (1, 0), (1, 1))
+    for vertical, horizontal in even_or_odd:
+        frequencies = layout[vertical::2, horizontal::2][_layout_mask()[vertical::2, horizontal::2]]
+        cells = _part_of_edges(edges, vertical, horizontal)
+        part = np.concatenate([frequencies, cells.reshape(-1)])
+        numbers.append(_forget_sign(part) if vertical or horizontal else part)
+    return np.concatenate(numbers)
+
+
+def _part_of_edges(edges: Numbers, vertical: int, horizontal: int) -> Numbers:
+    """Returns the quarter that mirroring upside down, and left to right, leaves as it is (0) or gives another sign (1)."""
+    half = _CELLS_PER_SIDE // 2
+    # In a mirror, an edge that rises falls.
+    mirrored = edges[-np.arange(_ORIENTATIONS) % _ORIENTATIONS]
+    left_to_right = (-1) ** horizontal * mirrored[:, :, ::-1]
+    upside_down = (-1) ** vertical * mirrored[:, ::-1]
+    both = (-1) ** (vertical + horizontal) * edges[:, ::-1, ::-1]
+    part: Numbers = (edges + left_to_right + upside_down + both) / 2
+    return part[:, :half, :half]
+
+
+def _forget_sign(part: Numbers) -> Numbers:
+    """Returns as many numbers of about the same length, the same for a vector and its opposite."""
+    spread = product(_mixing_basis(len(part)), part[:, None])[:, 0]
+    # What is nowhere negative would look alike; for numbers drawn from a normal distribution these are mean and deviation.
+    usual = math.sqrt(2 / math.pi) * length_of(part) / math.sqrt(len(part))
+    return (np.abs(spread) - usual) / math.sqrt(1 - 2 / math.pi)
 
 
 @functools.cache
-def _layout_order() -> torch.Tensor:
-    """Returns where the lowest coefficients lie in the flattened square of them, but for the first: the mean."""
+def _mixing_basis(count: int) -> Numbers:
+    """Returns an orthonormal basis of `count` numbers, of which each looks at all: a DCT-II after signs as drawn by chance."""
+    basis = math.sqrt(2 * count) * cosine_waves(count, count)
+    basis[0] /= math.sqrt(2)
+    return basis * signs_of("mirror images", count)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _layout_mask() -> npt.NDArray[np.bool_]:
+    """Returns which coefficients count, of (vertical, horizontal frequency): the lowest but for the first, the mean."""
     by_frequency = sorted(range(_LAYOUT_FREQUENCIES**2), key=lambda index: sum(divmod(index, _LAYOUT_FREQUENCIES)))
-    return torch.tensor(by_frequency[1 : _LAYOUT_SIZE + 1], device="cpu")
+    mask = np.zeros(_LAYOUT_FREQUENCIES**2, dtype=np.bool_)
+    mask[by_frequency[1 : _LAYOUT_SIZE + 1]] = True
+    return mask.reshape(_LAYOUT_FREQUENCIES, _LAYOUT_FREQUENCIES)
 
 
 @functools.cache
-def _cell_windows() -> torch.Tensor:
+def _cell_windows() -> Numbers:
     """Returns the weight of each line of the thumbnail in each row of cells, so that a cell averages over its lines."""
     cell_lines = _THUMBNAIL_SIDE / _CELLS_PER_SIDE
-    position = (count_up_to(_THUMBNAIL_SIDE) + 0.5) / cell_lines - 0.5
+    position = (np.arange(0.5, _THUMBNAIL_SIDE)) / cell_lines - 0.5
     return share_on_line(position, _CELLS_PER_SIDE) / cell_lines
+
+
+@functools.cache
+def _fade() -> Numbers:
+    """Returns the weight of each pixel of the thumbnail: one in the middle, nought in the corners."""
+    position = (np.arange(0.5, _THUMBNAIL_SIDE)) * (2 / _THUMBNAIL_SIDE) - 1
+    distance = np.sqrt(np.square(position)[:, None] + np.square(position))
+    fade: Numbers = ((_FADE_ENDS - distance) / (_FADE_ENDS - _FADE_BEGINS)).clip(0, 1)
+    return fade

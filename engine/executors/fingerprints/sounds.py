@@ -18,27 +18,36 @@ Invariants:
 
 - the spectrogram is only read, and the fingerprint shares no memory with it;
 - a fingerprint is finite and of length one for every finite spectrogram, silence included;
-- silent frames before or after change nothing but rounding; equal spectrograms give equal bits on one machine.
+- silent frames before or after change nothing but rounding; equal spectrograms give equal bits on one machine
+  (see :mod:`.vectors`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch.nn import functional
 
 from engine.executors.fingerprints.vectors import (
     FINGERPRINT_SIZE,
+    Numbers,
     cosine_waves,
-    count_up_to,
+    normalise,
     normalise_above,
     place_in_space,
+    product,
     share_on_line,
+    tensor_from,
 )
 
 __all__ = ["MEL_BANDS", "fingerprint_sound"]
+
+Cells: TypeAlias = npt.NDArray[np.float32]
+"""Of a spectrogram, of shape (frames, bands)."""
 
 MEL_BANDS = 80
 """Bands of the spectrograms that are described."""
@@ -81,6 +90,8 @@ _CONTRAST_FLOOR = 0.01
 # Frames (10 ms each) of full sound below which there is next to nothing to divide by; far less than one.
 _LEAST_SOUND = 1e-6
 
+_FRAMES_AT_A_TIME = 4096  # as doubles they are 2.6 MB
+
 
 def fingerprint_sound(log_mel: torch.Tensor) -> torch.Tensor:
     """Describes a sound by a unit vector; the cosine between two such vectors says how alike two sounds are.
@@ -102,17 +113,17 @@ def fingerprint_sound(log_mel: torch.Tensor) -> torch.Tensor:
         Periphery" (Neuron, 2011), who correlate bands.
     """
     _check_sound(log_mel)
-    prominence = _stand_out(log_mel)
-    loudness = prominence.mean(1)
-    fingerprint = torch.cat(
+    prominence = _stand_out(log_mel.numpy())
+    loudness = prominence.mean(1).astype(np.float64)
+    fingerprint = np.concatenate(
         [
-            torch.full((1,), _CONSTANT, device="cpu"),
+            [_CONSTANT],
             math.sqrt(_TIMBRE_SHARE) * _describe_timbre(prominence, loudness),
             math.sqrt(_LAYOUT_SHARE) * _describe_layout(prominence, loudness),
             math.sqrt(_MOVEMENT_SHARE) * _describe_movement(prominence, loudness),
         ]
     )
-    return functional.normalize(place_in_space("sound", fingerprint), dim=0)
+    return tensor_from(normalise(place_in_space("sound", fingerprint)))
 
 
 def _check_sound(log_mel: torch.Tensor) -> None:
@@ -124,62 +135,70 @@ def _check_sound(log_mel: torch.Tensor) -> None:
         )
     if len(log_mel) > _FRAMES_LIMIT:
         raise ValueError(f"a spectrogram has {len(log_mel)} frames; at most {_FRAMES_LIMIT} are described: split the recording")
-    if not all(extreme.isfinite() for extreme in log_mel.aminmax()):
+    cells = log_mel.numpy()
+    if not (np.isfinite(cells.min()) and np.isfinite(cells.max())):  # either is NaN where anything is
         raise ValueError("a log-mel spectrogram holds NaN or infinite values; floor the power before taking its logarithm")
 
 
-def _stand_out(log_mel: torch.Tensor) -> torch.Tensor:
+def _stand_out(log_mel: Cells) -> Cells:
     """Returns how far each cell stands out from the floor: 0 is silence, 1 the loudest cell."""
-    power = log_mel.clamp(min=_SILENCE)  # the one copy; everything after happens in it
+    power = np.maximum(log_mel, np.float32(_SILENCE), order="C")  # the one copy; everything after happens in it
     loudest = power.max()
-    power.sub_(loudest).exp_()
+    power -= loudest
+    np.exp(power, out=power)
     # What every cell has by the spectrogram's own floor is not heard.
-    power.sub_((_SILENCE - loudest).exp()).clamp_(min=0)
-    return power.mul_(_DEPTH).log1p_().div_(math.log1p(_DEPTH))
+    power -= np.exp(np.float32(_SILENCE) - loudest)
+    np.maximum(power, 0, out=power)
+    power *= _DEPTH
+    np.log1p(power, out=power)
+    power /= math.log1p(_DEPTH)
+    return power
 
 
-def _describe_timbre(prominence: torch.Tensor, loudness: torch.Tensor) -> torch.Tensor:
-    spectrum = loudness @ prominence / (loudness.sum() + _LEAST_SOUND)
+def _describe_timbre(prominence: Cells, loudness: Numbers) -> Numbers:
+    spectrum = product(loudness[None], prominence) / (loudness.sum() + _LEAST_SOUND)
     # The orthonormal DCT-II. Its first coefficient, the mean, is how even a sound is, of which noise changes most.
-    cepstrum = math.sqrt(2 * MEL_BANDS) * (cosine_waves(MEL_BANDS, MEL_BANDS)[1:] @ spectrum)
-    return normalise_above(_floor_of(MEL_BANDS), cepstrum)
+    cepstrum = math.sqrt(2 * MEL_BANDS) * product(cosine_waves(MEL_BANDS, MEL_BANDS)[1:], spectrum.T)
+    return normalise_above(_floor_of(MEL_BANDS), cepstrum.reshape(-1))
 
 
-def _describe_layout(prominence: torch.Tensor, loudness: torch.Tensor) -> torch.Tensor:
+def _describe_layout(prominence: Cells, loudness: Numbers) -> Numbers:
     middle, spread = _locate(loudness)
     stretch_frames = 2 * _REACH * spread / _STRETCHES
-    position = ((count_up_to(len(loudness)) + 0.5) - middle) / stretch_frames + (_STRETCHES - 1) / 2
+    position = (np.arange(0.5, len(loudness)) - middle) / stretch_frames + (_STRETCHES - 1) / 2
     # One more stretch at either end takes up what lies beyond.
     shares = share_on_line(position + 1, _STRETCHES + 2)[1:-1]
     # Where a stretch reaches beyond the recording there is silence: it is divided by its length, not by what there is of it.
-    stretches = shares @ prominence @ _band_windows(_LAYOUT_BANDS).T / stretch_frames
-    return normalise_above(_floor_of(_LAYOUT_SIZE), (stretches - stretches.mean(0)).flatten())
+    stretches = product(product(shares, prominence), _band_windows(_LAYOUT_BANDS).T) / stretch_frames
+    return normalise_above(_floor_of(_LAYOUT_SIZE), (stretches - stretches.mean(0)).reshape(-1))
 
 
-def _locate(loudness: torch.Tensor) -> tuple[float, float]:
+def _locate(loudness: Numbers) -> tuple[float, float]:
     """Returns mean and standard deviation of the time, in frames, at which there is sound; at least one for the latter."""
-    # In doubles: squares of a million frames.
-    weights = loudness.to(torch.float64)
-    time = count_up_to(len(loudness)).to(torch.float64) + 0.5
-    total = float(weights.sum()) + _LEAST_SOUND
-    middle = float(weights @ time) / total
-    return middle, math.sqrt(float(weights @ (time - middle).square()) / total) + 1
+    time = np.arange(0.5, len(loudness))
+    total = loudness.sum() + _LEAST_SOUND
+    middle = float((loudness * time).sum() / total)
+    return middle, math.sqrt((loudness * np.square(time - middle)).sum() / total) + 1
 
 
-def _describe_movement(prominence: torch.Tensor, loudness: torch.Tensor) -> torch.Tensor:
-    bands = (prominence @ _band_windows(_MOVEMENT_BANDS).T).T
+def _describe_movement(prominence: Cells, loudness: Numbers) -> Numbers:
     # With silence before and after, so that a beginning is a rise, and what is silent already changes nothing.
     margin = 2 * _STEP_FRAMES + max(_LAGS_FRAMES)
-    steps = functional.avg_pool1d(functional.pad(bands, (margin, margin)), _STEP_FRAMES, stride=1)
+    bands = np.zeros((_MOVEMENT_BANDS, len(prominence) + 2 * margin), dtype=np.float32)
+    for start in range(0, len(prominence), _FRAMES_AT_A_TIME):
+        frames = prominence[start : start + _FRAMES_AT_A_TIME]
+        bands[:, margin + start : margin + start + len(frames)] = product(frames, _band_windows(_MOVEMENT_BANDS).T).T
+    # What comes in a step, less what was in the one before.
+    steps = np.lib.stride_tricks.sliding_window_view(bands, _STEP_FRAMES, axis=1).sum(2) / _STEP_FRAMES
     change = steps[:, _STEP_FRAMES:] - steps[:, :-_STEP_FRAMES]
     total = loudness.sum() + _LEAST_SOUND
     parts = []
     for lag in _LAGS_FRAMES:
-        together = change[:, :-lag] @ change[:, lag:].T / total
+        together = product(change[:, :-lag], change[:, lag:].T) / total
         # Signed square roots, so that the loudest pair of bands does not decide alone.
-        balanced = together.sign() * together.abs().sqrt()
-        parts.append(normalise_above(_floor_of(_MOVEMENT_BANDS**2), balanced.flatten()))
-    return torch.cat(parts) / math.sqrt(len(parts))
+        balanced = np.sign(together) * np.sqrt(np.abs(together))
+        parts.append(normalise_above(_floor_of(_MOVEMENT_BANDS**2), balanced.reshape(-1)))
+    return np.concatenate(parts) / math.sqrt(len(parts))
 
 
 def _floor_of(count: int) -> float:
@@ -188,8 +207,9 @@ def _floor_of(count: int) -> float:
 
 
 @functools.cache
-def _band_windows(count: int) -> torch.Tensor:
+def _band_windows(count: int) -> Numbers:
     """Returns the weight of each mel band in each of `count` wider ones, which overlap, so that these average over theirs."""
-    position = (count_up_to(MEL_BANDS) + 0.5) * (count / MEL_BANDS) - 0.5
+    position = (np.arange(0.5, MEL_BANDS)) * (count / MEL_BANDS) - 0.5
     windows = share_on_line(position, count)
-    return windows / windows.sum(1, keepdim=True)
+    windows /= windows.sum(1, keepdims=True)
+    return windows

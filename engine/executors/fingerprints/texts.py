@@ -7,7 +7,7 @@ of meaning: it finds copies, typing errors, other cases and spacings, and texts 
 Invariants:
 
 - a fingerprint is finite and of length one for every text that is not empty: one place holds a constant, and nothing else;
-- equal texts give equal bits in every process: the hash is fixed here, and not Python's.
+- equal texts give equal bits in every process: the hash is fixed here, and not Python's; for sums see :mod:`.vectors`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import unicodedata
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional
 
-from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, place_in_space
+from engine.executors.fingerprints.vectors import FINGERPRINT_SIZE, length_of, normalise, place_in_space, tensor_from
 
 __all__ = ["count_words", "fingerprint_text"]
 
@@ -33,6 +32,9 @@ _LONGEST = 5
 
 _CONSTANT = 0.1
 _PLACES = FINGERPRINT_SIZE - 1
+
+# A text whose n-grams cancel out leaves noughts, which must not be divided by nought.
+_LEAST_LENGTH = 1e-12
 
 _WORD = (1 << 64) - 1
 _MULTIPLIER = 0x100000001B3  # FNV's prime
@@ -67,10 +69,9 @@ def fingerprint_text(text: str) -> torch.Tensor:
     ngrams, counts = np.unique(_hash_ngrams(f" {normalised} "), return_counts=True)
     signs = np.where(ngrams >> np.uint64(63), 1.0, -1.0)
     # Square roots, so that what is said often does not drown what is said once.
-    places = np.bincount((ngrams % np.uint64(_PLACES)).astype(np.int64), signs * np.sqrt(counts), _PLACES)
-    hashed = functional.normalize(torch.from_numpy(places), dim=0).to(torch.float32)
-    fingerprint = torch.cat([torch.full((1,), _CONSTANT, device="cpu"), hashed])
-    return functional.normalize(place_in_space("text", fingerprint), dim=0)
+    places = np.bincount((ngrams % np.uint64(_PLACES)).astype(np.int64), signs * np.sqrt(counts), _PLACES).astype(np.float64)
+    fingerprint = np.concatenate([[_CONSTANT], places / max(length_of(places), _LEAST_LENGTH)])
+    return tensor_from(normalise(place_in_space("text", fingerprint)))
 
 
 def count_words(text: str) -> int:

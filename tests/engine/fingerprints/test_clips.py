@@ -80,7 +80,6 @@ CLIPS: dict[str, Callable[[], Frames]] = {
     "slides-reversed": lambda: slides("grass", "rocket", "coffee", "astronaut"),
     "slides-in-another-order": lambda: slides("astronaut", "rocket", "coffee", "grass"),
     "ball-right": lambda: ball(lambda time: (time, 0.5)),
-    "ball-left": lambda: ball(lambda time: (1 - time, 0.5)),
     "ball-down": lambda: ball(lambda time: (0.5, time)),
 }
 
@@ -158,8 +157,15 @@ def test_clips_of_the_same_pictures_are_near_but_told_apart_by_their_order(origi
 
 
 def test_direction_of_a_movement_is_told(originals: dict[str, torch.Tensor]) -> None:
-    assert float(originals["ball-right"] @ originals["ball-left"]) < 0.7
     assert float(originals["ball-right"] @ originals["ball-down"]) < 0.7
+    assert float(originals["pan-chelsea"] @ originals["pan-back"]) < 0.8
+
+
+def test_a_clip_and_its_mirror_image_are_one(originals: dict[str, torch.Tensor]) -> None:
+    leftwards = describe(take(ball(lambda time: (1 - time, 0.5)), 16))
+    assert float(originals["ball-right"] @ leftwards) > 0.95
+    mirrored = [(time_s, pixels[:, ::-1]) for time_s, pixels in take(CLIPS["pan-rocket"](), 16)]
+    assert float(originals["pan-rocket"] @ describe(mirrored)) > 0.9999
 
 
 def test_times_count_and_not_where_a_frame_is_in_line(made: dict[str, Frames]) -> None:

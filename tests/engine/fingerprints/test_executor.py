@@ -151,7 +151,10 @@ def test_in_one_index_the_nearest_is_of_the_same_kind() -> None:
         "picture": [fingerprint_picture(one) for one in (*pixels, picture().pixels, black)],
         "sound": [fingerprint_sound(spectrogram) for spectrogram in (*hills, torch.full((50, 80), -30.0))],
         "clip": [fingerprint_clip(torch.stack([one, one.flip(0)]), [0.0, 1.0], 2.0) for one in (*pixels, black)],
-        "text": [fingerprint_text(text) for text in ("the cat sat on the mat", "the dog sat on a log", "cats and dogs", "a")],
+        "text": [
+            fingerprint_text(text)
+            for text in ("the cat sat on the mat", "the dog sat on a log", "the cats and the dogs sat", "a")
+        ],
     }
     crossing = max(
         float((torch.stack(one) @ torch.stack(other).T).max())
