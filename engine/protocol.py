@@ -209,6 +209,10 @@ class SamplingParams(msgspec.Struct):
         max_tokens: of the answer; None: up to the model's limit.
         temperature: 0 is greedy.
         top_p: share of probability that is sampled from.
+        top_k: tokens that are sampled from, the likeliest; 0 and -1: all.
+        min_p: tokens that have less than this share of the likeliest one's probability are left out.
+        repetition_penalty: above 1, tokens that the prompt or the answer has already are less likely.
+        logit_bias: by token: what is added to its logit, -100 to 100.
         seed: makes the answer repeatable.
         stop: texts at which the answer ends; they are not part of it.
         ignore_eos: go on to ``max_tokens`` whatever the model says; for benchmarks.
@@ -217,6 +221,10 @@ class SamplingParams(msgspec.Struct):
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: list[str] = []
     ignore_eos: bool = False

@@ -1,8 +1,9 @@
 """Tokens into text, token by token.
 
 A token is not a piece of text by itself: a character may be spread over several tokens, and whether a token begins with a
-space can depend on the token before it. So tokens are decoded together with those before them, and what is new is the
-difference. A character that is not complete yet decodes to U+FFFD, and is held back until it is.
+space can depend on the token before it. ``DecodeStream`` of the library tokenizers takes care of both, and so does
+:class:`_PlainStream` for tokenizers that are not of that library. Added here is what they hold back when an answer ends: half a
+character, or noise that never becomes text.
 
 Invariant: the pieces, joined, are what the tokenizer makes of all tokens at once. (Unless a model writes hundreds of tokens
 that are no text.)
@@ -10,15 +11,16 @@ that are no text.)
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Detokenizer"]
 
 _REPLACEMENT = "\ufffd"
 
-# Tokens that are decoded again for each new one. Many cost time; a few are context enough, since spaces depend on one
-# neighbour.
-_MAX_WINDOW = 32
+# Tokens before those that are held back, with which they are decoded at the end: spaces depend on one neighbour.
 _CONTEXT = 8
 
 # Tokens after which a text that never becomes complete is let go as it is: noise, which would cost ever more time.
@@ -34,37 +36,62 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._given = 0  # characters of the window's text that were given out
+        self._step = _make_step(tokenizer, [])
+        self._context: list[int] = []  # the last tokens whose text was given out
+        self._held: list[int] = []
 
     def push(self, token: int) -> str:
         """Takes a token; returns what it completes, often nothing."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        # All of them, since tokenizers with a byte fallback give nothing else for a row of bytes that ends within a character.
-        complete = len(text.rstrip(_REPLACEMENT)) if len(self._window) < _MAX_HELD else len(text)
-        piece = text[self._given : complete]
-        self._given = max(self._given, complete)
-        if len(self._window) > _MAX_WINDOW and complete == len(text):
-            self._move_window()
-        if len(self._window) >= _MAX_HELD:
-            self._window, self._given = [], 0
-        return piece
+        self._held.append(token)
+        try:
+            text = self._step(token)
+        except Exception:  # noqa: BLE001 - DecodeStream raises nothing narrower: text that was given out turns out to be none
+            return self.flush()
+        if text:
+            self._context, self._held = (self._context + self._held)[-_CONTEXT:], []
+        elif len(self._held) >= _MAX_HELD:
+            text = self.flush()
+        return text or ""
 
     def flush(self) -> str:
         """Returns what was held back: the answer ends within a character."""
-        text = self._decode(self._window)
-        piece = text[self._given :]
-        self._given = len(text)
-        return piece
-
-    def _move_window(self) -> None:
-        context = self._window[-_CONTEXT:]
-        text = self._decode(context)
-        # Without text the context would not be seen as such, and one that begins within a character is none.
-        if text and not text.startswith(_REPLACEMENT):
-            self._window, self._given = context, len(text)
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = _decode(self._tokenizer, self._context + self._held)[len(_decode(self._tokenizer, self._context)) :]
+        last = self._held[-1:]
+        is_text = _decode(self._tokenizer, last).strip(_REPLACEMENT) != ""
+        self._context, self._held = last if is_text else [], []
+        self._step = _make_step(self._tokenizer, self._context)
         return text
+
+
+def _make_step(tokenizer: Any, context: list[int]) -> Callable[[int], str | None]:
+    """Returns what takes a token and returns the text that it completes, after a context that was given out."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _PlainStream(tokenizer, context).step
+    stream = importlib.import_module("tokenizers").decoders.DecodeStream(ids=context, skip_special_tokens=True)
+    return functools.partial(stream.step, backend)
+
+
+class _PlainStream:
+    """What ``DecodeStream`` does, by a tokenizer that only decodes whole lists of tokens."""
+
+    def __init__(self, tokenizer: Any, context: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(context)
+        self._given = len(context)  # tokens whose text was given out
+
+    def step(self, token: int) -> str:
+        """Takes a token; returns what it completes."""
+        self._tokens.append(token)
+        before = _decode(self._tokenizer, self._tokens[: self._given])
+        text = _decode(self._tokenizer, self._tokens)
+        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
+            return ""
+        self._tokens = self._tokens[self._given :] if before else self._tokens
+        self._given = len(self._tokens)
+        return text[len(before) :]
+
+
+def _decode(tokenizer: Any, tokens: list[int]) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

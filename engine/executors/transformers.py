@@ -34,7 +34,7 @@ import msgspec
 import torch
 
 from engine.answers import without_frames
-from engine.executors.checkpoint import LoadSettings, load_checkpoint
+from engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
 from engine.executors.detokenizer import Detokenizer
 from engine.executors.embedding import POOLINGS, Embedder
 from engine.executors.generation import Context, LanguageModel
@@ -91,41 +91,33 @@ class _Answer:
 
     Args:
         sampling: how; checked here.
-        tokenizer: of the model.
-        eos_token_ids: tokens that end it.
+        prompt: its tokens, shape (tokens,).
+        checkpoint: the model.
 
     Raises:
         ValueError: the sampling parameters make no sense.
+        ContextLengthError: the model has no room for the answer.
 
     Attributes:
         context: what the model knows of it; None until its prompt was computed.
         last_token: the token to go on with.
+        repeatable: whether it must be the same again, bit for bit.
     """
 
-    def __init__(self, sampling: SamplingParams, tokenizer: Any, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, sampling: SamplingParams, prompt: torch.Tensor, checkpoint: Checkpoint) -> None:
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         self.context: Context | None = None
         self.last_token = -1
         self.repeatable = sampling.seed is not None
-        self._sampler = Sampler(sampling)
+        self._sampler = Sampler(sampling, prompt)
         self._stops = StopTexts(sampling.stop)
-        self._detokenizer = Detokenizer(tokenizer)
-        self._eos_token_ids = frozenset() if sampling.ignore_eos else eos_token_ids
-        self._max_tokens = sampling.max_tokens
-        self._limit = 0
-        self._prompt_tokens = 0
+        self._detokenizer = Detokenizer(checkpoint.tokenizer)
+        self._eos_token_ids = frozenset() if sampling.ignore_eos else checkpoint.eos_token_ids
+        self._limit = ContextLengthError.check(len(prompt), sampling.max_tokens, checkpoint.max_model_len)
+        self._prompt_tokens = len(prompt)
         self._completion_tokens = 0
         self._unsent: list[int] = []
-
-    def start(self, prompt_tokens: int, max_model_len: int) -> None:
-        """Takes note of the prompt's length.
-
-        Raises:
-            ContextLengthError: the model has no room for the answer.
-        """
-        self._prompt_tokens = prompt_tokens
-        self._limit = ContextLengthError.check(prompt_tokens, self._max_tokens, max_model_len)
 
     def advance(self, logits: torch.Tensor) -> StepOutput:
         """Chooses the next token; returns what is new, if it can be let go yet.
@@ -248,9 +240,8 @@ class TransformersExecutor:
 
     def _begin(self, request_id: int, request: GenerateRequest) -> StepOutput | Exception:
         try:
-            answer = _Answer(request.sampling, self._checkpoint.tokenizer, self._checkpoint.eos_token_ids)
             inputs = self._prompts.build(request)
-            answer.start(int(inputs["input_ids"].shape[1]), self._checkpoint.max_model_len)
+            answer = _Answer(request.sampling, inputs["input_ids"][0], self._checkpoint)
             answer.context, logits = self._model.prefill(inputs)
             output = answer.advance(logits)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request

@@ -55,7 +55,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct):
-    """The body of `POST /v1/chat/completions`; `priority` and `ignore_eos` as in vLLM."""
+    """The body of `POST /v1/chat/completions`; what OpenAI does not have, such as `top_k` and `priority`, is as in vLLM."""
 
     model: str
     messages: Annotated[list[ChatMessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -65,6 +65,10 @@ class ChatRequest(msgspec.Struct):
     max_completion_tokens: _TokenCount | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-INT64, le=INT64 - 1)] | None = None
     stop: _StopText | Annotated[list[_StopText], Meta(max_length=_MAX_STOP_TEXTS)] | None = None
     user: str | None = None
@@ -78,17 +82,13 @@ class ChatRequest(msgspec.Struct):
     response_format: Annotated[Any, Meta(description="Only {'type': 'text'} is supported.")] = None
     logprobs: _NotBuilt = None
     top_logprobs: _NotBuilt = None
-    logit_bias: _NotBuilt = None
     presence_penalty: _NotBuilt = None
     frequency_penalty: _NotBuilt = None
-    repetition_penalty: _NotBuilt = None
     modalities: Annotated[Any, Meta(description="Only ['text'] is supported.")] = None
     audio: _NotBuilt = None
     web_search_options: _NotBuilt = None
     best_of: _NotBuilt = None
     use_beam_search: _NotBuilt = None
-    top_k: _NotBuilt = None
-    min_p: _NotBuilt = None
     min_tokens: _NotBuilt = None
     stop_token_ids: _NotBuilt = None
     guided_json: _NotBuilt = None
@@ -121,17 +121,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "top_k": (0, -1),
-    "min_p": (0,),
     "min_tokens": (0,),
     "stop_token_ids": ([],),
     "guided_json": (),
@@ -281,6 +277,10 @@ def _sampling(request: ChatRequest) -> SamplingParams:
         max_tokens=most,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=request.top_k or 0,
+        min_p=request.min_p or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=request.logit_bias or {},
         seed=request.seed,
         stop=[stop] if isinstance(stop, str) else stop,
         ignore_eos=bool(request.ignore_eos),

@@ -14,15 +14,34 @@ from engine.executors.detokenizer import Detokenizer
 TEXT = "Größe 日本語のテキスト, 🙂🚀 naïve señor: привет!  Two  spaces, a\ttab\nand a line. 👩\u200d👩\u200d👧"
 
 
+class PlainTokenizer:
+    """One that is not of the library tokenizers: all that it can do is to decode a list."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.encode = tokenizer.encode
+        self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
+        self.decode = tokenizer.decode
+        self._length = len(tokenizer)
+
+    def __len__(self) -> int:
+        return self._length
+
+
+@pytest.fixture(scope="module", params=["fast", "plain"])
+def kind(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Both kinds of tokenizers, for each test."""
+    return PlainTokenizer if request.param == "plain" else lambda tokenizer: tokenizer
+
+
 @pytest.fixture(scope="module")
-def byte_tokenizer(tiny_model: Callable[..., Path]) -> Any:
+def byte_tokenizer(tiny_model: Callable[..., Path], kind: Callable[[Any], Any]) -> Any:
     """Bytes and common pairs of them: most characters beyond ASCII are spread over several tokens."""
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(tiny_model("llama"), local_files_only=True)
+    return kind(transformers.AutoTokenizer.from_pretrained(tiny_model("llama"), local_files_only=True))
 
 
 @pytest.fixture(scope="module")
-def word_tokenizer() -> Any:
+def word_tokenizer(kind: Callable[[Any], Any]) -> Any:
     """Words, each with the space before it, as SentencePiece's: the first word of a text loses its space."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
@@ -39,7 +58,7 @@ def word_tokenizer() -> Any:
             tokenizers.decoders.Strip(" ", 1, 0),
         ]
     )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    return kind(transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>"))
 
 
 def pieces(tokenizer: Any, tokens: list[int]) -> list[str]:
@@ -70,6 +89,14 @@ def test_text_is_given_as_soon_as_it_is_complete(byte_tokenizer: Any) -> None:
 def test_any_tokens_join_to_what_the_tokenizer_makes_of_them(byte_tokenizer: Any, seed: int) -> None:
     tokens = torch.randint(0, len(byte_tokenizer), (200,), generator=torch.Generator().manual_seed(seed)).tolist()
     assert "".join(pieces(byte_tokenizer, tokens)) == whole(byte_tokenizer, tokens)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_that_are_no_characters_spoil_nothing_that_follows(word_tokenizer: Any, seed: int) -> None:
+    """A byte that was a character by itself can turn out to be part of none, when its text was given out already."""
+    noise = torch.randint(1, len(word_tokenizer), (200,), generator=torch.Generator().manual_seed(seed)).tolist()
+    words = [word_tokenizer.convert_tokens_to_ids(word) for word in ("▁the", "▁cat", "s", "▁sat", ".")]
+    assert "".join(pieces(word_tokenizer, noise + words)).endswith(" cats sat.")
 
 
 def test_an_answer_that_ends_within_a_character_says_so_at_the_end(byte_tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from engine.protocol import SamplingParams
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
 
 
-def draw(count: int, logits: torch.Tensor = LOGITS, **params: float | int | None) -> list[int]:
+def draw(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
     sampler = Sampler(SamplingParams(**params))
     return [sampler.choose(logits) for _ in range(count)]
 
@@ -46,6 +47,30 @@ def test_top_p_leaves_the_tokens_that_transformers_leaves(top_p: float) -> None:
     assert set(drawn) <= left
     probable = {token for token in left if torch.softmax(warped, 0)[token] > 0.005}
     assert probable <= set(drawn)
+
+
+def test_top_k_and_min_p_leave_the_likeliest() -> None:
+    assert set(draw(500, temperature=2.0, top_k=2, seed=1)) == {0, 4}
+    assert set(draw(500, temperature=2.0, top_k=-1, seed=1)) == {0, 1, 2, 3, 4}
+    assert set(draw(500, min_p=0.5, seed=1)) == {0, 4}  # exp(1.5 - 2) = 0.61 of the likeliest, exp(1 - 2) = 0.37
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_bias_excludes_or_forces_a_token(temperature: float) -> None:
+    assert set(draw(50, temperature=temperature, logit_bias={3: 100.0}, seed=1)) == {3}
+    assert 0 not in draw(200, temperature=temperature, logit_bias={0: -100.0}, seed=1)
+
+
+def test_a_penalty_lowers_what_the_prompt_or_the_answer_has() -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=3.0)
+    sampler = Sampler(params)
+    assert [sampler.choose(LOGITS) for _ in range(3)] == [0, 4, 1]  # 2 / 3 and 1.5 / 3 are less than 1
+    assert Sampler(params, torch.tensor([0, 4])).choose(LOGITS) == 1
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocabulary size is 5"):
+        draw(1, logit_bias={5: 1.0})
 
 
 def test_a_seed_repeats_and_another_differs() -> None:
@@ -102,6 +127,26 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float, temperature: float)
 @pytest.mark.parametrize("params", [{"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}])
 def test_a_temperature_that_makes_no_sense_is_refused(params: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="temperature must be"):
+        Sampler(SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": -2},
+        {"min_p": 1.1},
+        {"min_p": math.nan},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": math.nan},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": dict.fromkeys(range(301), 1.0)},
+    ],
+    ids=str,
+)
+def test_other_parameters_that_make_no_sense_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(params))} .*[0-9]"):
         Sampler(SamplingParams(**params))
 
 

@@ -62,6 +62,12 @@ def test_without_wishes_it_is_sampled_as_openai_does() -> None:
     assert (asked.sampling, asked.priority, asked.media) == (SamplingParams(), 0, [])
 
 
+def test_how_tokens_are_filtered_reaches_the_engine() -> None:
+    filters = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {"7": -100}}
+    sampling = engine_request(parse(**filters))[0].sampling
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.logit_bias) == (5, 0.1, 1.2, {7: -100})
+
+
 def test_max_completion_tokens_is_the_newer_name() -> None:
     assert engine_request(parse(max_tokens=3))[0].sampling.max_tokens == 3
     assert engine_request(parse(max_tokens=3, max_completion_tokens=5))[0].sampling.max_tokens == 5
@@ -83,11 +89,10 @@ def test_one_stop_text_is_a_list_of_one() -> None:
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("logprobs", True),
         ("top_logprobs", 3),
-        ("logit_bias", {"1": 5}),
         ("presence_penalty", 0.5),
         ("modalities", ["text", "audio"]),
         ("guided_json", {}),
-        ("top_k", 5),
+        ("min_tokens", 5),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(field: str, value: object) -> None:
