@@ -19,6 +19,7 @@ from frontend.openai.embeddings import (
     EmbeddingRequest,
     EmbeddingResponse,
     check_dimensions,
+    count_inputs,
     embedding_response,
     take_inputs,
 )
@@ -74,6 +75,7 @@ class EmbeddingService:
             check_dimensions(request, description.embedding_size)
             param = "messages" if request.messages else "input"
             inputs = take_inputs(request, self._settings.max_inputs)
+            counts = count_inputs(inputs)
             if not description.input.text and any(isinstance(one, Text) for one in inputs):
                 message = "this model does not embed text; send media, as messages or as data: URLs"
                 raise ApiError(400, message, code="unsupported_input", param=param)
@@ -82,7 +84,7 @@ class EmbeddingService:
                 asked = EncodeRequest(filled, priority=request.priority or 0)
                 embeddings, prompt_tokens = await self._encode(asked, admitted, request_id)
                 copies = self._engine.ring.statistics().copies - before.copies
-        response = embedding_response(embeddings, request, prompt_tokens)
+        response = embedding_response(embeddings, request, prompt_tokens, counts)
         return Embedded(response, slab_nbytes, copies, description.synthetic)
 
     @contextlib.asynccontextmanager

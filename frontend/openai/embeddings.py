@@ -15,6 +15,8 @@ from __future__ import annotations
 import base64
 import secrets
 import time
+from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -29,9 +31,11 @@ from frontend.openai.parsing import BodyParser
 
 __all__ = [
     "EMBEDDING_PARSER",
+    "EmbeddingInputs",
     "EmbeddingRequest",
     "EmbeddingResponse",
     "check_dimensions",
+    "count_inputs",
     "embedding_response",
     "take_inputs",
 ]
@@ -72,11 +76,21 @@ class Embedding(msgspec.Struct):
     object: str = "embedding"
 
 
-class EmbeddingUsage(msgspec.Struct):
-    """Tokens used."""
+class EmbeddingInputs(msgspec.Struct):
+    """What was embedded, counted by kind; the kinds have vLLM's names."""
 
-    prompt_tokens: int = 0
-    total_tokens: int = 0
+    text: int = 0
+    image: int = 0
+    audio: int = 0
+    video: int = 0
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Tokens used, those of media included where the model makes tokens of them, and how many inputs of each kind."""
+
+    prompt_tokens: int
+    total_tokens: int
+    inputs: EmbeddingInputs
 
 
 class EmbeddingResponse(msgspec.Struct):
@@ -165,13 +179,22 @@ def check_dimensions(request: EmbeddingRequest, size: int | None) -> None:
         raise ApiError(400, message, code="invalid_value", param="dimensions")
 
 
-def embedding_response(embeddings: torch.Tensor, request: EmbeddingRequest, prompt_tokens: int) -> EmbeddingResponse:
+def count_inputs(inputs: Iterable[Text | MediaSource]) -> EmbeddingInputs:
+    """Counts inputs by kind."""
+    counts = Counter("text" if isinstance(item, Text) else item.kind for item in inputs)
+    return EmbeddingInputs(**counts)
+
+
+def embedding_response(
+    embeddings: torch.Tensor, request: EmbeddingRequest, prompt_tokens: int, inputs: EmbeddingInputs
+) -> EmbeddingResponse:
     """Makes the answer.
 
     Args:
         embeddings: (inputs, embedding size), float32.
         request: says in which form, and how many dimensions to keep.
         prompt_tokens: of all inputs.
+        inputs: how many there were of each kind.
 
     Raises:
         ApiError: it asks for more dimensions than there are.
@@ -183,7 +206,7 @@ def embedding_response(embeddings: torch.Tensor, request: EmbeddingRequest, prom
         Embedding(index, _base64(row) if request.encoding_format == "base64" else row.tolist())
         for index, row in enumerate(embeddings)
     ]
-    usage = EmbeddingUsage(prompt_tokens, prompt_tokens)
+    usage = EmbeddingUsage(prompt_tokens, prompt_tokens, inputs)
     return EmbeddingResponse(f"embd-{secrets.token_hex(12)}", int(time.time()), request.model, data, usage)
 
 

@@ -59,7 +59,7 @@ async def test_each_picture_has_its_embedding_in_order(
     assert (body["object"], body["model"], body["usage"]) == (
         "list",
         "shmring-fingerprints",
-        {"prompt_tokens": 0, "total_tokens": 0},
+        {"prompt_tokens": 0, "total_tokens": 0, "inputs": {"text": 0, "image": 3, "audio": 0, "video": 0}},
     )
     assert response.headers["x-shmring-slab-bytes"] == str(PIXELS.nbytes)
     assert response.headers["x-shmring-copies"] == "0"

@@ -16,7 +16,7 @@ from frontend.admission import Admission, Admitted
 from frontend.embedding_service import EmbeddingService
 from frontend.errors import ApiError
 from frontend.multimodal import MediaIntake
-from frontend.openai.embeddings import EmbeddingRequest
+from frontend.openai.embeddings import EmbeddingInputs, EmbeddingRequest
 from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 
@@ -97,6 +97,7 @@ async def test_texts_and_media_stay_in_order(open_engine: Any, open_service: Any
     embedded = await service.embed(request, admitted, "x")
     assert seen == [[PIXELS[0].sum(), "between", PIXELS[1].sum()]]
     assert embedded.response.usage.prompt_tokens == 5
+    assert embedded.response.usage.inputs == EmbeddingInputs(text=1, image=2)
     assert [item.embedding for item in embedded.response.data] == [[1, 0], [0, 1], [1, 0]]
 
 

@@ -16,6 +16,7 @@ from frontend.media.loader import MediaSource
 from frontend.openai import embeddings
 from frontend.openai.embeddings import (
     EMBEDDING_PARSER,
+    EmbeddingInputs,
     EmbeddingRequest,
     check_dimensions,
     embedding_response,
@@ -117,16 +118,17 @@ def vectors() -> torch.Tensor:
 
 
 def test_numbers_come_out_as_they_are() -> None:
-    response = embedding_response(vectors(), parse(), 7)
+    response = embedding_response(vectors(), parse(), 7, EmbeddingInputs(text=1, video=2))
     assert [item.index for item in response.data] == [0, 1, 2]
     assert [item.embedding for item in response.data] == vectors().tolist()
     assert (response.object, response.data[0].object, response.model) == ("list", "embedding", "m")
     assert (response.usage.prompt_tokens, response.usage.total_tokens) == (7, 7)
+    assert response.usage.inputs == EmbeddingInputs(text=1, video=2)
     assert response.id.startswith("embd-")
 
 
 def test_base64_is_little_endian_float32() -> None:
-    response = embedding_response(vectors(), parse(encoding_format="base64"), 0)
+    response = embedding_response(vectors(), parse(encoding_format="base64"), 0, EmbeddingInputs(text=3))
     for item, vector in zip(response.data, vectors(), strict=True):
         assert isinstance(item.embedding, str)
         np.testing.assert_array_equal(np.frombuffer(base64.b64decode(item.embedding), "<f4"), vector.numpy())
@@ -134,20 +136,23 @@ def test_base64_is_little_endian_float32() -> None:
 
 @pytest.mark.parametrize("dimensions", [1, 3, 4])
 def test_fewer_dimensions_are_made_length_one_again(dimensions: int) -> None:
-    [first, *_] = embedding_response(vectors(), parse(dimensions=dimensions), 0).data
+    [first, *_] = embedding_response(vectors(), parse(dimensions=dimensions), 0, EmbeddingInputs(text=3)).data
     expected = vectors()[0, :dimensions] / vectors()[0, :dimensions].norm()
     np.testing.assert_allclose(first.embedding, expected, rtol=1e-6)
 
 
 def test_a_vector_that_is_cut_to_nothing_stays_finite() -> None:
-    [item] = embedding_response(torch.tensor([[0.0, 1.0]]), parse(dimensions=1), 0).data
+    [item] = embedding_response(torch.tensor([[0.0, 1.0]]), parse(dimensions=1), 0, EmbeddingInputs(text=1)).data
     assert item.embedding == [0.0]
 
 
 def test_more_dimensions_than_there_are_is_refused() -> None:
     request = parse(dimensions=5)
     check_dimensions(request, None)
-    for check in (lambda: embedding_response(vectors(), request, 0), lambda: check_dimensions(request, 4)):
+    for check in (
+        lambda: embedding_response(vectors(), request, 0, EmbeddingInputs(text=3)),
+        lambda: check_dimensions(request, 4),
+    ):
         with pytest.raises(ApiError, match="dimensions is 5, the model's embeddings have 4") as raised:
             check()
         assert (raised.value.status, raised.value.param) == (400, "dimensions")
