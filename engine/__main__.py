@@ -19,6 +19,7 @@ import shmring
 from engine.core import EngineCore
 from engine.executors import EXECUTORS, create_executor
 from engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
+from engine.logs import configure_logging
 from engine.scheduler import SchedulerConfig
 from shmring.transport.liveness import ProcessWatch
 
@@ -109,7 +110,7 @@ def main(
 ) -> None:
     """Runs an engine: it creates the slab, and executes what frontends submit."""
     _leave_cores_to_others()
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s engine: %(message)s", stream=sys.stderr)
+    configure_logging(log_level, "engine")
     try:
         options = _Options(
             name=name,

@@ -28,6 +28,7 @@ import uvloop
 
 import shmring
 from engine.client import EngineClient
+from engine.logs import configure_logging
 from frontend.app import create_app
 from frontend.memory import make_malloc_return_memory
 from frontend.options import LOG_LEVELS, FiniteRange, frontend_options, settings_of
@@ -104,7 +105,7 @@ def main(
     """Runs one frontend process: it serves HTTP, and decodes pictures into the slab of a running engine."""
     make_malloc_return_memory()
     warnings.filterwarnings("ignore", module=r"PIL\.")  # about callers' pictures: whatever matters, the caller is told
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s frontend: %(message)s", stream=sys.stderr)
+    configure_logging(log_level, "frontend")
     place = _Place(
         name=name,
         socket_dir=socket_dir,

@@ -153,7 +153,10 @@ def report(error: Exception, request_id: str) -> ApiError:
         known = isinstance(error, ApiError | shmring.ShmringError | TimeoutError)
         # As text: a log handler that keeps the exception would keep its frames, and they the views of the request's slot.
         text = str(error) or type(error).__name__ if known else "".join(traceback.format_exception(error))
-        # What says only that there is too much to do, that somebody asked for more than fits into the time, or that somebody is
-        # ending us, is counted; a line for each would fill logs exactly when they are needed.
-        logger.log(logging.INFO if answer.code in _EXPECTED else logging.ERROR, "%s: %s", request_id, text)
+        if not known:
+            logger.error("the request %s failed by a bug of this server: %s", request_id, text)
+        else:
+            # What says only that there is too much to do or too little time, or that somebody is ending us, is counted anyway.
+            level = logging.INFO if answer.code in _EXPECTED else logging.WARNING
+            logger.log(level, "the request %s failed: %s", request_id, text)
     return answer

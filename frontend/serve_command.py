@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from engine.logs import configure_logging
 from frontend.options import LOG_LEVELS, NBYTES, FiniteRange, frontend_arguments, frontend_environment, frontend_options
 from frontend.supervisor import ServeError, ServeOptions
 from frontend.supervisor import serve as run_server
@@ -126,7 +127,7 @@ def serve(
 
     Stops on Ctrl-C or SIGTERM. Ends with an error if the engine ends; a frontend that ends is started again.
     """
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s supervisor: %(message)s", stream=sys.stderr)
+    configure_logging(log_level, "supervisor")
     try:
         environment = frontend_environment(values)
     except (OSError, ValueError) as error:

@@ -96,7 +96,7 @@ from shmring.memory.upload import Decode, Region, Uploads
 from shmring.memory.views import Obituaries
 from shmring.statistics import RingStatistics
 from shmring.transport.connection import Connection
-from shmring.transport.endpoint import Listener, Peer, greet, refuse, send_welcome, socket_path
+from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome, socket_path
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.polling import BusyPolling
 
@@ -755,7 +755,8 @@ class Ring:
             await self._admit(peer)  # which counts it at once
         except (RemoteProtocolError, PeerLostError, TimeoutError, OSError) as error:
             self._counters.refused += 1
-            logger.warning("a connection was refused: %s", error or "no hello in time")
+            reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            logger.warning("a connection of %s was refused: %s", describe_peer(connected), reason)
             connected.close()
         except BaseException:
             connected.close()

@@ -22,7 +22,7 @@ ALLOWED = {
     "shmring.transport": ["shmring.transport", "shmring.core", "shmring.errors", "shmring.config", "shmring.forks"],
     "shmring": ["shmring"],
     "engine": ["engine", "shmring"],
-    "frontend": ["frontend", "engine.client", "engine.protocol", "shmring"],
+    "frontend": ["frontend", "engine.client", "engine.inputs", "engine.logs", "engine.protocol", "shmring"],
     "bench": ["bench", "frontend", "engine", "shmring"],
 }
 OURS = ("shmring", "engine", "frontend", "bench")

@@ -36,7 +36,17 @@ from shmring.core.messages import (
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from shmring.transport.liveness import open_peer_pidfd
 
-__all__ = ["AttachedEngine", "Listener", "Peer", "attach_engine", "greet", "say_goodbye", "send_welcome", "socket_path"]
+__all__ = [
+    "AttachedEngine",
+    "Listener",
+    "Peer",
+    "attach_engine",
+    "describe_peer",
+    "greet",
+    "say_goodbye",
+    "send_welcome",
+    "socket_path",
+]
 
 _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
 _BACKLOG = 512  # frontends that may connect at the same moment
@@ -80,6 +90,15 @@ def _peer_credentials(peer: socket.socket) -> tuple[int, int]:
     size = _PEER_CREDENTIALS.size
     pid, uid, _ = _PEER_CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, uid
+
+
+def describe_peer(peer: socket.socket) -> str:
+    """Returns who is at the other end of a Unix socket, for logs."""
+    try:
+        pid, uid = _peer_credentials(peer)
+    except OSError as error:
+        return f"an unknown process ({error})"
+    return f"process {pid} of uid {uid}"
 
 
 # -- the engine's side -------------------------------------------------------------------------------------------------

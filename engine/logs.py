@@ -1,0 +1,117 @@
+"""What the processes of a server log, and how often: engine, frontends and supervisor write one format to stderr.
+
+Whoever connects ten thousand times, or sends as many bad requests, must not write ten thousand lines. So warnings and
+information of one kind are one line when the first comes, and one more at the end of each interval in which others came, with
+how many they were and what the last one said. A kind is what the source code calls a message: its logger, level and text before
+arguments are put in. Errors are this server's own faults and are all written; so is everything at the level DEBUG.
+
+Texts must therefore be constants, with what differs (who, why) as arguments, and errors that a peer can provoke at will are
+warnings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import threading
+from typing import TextIO
+
+__all__ = ["CollapsingHandler", "configure_logging"]
+
+_INTERVAL_S = 10.0
+_MAX_KINDS = 256  # the sources have some fifty; a text that is no constant would make any number of them
+
+
+def configure_logging(level: str, process: str) -> None:
+    """Sets up logging for a process of the server.
+
+    Args:
+        level: of all loggers; a name in any case.
+        process: what it is, for each line: ``engine``, ``frontend`` or ``supervisor``.
+    """
+    handler = CollapsingHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+@dataclasses.dataclass(slots=True)
+class _Repetitions:
+    """Records of one kind that were not written in this interval: how many, and the last."""
+
+    count: int = 0
+    last_text: str = ""
+
+
+class CollapsingHandler(logging.StreamHandler[TextIO]):
+    """Writes one line a kind and interval; see the head of this file. Close it, or what was counted last is not written.
+
+    Args:
+        stream: to write to.
+        interval_s: how long a kind is silent after each of its lines.
+    """
+
+    def __init__(self, stream: TextIO, interval_s: float = _INTERVAL_S) -> None:
+        super().__init__(stream)
+        self._interval_s = interval_s
+        self._kinds: dict[tuple[str, int, str], _Repetitions] = {}
+        self._timer: threading.Timer | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, or counts it. The caller holds the handler's lock."""
+        if not logging.DEBUG < record.levelno < logging.ERROR:
+            super().emit(record)
+            return
+        kind = (record.name, record.levelno, str(record.msg))
+        repetitions = self._kinds.get(kind)
+        if repetitions is not None:
+            repetitions.count += 1
+            try:
+                repetitions.last_text = record.getMessage()
+            except Exception:  # noqa: BLE001 - arguments that do not fit their text; logging never fails its caller
+                self.handleError(record)
+            return
+        if len(self._kinds) < _MAX_KINDS:
+            self._kinds[kind] = _Repetitions()
+            self._start_interval()
+        super().emit(record)
+
+    def close(self) -> None:
+        """Writes what was counted."""
+        with self._locked():
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._write_counts()
+        super().close()
+
+    def _start_interval(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(self._interval_s, self._end_interval)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end_interval(self) -> None:
+        with self._locked():
+            if self._timer is None:  # closed
+                return
+            self._timer = None
+            self._write_counts()
+            if self._kinds:
+                self._start_interval()
+
+    def _write_counts(self) -> None:
+        """Writes a line for each kind that came again, and forgets those that did not."""
+        for kind, repetitions in list(self._kinds.items()):
+            if not repetitions.count:
+                del self._kinds[kind]
+                continue
+            self._kinds[kind] = _Repetitions()
+            name, level, _ = kind
+            summary = f"{repetitions.count} more of this kind within {self._interval_s:g} s; this is the last"
+            text = f"{repetitions.last_text} ({summary})"
+            super().emit(logging.LogRecord(name, level, __file__, 0, text, None, None))
+
+    def _locked(self) -> threading.RLock:
+        assert self.lock is not None, "a handler has a lock from its creation on"
+        return self.lock

@@ -1,0 +1,128 @@
+"""Logs: one line a kind and interval, whatever a peer does."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.logs import CollapsingHandler
+
+OpenHandler = Callable[..., CollapsingHandler]
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    logger = logging.getLogger("tests.logs")
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    return logger
+
+
+@pytest.fixture
+def open_handler() -> Iterator[OpenHandler]:
+    """``open_handler(logger, stream, interval_s)``: a handler, taken away and closed in the end."""
+    opened: list[tuple[logging.Logger, CollapsingHandler]] = []
+
+    def attach(logger: logging.Logger, stream: io.StringIO, interval_s: float = 60.0) -> CollapsingHandler:
+        handler = CollapsingHandler(stream, interval_s)
+        logger.addHandler(handler)
+        opened.append((logger, handler))
+        return handler
+
+    yield attach
+    for logger, handler in opened:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def lines_of(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def test_nine_thousand_of_a_kind_are_two_lines(logger: logging.Logger, open_handler: OpenHandler) -> None:
+    stream = io.StringIO()
+    handler = open_handler(logger, stream)
+    for number in range(9000):
+        logger.warning("%s was refused: %s", f"caller {number}", "too many")
+    assert lines_of(stream) == ["caller 0 was refused: too many"]
+    handler.close()
+    assert lines_of(stream)[1:] == ["caller 8999 was refused: too many (8999 more of this kind within 60 s; this is the last)"]
+
+
+def test_other_kinds_errors_and_details_are_all_written(logger: logging.Logger, open_handler: OpenHandler) -> None:
+    stream = io.StringIO()
+    handler = open_handler(logger, stream)
+    for number in range(2):
+        logger.warning("first %d", number)
+        logger.warning("second %d", number)
+        logger.info("first %d", number)
+        logger.error("error %d", number)
+        logger.debug("detail %d", number)
+    assert lines_of(stream) == ["first 0", "second 0", "first 0", "error 0", "detail 0", "error 1", "detail 1"]
+    handler.close()
+
+
+async def test_each_interval_has_its_line(logger: logging.Logger, open_handler: OpenHandler, eventually: Any) -> None:
+    stream = io.StringIO()
+    open_handler(logger, stream, 0.05)
+    for _ in range(3):
+        logger.warning("again, 100%")
+    await eventually(lambda: len(lines_of(stream)) == 2)
+    assert lines_of(stream)[1] == "again, 100% (2 more of this kind within 0.05 s; this is the last)"
+    logger.warning("again, 100%")
+    await eventually(lambda: len(lines_of(stream)) == 3)
+    await asyncio.sleep(0.15)  # two intervals in which nothing came
+    logger.warning("again, 100%")
+    assert lines_of(stream)[3:] == ["again, 100%"]
+
+
+def test_texts_that_are_no_constants_take_bounded_memory(logger: logging.Logger, open_handler: OpenHandler) -> None:
+    stream = io.StringIO()
+    handler = open_handler(logger, stream)
+    for number in range(1000):
+        logger.warning(f"text {number}")
+    assert len(lines_of(stream)) == 1000
+    assert len(handler._kinds) < 500
+
+
+async def test_connections_to_an_engine_that_say_nothing_are_one_line_with_peer_and_reason(
+    serve: Any, socket_dir: Path, open_handler: OpenHandler, eventually: Any
+) -> None:
+    async def ignore(claim: Any) -> None: ...
+
+    ring = await serve(ignore)
+    [path] = socket_dir.glob("*.sock")
+    stream = io.StringIO()
+    handler = open_handler(logging.getLogger("shmring.ring"), stream)
+    for count in range(50, 1000, 50):
+        for _ in range(50):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(path))
+        await eventually(lambda count=count: ring.statistics().refused == count)
+    who = f"a connection of process {os.getpid()} of uid {os.getuid()} was refused: "
+    [line] = lines_of(stream)
+    assert line == who + "the connection ended during the handshake"
+    handler.close()
+    assert re.fullmatch(re.escape(line) + r" \(949 more of this kind .*\)", lines_of(stream)[1])
+
+
+async def test_a_connection_that_says_nothing_in_time_is_refused_with_that_reason(
+    serve: Any, socket_dir: Path, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ignore(claim: Any) -> None: ...
+
+    ring = await serve(ignore, handshake_timeout_s=0.05)
+    [path] = socket_dir.glob("*.sock")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        await eventually(lambda: ring.statistics().refused == 1)
+    assert caplog.messages[-1].endswith("was refused: it sent no hello in time")
