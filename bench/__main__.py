@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import click
@@ -10,6 +12,7 @@ from bench import plots, report
 from bench.allocation.command import allocator_command
 from bench.command_line import DIRECTORY, SETTINGS, console
 from bench.commands import quick_command, transport_command
+from bench.cost import cost_command
 from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
@@ -25,6 +28,7 @@ def main() -> None:
 
 for command in (
     transport_command,
+    cost_command,
     request_command,
     serve_command,
     allocator_command,
@@ -40,11 +44,13 @@ for command in (
 def report_command(results_directory: Path, docs_directory: Path) -> None:
     """Builds docs/benchmarks.md and its plots from stored results, and says what is missing in each."""
     try:
-        console(_PIPE_WIDTH).print(report.status(results_directory))
+        console(_PIPE_WIDTH).print(report.status(results_directory).rich())
         click.echo(report.build(results_directory, docs_directory), err=True)
     except (report.ReportError, plots.MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[0] == os.getcwd():
+        del sys.path[0]  # processes that are started inherit it, and would import what lies in the user's working directory
     main(prog_name="python -m bench")

@@ -15,6 +15,7 @@ import msgspec
 
 from bench.messages import Cell
 from bench.peers import PEERS
+from bench.results import format_nbytes
 
 __all__ = [
     "BASELINE",
@@ -24,7 +25,6 @@ __all__ = [
     "Case",
     "Choice",
     "Round",
-    "format_nbytes",
     "product",
     "quick",
     "quick_without",
@@ -105,14 +105,6 @@ class Choice:
     producers: Sequence[int] = (1, 2, 4, 8)
     windows: Sequence[int] = (16, 1)
     copies_out: Sequence[bool] = (False, True)
-
-
-def format_nbytes(nbytes: int) -> str:
-    """Returns a size as ``64 KB`` (of 1024 bytes), or in bytes if it is not a whole number of those."""
-    for unit, name in ((1 << 20, "MB"), (1 << 10, "KB")):
-        if nbytes % unit == 0:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
 
 
 def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round]:

@@ -10,12 +10,13 @@ from typing import Any
 import click
 import msgspec
 
-from bench import cases, command_line, plots, records, tables, targets, transport
+from bench import cases, command_line, plots, tables, targets, transport
 from bench.command_line import NotMeasured, shown_progress, terminated
 from bench.messages import DTYPES, ITEM_NBYTES
 from bench.peers import PEERS
 from bench.processes import BenchError
 from bench.records import Results
+from bench.results import write_json
 
 __all__ = ["quick_command", "quick_plan", "shown_progress", "terminated", "transport_command", "transport_plan"]
 
@@ -139,7 +140,7 @@ def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | Non
 
     def keep(results: Results) -> None:
         assert json_path is not None
-        records.write_json(msgspec.structs.replace(results, command=command), json_path)
+        write_json(msgspec.structs.replace(results, command=command), json_path)
 
     signal.signal(signal.SIGTERM, terminated)
     try:
@@ -151,7 +152,10 @@ def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | Non
         raise NotMeasured(str(error)) from error
     shown = command_line.console(tables.TABLE_WIDTH)
     for table in tables.transport_tables(results):
-        shown.print(table)
+        shown.print(table.rich())
+    shown.print(f"{tables.machine_line(results.machine)}; load {results.load_before:.1f} before the run.", highlight=False)
+    if results.absences:
+        shown.print(tables.absences_table(results.absences).rich())
     if results.coverage is not None:
         shown.print(f"{results.coverage.summary()}.", highlight=False)
     if plot_stem is not None:

@@ -102,11 +102,10 @@ def _cache_nbytes() -> int:
 
 @functools.cache
 def torch_resident_nbytes() -> int:
-    """Returns what a process that has only imported torch has resident, as :func:`bench.costs.resident_nbytes` counts it."""
-    code = "import torch, bench.costs; print(bench.costs.resident_nbytes())"
-    root = Path(__file__).resolve().parents[1]  # the directory that a program given as text imports from first
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=True)
+    """Returns what a process that has only imported torch has resident, as :func:`bench.meter.resident_nbytes` counts it."""
+    code = "import torch, bench.meter; print(bench.meter.resident_nbytes())"
+    command = [sys.executable, "-P", "-c", code]  # nothing is imported from the working directory
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=True)
     return int(done.stdout)
 
 

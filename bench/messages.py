@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.costs import Cost, Meter
+from bench.meter import Cost, Meter
 
 __all__ = ["DTYPES", "ITEM_NBYTES", "Cell", "CheckError", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
 

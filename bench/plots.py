@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cases import Case, format_nbytes
+from bench.cases import Case
 from bench.peers import PEERS
 from bench.records import Result, Results
+from bench.results import format_nbytes
 from bench.tables import peer_title
 
 __all__ = ["MissingPlotter", "check_plotter", "draw"]

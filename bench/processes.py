@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from bench.children import BenchError, Child, Children, Failed, outcome
-from bench.costs import Cost, Meter
 from bench.messages import Cell, Measurement, Sink, Source, Start
+from bench.meter import Cost, Meter
 from bench.peers import PEERS
 
 __all__ = ["BenchError", "Failed", "Group", "Part", "Role", "run_cell"]

@@ -7,32 +7,20 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from bench.cases import Case
-from bench.costs import Cost
 from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.messages import Measurement
+from bench.meter import Cost
+from bench.results import Spread
 
-__all__ = ["Absence", "Limit", "Reason", "Result", "Results", "Side", "Spread", "read_json", "write_json"]
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """A number over the repetitions."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, numbers: Iterable[float]) -> Spread:
-        values = list(numbers)
-        return cls(statistics.median(values), min(values), max(values))
+__all__ = ["Absence", "Limit", "Reason", "Result", "Results", "Side", "read_json"]
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -201,14 +189,8 @@ class Results(msgspec.Struct, frozen=True):
         return next((result for result in self.results if result.peer == peer and result.case == case), None)
 
 
-def write_json(results: Results, path: Path) -> None:
-    """Writes results with all that they depend on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
-
-
 def read_json(path: Path) -> Results:
-    """Reads what :func:`write_json` wrote.
+    """Reads what :func:`bench.results.write_json` wrote.
 
     Raises:
         msgspec.DecodeError: the file holds something else.

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from rich.table import Table
 
 from bench import plots, targets
-from bench.cases import Case, format_nbytes
+from bench.cases import Case
 from bench.coverage import Coverage, checkout
 from bench.gpu import plot as gpu_plot
-from bench.gpu import report as gpu_report
 from bench.machine import Machine
 from bench.peers import PEERS
 from bench.recorded import recorded_coverage
-from bench.records import Result, Results, Side
-from bench.tables import format_rate, format_times, peer_title
-from bench.targets import Verdict
+from bench.records import Result, Results
+from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
+from bench.tables import absences_table, gaps_table, peer_title, transport_tables
 
-__all__ = ["ReportError", "Stored", "StoredTable", "build", "status"]
+__all__ = ["ReportError", "build", "status"]
 
 _BETTER = 1.05  # by how much a peer must be better to be called that; less is within the spread of most cases
 
@@ -76,26 +74,6 @@ class ReportError(Exception):
     """There is nothing to report, or a file holds something else."""
 
 
-class StoredTable(msgspec.Struct):
-    """A table of another mode."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[Any]]
-
-
-class Stored(msgspec.Struct):
-    """What a report reads of another mode's results."""
-
-    mode: str
-    tables: list[StoredTable] = []
-    notes: list[str] = []
-    targets: list[Verdict] = []
-    machine: Machine | None = None
-    command: str = ""
-    coverage: Coverage | None = None
-
-
 class _Mode(msgspec.Struct):
     mode: str
 
@@ -115,7 +93,7 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
         MissingPlotter: matplotlib is not installed.
     """
     transports, others = _read(results_directory)
-    stored: dict[str, Results | Stored] = {**transports, **others}
+    stored: dict[str, Results | Findings] = {**transports, **others}
     sections = [_HEAD, "## Stored results\n", *_stored(stored)]
     sections += ["## Targets\n", *_targets(list(transports.values()), others), "## Method\n", _METHOD]
     for name, results in transports.items():
@@ -140,25 +118,20 @@ def status(results_directory: Path) -> Table:
         ReportError: there is no result, or a file is none.
     """
     transports, others = _read(results_directory)
-    table = Table(title="stored results")
-    for column in _STORED_COLUMNS:
-        table.add_column(column)
-    stored: dict[str, Results | Stored] = {**transports, **others}
-    for name, result in sorted(stored.items()):
-        complete = result.coverage is not None and result.coverage.complete
-        table.add_row(name, *_summed_up(result), style=None if complete else "bold red")
-    return table
+    stored: dict[str, Results | Findings] = {**transports, **others}
+    rows = [[name, *_summed_up(result)] for name, result in sorted(stored.items())]
+    return Table("stored results", _STORED_COLUMNS, rows, texts=tuple(_STORED_COLUMNS))
 
 
-_STORED_COLUMNS = ("result", "measured, of what was planned", "sources")
+_STORED_COLUMNS = ["result", "measured, of what was planned", "sources"]
 
 
-def _summed_up(result: Results | Stored) -> tuple[str, str]:
+def _summed_up(result: Results | Findings) -> tuple[str, str]:
     measured = "the plan is not known" if result.coverage is None else result.coverage.summary()
     return measured, checkout(None if result.machine is None else result.machine.commit)
 
 
-def _stored(stored: Mapping[str, Results | Stored]) -> Iterator[str]:
+def _stored(stored: Mapping[str, Results | Findings]) -> Iterator[str]:
     yield _table(_STORED_COLUMNS, [(name, *_summed_up(result)) for name, result in sorted(stored.items())])
 
 
@@ -169,20 +142,20 @@ def _missing(coverage: Coverage | None) -> Iterator[str]:
         return
     yield f"{coverage.summary()}.\n"
     if not coverage.complete:
-        yield _table(("case", "without", "what became of it"), list(coverage.lines()))
+        yield gaps_table(coverage).markdown()
 
 
-def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Stored]]:
+def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Findings]]:
     """Reads all results, by the names of their files."""
     transports: dict[str, Results] = {}
-    others: dict[str, Stored] = {}
+    others: dict[str, Findings] = {}
     for path in sorted(directory.glob("*.json"), key=lambda path: path.stem):
         content = path.read_bytes()
         try:
             if msgspec.json.decode(content, type=_Mode).mode == "transport":
                 transports[path.stem] = _covered(msgspec.json.decode(content, type=Results), content)
             else:
-                others[path.stem] = _covered(msgspec.json.decode(content, type=Stored), content)
+                others[path.stem] = _covered(msgspec.json.decode(content, type=Findings), content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
     if not transports and not others:
@@ -190,7 +163,7 @@ def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Stored]]:
     return transports, others
 
 
-_AnyResult = TypeVar("_AnyResult", Results, Stored)
+_AnyResult = TypeVar("_AnyResult", Results, Findings)
 
 
 def _covered(result: _AnyResult, content: bytes) -> _AnyResult:
@@ -204,14 +177,7 @@ def _covered(result: _AnyResult, content: bytes) -> _AnyResult:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; all but the first column to the right."""
-    lines = ["| " + " | ".join(map(_cell, columns)) + " |", "|---|" + "---:|" * (len(columns) - 1)]
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "/").replace("\n", " ")
+    return Table("", list(columns), rows).markdown()
 
 
 def _machine(machine: Machine) -> str:
@@ -243,16 +209,15 @@ def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[s
     yield "### Not measured\n"
     yield from _missing(results.coverage)
     if results.absences:
-        absences = [
-            (peer_title(one.peer), "all" if one.case is None else one.case.title, f"{one.reason.value}: {one.text}")
-            for one in results.absences
-        ]
-        yield _table(("transport", "case", "reason"), absences)
+        yield absences_table(results.absences).markdown()
     yield "### Every case\n"
-    yield from _every_case(results)
+    yield "CPU, memory, descriptors and lag: producers, then consumer.\n"
+    for table in transport_tables(results):
+        yield f"{table.title}:\n"
+        yield table.markdown()
 
 
-def _targets(runs: Sequence[Results], others: dict[str, Stored]) -> Iterator[str]:
+def _targets(runs: Sequence[Results], others: dict[str, Findings]) -> Iterator[str]:
     """The table of targets: of each, what the longest run says that measured it, or what another mode says of its own."""
     told = {stored.mode: stored.targets for stored in others.values() if stored.targets}
     runs = sorted(runs, key=lambda run: -run.repetitions * run.timed_s * len(run.results))
@@ -357,53 +322,10 @@ def _best_other(mine: Result, others: Sequence[Result], number: Callable[[Result
     return f"{peer_title(best.peer)}{spins}: {format_times(times)}"
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-_CASE_COLUMNS = (
-    "transport", "messages/s", "slowest", "fastest", "GB/s", "p50 us", "p99 us", "p99.9 us", "CPU us/message", "CPU s/GB",
-    "resident MB", "descriptors", "lag ms", "shmring is",
-)  # fmt: skip
-
-
-def _every_case(results: Results) -> Iterator[str]:
-    yield "CPU, memory, descriptors and lag: producers, then consumer.\n"
-    for limit in sorted(results.limits, key=lambda limit: limit.nbytes):
-        gb = limit.nbytes / 1e9
-        yield (
-            f"Limits at {format_nbytes(limit.nbytes)}: memcpy cold {limit.copies_cold_per_s.median * gb:.1f} GB/s, hot "
-            f"{limit.copies_hot_per_s.median * gb:.1f} GB/s, read {limit.reads_per_s.median * gb:.1f} GB/s.\n"
-        )
-    for case in dict.fromkeys(result.case for result in results.results):
-        rows = [_case_row(result) for result in results.results if result.case == case]
-        yield f"<details><summary>{case.title}</summary>\n\n{_table(_CASE_COLUMNS, rows)}\n</details>\n"
-
-
-def _case_row(result: Result) -> tuple[str, ...]:
-    speed = result.messages_per_s
-    return (
-        peer_title(result.peer),
-        *(format_rate(number) for number in (speed.median, speed.minimum, speed.maximum)),
-        f"{result.gb_per_s:.2f}",
-        f"{result.latency_p50_us.median:,.0f}",
-        f"{result.latency_p99_us:,.0f}",
-        f"{result.latency_p999_us:,.0f}",
-        _both(result, lambda side: f"{side.cpu_us_per_message.median:,.1f}"),
-        _both(result, lambda side: f"{side.cpu_s_per_gb:.3g}"),
-        _both(result, lambda side: str(side.resident_nbytes >> 20)),
-        _both(result, lambda side: str(side.descriptors)),
-        _both(result, lambda side: "-" if side.lag_max_on_core_ms is None else f"{side.lag_max_on_core_ms.median:.1f}"),
-        format_times(result.shmring_ratio.median),
-    )
-
-
-def _both(result: Result, text: Callable[[Side], str]) -> str:
-    return f"{text(result.producer)}, {text(result.consumer)}"
-
-
 # -- other modes -------------------------------------------------------------------------------------------------------
 
 
-def _other(name: str, stored: Stored, drawn: Sequence[Path]) -> Iterator[str]:
+def _other(name: str, stored: Findings, drawn: Sequence[Path]) -> Iterator[str]:
     title = stored.mode.upper() if stored.mode == _GPU else stored.mode.capitalize()
     yield f"## {title}{'' if name == stored.mode else f' ({name})'}\n"
     if stored.machine is not None:
@@ -411,7 +333,7 @@ def _other(name: str, stored: Stored, drawn: Sequence[Path]) -> Iterator[str]:
     yield from (f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn)
     for table in stored.tables:
         yield f"{table.title}:\n"
-        yield _table(table.columns, table.rows)
+        yield table.markdown()
     if stored.notes:
         yield "\n".join(f"- {note}" for note in stored.notes) + "\n"
     if stored.coverage is None or not stored.coverage.complete:
@@ -419,17 +341,18 @@ def _other(name: str, stored: Stored, drawn: Sequence[Path]) -> Iterator[str]:
         yield from _missing(stored.coverage)
 
 
-def _draw_other(path: Path, stored: Stored, stem: Path) -> list[Path]:
-    """Draws what there is to draw of a file; of a mode that draws by itself, returns what it has drawn there."""
+def _draw_other(path: Path, stored: Findings, stem: Path) -> list[Path]:
+    """Draws what there is to draw of a file; what another program has drawn of it is taken as it is."""
     try:
         if stored.mode == _GPU:
-            return gpu_plot.draw(gpu_report.read_json(path.read_bytes()), stem, kinds=("svg",))
-    except msgspec.DecodeError as error:
+            return gpu_plot.draw(stored, stem, kinds=("svg",))
+    except msgspec.ValidationError as error:
         raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
-    return list(stem.parent.glob(f"{stem.name}.svg"))
+    drawn = stem.with_suffix(".svg")
+    return [drawn] if drawn.exists() else []
 
 
-def _again(transports: dict[str, Results], others: dict[str, Stored]) -> str:
+def _again(transports: dict[str, Results], others: dict[str, Findings]) -> str:
     typed = {name: results.command or targets.command_of("transport") for name, results in transports.items()}
     typed |= {name: stored.command or targets.command_of(stored.mode) for name, stored in others.items()}
     lines = [f"{command} --json bench/results/{name}.json" for name, command in sorted(typed.items())]

@@ -1,23 +1,37 @@
-"""The results of ``bench transport`` as tables for a terminal: of each case its speed and what it cost; what is absent."""
+"""The results of ``bench transport`` as tables: of each case its speed and what it cost; and the tables of targets and gaps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rich.table import Table
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from bench.cases import BASELINE, Case
+from bench.coverage import Coverage
+from bench.machine import Machine
 from bench.peers import PEERS
-from bench.records import Absence, Limit, Result, Results, Side, Spread
-from bench.targets import Verdict
+from bench.records import Absence, Limit, Result, Results, Side
+from bench.results import Findings, Spread, Table, Verdict, format_rate, format_times
 
-__all__ = ["TABLE_WIDTH", "format_rate", "format_times", "peer_title", "targets_table", "transport_tables"]
+__all__ = [
+    "TABLE_WIDTH",
+    "absences_table",
+    "gaps_table",
+    "machine_line",
+    "peer_title",
+    "show",
+    "targets_table",
+    "transport_tables",
+]
 
 #: Columns that a table needs, which go into a file or a pipe whatever the terminal.
-TABLE_WIDTH = 132
+TABLE_WIDTH = 176
 
-_SPEED_COLUMNS = ("messages/s", "spread", "GB/s", "p50 us", "p99 us", "p99.9 us", "shmring is")
-_COST_COLUMNS = ("CPU us/message", "CPU s/GB", "resident MB", "descriptors", "lag ms")
+_COLUMNS = [
+    "transport", "messages/s", "slowest, fastest", "GB/s", "p50 us", "p99 us", "p99.9 us", "CPU us/message", "CPU s/GB",
+    "resident MB", "descriptors", "lag ms", "shmring is",
+]  # fmt: skip
 
 
 def peer_title(name: str) -> str:
@@ -26,77 +40,43 @@ def peer_title(name: str) -> str:
 
 
 def transport_tables(results: Results) -> Iterator[Table]:
-    """Yields two tables for each case, the limits of the machine below the first; then one of what is absent, if anything."""
+    """Yields a table for each case, the limits of the machine below the first of its size."""
     limits = {limit.nbytes: limit for limit in results.limits}
     for case in dict.fromkeys(result.case for result in results.results):
-        found = [result for result in results.results if result.case == case]
-        yield _speed_table(results, case, found, limits.get(case.nbytes) if case.producers == 1 else None)
-        yield _cost_table(results, found)
-    if results.absences:
-        yield _absences_table(results.absences)
+        rows = [result for result in results.results if result.case == case]
+        limit = limits.pop(case.nbytes, None) if case.producers == 1 else None
+        yield _case_table(case, rows, limit)
 
 
-def _speed_table(results: Results, case: Case, found: list[Result], limit: Limit | None) -> Table:
-    table = _table(f"{case.title}: medians of {results.repetitions} interleaved runs, every message checked", _SPEED_COLUMNS)
-    table.caption = "one-way latency: from send to receipt, behind up to a window of messages"
-    for result in found:
-        table.add_row(
+def _case_table(case: Case, results: Sequence[Result], limit: Limit | None) -> Table:
+    rows = [
+        [
             peer_title(result.peer),
-            *_speed(result.messages_per_s, result.case.nbytes),
-            f"{result.latency_p50_us.median:,.0f}",
-            f"{result.latency_p99_us:,.0f}",
-            f"{result.latency_p999_us:,.0f}",
+            *_speed(result.messages_per_s, case.nbytes),
+            *(f"{us:,.0f}" for us in (result.latency_p50_us.median, result.latency_p99_us, result.latency_p999_us)),
+            _both(result, lambda side: f"{side.cpu_us_per_message.median:,.0f}"),
+            _both(result, lambda side: f"{side.cpu_s_per_gb:.3g}"),
+            _both(result, lambda side: str(side.resident_nbytes >> 20)),
+            _both(result, lambda side: str(side.descriptors)),
+            _both(result, lambda side: "-" if side.lag_max_on_core_ms is None else f"{side.lag_max_on_core_ms.median:.1f}"),
             format_times(result.shmring_ratio.median),
-        )
+        ]
+        for result in results
+    ]
     if limit is not None:
-        table.add_section()
-        ours = next((result.messages_per_s.median for result in found if result.peer == BASELINE), None)
+        ours = next((result.messages_per_s.median for result in results if result.peer == BASELINE), None)
         for name, speed in (
             ("memcpy to the next place, cold", limit.copies_cold_per_s),
             ("memcpy to the same place, hot", limit.copies_hot_per_s),
             ("read of the next place", limit.reads_per_s),
         ):
             times = format_times(ours / speed.median) if ours else ""
-            table.add_row(name, *_speed(speed, case.nbytes), "", "", "", times, style="dim")
-    return table
+            rows.append([name, *_speed(speed, case.nbytes), *[""] * (len(_COLUMNS) - 5), times])
+    return Table(case.title, _COLUMNS, rows)
 
 
-def _cost_table(results: Results, found: list[Result]) -> Table:
-    machine = results.machine
-    commit = f", commit {machine.commit}" if machine.commit else ""
-    table = _table("what it cost: producers | consumer", _COST_COLUMNS)
-    table.caption = (
-        "lag: longest of each event loop, waits for a core aside\n"
-        f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}, torch {machine.torch}\n"
-        f"shmring {machine.shmring}{commit}; load {results.load_before:.1f} before the run"
-    )
-    for result in found:
-        sides = (result.producer, result.consumer)
-        table.add_row(
-            peer_title(result.peer),
-            " | ".join(f"{side.cpu_us_per_message.median:,.0f}" for side in sides),
-            " | ".join(_per_gb(side) for side in sides),
-            " | ".join(str(side.resident_nbytes >> 20) for side in sides),
-            " | ".join(str(side.descriptors) for side in sides),
-            " | ".join(_lag(side) for side in sides),
-        )
-    return table
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title)
-    table.add_column("transport", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _lag(side: Side) -> str:
-    return "-" if side.lag_max_on_core_ms is None else f"{side.lag_max_on_core_ms.median:.1f}"
-
-
-def _per_gb(side: Side) -> str:
-    return f"{side.cpu_s_per_gb:.3f}" if side.cpu_s_per_gb < 1 else f"{side.cpu_s_per_gb:.1f}"
+def _both(result: Result, text: Callable[[Side], str]) -> str:
+    return f"{text(result.producer)}, {text(result.consumer)}"
 
 
 def _speed(speed: Spread, nbytes: int) -> tuple[str, str, str]:
@@ -107,32 +87,53 @@ def _speed(speed: Spread, nbytes: int) -> tuple[str, str, str]:
     )
 
 
-def format_rate(per_s: float) -> str:
-    """Returns a rate with as many digits as it has meaning."""
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}"
-
-
-def format_times(ratio: float) -> str:
-    """Returns a ratio as ``1.25 x``."""
-    return f"{ratio:.2f} x" if ratio < 10 else f"{ratio:.0f} x"
-
-
-def _absences_table(absences: list[Absence]) -> Table:
-    table = Table(title="not measured")
-    for column in ("transport", "case", "reason"):
-        table.add_column(column)
+def absences_table(absences: Iterable[Absence]) -> Table:
+    """Returns a table of what has no result, and why; what is the same for several cases stands in one row."""
+    cases: dict[tuple[str, str], list[str]] = {}
     for absence in absences:
-        case = "all" if absence.case is None else absence.case.title
-        table.add_row(peer_title(absence.peer), case, f"{absence.reason.value}: {absence.text}")
-    return table
+        reason = f"{absence.reason.value}: {absence.text}"
+        cases.setdefault((peer_title(absence.peer), reason), []).append(absence.case.title if absence.case else "all")
+    rows = [[peer, "; ".join(titles), reason] for (peer, reason), titles in cases.items()]
+    return Table("not measured", ["transport", "case", "reason"], rows, texts=("case", "reason"))
 
 
-def targets_table(verdicts: list[Verdict]) -> Table:
-    """Returns the table of targets, of those that were measured and those that were not."""
-    table = Table(title="targets")
+def targets_table(verdicts: Iterable[Verdict]) -> RichTable:
+    """Returns the table of targets for a terminal, of those that were measured and those that were not."""
+    table = RichTable(title="targets")
     for column in ("target", "at", "asked", "measured", "", "detail"):
         table.add_column(column)
     for verdict in verdicts:
         style = {True: None, False: "bold red", None: "dim"}[verdict.met]
         table.add_row(verdict.what, verdict.at, verdict.asked, verdict.measured, verdict.word, verdict.detail, style=style)
     return table
+
+
+def machine_line(machine: Machine) -> str:
+    """Returns a machine and its versions in a line."""
+    commit = f", commit {machine.commit}" if machine.commit else ""
+    return (
+        f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}, torch {machine.torch}, "
+        f"shmring {machine.shmring}{commit}"
+    )
+
+
+def show(findings: Findings, console: Console) -> None:
+    """Prints a run: its tables, what is to be known of them, its targets, what is missing, and where it was measured."""
+    for table in findings.tables:
+        console.print(table.rich())
+    for note in findings.notes:
+        console.print(note, highlight=False)
+    if findings.targets:
+        console.print(targets_table(findings.targets))
+    if findings.coverage is not None and not findings.coverage.complete:
+        console.print(gaps_table(findings.coverage).rich())
+    if findings.coverage is not None:
+        console.print(f"{findings.coverage.summary()}.", highlight=False)
+    if findings.machine is not None:
+        console.print(machine_line(findings.machine), highlight=False)
+
+
+def gaps_table(coverage: Coverage) -> Table:
+    """Returns a table of what a run lacks of its plan."""
+    columns = ["case", "without", "what became of it"]
+    return Table("missing", columns, list(coverage.lines()), texts=tuple(columns))

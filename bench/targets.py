@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from bench.cases import Case, format_nbytes
+from bench.cases import Case
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
+from bench.results import Verdict, format_nbytes
 
-__all__ = ["TARGETS", "Elsewhere", "Target", "Verdict", "command_of", "evaluate", "missed"]
+__all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "missed"]
 
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = (4 * _KB, 64 * _KB)
@@ -31,30 +32,6 @@ _UP_TO_1_MB = (4 * _KB, 64 * _KB, 1 * _MB)
 _SHOWN_PLACES = 4  # of a target that spans many
 
 _COPY, _IN_PLACE, _BUSY_POLL = "shmring", "shmring-in-place", "shmring-busy-poll"
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What became of a target.
-
-    Attributes:
-        what: is compared.
-        at: where.
-        asked, measured: in words; what was measured is the worst of ``detail``.
-        met: None if it was not measured.
-        detail: what was measured in each place, or why nothing was.
-    """
-
-    what: str
-    at: str
-    asked: str
-    measured: str = ""
-    met: bool | None = None
-    detail: str = ""
-
-    @property
-    def word(self) -> str:
-        """The verdict in a word or two."""
-        return {True: "met", False: "missed", None: "not measured"}[self.met]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

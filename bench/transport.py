@@ -27,7 +27,8 @@ from bench.machine import CopyLimits, Machine, torch_resident_nbytes
 from bench.messages import Cell, Measurement
 from bench.peers import PEERS
 from bench.processes import BenchError, Group
-from bench.records import Absence, Limit, Reason, Result, Results, Spread
+from bench.records import Absence, Limit, Reason, Result, Results
+from bench.results import Spread
 
 __all__ = ["Plan", "coverage", "planned", "run", "steps"]
 

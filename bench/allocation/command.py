@@ -9,8 +9,9 @@ import click
 import msgspec
 
 from bench.allocation import survey
-from bench.allocation.findings import write_json
 from bench.command_line import SETTINGS, console, json_option, shown_progress, typed
+from bench.results import write_json
+from bench.tables import show
 
 __all__ = ["allocator_command", "allocator_plan"]
 
@@ -26,9 +27,7 @@ def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) ->
     plan = allocator_plan(quick, seeds)
     with shown_progress(survey.steps(plan)) as progress:
         findings = survey.run(plan, progress)
-    shown = console(_PIPE_WIDTH)
-    for table in findings.tables:
-        shown.print(table.rich())
+    show(findings, console(_PIPE_WIDTH))
     if json_path is not None:
         write_json(msgspec.structs.replace(findings, command=typed()), json_path)
 

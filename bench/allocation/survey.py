@@ -11,14 +11,13 @@ import msgspec
 from bench.allocation import bandwidth, speed
 from bench.allocation.bandwidth import Bandwidth, Extremes
 from bench.allocation.fill import Fill, PolicyFactory, evicting, fills
-from bench.allocation.findings import Findings, Table
 from bench.allocation.leased import Leased
 from bench.allocation.policies import POLICIES, Compacting, Contender
 from bench.allocation.speed import SUBJECTS, Cost
 from bench.allocation.traces import LIFETIMES, SIZES
 from bench.coverage import Coverage, Planned
 from bench.machine import Machine
-from bench.targets import Verdict
+from bench.results import Findings, Table, Verdict
 
 __all__ = ["FILLED", "Plan", "coverage", "planned", "run", "steps"]
 
@@ -195,7 +194,6 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
         mode="allocator",
         machine=Machine.here(),
         tables=[
-            _targets_table(targets),
             *(_fill_table(plan, filled, sizes) for sizes in SIZES),
             _slabs_table(by_slab),
             _evicting_table(evicted),
@@ -262,11 +260,6 @@ def _targets(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Seque
             at, met = f"{MANY_LIVE:,} slots live", cost.median_us <= OPERATION_US
             what = f"time per operation: {SUBJECTS[cost.subject].title}"
             yield Verdict(what, at, f"<= {OPERATION_US:g} us", f"{cost.median_us:.2f} us", met)
-
-
-def _targets_table(targets: Sequence[Verdict]) -> Table:
-    rows = [[f"{target.what}, {target.at}", target.asked, target.measured, target.word] for target in targets]
-    return Table("allocator: the targets, and what was measured", ["what", "target", "measured", ""], rows)
 
 
 def _fill_table(plan: Plan, filled: Sequence[_Filled], sizes: str) -> Table:

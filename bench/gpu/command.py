@@ -12,6 +12,7 @@ from bench.children import BenchError
 from bench.command_line import (
     FILE,
     SETTINGS,
+    NotMeasured,
     console,
     json_option,
     repetitions_option,
@@ -24,11 +25,12 @@ from bench.gpu import device
 from bench.gpu.marks import MIN_NBYTES
 from bench.gpu.plan import Plan, run, steps
 from bench.gpu.plot import draw
-from bench.gpu.report import Report, report, write_json
+from bench.gpu.report import report
 from bench.gpu.routes import ROUTES
 from bench.gpu.ways import WAYS
 from bench.plots import MissingPlotter, check_plotter
-from bench.tables import targets_table
+from bench.results import write_json
+from bench.tables import show
 from bench.targets import missed
 
 __all__ = ["gpu_command"]
@@ -76,24 +78,15 @@ def gpu_command(
         if plot_stem is not None:
             check_plotter()  # before the run, so that nobody learns minutes later that it is missing
         with shown_progress(steps(plan)) as progress:
-            found = report(run(plan, progress), typed())
+            findings = report(run(plan, progress), typed())
     except (BenchError, MissingPlotter) as error:
-        raise click.ClickException(str(error)) from error
+        raise NotMeasured(str(error)) from error
     if json_path is not None:
-        write_json(found, json_path)
+        write_json(findings, json_path)
     if plot_stem is not None:
-        draw(found, plot_stem)
-    _show(found)
-    if found.absences:
-        raise click.ClickException(f"{len(found.absences)} cases could not be measured: see the notes")
-    if wrong := missed(found.targets):
+        draw(findings, plot_stem)
+    show(findings, console(_PIPE_WIDTH))
+    if findings.failures:
+        raise NotMeasured(f"{findings.failures} measurements failed: see the table")
+    if wrong := missed(findings.targets):
         raise click.ClickException(f"{len(wrong)} targets missed: see the table")
-
-
-def _show(found: Report) -> None:
-    shown = console(_PIPE_WIDTH)
-    for table in found.tables:
-        shown.print(table.rich())
-    shown.print(targets_table(found.targets))
-    for note in found.notes:
-        shown.print(note, highlight=False)

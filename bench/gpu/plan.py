@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from bench.cases import format_nbytes
 from bench.children import BenchError
 from bench.coverage import Coverage, Planned, Status
 from bench.gpu import copies, handovers
@@ -27,7 +26,7 @@ from bench.gpu.processes import Process, Refused, Setting, spawning
 from bench.gpu.routes import ROUTES
 from bench.gpu.ways import CEILING, WAYS
 from bench.machine import Machine
-from bench.records import Spread
+from bench.results import Spread, format_nbytes
 
 __all__ = ["SIZES", "Absence", "HandedOver", "Plan", "Results", "Stalled", "Transferred", "run", "steps"]
 

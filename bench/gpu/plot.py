@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cases import format_nbytes
-from bench.gpu.report import HAND_OVER_US, Report
+import msgspec
+
+from bench.gpu.plan import Results
+from bench.gpu.report import HAND_OVER_US
 from bench.gpu.routes import DEVICE_SLAB, HOST_SLOT, ROUTES
 from bench.gpu.ways import CEILING, PINNED_SLOT, WAYS
 from bench.plots import check_plotter
+from bench.results import Findings, format_nbytes
 
 __all__ = ["draw"]
 
@@ -22,11 +25,11 @@ _OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 _Lines = Mapping[str, Mapping[int, float]]
 
 
-def draw(found: Report, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Draws ``stem``.
 
     Args:
-        found: a run.
+        findings: of a run, as it is stored.
         stem: path without an ending.
         kinds: file formats, by their endings.
 
@@ -34,9 +37,12 @@ def draw(found: Report, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> li
         The files.
 
     Raises:
+        msgspec.ValidationError: it is no run of this benchmark.
         MissingPlotter: matplotlib is not installed.
     """
     check_plotter()
+    stored = findings.results
+    results = stored if isinstance(stored, Results) else msgspec.convert(stored, Results)
     import matplotlib
     from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
 
@@ -45,11 +51,11 @@ def draw(found: Report, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> li
     # Text stays text, and the same results give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9}):
         figure = Figure(figsize=(12.8, 5.2), layout="constrained")
-        figure.suptitle(found.gpu.name, fontsize="large", fontweight="bold")
+        figure.suptitle(results.gpu.name, fontsize="large", fontweight="bold")
         bandwidth, hand_overs = figure.subplots(1, 2)
-        _draw_lines(bandwidth, _rates(found), {name: way.title for name, way in WAYS.items()})
+        _draw_lines(bandwidth, _rates(results), {name: way.title for name, way in WAYS.items()})
         bandwidth.set(title="from host memory to the GPU", ylabel="GB/s")
-        _draw_lines(hand_overs, _times(found), {name: route.title for name, route in ROUTES.items()})
+        _draw_lines(hand_overs, _times(results), {name: route.title for name, route in ROUTES.items()})
         hand_overs.axhline(HAND_OVER_US, color="black", linewidth=0.8, linestyle=":")
         hand_overs.set(title="from submit until usable in the other process: lower is better", ylabel="median, microseconds")
         for path, kind in zip(paths, kinds, strict=True):
@@ -57,14 +63,14 @@ def draw(found: Report, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> li
     return paths
 
 
-def _rates(found: Report) -> _Lines:
-    names = dict.fromkeys(one.way for one in found.transfers)
-    return {name: {one.nbytes: one.gb_per_s.median for one in found.transfers if one.way == name} for name in names}
+def _rates(results: Results) -> _Lines:
+    names = dict.fromkeys(one.way for one in results.transfers)
+    return {name: {one.nbytes: one.gb_per_s.median for one in results.transfers if one.way == name} for name in names}
 
 
-def _times(found: Report) -> _Lines:
-    names = dict.fromkeys(one.route for one in found.handovers)
-    return {name: {one.nbytes: one.p50_us.median for one in found.handovers if one.route == name} for name in names}
+def _times(results: Results) -> _Lines:
+    names = dict.fromkeys(one.route for one in results.handovers)
+    return {name: {one.nbytes: one.p50_us.median for one in results.handovers if one.route == name} for name in names}
 
 
 def _draw_lines(axes: Any, lines: _Lines, titles: Mapping[str, str]) -> None:

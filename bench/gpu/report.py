@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-import msgspec
-
-from bench.allocation.findings import Table
-from bench.cases import format_nbytes
-from bench.coverage import Coverage
 from bench.gpu.device import Accelerator
-from bench.gpu.plan import Absence, HandedOver, Results, Stalled, Transferred
+from bench.gpu.plan import Absence, Results, Stalled
 from bench.gpu.routes import DEVICE_SLAB, ROUTES
 from bench.gpu.ways import CEILING, CLONED, PINNED_SLOT, WAYS
-from bench.machine import Machine
-from bench.records import Spread
-from bench.targets import Verdict
+from bench.results import Findings, Table, Verdict, deviation, format_nbytes
 
-__all__ = ["HAND_OVER_US", "Report", "described", "read_json", "report", "write_json"]
+__all__ = ["HAND_OVER_US", "described", "report"]
 
 _MB = 1 << 20
 #: The targets, and where they hold.
@@ -29,44 +21,15 @@ HAND_OVER_US = 150.0
 _OF_SMALLEST = 1.3  # "independent of size", as for what is written in place in host memory
 
 
-class Report(msgspec.Struct, frozen=True):
-    """A run, as it is stored.
-
-    Attributes:
-        mode: "gpu".
-        tables, notes: as shown to people.
-        targets: what the run says of each.
-        transfers, stalls, handovers: the numbers behind them.
-        absences: what was not measured, and why.
-    """
-
-    mode: str
-    machine: Machine
-    gpu: Accelerator
-    tables: list[Table]
-    notes: list[str]
-    targets: list[Verdict]
-    transfers: list[Transferred]
-    stalls: list[Stalled]
-    handovers: list[HandedOver]
-    absences: list[Absence]
-    command: str = ""
-    coverage: Coverage | None = None
-
-
-def report(results: Results, command: str = "") -> Report:
+def report(results: Results, command: str = "") -> Findings:
     """Lays a run out as people and ``bench report`` read it."""
-    return Report(
+    return Findings(
         mode="gpu",
         machine=results.machine,
-        gpu=results.gpu,
         tables=[_copies_table(results), _hand_overs_table(results)],
         notes=_notes(results),
         targets=_targets(results),
-        transfers=results.transfers,
-        stalls=results.stalls,
-        handovers=results.handovers,
-        absences=results.absences,
+        results=results,
         command=command,
         coverage=results.coverage,
     )
@@ -78,21 +41,6 @@ def described(gpu: Accelerator) -> str:
         f"{gpu.name}, {gpu.memory_nbytes / 2**30:.0f} GiB, {gpu.link} to the host; driver {gpu.driver}, "
         f"torch {gpu.torch} for CUDA {gpu.cuda}"
     )
-
-
-def write_json(found: Report, path: Path) -> None:
-    """Writes a run with all that it depends on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-
-
-def read_json(content: bytes) -> Report:
-    """Reads what :func:`write_json` wrote.
-
-    Raises:
-        msgspec.DecodeError: it is something else.
-    """
-    return msgspec.json.decode(content, type=Report)
 
 
 # -- tables --------------------------------------------------------------------------------------------------------------
@@ -108,7 +56,7 @@ def _copies_table(results: Results) -> Table:
                 format_nbytes(one.nbytes),
                 WAYS[one.way].title,
                 f"{one.gb_per_s.median:.2f}",
-                _spread(one.gb_per_s),
+                deviation(one.gb_per_s),
                 "" if one.of_ceiling is None else f"{one.of_ceiling.median:.2f} x",
                 *(["", "", ""] if stall is None else _stall(stall)),
             ]
@@ -117,6 +65,8 @@ def _copies_table(results: Results) -> Table:
         f"from host memory to the GPU, medians of {results.repetitions} interleaved runs, every request checked",
         ["size", "from", "GB/s", "spread", f"of {WAYS[CEILING].title}", "stall us", "longest", "idle loop"],
         rows,
+        texts=("from",),
+        grouped=True,
     )
 
 
@@ -130,7 +80,7 @@ def _hand_overs_table(results: Results) -> Table:
             format_nbytes(one.nbytes),
             ROUTES[one.route].title,
             f"{one.p50_us.median:,.0f}",
-            _spread(one.p50_us),
+            deviation(one.p50_us),
             f"{one.p99_us:,.0f}",
             f"{one.messages:,}",
         ]
@@ -140,6 +90,8 @@ def _hand_overs_table(results: Results) -> Table:
         "from submit in one process until usable on the GPU in the other, every message checked",
         ["size", "by", "p50 us", "spread", "p99 us", "messages"],
         rows,
+        texts=("by",),
+        grouped=True,
     )
 
 
@@ -147,10 +99,6 @@ def _title(name: str) -> str:
     if name in WAYS:
         return WAYS[name].title
     return ROUTES[name].title if name in ROUTES else name
-
-
-def _spread(numbers: Spread) -> str:
-    return f"{numbers.minimum / numbers.median - 1:+.0%} {numbers.maximum / numbers.median - 1:+.0%}"
 
 
 def _notes(results: Results) -> list[str]:

@@ -15,8 +15,10 @@ from bench.processes import BenchError
 from bench.request.peers import BASELINE, PEERS
 from bench.request.plan import Plan, run, steps
 from bench.request.questions import ITEM_NBYTES, MAX_CLIENTS
-from bench.request.report import Report, lines, report, rich_table, scaling_report, write_json
+from bench.request.report import report, scaling_report
 from bench.request.scaling import MAX_SCALING_NBYTES, ScalingPlan, run_scaling, scaling_steps
+from bench.results import Findings, write_json
+from bench.tables import show
 from shmring.config import parse_nbytes
 
 __all__ = ["request_command", "request_plan"]
@@ -54,13 +56,13 @@ def request_command(json_path: Path | None, **choices: Any) -> None:
     plan = request_plan(**choices)
     try:
         if isinstance(plan, ScalingPlan):
-            found = _scaling(plan)
-            _keep(found, json_path)
+            findings = _scaling(plan)
+            _keep(findings, json_path)
         else:
-            found = _comparison(plan, json_path)
+            findings = _comparison(plan, json_path)
     except BenchError as error:
-        raise click.ClickException(str(error)) from error
-    _show(found)
+        raise command_line.NotMeasured(str(error)) from error
+    show(findings, command_line.console(_PIPE_WIDTH))
 
 
 def request_plan(
@@ -106,24 +108,16 @@ def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tupl
         raise click.UsageError(f"--scaling takes sizes up to {MAX_SCALING_NBYTES:,} bytes, of which 20,000 slots fit its slab")
 
 
-def _scaling(plan: ScalingPlan) -> Report:
+def _scaling(plan: ScalingPlan) -> Findings:
     with command_line.shown_progress(scaling_steps(plan)) as progress:
         return scaling_report(run_scaling(plan, progress))
 
 
-def _comparison(plan: Plan, json_path: Path | None) -> Report:
+def _comparison(plan: Plan, json_path: Path | None) -> Findings:
     with command_line.shown_progress(steps(plan)) as progress:
-        return report(run(plan, progress, lambda found: _keep(report(found), json_path)))
+        return report(run(plan, progress, lambda results: _keep(report(results), json_path)))
 
 
-def _show(found: Report) -> None:
-    shown = command_line.console(_PIPE_WIDTH)
-    for table in found.tables:
-        shown.print(rich_table(table, found.machine))
-    for line in lines(found):
-        shown.print(line, highlight=False)
-
-
-def _keep(found: Report, json_path: Path | None) -> None:
+def _keep(findings: Findings, json_path: Path | None) -> None:
     if json_path is not None:
-        write_json(msgspec.structs.replace(found, command=command_line.typed()), json_path)
+        write_json(msgspec.structs.replace(findings, command=command_line.typed()), json_path)

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from bench.cases import format_nbytes
 from bench.coverage import Coverage, Planned, Status
 from bench.machine import Machine
 from bench.peers.memory import available_nbytes
-from bench.records import Spread
 from bench.request.peers import BASELINE, PEERS, Peer
 from bench.request.processes import Group, Measurement
 from bench.request.questions import Cell, checks_us
+from bench.results import Spread, format_nbytes
 
 __all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "Unmeasured", "coverage", "measured", "planned", "run", "steps"]
 

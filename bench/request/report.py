@@ -1,24 +1,15 @@
-"""Results of ``bench request`` as tables to read and as JSON to keep: both from the same cells of text."""
+"""Results of ``bench request`` as tables and verdicts."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
-import msgspec
-from rich.table import Table
-
-from bench.cases import format_nbytes
-from bench.coverage import Coverage
-from bench.machine import Machine
 from bench.request.peers import BASELINE, PEERS
 from bench.request.plan import Result, Results, Unmeasured
-from bench.request.scaling import ScalingResult, ScalingResults
-from bench.tables import format_times
-from bench.targets import Verdict
+from bench.request.scaling import ScalingResults
+from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_times
 
-__all__ = ["Report", "TextTable", "lines", "report", "rich_table", "scaling_report", "write_json"]
+__all__ = ["report", "scaling_report"]
 
 # The targets that these measurements speak about.
 _TARGET_NBYTES, _TARGET_IN_FLIGHT = 64 << 10, 16
@@ -29,42 +20,10 @@ _TARGET_SCALING_RATIO = 1.2
 _COLUMNS = ["request", "transport", "requests/s", "spread", "shmring is"]
 _COLUMNS += ["p50 us", "p99 us", "p99.9 us", "engine us", "client us"]
 _SCALING_COLUMNS = ["request", "in flight", "variant", "requests/s", "engine us", "client us", "engine", "client", "both"]
-_TEXT_COLUMNS = {"request", "transport", "variant"}  # to the left
+_TEXT_COLUMNS = ("transport", "variant")  # to the left
 
 
-class TextTable(msgspec.Struct, frozen=True):
-    """A table as it is shown."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-class Report(msgspec.Struct, frozen=True):
-    """A run, as it is stored.
-
-    Attributes:
-        mode: "request", or "request-scaling".
-        tables, notes: as shown to people.
-        targets: what the run says of those that it measured.
-        results: the numbers behind them.
-        unmeasured: what was not measured, and why.
-        command: what was typed.
-        coverage: what was planned, and what is missing of it.
-    """
-
-    mode: str
-    machine: Machine
-    tables: list[TextTable]
-    notes: list[str]
-    targets: list[Verdict]
-    results: list[Result] | list[ScalingResult]
-    unmeasured: list[Unmeasured] = []
-    command: str = ""
-    coverage: Coverage | None = None
-
-
-def report(results: Results) -> Report:
+def report(results: Results) -> Findings:
     """Returns the report of a run: a table for each number of clients and of requests in flight."""
     tables = []
     for clients, in_flight in _kinds(results):
@@ -76,7 +35,7 @@ def report(results: Results) -> Report:
         ]
         replies = f"replies of {format_nbytes(results.reply_nbytes)}"
         title = f"requests of a tensor, {in_flight} in flight of {_clients(clients)}, {replies}"
-        tables.append(TextTable(title, _COLUMNS, rows))
+        tables.append(Table(title, _COLUMNS, rows, _TEXT_COLUMNS, grouped=True))
     notes = [
         f"Every request and every reply checked. Medians of interleaved repetitions of {results.timed_s:g} s; spread: slowest "
         "and fastest against the median; shmring is: its requests/s over the row's in the same repetition.",
@@ -90,19 +49,18 @@ def report(results: Results) -> Report:
     ]
     notes += [f"{PEERS[name].requires} {version}" for name, version in results.versions.items()]
     notes += [f"{PEERS[one.peer].title}: {one.reason}" for one in results.unmeasured if one.nbytes is None]
-    return Report(
-        "request",
-        results.machine,
-        tables,
-        notes,
-        _targets(results),
-        results.results,
-        results.unmeasured,
+    return Findings(
+        mode="request",
+        machine=results.machine,
+        tables=tables,
+        notes=notes,
+        targets=_targets(results),
+        results=results.results,
         coverage=results.coverage,
     )
 
 
-def scaling_report(results: ScalingResults) -> Report:
+def scaling_report(results: ScalingResults) -> Findings:
     """Returns the report of a run of ``--scaling``."""
     rows = [
         [
@@ -123,41 +81,15 @@ def scaling_report(results: ScalingResults) -> Report:
         "With all of 32 clients asking, each request has a write and a read of its own at both ends, where one connection's "
         "share them.",
     ]
-    targets = [*_scaling_targets(results)]
-    return Report(
-        "request-scaling",
-        results.machine,
-        [TextTable(title, _SCALING_COLUMNS, rows)],
-        notes,
-        targets,
-        results.results,
+    return Findings(
+        mode="request-scaling",
+        machine=results.machine,
+        tables=[Table(title, _SCALING_COLUMNS, rows, _TEXT_COLUMNS)],
+        notes=notes,
+        targets=[*_scaling_targets(results)],
+        results=results.results,
         coverage=results.coverage,
     )
-
-
-def lines(report: Report) -> list[str]:
-    """Returns what is said below the tables."""
-    return [*report.notes, *map(_told, report.targets)]
-
-
-def rich_table(table: TextTable, machine: Machine) -> Table:
-    """Returns a table for a terminal; a line below each size."""
-    commit = f", commit {machine.commit}" if machine.commit else ""
-    rich = Table(
-        title=table.title,
-        caption=f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}\n"
-        f"torch {machine.torch}, shmring {machine.shmring}{commit}",
-    )
-    for column in table.columns:
-        rich.add_column(column, no_wrap=True, justify="left" if column in _TEXT_COLUMNS else "right")
-    for row, after in itertools.zip_longest(table.rows, table.rows[1:]):
-        rich.add_row(*row, end_section=after is None or row[0] != after[0])
-    return rich
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Writes a run with all that it depends on."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
 
 def _kinds(results: Results) -> list[tuple[int, int]]:
@@ -172,7 +104,7 @@ def _row(result: Result) -> list[str]:
         format_nbytes(result.nbytes),
         PEERS[result.peer].title,
         _number(speed.median),
-        f"{speed.minimum / speed.median - 1:+.0%} {speed.maximum / speed.median - 1:+.0%}",
+        deviation(speed),
         format_times(result.shmring_ratio.median),
         _number(result.round_trip_p50_us),
         _number(result.round_trip_p99_us),
@@ -235,10 +167,6 @@ def _scaling_targets(results: ScalingResults) -> Iterator[Verdict]:
                 result.ratio.median <= _TARGET_SCALING_RATIO,
                 f"engine {format_times(result.engine_ratio.median)}, client {format_times(result.client_ratio.median)}",
             )
-
-
-def _told(verdict: Verdict) -> str:
-    return f"{verdict.what}, {verdict.at}: {verdict.measured} (target: {verdict.asked}, {verdict.word}; {verdict.detail})"
 
 
 def _clients(clients: int) -> str:

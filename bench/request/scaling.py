@@ -24,15 +24,14 @@ import msgspec
 import torch
 
 import shmring
-from bench.cases import format_nbytes
 from bench.coverage import Coverage, Planned
 from bench.machine import Machine
-from bench.records import Spread
 from bench.request.peers.peer import Ask, Peer
 from bench.request.peers.shmring_request import RING, answer, request
 from bench.request.plan import measured, started
 from bench.request.processes import Measurement
 from bench.request.questions import ITEM_NBYTES, Answer, Cell, Desk, Header
+from bench.results import Spread, format_nbytes
 from shmring.client import Connecting
 
 __all__ = [

@@ -17,8 +17,10 @@ import uvloop
 from rich.progress import Progress as ProgressBar
 from rich.progress import TaskID
 
-from bench.command_line import SETTINGS, console, json_option, progress_bar, typed
+from bench.command_line import SETTINGS, NotMeasured, console, json_option, progress_bar, typed
+from bench.results import Findings, write_json
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
+from bench.tables import show
 from frontend.options import FiniteRange
 
 if TYPE_CHECKING:
@@ -131,14 +133,12 @@ def _shown(size: tuple[int, int]) -> str:
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
-    report, results = _run(serve_plan(preset, **values))
-    console(_PIPE_WIDTH).print(report.table(results))
-    for note in report.notes(results):
-        click.echo(note)
+    findings, answered = _run(serve_plan(preset, **values))
+    show(findings, console(_PIPE_WIDTH))
     if json_path is not None:
-        report.write_json(results, json_path, typed())
-    if not all(one.completed for one in results.measurements):
-        raise click.ClickException("no request had an answer")
+        write_json(findings, json_path)
+    if not answered:
+        raise NotMeasured("of a load, no request had an answer")
 
 
 def serve_plan(preset: str | None, **values: Any) -> Plan:
@@ -209,8 +209,8 @@ def _plan_of(values: dict[str, Any]) -> Plan:
 # -- running it ----------------------------------------------------------------------------------------------------------
 
 
-def _run(plan: Plan) -> tuple[Any, Results]:
-    """Carries a plan out; returns what reports it, and what it has shown."""
+def _run(plan: Plan) -> tuple[Findings, bool]:
+    """Carries a plan out; returns what it has shown, and whether each load had any answer."""
     try:
         from bench.serving import report, run
         from bench.serving.client import ServerUnusableError
@@ -220,11 +220,12 @@ def _run(plan: Plan) -> tuple[Any, Results]:
         raise click.ClickException(f"{error.name} is not installed: pip install 'shmring[bench]'") from None
     try:
         with _progress() as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return report, runner.run(_until_told_to_end(run.run(plan, progress)))
+            results = runner.run(_until_told_to_end(run.run(plan, progress)))
+            return report.report(results, typed()), all(load.completed for load in results.measurements)
     except _ToldToEnd as told:
         sys.exit(128 + told.number)
     except (ServerError, ServerUnusableError, MediaFileError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        raise NotMeasured(str(error)) from error
 
 
 class _ToldToEnd(Exception):

@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.serving.client import Exchange
 
-__all__ = ["Generator", "Latency", "Measurement", "Request", "Spread", "measure"]
+__all__ = ["Generator", "Latency", "Measurement", "Request", "measure"]
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -38,19 +38,6 @@ class Latency(msgspec.Struct, frozen=True):
         milliseconds = np.asarray(seconds) * 1e3
         median_ms, p99_ms = np.percentile(milliseconds, [50, 99])
         return cls(len(seconds), float(milliseconds.mean()), float(median_ms), float(p99_ms))
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """A number over the repetitions."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> Spread:
-        """Returns it for at least one number."""
-        return cls(float(np.median(numbers)), min(numbers), max(numbers))
 
 
 class Generator(msgspec.Struct, frozen=True):

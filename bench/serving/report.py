@@ -8,50 +8,18 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from bench.coverage import Coverage
-from bench.machine import Machine
-from bench.serving.measurement import Latency, Measurement, Spread
+from bench.results import Findings, Spread, Table, Verdict
+from bench.serving.measurement import Latency, Measurement
 from bench.serving.plan import PRESETS, Media, Plan
 from bench.serving.run import LOAD, Results, planned
-from bench.targets import Verdict
 
-__all__ = ["StoredTable", "notes", "stored_table", "table", "write_json"]
+__all__ = ["report"]
 
 _TARGET_RATIO = 1.3  # of the slab path's requests a second to the inline path's
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
-
-
-class StoredTable(msgspec.Struct, frozen=True):
-    """A table as text: its first column names what the others are."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-class _Stored(msgspec.Struct, frozen=True):
-    """The file that ``--json`` writes."""
-
-    mode: str
-    command: str
-    machine: Machine
-    client: str
-    plan: Plan
-    request_nbytes: int
-    slab_nbytes: dict[str, int]
-    tables: list[StoredTable]
-    notes: list[str]
-    targets: list[Verdict]
-    results: list[Measurement]
-    coverage: Coverage
 
 
 class _Metric(NamedTuple):
@@ -96,7 +64,23 @@ _METRICS = (
 )
 
 
-def stored_table(results: Results) -> StoredTable:
+def report(results: Results, command: str = "") -> Findings:
+    """Returns a run as it is shown and stored."""
+    there = collections.Counter((LOAD, one.variant) for one in results.measurements)
+    return Findings(
+        mode="serve",
+        machine=results.machine,
+        tables=[_table(results)],
+        notes=_notes(results),
+        targets=_targets(results),
+        results=results.measurements,
+        plan=results.plan,
+        command=command,
+        coverage=Coverage.of(planned(results.plan), there),
+    )
+
+
+def _table(results: Results) -> Table:
     """Returns the table of a run."""
     variants = results.variants
     columns = ["", *variants]
@@ -107,7 +91,7 @@ def stored_table(results: Results) -> StoredTable:
     rows += [row for metric in _METRICS if (row := _row(metric, results)) is not None]
     if results.slab_nbytes:
         rows.append(["through the slab, bytes/request", *(f"{results.slab_nbytes[variant]:,}" for variant in variants)])
-    return StoredTable(_title(results.plan), columns, [row + [""] * (len(columns) - len(row)) for row in rows])
+    return Table(_title(results.plan), columns, [row + [""] * (len(columns) - len(row)) for row in rows])
 
 
 def _answered(measurements: Sequence[Measurement]) -> str:
@@ -174,7 +158,7 @@ def _pixels(size: tuple[int, int]) -> str:
 # -- what a reader must know ---------------------------------------------------------------------------------------------
 
 
-def notes(results: Results) -> list[str]:
+def _notes(results: Results) -> list[str]:
     """Returns what a reader must know besides the table."""
     load, server = results.plan.load, results.plan.server
     found = [
@@ -229,40 +213,3 @@ def _targets(results: Results) -> list[Verdict]:
     what, at = "slab path: requests/s of the inline path", f"preset of PR 32104, {load.requests:,} requests"
     detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
     return [Verdict(what, at, f">= {_TARGET_RATIO:g} x", f"{ratio.median:.2f} x", ratio.median >= _TARGET_RATIO, detail)]
-
-
-# -- output --------------------------------------------------------------------------------------------------------------
-
-
-def table(results: Results) -> Group:
-    """Returns the table for a person, its title above it and the machine below."""
-    stored, machine = stored_table(results), results.machine
-    shown = Table()
-    shown.add_column("", no_wrap=True)
-    for column in stored.columns[1:]:
-        shown.add_column(column, justify="right", no_wrap=True)
-    for row in stored.rows:
-        failed = row[0].startswith("failed: ")
-        shown.add_row(*map(Text, row), style="bold red" if failed else None, end_section=row[0].endswith("p99, ms"))
-    commit = f", commit {machine.commit}" if machine.commit else ""
-    where = f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}, torch {machine.torch}"
-    return Group(Text(stored.title, "bold"), shown, Text(f"{where}, shmring {machine.shmring}{commit}"))
-
-
-def write_json(results: Results, path: Path, command: str) -> None:
-    """Writes a run with all that it depends on, and what was typed for it."""
-    stored = _Stored(
-        mode="serve",
-        command=command,
-        machine=results.machine,
-        client=results.client,
-        plan=results.plan,
-        request_nbytes=results.request_nbytes,
-        slab_nbytes=results.slab_nbytes,
-        tables=[stored_table(results)],
-        notes=notes(results),
-        targets=_targets(results),
-        results=results.measurements,
-        coverage=Coverage.of(planned(results.plan), collections.Counter((LOAD, one.variant) for one in results.measurements)),
-    )
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(stored)) + b"\n")

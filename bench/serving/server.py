@@ -26,7 +26,7 @@ __all__ = ["Server", "ServerError", "serving"]
 
 logger = logging.getLogger("bench.serving")
 
-_PROGRAM = ("-m", "frontend.cli", "serve")
+_PROGRAM = ("-P", "-m", "frontend.cli", "serve")  # nothing is imported from the working directory
 _READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
 _STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
 _GONE_PERIOD_S = 0.02  # between two looks whether engine and frontends have gone
@@ -113,6 +113,7 @@ async def _start(arguments: list[str], directory: str, errors: Path) -> asyncio.
     with errors.open("wb") as file:
         return await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             leash.__file__,
             str(os.getpid()),
             *command,

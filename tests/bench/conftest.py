@@ -9,7 +9,8 @@ import pytest
 
 from bench.cases import Case
 from bench.machine import Machine
-from bench.records import Limit, Result, Results, Side, Spread
+from bench.records import Limit, Result, Results, Side
+from bench.results import Spread
 
 MB = 1 << 20
 

@@ -20,12 +20,11 @@ from bench.gpu import command, device
 from bench.gpu.device import Accelerator
 from bench.gpu.plan import SIZES, Absence, HandedOver, Plan, Results, Stalled, Transferred
 from bench.gpu.plot import draw
-from bench.gpu.report import read_json, report, write_json
+from bench.gpu.report import report
 from bench.gpu.routes import ROUTES
 from bench.gpu.ways import WAYS
 from bench.machine import Machine
-from bench.records import Spread
-from bench.targets import Verdict
+from bench.results import Findings, Spread, Verdict, write_json
 from shmring.memory.cuda import TorchCuda
 
 KB, MB = 1 << 10, 1 << 20
@@ -127,7 +126,9 @@ def test_notes_name_the_gpu_and_what_is_missing() -> None:
 def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     found = report(measured())
     write_json(found, tmp_path / "results" / "gpu.json")
-    assert read_json((tmp_path / "results" / "gpu.json").read_bytes()) == found
+    again = msgspec.json.decode((tmp_path / "results" / "gpu.json").read_bytes(), type=Findings)
+    assert msgspec.convert(again.results, Results) == measured()
+    assert msgspec.to_builtins(again) == msgspec.to_builtins(found)
 
 
 def test_a_plot_has_a_line_for_each(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> No
     assert "device slab: p50 of a hand-over" in done.stdout
     assert "NVIDIA H100" in done.stdout
     assert done.stderr == "one\n"
-    assert read_json(path.read_bytes()).gpu == GPU
+    assert msgspec.json.decode(path.read_bytes())["results"]["gpu"] == msgspec.to_builtins(GPU)
     assert (tmp_path / "gpu.svg").exists()
     (plan,) = plans
     assert plan == dataclasses.replace(Plan.quick(), sizes=(8 * MB,), ways=("clone",), routes=("cuda-ipc",))

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from bench.costs import Meter, resident_nbytes
 from bench.messages import DTYPES, Cell, CheckError, Header, Phase, Sink, Source, Start
+from bench.meter import Meter, resident_nbytes
 
 CELL = Cell(nbytes=4096, window=4, warm_up_s=0.0, timed_s=0.0, limit_s=10.0, directory="")
 

@@ -1,4 +1,4 @@
-"""``bench serve``: events are read as browsers read them, what is counted is right, failures are told apart, both paths of a
+"""``bench serve``: events are read wherever a stream is cut, what is counted is right, failures are told apart, both paths of a
 real server are loaded and compared, and nothing of a server outlives the run."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ import asyncio
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -28,64 +27,20 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 
 from bench.machine import Machine
+from bench.results import Spread, write_json
 from bench.serving import command, leash, report, run, serve_command
 from bench.serving import server as server_module
 from bench.serving.client import Client, Exchange, ServerUnusableError
 from bench.serving.load import Requests, play
-from bench.serving.measurement import Generator, Latency, Measurement, Spread, measure
+from bench.serving.measurement import Generator, Latency, Measurement, measure
 from bench.serving.media import MediaFileError, media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
 from bench.serving.server import Server, ServerError, serving
-from bench.serving.sse import EventParser, ServerSentEvent, StreamFormatError
 from frontend.media.loader import MediaSource
 from frontend.openai.chat import CHAT_PARSER, engine_request
 from frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
 
 TEXT_ONLY = Media(kinds=())
-
-
-# -- events ------------------------------------------------------------------------------------------------------------
-
-STREAM = (
-    b"\xef\xbb\xbf: a comment\r\ndata: one\r\n\r\n"
-    b"event: error\rdata:two\rdata:  three\r\r"
-    b"id: 7\nretry: 100\nunknown: field\ndata\n\n"
-    b"event: without data\n\n"
-    b"data: \xc3\xa9\xe2\x82\xac\n\n\n\n"
-    b"data: cut off"
-)
-EVENTS = [
-    ServerSentEvent(b"one"),
-    ServerSentEvent(b"two\n three", "error"),
-    ServerSentEvent(b""),
-    ServerSentEvent("é€".encode()),
-]
-
-
-def parsed(pieces: list[bytes]) -> list[ServerSentEvent]:
-    parser = EventParser()
-    return [event for piece in pieces for event in parser.feed(piece)]
-
-
-def test_events_are_read_as_the_standard_says() -> None:
-    assert parsed([STREAM]) == EVENTS
-
-
-def test_where_a_stream_is_cut_makes_no_difference() -> None:
-    assert parsed([STREAM[index : index + 1] for index in range(len(STREAM))]) == EVENTS
-    for index in range(len(STREAM)):
-        assert parsed([STREAM[:index], b"", STREAM[index:]]) == EVENTS
-    chance = random.Random(1)
-    for _ in range(200):
-        cuts = sorted(chance.choices(range(len(STREAM)), k=6))
-        assert parsed([STREAM[a:b] for a, b in zip([0, *cuts], [*cuts, len(STREAM)], strict=True)]) == EVENTS
-
-
-@pytest.mark.parametrize("end", [b"", b"\n"])
-def test_an_event_without_an_end_is_given_up(end: bytes) -> None:
-    piece = b"data: " + b"x" * (600 << 10) + end
-    with pytest.raises(StreamFormatError, match="larger than"):
-        parsed([piece, piece])
 
 
 # -- what is sent, and when ----------------------------------------------------------------------------------------------
@@ -201,12 +156,13 @@ def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
         Plan(load=Load(requests=1), compare=True, repetitions=3),
         *(one for both in zip(slab, inline, strict=True) for one in both),
     )
-    rows = {row[0]: row[1:] for row in report.stored_table(found).rows}
-    assert report.stored_table(found).columns == ["", "slab", "inline", "slab / inline"]
+    (table,) = report.report(found).tables
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert table.columns == ["", "slab", "inline", "slab / inline"]
     assert rows["requests/s"] == ["0.25 (0.10 .. 0.50)", "0.25 (0.03 .. 0.25)", "2.00 (1.00 .. 3.00)"]
     assert rows["answered"] == ["3 of 3", "3 of 3", ""]
     assert rows["engine's CPU, ms/request"][0] == "250.0 (250.0 .. 250.0)"
-    report.write_json(found, tmp_path / "results.json", "python -m bench serve --compare")
+    write_json(report.report(found, "python -m bench serve --compare"), tmp_path / "results.json")
     stored = json.loads((tmp_path / "results.json").read_bytes())
     assert (stored["mode"], stored["command"]) == ("serve", "python -m bench serve --compare")
     assert stored["targets"] == [], "this is not the load of the target"
@@ -220,9 +176,9 @@ def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
 def test_failures_and_a_busy_generator_are_told() -> None:
     failed = measured(exchange(100.0, 100.0, [100.2], 100.6), exchange(100.0, 100.0, [], 100.5, "HTTP 503 overloaded"))
     found = results(Plan(load=Load(requests=2)), failed)
-    assert ["failed: HTTP 503 overloaded", "1"] in report.stored_table(found).rows
-    assert any("1 requests failed" in note for note in report.notes(found))
-    assert any("it may be what was measured" in note for note in report.notes(found))
+    assert ["failed: HTTP 503 overloaded", "1"] in report.report(found).tables[0].rows
+    assert any("1 requests failed" in note for note in report.report(found).notes)
+    assert any("it may be what was measured" in note for note in report.report(found).notes)
 
 
 def test_a_spread_has_the_median_between_its_ends() -> None:
@@ -309,6 +265,7 @@ async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) 
     assert script.bodies[0]["max_tokens"] == 5
     assert script.bodies[0]["stream"] is True
     del script.pieces[3]
+    script.pieces = [bytes([byte]) for byte in b": a comment\r\n" + b"".join(script.pieces)]  # wherever it is cut
     assert (await ask(url, Load(requests=1, media=TEXT_ONLY))).output_tokens == 2
 
 
@@ -321,6 +278,7 @@ async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) 
         ({"pieces": [chunk("a"), ERROR]}, "in the stream engine_dead"),
         ({"pieces": [chunk("a")]}, "the stream ended before [DONE]"),
         ({"pieces": [ROLE, DONE]}, "the stream had no tokens"),
+        ({"pieces": [b"data: " + b"x" * (600 << 10)] * 2}, "a line of the stream is longer than 1,048,576 bytes"),
         ({"pieces": [b"data: <html>\n\n"]}, "not an answer of OpenAI's API: DecodeError"),
         ({"pieces": [chunk("a")], "hangs_up": True}, "connection: ClientPayloadError"),
         ({"pieces": [chunk("a")], "hangs": True}, "no whole answer within 0.3 s"),
@@ -380,7 +338,7 @@ async def test_a_server_that_runs_already_is_measured_by_its_url(stub: Stub) -> 
     found = await run.run(plan, run.Progress())
     assert found.measurements[0].completed == 5
     assert "secret" not in msgspec.json.encode(found).decode()
-    assert report.notes(found)
+    assert report.report(found).notes
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------
@@ -478,8 +436,9 @@ def test_both_paths_of_a_real_server_are_compared(tmp_path: Path) -> None:
         assert one["itl"]["count"] == 12 * 5
         assert 1 < one["peak_concurrency"] <= 4
         assert one["cpu_s"]["frontends"] > 0
-    assert stored["slab_nbytes"]["inline"] == 0
-    assert stored["slab_nbytes"]["slab"] > 64 * 48 * 3
+    (carried,) = [row for row in stored["tables"][0]["rows"] if row[0] == "through the slab, bytes/request"]
+    assert carried[2] == "0"
+    assert int(carried[1].replace(",", "")) > 64 * 48 * 3
     assert {"cpu", "commit"} <= stored["machine"].keys()
     assert private_directories() == []
 

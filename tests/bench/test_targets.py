@@ -9,8 +9,8 @@ import pytest
 
 from bench import targets
 from bench.cases import Case
-from bench.records import Results, Spread
-from bench.targets import Verdict
+from bench.records import Results
+from bench.results import Spread, Verdict
 
 Make = Callable[..., Any]
 KB, MB = 1 << 10, 1 << 20

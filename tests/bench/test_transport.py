@@ -28,8 +28,8 @@ from click.testing import CliRunner
 from bench import cases, commands, transport
 from bench.__main__ import main
 from bench.cases import Case, Choice, Round
-from bench.costs import Cost
 from bench.messages import Cell, Measurement
+from bench.meter import Cost
 from bench.peers import PEERS, shmring_busy_poll
 from bench.processes import BenchError, Failed, Part, run_cell
 from bench.records import Reason, Results

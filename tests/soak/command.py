@@ -11,9 +11,9 @@ import click
 import msgspec
 from rich.console import Console
 
-from bench.allocation.findings import write_json
 from bench.command_line import terminated
 from bench.plots import MissingPlotter, check_plotter
+from bench.results import write_json
 from tests.fleet.fleet import ChildError
 from tests.soak import driver, report
 from tests.soak.plan import Plan, Sabotage

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from bench.allocation.findings import Findings, Table
 from bench.machine import Machine
-from bench.targets import Verdict
+from bench.results import Findings, Table, Verdict
 from tests.soak.driver import ENGINE, Observations, Sample
 from tests.soak.plan import Phase, Plan
 from tests.soak.verdict import Check
