@@ -18,7 +18,7 @@ from bench.request.command import request_command
 from bench.serving.command import serve_command
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
+_PIPE_WIDTH = 170  # of a table that goes into a file or a pipe
 
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import os
 import signal
 import time
 import traceback
@@ -20,21 +21,19 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import torch
 import uvloop
 
-__all__ = ["BenchError", "Child", "Children", "Failed", "outcome"]
+__all__ = ["BenchError", "Child", "Children", "Failed", "Parent", "described", "play_cell"]
 
 _START_LIMIT_S = 180.0  # for a process to import torch, on a machine where several do, or that does much else
 _GRACE_S = 5.0  # for a process to end by itself, or to report its own timeout
 _SECOND_REPORT_S = 1.0  # for the other processes to say what they saw of a failure
 
-#: Plays a child's part of a cell: called with its control pipe and the cell, returns its report.
-Play = Callable[[Connection, Any], Any]
-
-_Report = TypeVar("_Report")
+#: Plays a child's part of a cell: called with its parent and the cell, returns its report.
+Play = Callable[["Parent", Any], Coroutine[Any, Any, Any]]
 
 
 class BenchError(Exception):
@@ -66,15 +65,14 @@ class Child:
     Args:
         name: of its role.
         label: of what all of them measure; the process is called by both.
-        cell_type: of what it plays; anything else that is sent between cells ends it.
-        play: travels to it.
+        play: its part of each cell, which travels to it. Whatever it raises is reported as :class:`Failed`.
     """
 
-    def __init__(self, context: SpawnContext, name: str, label: str, cell_type: type, play: Play) -> None:
+    def __init__(self, context: SpawnContext, name: str, label: str, play: Play) -> None:
         self.name = name
         self.control, control = context.Pipe()
         self.process: SpawnProcess = context.Process(
-            target=_run, args=(cell_type, play, control), name=f"bench-{label}-{name}", daemon=True
+            target=_run, args=(play, control), name=f"bench-{label}-{name}", daemon=True
         )
         self.process.start()
         control.close()  # the child has its own; were this end open, its death would not be an end of file
@@ -211,7 +209,46 @@ def _until(deadline: float) -> float:
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def _run(cell_type: type, play: Play, control: Connection) -> None:
+class Parent:
+    """The parent, as a child sees it within a cell. That it is gone cancels the task that made this.
+
+    Args:
+        control: the child's end of the pipe between them.
+    """
+
+    def __init__(self, control: Connection) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+
+    def tell(self, message: object) -> None:
+        """Says how far this child has got."""
+        self._control.send(message)
+
+    async def hear(self) -> Any:
+        """Waits for what the parent says next."""
+        return await self._messages.get()
+
+    def _readable(self) -> None:
+        try:
+            self._messages.put_nowait(self._control.recv())
+        except (EOFError, ConnectionError):
+            self._loop.remove_reader(self._control.fileno())
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._loop.add_reader(self._control.fileno(), self._readable)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.remove_reader(self._control.fileno())
+        os.set_blocking(self._control.fileno(), True)  # uvloop made it non-blocking
+
+
+def _run(play: Play, control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends us
     # Both as servers do it. With more threads, torch's copies wait for a core that is busy with another process;
     # without the freeze, a collection walks all that torch has imported, and hits some peer for 80 ms.
@@ -220,28 +257,36 @@ def _run(cell_type: type, play: Play, control: Connection) -> None:
     gc.freeze()
     with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):  # the parent has gone
         control.send(_Ready())
-        while isinstance(cell := control.recv(), cell_type):
-            control.send(play(control, cell))
+        while (cell := control.recv()) is not None:
+            control.send(play_cell(play, control, cell))
 
 
-def outcome(playing: Coroutine[Any, Any, _Report], limit_s: float) -> _Report | Failed:
-    """Runs a child's part of a cell on a loop of its own, which must itself end in time.
-
-    Args:
-        playing: the part.
-        limit_s: how long it takes at most, for what is said of a timeout.
+def play_cell(play: Play, control: Connection, cell: Any) -> Any:
+    """Runs a child's part of a cell on a loop of its own, within the cell's ``limit_s``.
 
     Returns:
-        What it returns; or what went wrong, since that is for the parent to act on.
+        Its report; or what went wrong, since that is for the parent to act on.
     """
+
+    async def play_in_time() -> Any:
+        with Parent(control) as parent:
+            async with asyncio.timeout(cell.limit_s):
+                return await play(parent, cell)
+
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(playing)
+            return runner.run(play_in_time())
     except TimeoutError:
-        return Failed(f"it took longer than {limit_s:g} s")
+        return Failed(f"it took longer than {cell.limit_s:g} s")
     except Exception as error:  # noqa: BLE001 # it ends the benchmark, in the parent
-        first: BaseException = error
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        where = traceback.extract_tb(first.__traceback__)[-1]
-        return Failed(f"{type(first).__name__}: {first} ({where.name}, line {where.lineno} of {where.filename})")
+        return Failed(described(error))
+
+
+def described(error: BaseException) -> str:
+    """Returns an error in one line, and where it came from."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    places = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({place.name}, line {place.lineno} of {os.path.basename(place.filename)})" for place in places)
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}{where}"

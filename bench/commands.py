@@ -11,10 +11,10 @@ import click
 import msgspec
 
 from bench import cases, command_line, plots, tables, targets, transport
+from bench.children import BenchError
 from bench.command_line import NotMeasured, shown_progress, terminated
 from bench.messages import DTYPES, ITEM_NBYTES
 from bench.peers import PEERS
-from bench.processes import BenchError
 from bench.records import Results
 from bench.results import write_json
 

@@ -6,20 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
-from bench.children import BenchError, Child, Children, Failed, outcome
+from bench.children import BenchError, Child, Children, Parent
 from bench.messages import Cell, Measurement, Sink, Source, Start
 from bench.meter import Cost, Meter
 from bench.peers import PEERS
 
-__all__ = ["BenchError", "Failed", "Group", "Part", "Role", "run_cell"]
-
-Role = Literal["consumer", "producer"]
+__all__ = ["Group", "Part", "consume", "produce"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +74,12 @@ class Group(Children):
             raise BenchError(f"{self._peer.title}: {type(error).__name__}: {error}") from error
         part = Part(peer_name, self._shared, start_memory, producers)
         try:
-            play = functools.partial(run_cell, "consumer", part)
-            self._children.append(Child(context, "consumer", peer_name, Cell, play))
+            play = functools.partial(consume, part)
+            self._children.append(Child(context, "consumer", peer_name, play))
             for producer in range(producers):
-                play = functools.partial(run_cell, "producer", dataclasses.replace(part, producer=producer))
+                play = functools.partial(produce, dataclasses.replace(part, producer=producer))
                 name = f"producer {producer}" if producers > 1 else "producer"
-                self._children.append(Child(context, name, peer_name, Cell, play))
+                self._children.append(Child(context, name, peer_name, play))
         except BaseException:
             self.kill()
             raise
@@ -118,35 +114,19 @@ class Group(Children):
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def run_cell(role: Role, part: Part, control: Connection, cell: Cell) -> _Finished | Failed:
-    """Runs a child's part of a cell; what goes wrong is what it returns, since it is for the parent to act on."""
-    return outcome(_play(role, part, control, cell), cell.limit_s)
-
-
-async def _play(role: Role, part: Part, control: Connection, cell: Cell) -> _Finished:
-    """This process's part of a cell, given up when the parent is gone or says anything in the middle of it."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    loop.add_reader(control.fileno(), task.cancel)
-    try:
-        async with asyncio.timeout(cell.limit_s):
-            return await (_produce(part, cell) if role == "producer" else _consume(part, cell, control))
-    finally:
-        loop.remove_reader(control.fileno())
-        os.set_blocking(control.fileno(), True)  # uvloop made it non-blocking
-
-
-async def _produce(part: Part, cell: Cell) -> _Finished:
+async def produce(part: Part, parent: Parent, cell: Cell) -> _Finished:
+    """A producer's part of a cell."""
     source = Source(cell, part.producer, Start(part.start_memory))
     with _watched(part, source.meter):
         await PEERS[part.peer_name].produce(cell, part.shared, source)
     return _Finished(cost=source.meter.cost)
 
 
-async def _consume(part: Part, cell: Cell, control: Connection) -> _Finished:
+async def consume(part: Part, parent: Parent, cell: Cell) -> _Finished:
+    """The consumer's part of a cell."""
     sink = Sink(cell, Start(part.start_memory))
     with _watched(part, sink.meter):
-        await PEERS[part.peer_name].consume(cell, part.shared, sink, lambda: control.send(_Listening()))
+        await PEERS[part.peer_name].consume(cell, part.shared, sink, lambda: parent.tell(_Listening()))
     return _Finished(sink.measurement())
 
 

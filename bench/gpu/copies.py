@@ -20,9 +20,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import msgspec
 import torch
 
+from bench.children import described
 from bench.gpu.device import Gpu
 from bench.gpu.marks import check, sample
-from bench.gpu.processes import Carry, Opened, Ready, Setting, described
+from bench.gpu.processes import Carry, Opened, Ready, Setting
 from bench.gpu.ways import WAYS, Request, Way, in_flight
 
 __all__ = ["Stall", "Stalls", "Transfer", "copying"]

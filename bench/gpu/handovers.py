@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
+from bench.children import described
 from bench.gpu.device import Gpu
-from bench.gpu.processes import Opened, Ready, Setting, described
+from bench.gpu.processes import Opened, Ready, Setting
 from bench.gpu.routes import ROUTES, Ask
 
 __all__ = ["HandOver", "answering", "asking"]

@@ -7,24 +7,21 @@ each bounded in time. What fails in a command is its result, in words: the next 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import os
-import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from typing import Any
 
 import torch
 
-from bench.children import Child, Children, Failed, outcome
+from bench.children import Child, Children, Parent, described
 from bench.gpu.device import Accelerator, Gpu, TorchGpu
 
-__all__ = ["Carry", "Opened", "Process", "Ready", "Refused", "Role", "Setting", "described", "spawning"]
+__all__ = ["Carry", "Opened", "Process", "Ready", "Refused", "Role", "Setting", "spawning"]
 
 _OPEN_LIMIT_S = 180.0  # a context, and half a dozen buffers of half a GB, on a machine that does much else
 _COMMAND_LIMIT_S = 120.0  # hundreds of times what the slowest command takes
@@ -86,7 +83,9 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True)
 class _Open:
-    """Everything is to be opened."""
+    """Everything is to be opened; each command is limited in time by the parent."""
+
+    limit_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +95,6 @@ class _Over:
 
 #: What a child does: opens something, for as long as it is measured.
 Role = Callable[[Gpu, Setting], AbstractAsyncContextManager[Opened]]
-
-
-def described(error: BaseException) -> str:
-    """Returns an error in one line, and where it came from."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    place = "".join(f" ({one.name}, line {one.lineno} of {os.path.basename(one.filename)})" for one in where)
-    first_line = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line}{place}"
 
 
 def spawning() -> SpawnContext:
@@ -124,7 +113,7 @@ class Process(Children):
 
     def __init__(self, name: str, role: Role, setting: Setting) -> None:
         super().__init__("GPU")
-        self._children.append(Child(spawning(), name, "gpu", _Open, functools.partial(_play, role, setting)))
+        self._children.append(Child(spawning(), name, "gpu", functools.partial(_play, role, setting)))
 
     def open(self) -> Ready:
         """Waits until it has opened everything.
@@ -163,17 +152,12 @@ class Process(Children):
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def _play(role: Role, setting: Setting, control: Connection, _: _Open) -> _Over | Failed:
+async def _play(role: Role, setting: Setting, parent: Parent, _: _Open) -> _Over:
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # what a clone takes by itself; vLLM leaves it less
-    return outcome(_played(role, control, setting), _OPEN_LIMIT_S)
-
-
-async def _played(role: Role, control: Connection, setting: Setting) -> _Over:
     async with role(TorchGpu(), setting) as opened:
-        control.send(opened.ready)
-        # A thread that sleeps in a read: a command comes only when the last one is over, so it disturbs none.
-        while (command := await asyncio.to_thread(control.recv)) is not None:
-            control.send(await _result(opened.carry_out, command))
+        parent.tell(opened.ready)
+        while (command := await parent.hear()) is not None:
+            parent.tell(await _result(opened.carry_out, command))
     return _Over()
 
 

@@ -28,9 +28,9 @@ import torch
 import torch.multiprocessing
 
 import shmring
+from bench.children import described
 from bench.gpu.device import Gpu
 from bench.gpu.marks import DTYPE, ITEM_NBYTES, check, marks, sample
-from bench.gpu.processes import described
 
 __all__ = ["DEVICE_SLAB", "HOST_SLOT", "ROUTES", "Ask", "Route"]
 

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from bench import command_line
-from bench.processes import BenchError
+from bench.children import BenchError
 from bench.request.peers import BASELINE, PEERS
 from bench.request.plan import Plan, run, steps
 from bench.request.questions import ITEM_NBYTES, MAX_CLIENTS

@@ -13,17 +13,14 @@ import asyncio
 import dataclasses
 import enum
 import functools
-import os
 import time
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.children import BenchError, Child, Children, Failed, outcome
+from bench.children import BenchError, Child, Children, Parent
 from bench.request.load import Cost, Load, Meter, come_to_rest
 from bench.request.peers import Peer
 from bench.request.questions import Cell, Desk
@@ -103,8 +100,8 @@ class Group(Children):
         try:
             for client in (None, *range(clients)):
                 name = "engine" if client is None else f"client {client}"
-                play = functools.partial(_run_cell, peer, self._shared, client)
-                self._children.append(Child(context, name, peer.name, Cell, play))
+                play = functools.partial(_play, peer, self._shared, client)
+                self._children.append(Child(context, name, peer.name, play))
         except BaseException:
             self.kill()
             raise
@@ -145,54 +142,14 @@ class Group(Children):
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def _run_cell(peer: Peer, shared: Any, client: int | None, control: Connection, cell: Cell) -> _Finished | Failed:
-    """Runs a child's part of a cell. The engine has no number."""
-    return outcome(_play(peer, shared, client, control, cell), cell.limit_s)
+async def _play(peer: Peer, shared: Any, client: int | None, parent: Parent, cell: Cell) -> _Finished:
+    """A child's part of a cell. The engine has no number."""
+    if client is None:
+        return await _answer(peer, shared, parent, cell)
+    return await _ask(peer, shared, client, parent, cell)
 
 
-async def _play(peer: Peer, shared: Any, client: int | None, control: Connection, cell: Cell) -> _Finished:
-    """This process's part of a cell, given up when the parent is gone."""
-    with _Parent(control) as parent:
-        async with asyncio.timeout(cell.limit_s):
-            if client is None:
-                return await _answer(peer, shared, parent, cell)
-            return await _ask(peer, shared, client, parent, cell)
-
-
-class _Parent:
-    """The parent, as a child sees it within a cell; that it is gone cancels the task that made this."""
-
-    def __init__(self, control: Connection) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._control = control
-        self._loop = asyncio.get_running_loop()
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
-
-    def tell(self, step: _Step) -> None:
-        self._control.send(step)
-
-    async def hear(self) -> Any:
-        return await self._messages.get()
-
-    def _readable(self) -> None:
-        try:
-            self._messages.put_nowait(self._control.recv())
-        except (EOFError, ConnectionError):
-            self._loop.remove_reader(self._control.fileno())
-            self._task.cancel()
-
-    def __enter__(self) -> _Parent:
-        self._loop.add_reader(self._control.fileno(), self._readable)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._loop.remove_reader(self._control.fileno())
-        os.set_blocking(self._control.fileno(), True)  # uvloop made it non-blocking
-
-
-async def _answer(peer: Peer, shared: Any, parent: _Parent, cell: Cell) -> _Finished:
+async def _answer(peer: Peer, shared: Any, parent: Parent, cell: Cell) -> _Finished:
     desk = Desk(cell)
     meter = Meter(cell, lambda: desk.answered)
     async with asyncio.TaskGroup() as tasks:
@@ -204,12 +161,12 @@ async def _answer(peer: Peer, shared: Any, parent: _Parent, cell: Cell) -> _Fini
     return _Finished(cost, desk.answered, np.empty(0, np.int64))
 
 
-async def _serve(peer: Peer, cell: Cell, shared: Any, desk: Desk, parent: _Parent) -> None:
+async def _serve(peer: Peer, cell: Cell, shared: Any, desk: Desk, parent: Parent) -> None:
     await peer.serve(cell, shared, desk, lambda: parent.tell(_Step.CONNECTED))
     raise RuntimeError("the engine has stopped answering by itself")
 
 
-async def _ask(peer: Peer, shared: Any, client: int, parent: _Parent, cell: Cell) -> _Finished:
+async def _ask(peer: Peer, shared: Any, client: int, parent: Parent, cell: Cell) -> _Finished:
     load = Load(cell, client)
     async with peer.connect(cell, shared, client) as ask:
         await come_to_rest()

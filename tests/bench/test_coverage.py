@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import plots, records
+from bench import plots
 from bench.__main__ import main
 from bench.cases import Case
 from bench.coverage import Coverage, Gap, Planned, Status, checkout
 from bench.recorded import recorded_coverage
 from bench.request.command import request_plan
 from bench.request.plan import Plan, planned
+from bench.results import write_json
 
 Make = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ def stored_transport(directory: Path, made_result: Make, made_results: Make, com
     found = [made_result(peer, Case(nbytes), [100.0] * 3) for nbytes in (4096, 65536) for peer in ("shmring", "pyzmq")]
     directory.mkdir()
     path = directory / "transport.json"
-    records.write_json(made_results(found), path)
+    write_json(made_results(found), path)
     content = json.loads(path.read_bytes())
     del content["coverage"]  # as results were before they had it
     path.write_text(json.dumps(content | {"command": command}))

@@ -5,6 +5,7 @@ Processes are threads here, each with an event loop of its own, since such a GPU
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import importlib.util
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import shmring
-from bench.children import BenchError
+from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
 from bench.gpu.device import Accelerator
 from bench.gpu.marks import check, marks, sample
@@ -171,7 +172,7 @@ def test_small_requests_are_many_and_large_ones_two() -> None:
 class ChildThread:
     """A child that is a thread: what :class:`bench.children.Child` is to its parent."""
 
-    def __init__(self, context: object, name: str, label: str, cell_type: type, play: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, context: object, name: str, label: str, play: Callable[[Any, Any], Any]) -> None:
         self.name = name
         self.control, control = Pipe()
         self.process = threading.Thread(target=self._run, args=(play, control), name=name)
@@ -179,10 +180,10 @@ class ChildThread:
 
     @staticmethod
     def _run(play: Callable[[Any, Any], Any], control: Any) -> None:
-        with control, contextlib.suppress(EOFError, OSError):
+        with control, contextlib.suppress(EOFError, OSError, asyncio.CancelledError):
             control.send("ready")
             if (cell := control.recv()) is not None:
-                control.send(play(control, cell))
+                control.send(play_cell(play, control, cell))
 
     def kill(self) -> None:
         self.control.close()  # which ends it, wherever it is: nothing is left for it to do

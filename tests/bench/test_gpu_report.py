@@ -16,6 +16,7 @@ from bench import report as document
 from bench import targets
 from bench.__main__ import main
 from bench.children import BenchError
+from bench.coverage import Coverage, Gap, Planned, Status
 from bench.gpu import command, device
 from bench.gpu.device import Accelerator
 from bench.gpu.plan import SIZES, Absence, HandedOver, Plan, Results, Stalled, Transferred
@@ -227,18 +228,21 @@ def test_everything_is_measured_if_nothing_is_chosen(measuring: Any) -> None:
     assert (plans[0].sizes[0], plans[0].sizes[-1]) == (64 * KB, 256 * MB)
 
 
+LACKING = Coverage([Planned("bandwidth, 64 KB", ["pin"], 3)], [Gap("bandwidth, 64 KB", "pin", 0, Status.FAILED, "no")])
+
+
 @pytest.mark.parametrize(
-    ("results", "message"),
+    ("results", "code", "message"),
     [
-        (measured(handovers=[handed_over("device-slab", 64 * KB, 151.0)]), "1 targets missed"),
-        (measured(absences=[Absence("pin", None, "no")]), "1 cases could not be measured"),
-        (BenchError("the copies have died"), "the copies have died"),
+        (measured(handovers=[handed_over("device-slab", 64 * KB, 151.0)]), 1, "1 targets missed"),
+        (measured(absences=[Absence("pin", None, "no")], coverage=LACKING), 3, "1 measurements failed"),
+        (BenchError("the copies have died"), 3, "the copies have died"),
     ],
 )
-def test_it_fails_if_it_could_not_measure_or_a_target_is_missed(measuring: Any, results: Any, message: str) -> None:
+def test_it_fails_if_it_could_not_measure_or_a_target_is_missed(measuring: Any, results: Any, code: int, message: str) -> None:
     measuring(results)
     done = CliRunner().invoke(main, ["gpu"])
-    assert done.exit_code == 1
+    assert done.exit_code == code
     assert message in done.stderr
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -22,9 +23,10 @@ from typing import Any
 
 import pytest
 
+from bench.children import Failed, play_cell
 from bench.messages import Cell, Measurement
 from bench.peers import PEERS, pyzmq_multipart
-from bench.processes import Failed, Part, run_cell
+from bench.processes import Part, consume, produce
 from shmring.memory.slab import SHM_DIRECTORY
 
 NAMES = ("pyzmq", "shared-memory", "spinning-ring", "spinning-arena", "multiprocessing-queue")
@@ -60,14 +62,14 @@ def run(name: str, cell: Cell) -> list[Any]:
         for _ in range(1 + cell.producers):
             ours, theirs = (stack.enter_context(end) for end in get_context("spawn").Pipe())
             controls.append((ours, theirs))
-        outcomes = [ends.submit(run_cell, "consumer", part, controls[0][1], cell)]
+        outcomes = [ends.submit(play_cell, functools.partial(consume, part), controls[0][1], cell)]
         assert controls[0][0].poll(LISTENING_S), "the consumer does not listen"
         for producer, (_, control) in enumerate(controls[1:]):
             role = dataclasses.replace(part, producer=producer)
-            outcomes.append(ends.submit(run_cell, "producer", role, control, cell))
+            outcomes.append(ends.submit(play_cell, functools.partial(produce, role), control, cell))
         if isinstance(outcomes[0].result(), Failed):
             for ours, _ in controls[1:]:
-                ours.send("there is nobody left to send to")  # a run would have killed them
+                ours.close()  # a run would have killed them
         return [outcome.exception() or outcome.result() for outcome in outcomes]
 
 
@@ -98,7 +100,7 @@ def test_content_that_is_not_what_was_sent_is_noticed(cell: Cell, name: str) -> 
 def test_a_consumer_that_nobody_sends_to_gives_up(cell: Cell, name: str) -> None:
     ours, control = get_context("spawn").Pipe()
     with parts(name, 1) as part, ours, control:
-        outcome = run_cell("consumer", part, control, dataclasses.replace(cell, limit_s=0.1))
+        outcome = play_cell(functools.partial(consume, part), control, dataclasses.replace(cell, limit_s=0.1))
     assert outcome == Failed("it took longer than 0.1 s")
 
 

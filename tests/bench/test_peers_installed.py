@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -23,9 +24,10 @@ from typing import Any
 import pytest
 
 import bench.peers
+from bench.children import Failed, play_cell
 from bench.messages import Cell, Start
 from bench.peers import PEERS
-from bench.processes import Failed, Part, Role, run_cell
+from bench.processes import Part, consume, produce
 from shmring.memory.slab import SHM_DIRECTORY
 
 MODULES = {
@@ -64,7 +66,7 @@ class Ends:
         for number in range(1 + PRODUCERS):
             ours, theirs = context.Pipe()
             part = Part(name, self.shared, memory, PRODUCERS, number - 1)
-            process = context.Process(target=play, args=("producer" if number else "consumer", part, theirs), daemon=True)
+            process = context.Process(target=live, args=(produce if number else consume, part, theirs), daemon=True)
             process.start()
             theirs.close()
             self._controls.append(ours)
@@ -103,9 +105,9 @@ class Ends:
             process.join()
 
 
-def play(role: Role, part: Part, control: Connection) -> None:
+def live(play: Callable[..., Any], part: Part, control: Connection) -> None:
     while (cell := control.recv()) is not None:
-        control.send(run_cell(role, part, control, cell))
+        control.send(play_cell(functools.partial(play, part), control, cell))
 
 
 def report(control: Connection) -> Any:

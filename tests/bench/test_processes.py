@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from bench.children import BenchError, Failed, play_cell
 from bench.messages import Cell
 from bench.peers import PEERS
-from bench.processes import BenchError, Failed, Group, Part, run_cell
+from bench.processes import Group, Part, consume
 
 SMALL = Cell(nbytes=4096, window=4, warm_up_s=0.02, timed_s=0.05, limit_s=20.0, directory="")
 NAME = "shmring"
@@ -64,7 +66,7 @@ def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
 def test_a_cell_that_takes_too_long_is_an_error(cell: Cell) -> None:
     control, ours = multiprocessing.Pipe()
     with control, ours:
-        outcome = run_cell("consumer", Part(NAME), control, dataclasses.replace(cell, limit_s=0.05))
+        outcome = play_cell(functools.partial(consume, Part(NAME)), control, dataclasses.replace(cell, limit_s=0.05))
     assert outcome == Failed("it took longer than 0.05 s")  # no producer ever came
 
 

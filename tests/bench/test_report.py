@@ -15,6 +15,7 @@ from bench import plots, records, report
 from bench.__main__ import main
 from bench.cases import Case
 from bench.records import Absence, Reason
+from bench.results import Spread, write_json
 
 Make = Callable[..., Any]
 KB = 1 << 10
@@ -35,7 +36,7 @@ def stored(tmp_path: Path, made_result: Make, made_results: Make) -> Path:
                 made_result("iceoryx2-loaned", case, [103.0] * 3, ratio=100 / 103, cpu_us=30.0),
             ]
     absences = [Absence("zenoh", None, Reason.MISSING, "not installed: pip install eclipse-zenoh")]
-    records.write_json(made_results(found, {4 * KB: 1e6, 64 * KB: 1e5}, absences), directory / "transport.json")
+    write_json(made_results(found, {4 * KB: 1e6, 64 * KB: 1e5}, absences), directory / "transport.json")
     return directory
 
 
@@ -57,7 +58,7 @@ def section(text: str, title: str) -> str:
 def test_results_are_read_back_as_they_were_written(stored: Path, made_results: Make) -> None:
     results = records.read_json(stored / "transport.json")
     assert results.find("shmring", Case(4 * KB)) is not None
-    records.write_json(results, stored / "again.json")
+    write_json(results, stored / "again.json")
     assert (stored / "again.json").read_bytes() == (stored / "transport.json").read_bytes()
 
 
@@ -103,7 +104,7 @@ def test_other_modes_are_shown_as_they_tell_it(stored: Path, tmp_path: Path) -> 
 @pytest.mark.usefixtures("undrawn")
 def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) -> None:
     results = records.read_json(stored / "transport.json")
-    records.write_json(msgspec.structs.replace(results, command="python -m bench quick"), stored / "short.json")
+    write_json(msgspec.structs.replace(results, command="python -m bench quick"), stored / "short.json")
     other(stored, "serve", mode="serve", command="python -m bench serve --preset pr32104")
     again = report.build(stored, tmp_path / "docs").read_text().partition("## Measuring again")[2]
     assert "python -m bench quick --json bench/results/short.json" in again
@@ -115,11 +116,11 @@ def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) ->
 def test_of_two_runs_the_longer_one_judges_what_it_measured(stored: Path, tmp_path: Path) -> None:
     results = records.read_json(stored / "transport.json")
     faster = [
-        msgspec.structs.replace(one, producer=msgspec.structs.replace(one.producer, connect_ms=records.Spread(9.0, 9.0, 9.0)))
+        msgspec.structs.replace(one, producer=msgspec.structs.replace(one.producer, connect_ms=Spread(9.0, 9.0, 9.0)))
         for one in results.results
     ]
     longer = msgspec.structs.replace(results, repetitions=results.repetitions + 1, results=faster)
-    records.write_json(longer, stored / "longer.json")
+    write_json(longer, stored / "longer.json")
     targets = section(report.build(stored, tmp_path / "docs").read_text(), "## Targets")
     [connecting] = [line for line in targets.splitlines() if line.startswith("| connecting")]
     assert "**missed**" in connecting

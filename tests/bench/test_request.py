@@ -23,9 +23,9 @@ import torch
 from click.testing import CliRunner
 
 import shmring
+from bench.children import BenchError
 from bench.machine import Machine
 from bench.messages import CheckError
-from bench.processes import BenchError
 from bench.request.command import request_command
 from bench.request.load import Cost, Load, Meter, come_to_rest
 from bench.request.peers import BASELINE, PEERS
@@ -312,7 +312,7 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     ]
     assert all(len(row) == len(table["columns"]) for row in table["rows"])
     assert table["rows"][2][2] == "missing"
-    assert stored["unmeasured"][0]["reason"] == "not installed: pip install shmring-absent"
+    assert stored["coverage"]["gaps"][0]["reason"] == "not installed: pip install shmring-absent"
     assert [entry["nbytes"] for entry in stored["results"]] == [4096, 65536]
     assert [(gap["case"], gap["subject"], gap["status"]) for gap in stored["coverage"]["gaps"]] == [
         ("4 KB, 16 in flight of 1 client", "pyzmq", "not possible"),
