@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 import shmring
 from engine.client import EngineClient
+from engine.supervision import FrontendState
 from frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from frontend.authentication import Authentication
 from frontend.chat_service import ChatService, Completed, events_of
@@ -70,14 +71,17 @@ class Application:
         self._routes.health.shutting_down = True
 
 
-def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
+def create_app(
+    engine: EngineClient, settings: FrontendSettings, *, frontends: Callable[[], Sequence[FrontendState]] = tuple
+) -> Application:
     """Makes the application of a frontend process.
 
     Args:
         engine: who computes; its owner closes it after the application.
         settings: limits, and the model's name.
+        frontends: returns how all frontends of the server are, for ``/health``.
     """
-    routes = _Routes(engine, settings)
+    routes = _Routes(engine, settings, HealthReporter(engine, frontends))
     keys = Middleware(Authentication, settings.api_keys)
     admission = Middleware(AdmissionMiddleware, Admission(settings))
     app = Starlette(
@@ -105,9 +109,9 @@ def create_app(engine: EngineClient, settings: FrontendSettings) -> Application:
 class _Routes:
     """What the routes share, and their handlers."""
 
-    def __init__(self, engine: EngineClient, settings: FrontendSettings) -> None:
+    def __init__(self, engine: EngineClient, settings: FrontendSettings, health: HealthReporter) -> None:
         self.metrics = FrontendMetrics()
-        self.health = HealthReporter(engine)
+        self.health = health
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)

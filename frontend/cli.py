@@ -1,70 +1,58 @@
 """The command ``shmring``: its commands, and what they need only when they are run.
 
-Importing torch takes a second or two, so nothing here does: ``shmring version`` and ``shmring --help`` answer at once.
-``serve``, whose options include those of frontends, lives in a module of its own, imported when it is asked for.
+Importing torch takes seconds, so nothing here does, and no command does before its options are known to make sense.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from importlib import metadata
 
 import click
 
+from engine.option_types import NBYTES
+from shmring import __version__
+
 __all__ = ["main"]
 
-_PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-
-_serve_stand_in = click.Command("serve", help="Serves OpenAI's API: one engine and several frontends behind one port.")
+# Imported when they are run; until then, this is what --help says of them.
+_ELSEWHERE = {
+    "serve": ("frontend.serve_command:serve", "Serves OpenAI's API: one engine and several frontends behind one port."),
+    "engine": ("engine.__main__:main", "Runs one engine process alone."),
+    "frontend": ("frontend.__main__:main", "Runs one frontend process alone."),
+}
 
 
 class _Commands(click.Group):
-    """A group in which ``serve`` is listed without being imported."""
+    """A group some of whose commands are listed without being imported."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the command that is to be run."""
         name, command, rest = super().resolve_command(ctx, args)
-        if command is _serve_stand_in:
-            from frontend.serve_command import serve  # imports torch
-
-            command = serve
+        if name in _ELSEWHERE:
+            module, _, attribute = _ELSEWHERE[name][0].partition(":")
+            command = getattr(importlib.import_module(module), attribute)
         return name, command, rest
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    commands=[click.Command(name, help=text) for name, (_, text) in _ELSEWHERE.items()],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="shmring", message="%(prog)s %(version)s")
 def main() -> None:
     """Multimodal inference over shared memory: an engine, its HTTP frontends, and a demonstration of both."""
 
 
-main.add_command(_serve_stand_in)
-
-
-def _run_module(module: str, arguments: tuple[str, ...]) -> None:
-    """Becomes another program: signals and exit codes then are its own."""
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
-
-
-@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def engine(arguments: tuple[str, ...]) -> None:
-    """Runs one engine process alone. All options are its own: shmring engine --help."""
-    _run_module("engine", arguments)
-
-
-@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def frontend(arguments: tuple[str, ...]) -> None:
-    """Runs one frontend process alone. All options are its own: shmring frontend --help."""
-    _run_module("frontend", arguments)
-
-
-@main.command(context_settings=_PASS_THROUGH, add_help_option=False)
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Measures, on this machine. All commands are its own: shmring bench --help."""
-    _run_module("bench", arguments)
+    sys.stdout.flush()
+    # -P: nothing of the working directory is imported.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "bench", *arguments])  # signals and exit codes are its own
 
 
 @main.command()
@@ -73,6 +61,7 @@ def demo() -> None:
 
     Ends with an error unless each altered copy finds its original, nothing was copied, and nothing is left behind.
     """
+    click.echo("shmring demo: an engine and two frontends are started twice; this takes under a minute", err=True)
     from frontend.demo import run_demo  # needs the openai client, which serving does not
 
     raise SystemExit(run_demo())
@@ -80,21 +69,21 @@ def demo() -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects with name, status, found and advice.")
-@click.option("--slab-nbytes", default="1GiB", show_default=True, help="The slab that an engine is to have here.")
+@click.option("--slab-nbytes", default="1GiB", show_default=True, type=NBYTES, help="The slab that an engine is to have here.")
 @click.option("--socket-dir", default=None, help="Where its socket is to lie.  [default: the user's runtime directory]")
-def doctor(as_json: bool, slab_nbytes: str, socket_dir: str | None) -> None:
+def doctor(as_json: bool, slab_nbytes: int, socket_dir: str | None) -> None:
     """Checks whether this machine is fit for an engine, and says what to do where it is not.
 
     Ends with exit code 1 if there is a problem.
     """
+    click.echo("shmring doctor: looking at this machine, which takes a few seconds", err=True)
     import msgspec
     from rich.console import Console
 
     from frontend.doctor import has_problem, run_checks, show  # imports torch
-    from shmring.config import parse_nbytes
 
     try:
-        checks = run_checks(parse_nbytes(slab_nbytes), socket_dir)
+        checks = run_checks(slab_nbytes, socket_dir)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if as_json:
@@ -107,16 +96,7 @@ def doctor(as_json: bool, slab_nbytes: str, socket_dir: str | None) -> None:
 @main.command()
 def version() -> None:
     """Prints the version."""
-    click.echo(f"shmring {_version()}")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("shmring")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        import shmring
-
-        return shmring.__version__
+    click.echo(f"shmring {__version__}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import shmring
+from engine.supervision import FrontendState
 from frontend.errors import ErrorEnvelope
 from frontend.health import Health
 from frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
@@ -49,6 +50,7 @@ _TYPES = (
     ModelList,
     Version,
     Health,
+    FrontendState,
     ErrorEnvelope,
 )
 

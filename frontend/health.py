@@ -8,23 +8,30 @@ ready. Whoever knows a further fact about this process or its neighbours adds a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 import shmring
 from engine.client import EngineClient
+from engine.supervision import FrontendState
 from frontend.errors import RETRY_AFTER_S, ApiError
 
 __all__ = ["Health", "HealthReporter"]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `GET /health` and `GET /ready` of a process that is well."""
+    """The answer to `GET /health` and `GET /ready` of a process that is well.
+
+    `frontends` is how the supervisor sees all frontends of the server, this one included; empty without a supervisor. One that
+    is `unresponsive` or `restarting` makes no other unhealthy: the supervisor replaces it, and whoever restarted the server for
+    it would end what the others do.
+    """
 
     engine: Literal["running", "paused"]
     shutting_down: bool
+    frontends: list[FrontendState]
 
 
 class HealthReporter:
@@ -32,13 +39,15 @@ class HealthReporter:
 
     Args:
         engine: is asked each time.
+        frontends: returns what the supervisor said last of all frontends.
 
     Attributes:
         shutting_down: whether this process was told to end. It still answers what comes.
     """
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, frontends: Callable[[], Sequence[FrontendState]]) -> None:
         self._engine = engine
+        self._frontends = frontends
         self.shutting_down = False
 
     async def check_ready(self) -> Health:
@@ -64,7 +73,9 @@ class HealthReporter:
         with _engine_failures_as_api_errors():
             await self._engine.check_health()
             paused = await self._engine.is_paused()
-        return Health(engine="paused" if paused else "running", shutting_down=self.shutting_down)
+        return Health(
+            engine="paused" if paused else "running", shutting_down=self.shutting_down, frontends=list(self._frontends())
+        )
 
 
 @contextlib.contextmanager

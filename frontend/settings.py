@@ -1,4 +1,4 @@
-"""What a frontend process can be told: frozen objects, every limit with its reason."""
+"""What a frontend process can be told: frozen objects, every limit with its reason. They travel to it as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from frontend.media.fetch import FetchSettings, MediaKind
 from frontend.media.options import MediaIoKwargs, MediaLimits
 
-__all__ = ["FrontendSettings", "MediaCounts"]
+__all__ = ["FrontendSettings", "MediaCounts", "ProcessSettings"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,3 +122,30 @@ class FrontendSettings:
     media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
     media_io_kwargs: MediaIoKwargs = dataclasses.field(default_factory=MediaIoKwargs)
     fetch: FetchSettings = dataclasses.field(default_factory=FetchSettings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """One frontend process.
+
+    Attributes:
+        name: of the engine.
+        socket_dir: where the engine's socket lies; None: the default.
+        host, port: where to listen; port 0 is any free one.
+        listen_fd: an inherited socket that listens, instead.
+        connect_timeout_s: how long to wait for the engine. It imports torch and fills its slab, about 1 s for each 4 GiB;
+            loading a model takes longer.
+        shutdown_timeout_s: how long requests may go on after the process was told to end.
+        log_level: what is logged, to stderr.
+        http: what it serves, and its limits.
+    """
+
+    name: str = "shmring"
+    socket_dir: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    listen_fd: int | None = None
+    connect_timeout_s: float = 30.0
+    shutdown_timeout_s: float = 2.0
+    log_level: str = "info"
+    http: FrontendSettings = dataclasses.field(default_factory=FrontendSettings)

@@ -7,10 +7,15 @@ What happens when somebody dies:
 
 - a frontend: it is started again, after a pause that doubles each time and starts anew once one has lived for a while;
 - a frontend before it ever served, or anybody who is not ready in time: everything ends with an error;
-- the engine: everything ends with an error. Its slab and all requests are gone with it, and whoever started the server
-  decides whether to start another one;
-- the supervisor, even by SIGKILL: engine and frontends watch it (a pidfd), and end themselves. What it leaves on the disk, the
-  next one removes.
+- a frontend whose event loop shows no sign of life (it was stopped, or hangs): it is killed after ``heartbeat_timeout_s``, so
+  that its callers learn of it, and replaced. The others say so in ``/health``, from a third of that time on;
+- the engine, or its event loop: everything ends with an error. Its slab and all requests are gone with it, and whoever started
+  the server decides whether to start another one. (A long step is no death: it runs on a thread beside the loop.);
+- the supervisor, even by SIGKILL: engine and frontends see the end of the socket that it holds (:mod:`engine.supervision`), and
+  end themselves. What it leaves on the disk, the next one removes.
+
+Children are started so that nothing is imported from the working directory, whatever lies there (``python -P``), and get their
+settings as JSON through that socket: command lines and environments can be read by others.
 
 A stop (SIGTERM, SIGINT) closes the port, lets frontends finish what is in flight for as long as they are allowed to, then ends
 the engine, and takes at most three seconds more than that: who is not done by then is killed. A second signal kills at once.
@@ -24,20 +29,24 @@ import contextlib
 import dataclasses
 import fcntl
 import logging
+import math
 import os
 import re
 import shutil
 import signal
 import socket
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
+from engine.settings import EngineSettings
+from engine.supervision import FrontendState, Orders
+from frontend.child import Child, end_children
+from frontend.settings import ProcessSettings
 from shmring.transport.endpoint import socket_path
 
 __all__ = ["ServeError", "ServeOptions", "serve"]
@@ -57,6 +66,10 @@ _FRONTEND_START_TIMEOUT_S = (
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _STEADY_S = 10.0  # a frontend that lived this long did not die of its start
+_PROGRESS_S = 5.0  # between two lines that say what a start waits for
+_LONGEST_HEARTBEAT_S = 1.0  # the more often, the sooner a stop shows; each takes a process some 20 us
+_HEARTBEATS = 10  # in the time after which a process without any is given up: one that is late is not yet silent
+_WORRYING_SHARE = 1 / 3  # of that time, from which on others are told
 _METRICS_PREFIX = "shmring-metrics-"
 _METRICS_DIRECTORY = re.compile(rf"{_METRICS_PREFIX}(\d+)-.+")
 
@@ -70,34 +83,25 @@ class ServeOptions:
     """What to run.
 
     Attributes:
-        host, port: where to listen; port 0 is any free one.
-        frontends: how many frontend processes.
-        name: the engine's name.
-        socket_dir: where its socket lies; None: the default.
-        log_level: of all processes.
+        engine: the engine.
+        frontend: each frontend; where it listens, all do.
+        frontends: how many there are.
         start_timeout_s: how long until all of them are ready. Loading a model takes minutes.
-        shutdown_timeout_s: how long requests may go on after the server was told to stop.
-        engine_arguments: further options of the engine, as they are written.
-        frontend_arguments: further options of the frontends, as they are written.
-        frontend_environment: what their environment has besides; keys are there, since command lines can be read by anybody.
+        heartbeat_timeout_s: how long an event loop may show no sign of life; 0: for ever.
+        notice: a line for whoever starts it; empty: none.
     """
 
-    host: str
-    port: int
+    engine: EngineSettings
+    frontend: ProcessSettings
     frontends: int
-    name: str
-    socket_dir: str | None
-    log_level: str
     start_timeout_s: float
-    shutdown_timeout_s: float
-    engine_arguments: tuple[str, ...]
-    frontend_arguments: tuple[str, ...]
-    frontend_environment: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    heartbeat_timeout_s: float
+    notice: str = ""
 
-    def shared_arguments(self) -> tuple[str, ...]:
-        """Returns what engine and frontends must agree on, as it is written."""
-        place = () if self.socket_dir is None else (f"--socket-dir={self.socket_dir}",)
-        return f"--name={self.name}", f"--log-level={self.log_level}", *place
+    @property
+    def heartbeat_s(self) -> float:
+        """How often each process shows that it lives; 0: never."""
+        return min(_LONGEST_HEARTBEAT_S, self.heartbeat_timeout_s / _HEARTBEATS)
 
 
 def serve(options: ServeOptions) -> None:
@@ -107,21 +111,44 @@ def serve(options: ServeOptions) -> None:
         ServeError: it can't start, its engine has ended, or it was told twice to stop.
     """
     try:
-        path = socket_path(options.name, options.socket_dir)
+        path = socket_path(options.engine.name, options.engine.ring.socket_dir)
     except ValueError as error:
         raise ServeError(str(error)) from None
     if _listens(path):  # our engine would refuse to start, but our frontends might have joined that one before
-        raise ServeError(f"an engine named {options.name!r} listens at {path} already; stop it, or choose another --name")
-    with _listen(options) as listening, _metrics_directory() as metrics_dir:
+        raise ServeError(
+            f"an engine named {options.engine.name!r} listens at {path} already; stop it, or choose another --name"
+        )
+    with _listen(options.frontend.host, options.frontend.port) as listening, _metrics_directory() as metrics_dir:
+        _say_what_starts(options, listening)
         asyncio.run(_Supervisor(options, listening, metrics_dir).run())
 
 
-def _listen(options: ServeOptions) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
     except OSError as error:
-        raise ServeError(f"can't listen on {options.host} port {options.port}: {error.strerror or error}") from None
+        raise ServeError(f"can't listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
+    """Importing torch and loading a model take from seconds to minutes; until then this is all that there is to see."""
+    if options.notice:
+        _say(options.notice)
+    engine = options.engine
+    model = "" if engine.model is None else f", model {engine.model}"
+    count = "a frontend" if options.frontends == 1 else f"{options.frontends} frontends"
+    _say(f"starting an engine (executor {engine.executor}{model}) and {count} for {_url(listening)}")
+
+
+def _say(line: str) -> None:
+    """Tells whoever started the server how it goes; stdout has only the line that says that it is ready."""
+    click.echo(f"shmring: {line}", err=True)
 
 
 def _disk() -> str:
@@ -166,67 +193,6 @@ def _sweep_metrics(place: Path) -> None:
             os.close(fd)
 
 
-class _Child:
-    """A process that we started."""
-
-    def __init__(self, title: str, process: asyncio.subprocess.Process) -> None:
-        self.title = title
-        self.process = process
-        self.started_at = asyncio.get_running_loop().time()
-
-    @classmethod
-    async def start(
-        cls, title: str, arguments: Iterable[str], *, pass_fds: Iterable[int] = (), environment: dict[str, str] | None = None
-    ) -> _Child:
-        """Starts ``python`` with these arguments."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *arguments,
-            f"--parent-pid={os.getpid()}",
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=tuple(pass_fds),
-            env=os.environ | (environment or {}),
-            process_group=0,
-        )
-        return cls(title, process)
-
-    @property
-    def pid(self) -> int:
-        """Its pid, which stays its own until it has been waited for."""
-        return self.process.pid
-
-    def send(self, number: signal.Signals) -> None:
-        """Sends it a signal, if it still lives."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-
-    def describe_end(self) -> str:
-        """Says how it ended."""
-        code = self.process.returncode
-        assert code is not None
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"{self.title} (pid {self.pid}) {how}"
-
-
-async def _end(children: Iterable[_Child], deadline: float, hurry: asyncio.Event) -> None:
-    """Tells children to end, and kills those that have not by a time of the loop's clock, or when there is a hurry."""
-    living = [child for child in children if child.process.returncode is None]
-    if not living:
-        return
-    waiting: asyncio.Future[Any] = asyncio.gather(*(child.process.wait() for child in living))
-    hurrying: asyncio.Future[Any] = asyncio.ensure_future(hurry.wait())
-    for child in living:
-        child.send(signal.SIGTERM)
-    time_left_s = max(0.0, deadline - asyncio.get_running_loop().time())
-    await asyncio.wait([waiting, hurrying], timeout=time_left_s, return_when=asyncio.FIRST_COMPLETED)
-    hurrying.cancel()
-    for child in living:
-        if child.process.returncode is None:
-            logger.warning("%s (pid %d) did not end in time and is killed", child.title, child.pid)
-            child.send(signal.SIGKILL)
-    await waiting
-
-
 class _Supervisor:
     """See the head of this file."""
 
@@ -234,8 +200,9 @@ class _Supervisor:
         self._options = options
         self._listening = listening
         self._metrics_dir = metrics_dir
-        self._engine: _Child | None = None
-        self._frontends: dict[int, _Child] = {}
+        self._engine: Child | None = None
+        self._frontends: dict[int, Child] = {}
+        self._restarts = [0] * options.frontends
         self._ready = [asyncio.Event() for _ in range(options.frontends)]
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -256,6 +223,7 @@ class _Supervisor:
                 asyncio.create_task(self._wait_for_stop()),
                 asyncio.create_task(self._watch_engine(self._engine)),
                 asyncio.create_task(self._watch_start(self._engine)),
+                asyncio.create_task(self._watch_heartbeats()),
                 *(asyncio.create_task(self._keep_frontend(index)) for index in range(self._options.frontends)),
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -282,53 +250,95 @@ class _Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        deadline = asyncio.get_running_loop().time() + self._options.shutdown_timeout_s
-        await _end(self._frontends.values(), deadline + _FRONTENDS_GRACE_S, self._hurry)
+        deadline = asyncio.get_running_loop().time() + self._options.frontend.shutdown_timeout_s
+        await end_children(self._frontends.values(), deadline + _FRONTENDS_GRACE_S, self._hurry)
         if self._engine is not None:
-            await _end([self._engine], deadline + _GRACE_S, self._hurry)
+            await end_children([self._engine], deadline + _GRACE_S, self._hurry)
 
-    async def _watch_start(self, engine: _Child) -> None:
-        """Says when the server is ready; fails if that takes too long."""
-        address = self._listening.getsockname()
+    async def _watch_start(self, engine: Child) -> None:
+        """Says how the start goes, and when the server is ready; fails if that takes too long."""
         timeout_s = self._options.start_timeout_s
+        progress = asyncio.create_task(self._say_progress(engine))
         try:
             async with asyncio.timeout(timeout_s):
                 for ready in self._ready:
                     await ready.wait()
         except TimeoutError:
             raise ServeError(f"not ready within {timeout_s:g} s (--start-timeout): {self._describe_delay(engine)}") from None
-        self._announce(engine, address)
+        finally:
+            progress.cancel()
+        pids = " ".join(str(child.pid) for _, child in sorted(self._frontends.items()))
+        click.echo(f"shmring: serving on {_url(self._listening)} (engine pid {engine.pid}, frontends pids {pids})")
         await self._stop.wait()
 
-    def _describe_delay(self, engine: _Child) -> str:
-        if not _listens(socket_path(self._options.name, self._options.socket_dir)):
-            return f"the engine (pid {engine.pid}) does not listen yet; it may be loading its model, or hang"
+    async def _say_progress(self, engine: Child) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            _say(f"after {loop.time() - engine.started_at:.0f} s: {self._describe_delay(engine)}")
+
+    def _describe_delay(self, engine: Child) -> str:
+        if not engine.ready.is_set():
+            model = self._options.engine.model
+            what = "starting" if model is None else f"loading {model}"
+            return f"the engine (pid {engine.pid}) is not ready yet; it is {what}, or hangs"
         late = [str(index) for index, ready in enumerate(self._ready) if not ready.is_set()]
-        return f"the engine listens, but of the frontends {', '.join(late)} did not get ready"
+        return f"the engine is ready, but of the frontends {', '.join(late)} did not get ready"
 
-    def _announce(self, engine: _Child, address: tuple[str, int]) -> None:
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        pids = " ".join(str(child.pid) for _, child in sorted(self._frontends.items()))
-        click.echo(f"shmring: serving on http://{host}:{address[1]} (engine pid {engine.pid}, frontends pids {pids})")
+    async def _start_engine(self) -> Child:
+        orders = Orders(self._options.heartbeat_s, self._options.engine)
+        return await Child.start("the engine", self._engine_command(), msgspec.json.encode(orders) + b"\n")
 
-    async def _start_engine(self) -> _Child:
-        options = self._options
-        return await _Child.start("the engine", ("-m", "engine", *options.shared_arguments(), *options.engine_arguments))
+    def _engine_command(self) -> Sequence[str]:
+        return "-m", "engine", "--supervisor-fd="
 
-    async def _watch_engine(self, engine: _Child) -> None:
+    async def _watch_engine(self, engine: Child) -> None:
         await engine.process.wait()
         started = all(ready.is_set() for ready in self._ready)
         hint = "" if started else " before the server was ready; its own message is above"
         raise ServeError(f"{engine.describe_end()}{hint}")
+
+    async def _watch_heartbeats(self) -> None:
+        """Kills who shows no sign of life. Heartbeats are counted, not timed: while we stand still, nobody misses any."""
+        heartbeat_s = self._options.heartbeat_s
+        if not heartbeat_s:
+            await self._stop.wait()
+            return
+        limit = math.ceil(self._options.heartbeat_timeout_s / heartbeat_s)
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            for child in (self._engine, *self._frontends.values()):
+                if child is None or not child.lives or child.killed_because:
+                    continue
+                child.count_heartbeat()
+                if child.silent_heartbeats > limit:
+                    child.kill(f"showed no sign of life for {self._options.heartbeat_timeout_s:g} s (--heartbeat-timeout)")
+            self._inform_frontends()
+
+    def _inform_frontends(self) -> None:
+        states = [self._state_of(index, child) for index, child in sorted(self._frontends.items())]
+        for child in self._frontends.values():
+            child.inform_of(states)
+
+    def _state_of(self, index: int, child: Child) -> FrontendState:
+        worrying = self._options.heartbeat_timeout_s * _WORRYING_SHARE
+        restarts = self._restarts[index]
+        if not child.lives or not child.ready.is_set():
+            return FrontendState(index, child.pid, "restarting" if restarts or not child.lives else "starting", restarts)
+        silent_s = child.silent_heartbeats * self._options.heartbeat_s
+        return FrontendState(index, child.pid, "unresponsive" if silent_s > worrying else "serving", restarts)
 
     async def _keep_frontend(self, index: int) -> None:
         """Starts a frontend, again and again; gives up if it fails before it was ever ready."""
         pause = _FIRST_PAUSE_S
         while True:
             child = await self._start_frontend(index)
+            self._inform_frontends()
             await child.process.wait()
+            child.close()
             if not self._ready[index].is_set():
                 raise ServeError(f"{child.describe_end()} before it was ready; its own message is above")
+            self._inform_frontends()
             # Its gauges of the moment would otherwise be added to those of the living for ever.
             await asyncio.to_thread(mark_process_dead, child.pid, self._metrics_dir)
             if asyncio.get_running_loop().time() - child.started_at >= _STEADY_S:
@@ -336,46 +346,33 @@ class _Supervisor:
             logger.warning("%s; starting another in %g s", child.describe_end(), pause)
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_S)
+            self._restarts[index] += 1
 
-    async def _start_frontend(self, index: int) -> _Child:
+    async def _start_frontend(self, index: int) -> Child:
         """Starts a frontend, and returns when it serves or has failed to."""
-        reading, writing = os.pipe()
-        try:
-            child = await _Child.start(
-                f"frontend {index}",
-                self._frontend_command(writing),
-                pass_fds=(self._listening.fileno(), writing),
-                environment={"PROMETHEUS_MULTIPROC_DIR": self._metrics_dir, **self._options.frontend_environment},
-            )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
+        fd = self._listening.fileno()
+        settings = dataclasses.replace(self._options.frontend, listen_fd=fd)
+        child = await Child.start(
+            f"frontend {index}",
+            self._frontend_command(),
+            msgspec.json.encode(Orders(self._options.heartbeat_s, settings)) + b"\n",
+            pass_fds=(fd,),
+            environment={"PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
+        )
         self._frontends[index] = child
         # The first one may have to wait for the engine as long as everybody has for the start.
         timeout_s = _FRONTEND_START_TIMEOUT_S if self._ready[index].is_set() else None
         try:
             async with asyncio.timeout(timeout_s):
-                if await _reads_a_byte(reading):
-                    self._ready[index].set()
+                await child.wait_until_ready()
         except TimeoutError:
-            logger.error("%s (pid %d) was not ready within %g s and is killed", child.title, child.pid, timeout_s)
-            child.send(signal.SIGKILL)
+            child.kill(f"was not ready within {timeout_s:g} s")
+        if child.ready.is_set():
+            self._ready[index].set()
         return child
 
-    def _frontend_command(self, ready_fd: int) -> tuple[str, ...]:
-        options = self._options
-        return (
-            "-m",
-            "frontend",
-            f"--listen-fd={self._listening.fileno()}",
-            f"--ready-fd={ready_fd}",
-            f"--connect-timeout={options.start_timeout_s}",
-            f"--shutdown-timeout={options.shutdown_timeout_s}",
-            *options.shared_arguments(),
-            *options.frontend_arguments,
-        )
+    def _frontend_command(self) -> Sequence[str]:
+        return "-m", "frontend", "--supervisor-fd="
 
 
 def _listens(path: Path) -> bool:
@@ -383,15 +380,3 @@ def _listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(os.fspath(path)) == 0
-
-
-async def _reads_a_byte(fd: int) -> bool:
-    """Waits for a byte from a pipe, or for its end. Takes the descriptor over."""
-    reader = asyncio.StreamReader(limit=1)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
-    )
-    try:
-        return bool(await reader.read(1))
-    finally:
-        transport.close()

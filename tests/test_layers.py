@@ -22,7 +22,16 @@ ALLOWED = {
     "shmring.transport": ["shmring.transport", "shmring.core", "shmring.errors", "shmring.config", "shmring.forks"],
     "shmring": ["shmring"],
     "engine": ["engine", "shmring"],
-    "frontend": ["frontend", "engine.client", "engine.inputs", "engine.logs", "engine.protocol", "shmring"],
+    "frontend": [
+        *("frontend", "shmring", "engine.client", "engine.inputs", "engine.protocol"),
+        *(
+            "engine.settings",
+            "engine.options",
+            "engine.option_types",
+            "engine.supervision",
+            "engine.logs",
+        ),  # of processes, not of requests
+    ],
     "bench": ["bench", "frontend", "engine", "shmring"],
 }
 OURS = ("shmring", "engine", "frontend", "bench")

@@ -21,7 +21,7 @@ from bench.command_line import SETTINGS, NotMeasured, console, json_option, prog
 from bench.results import Findings, write_json
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from bench.tables import show
-from frontend.options import FiniteRange
+from engine.option_types import FiniteRange
 
 if TYPE_CHECKING:
     from bench.serving.run import Progress, Results

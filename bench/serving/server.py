@@ -173,7 +173,7 @@ def _kill(process: asyncio.subprocess.Process, pids: list[int], directory: str) 
 def _is_ours(pid: int, directory: str) -> bool:
     """Says whether a process of the server still runs; its pid may be somebody else's by now."""
     try:
-        return directory.encode() in Path("/proc", str(pid), "cmdline").read_bytes()  # empty for one that has ended
+        return directory.encode() in Path("/proc", str(pid), "environ").read_bytes()  # TMPDIR; empty for one that has ended
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -15,9 +15,9 @@ from engine.executors.interface import (
     StepInput,
     StepOutput,
 )
+from engine.settings import EXECUTORS
 
 __all__ = [
-    "EXECUTORS",
     "create_executor",
     "ContextLengthError",
     "Executor",
@@ -27,19 +27,12 @@ __all__ = [
     "StepOutput",
 ]
 
-#: The built-in ones, by name.
-EXECUTORS = {
-    "fingerprints": "engine.executors.fingerprints.executor:FingerprintsExecutor",
-    "synthetic": "engine.executors.synthetic:SyntheticExecutor",
-    "transformers": "engine.executors.transformers:TransformersExecutor",
-}
-
 
 def create_executor(name: str, options: ExecutorOptions | None = None) -> Executor:
     """Makes an executor.
 
     Args:
-        name: one of :data:`EXECUTORS`, or ``module:Class`` of one's own, which is called with the options.
+        name: one of :data:`~engine.settings.EXECUTORS`, or ``module:Class`` of one's own, which is called with the options.
         options: what it is made with.
 
     Raises:

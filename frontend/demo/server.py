@@ -35,7 +35,9 @@ def serving(arguments: list[str]) -> Iterator[Server]:
     Raises:
         RuntimeError: it did not start.
     """
-    process = subprocess.Popen([sys.executable, "-m", "frontend.cli", "serve", *arguments], stdout=subprocess.PIPE, text=True)
+    # -P: nothing of the working directory is imported.
+    command = [sys.executable, "-P", "-m", "frontend.cli", "serve", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield _wait_until_ready(process)
     finally:

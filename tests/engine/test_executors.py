@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.executors import EXECUTORS, create_executor
+from engine.executors import create_executor
 from engine.executors.interface import Executor, ExecutorOptions
+from engine.settings import EXECUTORS
 
 
 @pytest.mark.parametrize("name", ["fingerprints", "synthetic"])
@@ -49,7 +50,7 @@ def test_only_the_chosen_one_is_imported() -> None:
     code = (
         "import sys, engine.executors\n"
         "engine.executors.create_executor('synthetic')\n"
-        "print([name for name in engine.executors.EXECUTORS if f'engine.executors.{name}' in sys.modules])\n"
+        "print([name for name in engine.settings.EXECUTORS if f'engine.executors.{name}' in sys.modules])\n"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

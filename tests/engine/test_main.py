@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import shmring
 from engine.client import EngineClient
 from engine.protocol import EncodeRequest, Text
+from engine.settings import EngineSettings
+from engine.supervision import Orders
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -43,7 +46,7 @@ def test_a_slab_that_does_not_fit_is_one_clear_line(socket_dir: Path) -> None:
     engine = start(socket_dir, "--slab-nbytes", "4000GiB")
     _, errors = engine.communicate(timeout=60)
     assert engine.returncode == 1
-    assert errors.startswith("shmring engine: reserving 4294967296000 bytes in /dev/shm failed")
+    assert "\nshmring engine: reserving 4294967296000 bytes in /dev/shm failed" in errors
     assert "Traceback" not in errors
 
 
@@ -64,32 +67,44 @@ def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(socket_dir: Path
         first.communicate()
 
 
-def test_it_ends_with_its_parent(socket_dir: Path) -> None:
-    """The parent starts an engine, tells its pid, and is killed."""
-    code = (
-        "import os, subprocess, sys, time\n"
-        "options = sys.argv[1:] + ['--parent-pid', str(os.getpid())]\n"
-        "print(subprocess.Popen([sys.executable, '-m', 'engine', *options]).pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    options = ["--name", "orphan", "--slab-nbytes", "16MiB", "--socket-dir", str(socket_dir)]
-    parent = subprocess.Popen([sys.executable, "-c", code, *options], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pidfd = os.pidfd_open(int(parent.stdout.readline()))
+async def test_under_a_supervisor_it_is_what_it_is_told_and_ends_with_it(socket_dir: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            engine = subprocess.Popen(
+                [sys.executable, "-m", "engine", f"--supervisor-fd={theirs.fileno()}"],
+                env=ENVIRONMENT,
+                pass_fds=(theirs.fileno(),),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        try:
+            ring = shmring.RingConfig(slab_nbytes="16MiB", socket_dir=str(socket_dir))
+            settings = EngineSettings(name="told", executor="synthetic", ring=ring)
+            ours.sendall(msgspec.json.encode(Orders(0.01, settings)) + b"\n")
+            words = b""
+            while b"r" not in words:
+                words += await asyncio.wait_for(asyncio.to_thread(ours.recv, 100), 60)
+            assert words.startswith(b".")  # while it loads its executor, it lives and is not ready
+            async with await EngineClient.connect("told", socket_dir=str(socket_dir)) as client:
+                assert (await client.describe()).executor == "synthetic"
+            ours.close()
+            assert await asyncio.to_thread(engine.wait, 20) == 0
+        finally:
+            engine.kill()
+            engine.communicate()
 
-    async def wait_until_ready() -> None:
-        async with shmring.connect("orphan", socket_dir=str(socket_dir), connect_timeout_s=30):
-            pass
 
+async def test_one_s_own_executor_is_found_where_it_is_said_to_lie(socket_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from engine.executors.synthetic import SyntheticExecutor as Mine\n")
+    (tmp_path / "engine.py").write_text("raise SystemExit('not what is meant')\n")
+    engine = start(socket_dir, "--executor", "mine:Mine", "--executor-path", str(tmp_path))
     try:
-        asyncio.run(wait_until_ready())
-        parent.kill()
-        ended, _, _ = select.select([pidfd], [], [], 20)
-        assert ended, "the engine outlives its parent"
+        async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
+            assert (await client.describe()).executor == "synthetic"
     finally:
-        os.close(pidfd)
-        parent.kill()
-        parent.communicate()
+        engine.kill()
+        engine.communicate()
 
 
 async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir: Path, tmp_path: Path) -> None:
@@ -120,10 +135,13 @@ async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir
     ("options", "complaint"),
     [
         (["--executor", "nothing"], "there is no executor 'nothing'"),
-        (["--executor", "no_such_module:Executor"], "No module named 'no_such_module'"),
+        (
+            ["--executor", "no_such_module:Executor"],
+            "there is no module 'no_such_module' for the executor",
+        ),
         (["--executor", "synthetic", "--executor-options", '{"step": 1}'], "it takes step_s"),
         (["--executor", "synthetic", "--executor-options", "{step: 1}"], "write a JSON object"),
-        (["--executor", "synthetic", "--mm-processor-kwargs", "[1]"], "a JSON object is needed, not list"),
+        (["--executor", "synthetic", "--mm-processor-kwargs", "[1]"], "Expected `object`, got `array`"),
         (["--max-batch-nbytes", "many"], "'many' is not a size"),
     ],
 )

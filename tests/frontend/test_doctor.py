@@ -41,7 +41,7 @@ def test_this_machine_passes_and_the_self_test_is_timed() -> None:
 def test_the_command_prints_json_and_fails_for_a_problem() -> None:
     result = CliRunner().invoke(main, ["doctor", "--json", "--slab-nbytes=4000GiB"])
     assert result.exit_code == 1
-    checks = {check.name: check for check in msgspec.json.decode(result.output, type=list[Check])}
+    checks = {check.name: check for check in msgspec.json.decode(result.stdout, type=list[Check])}
     assert checks["/dev/shm space"].status == "problem"
     assert "--shm-size" in checks["/dev/shm space"].advice
     assert checks["self-test"].status == "ok"

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
 import shmring
+from engine.supervision import FrontendState, Orders
+from frontend.settings import ProcessSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,36 +47,71 @@ async def start(socket_dir: Path) -> AsyncIterator[Start]:
         await process.communicate()
 
 
-async def test_it_serves_on_an_inherited_socket_until_a_signal_ends_it(
-    start: Start, open_engine: Any, body_of: Any, embedding_of: Any, eventually: Any
+@pytest.fixture
+async def start_supervised(start: Start, socket_dir: Path) -> AsyncIterator[Any]:
+    """``await start_supervised(listening)``: a process, and its supervisor's end of their socket."""
+    links: list[socket.socket] = []
+
+    async def run(listening: socket.socket | None) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        ours, theirs = socket.socketpair()
+        links.append(ours)
+        with theirs:
+            fds = (theirs.fileno(),) if listening is None else (theirs.fileno(), listening.fileno())
+            process = await start(f"--supervisor-fd={theirs.fileno()}", pass_fds=fds)
+        if listening is not None:
+            settings = ProcessSettings(
+                name="test", socket_dir=str(socket_dir), listen_fd=listening.fileno(), log_level="warning", connect_timeout_s=60
+            )
+            ours.sendall(msgspec.json.encode(Orders(0.01, settings)) + b"\n")
+        return process, ours
+
+    yield run
+    for link in links:
+        link.close()
+
+
+async def test_under_a_supervisor_it_serves_what_it_is_told_until_a_signal_ends_it(
+    start_supervised: Any, open_engine: Any, body_of: Any, embedding_of: Any, eventually: Any
 ) -> None:
     engine = await open_engine()
-    reading, writing = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        process = await start(
-            f"--listen-fd={listening.fileno()}", f"--ready-fd={writing}", pass_fds=(listening.fileno(), writing)
-        )
-        os.close(writing)
-        with os.fdopen(reading) as ready:
-            assert await asyncio.to_thread(ready.read) == "\n"
+        process, link = await start_supervised(listening)
+        words = b""
+        while b"r" not in words:
+            words += await asyncio.to_thread(link.recv, 100)
+        assert words.startswith(b".")  # it lives, and is not ready
         assert engine.ring.statistics().clients == 2
+        states = [FrontendState(0, process.pid, "serving", 0), FrontendState(1, 99, "unresponsive", 3)]
+        link.sendall(msgspec.json.encode(states) + b"\n")
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
             response = await http.post("/v1/embeddings", json=body_of(pixels))
+            health = await http.get("/health")
         [item] = response.json()["data"]
         np.testing.assert_allclose(item["embedding"], embedding_of(pixels), rtol=1e-6)
+        assert health.status_code == 200  # it is well, and says who is not
+        assert health.json()["frontends"] == msgspec.to_builtins(states)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 20) == 0
     await eventually(lambda: engine.ring.statistics().clients == 1)
     assert engine.ring.statistics().departed_clients == 0  # it said goodbye
 
 
-@pytest.mark.parametrize("parent_pid", [1, 2**22 + 1])  # one that lives and is another's parent; one that can't be
-async def test_it_ends_at_once_if_its_parent_has_gone(start: Start, open_engine: Any, parent_pid: int) -> None:
-    await open_engine()
-    process = await start("--port=0", f"--parent-pid={parent_pid}")
-    assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGTERM
+async def test_it_ends_with_its_supervisor(start_supervised: Any, open_engine: Any, eventually: Any) -> None:
+    engine = await open_engine()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        process, link = await start_supervised(listening)
+        await eventually(lambda: engine.ring.statistics().clients == 2, 60)
+        link.close()
+        assert await asyncio.wait_for(process.wait(), 60) in (0, -signal.SIGTERM)
+
+
+async def test_without_orders_there_is_nothing_to_do(start_supervised: Any, open_engine: Any) -> None:
+    process, link = await start_supervised(None)
+    link.close()
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, errors) == (1, b"shmring frontend: the supervisor has gone\n")
 
 
 async def test_a_port_in_use_is_a_clear_line(start: Start, open_engine: Any) -> None:

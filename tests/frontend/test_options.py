@@ -1,58 +1,49 @@
-"""Command line options of a frontend: what the supervisor writes is what a frontend understands, and no key is among it."""
+"""Command line options of a frontend, and the settings that they ask for."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaLimits
-from frontend.options import frontend_arguments, frontend_environment, frontend_options, settings_of
-from frontend.settings import FrontendSettings, MediaCounts
+from frontend.options import FRONTEND_OPTIONS, settings_of
+from frontend.settings import FrontendSettings, MediaCounts, ProcessSettings
 
 
-def understood(arguments: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    @click.command()
-    @frontend_options
-    def command(**values: Any) -> None:
-        found.update(values)
-
+def understood(arguments: list[str], environment: dict[str, str] | None = None) -> FrontendSettings:
+    found: list[FrontendSettings] = []
+    command = click.Command("test", params=list(FRONTEND_OPTIONS), callback=lambda **values: found.append(settings_of(values)))
     result = CliRunner(env={"SHMRING_API_KEY": None, **(environment or {})}).invoke(command, arguments)
     assert result.exit_code == 0, result.output
-    return found
+    return found[0]
 
 
-def refused(*arguments: str) -> str:
-    @click.command()
-    @frontend_options
-    def command(**values: Any) -> None:
-        raise AssertionError("not reached")
-
-    result = CliRunner(env={"SHMRING_API_KEY": None}).invoke(command, list(arguments))
+def refused(*arguments: str, environment: dict[str, str] | None = None) -> str:
+    command = click.Command("test", params=list(FRONTEND_OPTIONS), callback=lambda **values: settings_of(values))
+    result = CliRunner(env={"SHMRING_API_KEY": None, **(environment or {})}).invoke(command, list(arguments))
     assert result.exit_code == 2, result.output
     return result.output
 
 
 def test_without_options_the_settings_are_the_defaults() -> None:
-    assert settings_of(understood([])) == FrontendSettings()
+    assert understood([]) == FrontendSettings()
 
 
 def test_every_setting_has_an_option() -> None:
     fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"media_limits", "fetch"}
     limits = {field.name for field in dataclasses.fields(MediaLimits)} - {"max_coded_frames", "max_decoded_pixels"}
     fetch = {field.name for field in dataclasses.fields(FetchSettings)} - {"max_redirects"}
-    assert set(understood([])) == fields | limits | fetch | {"api_key_file"}
+    assert {option.name for option in FRONTEND_OPTIONS} == fields | limits | fetch | {"api_key_file"}
 
 
-def test_options_survive_being_handed_on(tmp_path: Path) -> None:
-    values = understood(
+def test_settings_survive_being_handed_on(tmp_path: Path) -> None:
+    settings = understood(
         [
             "--model-name",
             "a model",
@@ -73,8 +64,8 @@ def test_options_survive_being_handed_on(tmp_path: Path) -> None:
             "--max-video-duration=7.5",
         ]
     )
-    assert understood(frontend_arguments(values)) == values
-    settings = settings_of(values)
+    process = ProcessSettings(http=settings)
+    assert msgspec.json.decode(msgspec.json.encode(process), type=ProcessSettings) == process
     assert settings.served_model_name == "a model"
     assert (settings.queue_timeout_s, settings.max_body_nbytes) == (1.5, 3 << 20)
     assert (settings.max_concurrent_media, settings.disable_mm_shm) == (5, True)
@@ -89,28 +80,25 @@ def test_options_survive_being_handed_on(tmp_path: Path) -> None:
     )
 
 
-def test_keys_go_through_the_environment_and_not_the_command_line(tmp_path: Path) -> None:
+def test_keys_of_all_three_places_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("from-a-file\n\n another \n")
-    values = understood(["--api-key=one", "--api-key", "two", f"--api-key-file={file}"])
-    assert settings_of(values).api_keys == ("one", "two", "from-a-file", "another")
-    arguments = frontend_arguments(values)
-    assert not any(key in argument for argument in arguments for key in (*settings_of(values).api_keys, str(file)))
-    handed_on = understood(arguments, frontend_environment(values))
-    assert settings_of(handed_on) == settings_of(values)
+    file.chmod(0o600)
+    settings = understood(
+        ["--api-key=one", "--api-key", "two", f"--api-key-file={file}"], {"SHMRING_API_KEY": "of-the-environment one"}
+    )
+    assert settings.api_keys == ("one", "two", "of-the-environment", "from-a-file", "another")
+    assert "from-a-file" not in repr(settings)
 
 
 def test_keys_are_taken_from_the_environment() -> None:
-    assert settings_of(understood([], {"SHMRING_API_KEY": "one two"})).api_keys == ("one", "two")
-    assert frontend_environment(understood([])) == {}
+    assert understood([], {"SHMRING_API_KEY": "one two"}).api_keys == ("one", "two")
 
 
-def test_a_file_without_keys_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    for text, problem in (("\n", "has no keys"), ("two words\n", "no spaces")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=problem):
-            settings_of(understood([f"--api-key-file={file}"]))
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_variable_is_no_open_server(text: str) -> None:
+    output = refused(environment={"SHMRING_API_KEY": text})
+    assert "SHMRING_API_KEY is set and holds no key; unset it to serve without keys" in output
 
 
 @pytest.mark.parametrize(

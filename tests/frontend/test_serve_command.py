@@ -1,18 +1,22 @@
-"""``shmring serve``'s options: who gets which, and that they understand them."""
+"""``shmring serve``'s options: who gets which, and what is refused before anything is started."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
-from engine.__main__ import main as engine_command
+from engine import settings as engine_settings
+from engine.options import ENGINE_OPTIONS
+from engine.settings import EngineSettings
 from frontend import serve_command
-from frontend.__main__ import main as frontend_command
 from frontend.cli import main
+from frontend.settings import ProcessSettings
 from frontend.supervisor import ServeError, ServeOptions
+from shmring.config import RingConfig
 
 
 @pytest.fixture
@@ -34,22 +38,20 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def understood_by(command: Any, arguments: tuple[str, ...]) -> dict[str, Any]:
-    """What a program makes of its command line; whatever it does not know or refuses is an error."""
-    values: dict[str, Any] = command.make_context("test", list(arguments)).params
-    return values
-
-
-def test_without_options_the_engine_s_defaults_are_its_own(options_of: Any) -> None:
+def test_without_options_all_is_as_it_is_by_itself(options_of: Any) -> None:
     options = options_of()
-    assert options.engine_arguments == (f"--slab-nbytes={1 << 30}",)
-    assert (options.host, options.port, options.frontends, options.name) == ("127.0.0.1", 8000, 2, "shmring")
-    assert (options.start_timeout_s, options.shutdown_timeout_s) == (600, 2)
+    assert options.engine == EngineSettings(
+        log_level="warning", ring=RingConfig(slab_nbytes=1 << 30, max_frame_nbytes=16 << 20)
+    )
+    assert options.frontend == ProcessSettings(log_level="warning", connect_timeout_s=600.0)
+    assert (options.frontends, options.start_timeout_s, options.heartbeat_timeout_s) == (2, 600, 30)
 
 
-def test_every_option_of_the_engine_reaches_it(options_of: Any) -> None:
+def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
     given = {
         "--executor": "mine:Executor",
+        "--executor-path": str(tmp_path),
         "--model": "/models/a b",
         "--executor-options": '{"dtype": "float32"}',
         "--mm-processor-kwargs": '{"num_frames": 8}',
@@ -58,62 +60,129 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any) -> None:
         "--max-num-seqs": "3",
         "--max-batch-nbytes": "5MiB",
         "--max-waiting": "7",
+        "--max-clients": "9",
+        "--max-frame-nbytes": "1MiB",
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
-    assert set(given) == {option.opts[0] for option in serve_command._ENGINE}
-    options = options_of(*(f"{option}={value}" for option, value in given.items()))
-    values = understood_by(engine_command, (*options.shared_arguments(), *options.engine_arguments))
-    expected = {
-        "executor": "mine:Executor",
-        "model": "/models/a b",
-        "executor_options": {"dtype": "float32"},
-        "mm_processor_kwargs": {"num_frames": 8},
-        "max_num_seqs": 3,
-        "max_waiting": 7,
-        "step_timeout": 1.5,
-        "profiler_dir": "/traces",
-    }
-    assert values | expected == values
-    assert [int(values[name]) for name in ("slab_nbytes", "reply_nbytes", "max_batch_nbytes")] == [64 << 20, 8 << 20, 5 << 20]
+    assert set(given) == {option.opts[0] for option in ENGINE_OPTIONS}
+    engine = options_of(*(f"{option}={value}" for option, value in given.items())).engine
+    assert engine == EngineSettings(
+        executor="mine:Executor",
+        executor_path=str(tmp_path),
+        model="/models/a b",
+        executor_options={"dtype": "float32"},
+        mm_processor_kwargs={"num_frames": 8},
+        ring=RingConfig(slab_nbytes=64 << 20, reply_nbytes=8 << 20, max_clients=9, max_frame_nbytes=1 << 20),
+        max_num_seqs=3,
+        max_batch_nbytes=5 << 20,
+        max_waiting=7,
+        step_timeout_s=1.5,
+        profiler_dir="/traces",
+        log_level="warning",
+    )
+    assert msgspec.json.decode(msgspec.json.encode(engine), type=EngineSettings) == engine
 
 
-def test_frontends_understand_theirs(options_of: Any) -> None:
+def test_frontends_get_theirs_and_what_both_ends_must_agree_on(options_of: Any) -> None:
     options = options_of(
         "--name=x", "--log-level=error", "--socket-dir=/run/x", "--request-timeout=7", "--max-image-nbytes=1MiB"
     )
-    values = understood_by(frontend_command, (*options.shared_arguments(), *options.frontend_arguments))
-    names = ("name", "log_level", "socket_dir", "request_timeout_s", "max_image_nbytes")
-    assert [values[name] for name in names] == ["x", "error", "/run/x", 7, 1 << 20]
+    for settings in (options.engine, options.frontend):
+        assert (settings.name, settings.log_level) == ("x", "error")
+    assert options.engine.ring.socket_dir == options.frontend.socket_dir == "/run/x"
+    http = options.frontend.http
+    assert (http.request_timeout_s, http.media_limits.max_image_nbytes) == (7, 1 << 20)
 
 
-def test_keys_reach_frontends_and_no_command_line(options_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_reach_frontends_and_are_not_shown(options_of: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("from-a-file\n")
+    (tmp_path / "keys").chmod(0o600)
     options = options_of("--api-key=given", f"--api-key-file={tmp_path / 'keys'}")
+    assert options.frontend.http.api_keys == ("given", "from-a-file")
     assert "given" not in f"{options}"
-    for name, value in options.frontend_environment.items():
-        monkeypatch.setenv(name, value)
-    assert understood_by(frontend_command, options.frontend_arguments)["api_keys"] == ("given", "from-a-file")
+    assert "from-a-file" not in f"{options}"
 
 
 def test_a_file_without_keys_is_one_clear_message(tmp_path: Path) -> None:
-    (tmp_path / "keys").touch()
+    (tmp_path / "keys").touch(0o600)
     result = CliRunner().invoke(main, ["serve", f"--api-key-file={tmp_path / 'keys'}"])
-    assert (result.exit_code, result.output.count("\n")) == (1, 1)
-    assert result.output.startswith(f"shmring: {tmp_path / 'keys'} has no keys")
+    assert result.exit_code == 2
+    assert result.output.endswith(f"Error: {tmp_path / 'keys'} has no keys; write one in a line\n")
 
 
 def test_the_supervisor_s_own(options_of: Any) -> None:
-    options = options_of("--host=::", "--port=0", "--api-server-count=4", "--start-timeout=5", "--shutdown-timeout=0")
-    assert (options.host, options.port, options.frontends) == ("::", 0, 4)
-    assert (options.start_timeout_s, options.shutdown_timeout_s) == (5, 0)
+    options = options_of(
+        "--host=::", "--port=0", "--api-server-count=4", "--start-timeout=5", "--shutdown-timeout=0", "--heartbeat-timeout=0"
+    )
+    assert (options.frontend.host, options.frontend.port, options.frontends) == ("::", 0, 4)
+    assert (options.start_timeout_s, options.frontend.connect_timeout_s, options.frontend.shutdown_timeout_s) == (5, 5, 0)
+    assert (options.heartbeat_timeout_s, options.heartbeat_s) == (0, 0)
 
 
 def test_tensors_within_messages_need_an_engine_that_takes_such_messages(options_of: Any) -> None:
-    assert not understood_by(frontend_command, options_of().frontend_arguments)["disable_mm_shm"]
+    assert not options_of().frontend.http.disable_mm_shm
     options = options_of("--disable-mm-shm")
-    assert understood_by(frontend_command, options.frontend_arguments)["disable_mm_shm"]
-    assert understood_by(engine_command, options.engine_arguments)["max_frame_nbytes"] == "256MiB"
+    assert options.frontend.http.disable_mm_shm
+    assert options.engine.ring.max_frame_nbytes == 256 << 20
+
+
+# -- which executor -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def test_a_model_alone_is_served(options_of: Any, model: str) -> None:
+    for arguments in ([model], ["--model", model], [model, "--model", model]):
+        options = options_of(*arguments)
+        assert (options.engine.executor, options.engine.model, options.notice) == ("transformers", model, "")
+    assert options_of("Qwen/Qwen2-VL-2B-Instruct").engine.executor == "transformers"
+
+
+def test_who_names_nothing_is_told_what_is_served_and_how_to_serve_a_model(options_of: Any) -> None:
+    options = options_of()
+    assert options.engine.executor == "fingerprints"
+    assert "fingerprints of media and texts are served" in options.notice
+    assert "to serve a model: shmring serve PATH_OR_HUB_NAME" in options.notice
+    assert options_of("--executor=fingerprints").notice == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--executor=features"], "there is no executor 'features'; choose one of fingerprints, synthetic, transformers, or"),
+        (["--executor=mine:"], "there is no executor 'mine:'"),
+        (["--executor=no_such_module:Executor"], "there is no module 'no_such_module' for the executor"),
+        (["--executor=transformers"], "needs a model"),
+        (["--executor=synthetic", "a/model"], "the executor 'synthetic' loads no model"),
+        (["a/model", "--model=another/model"], "two models are named"),
+        (["--model=/nonexistent"], "there is no directory '/nonexistent'"),
+        (["./nonexistent"], "there is no directory './nonexistent'"),
+        (
+            ["some/deep/path"],
+            "there is no directory 'some/deep/path', and a model on the Hugging Face hub is",
+        ),
+        (["--model="], "needs a model"),
+        (["/tmp"], "holds no model: it has no config.json"),
+        (["--max-frame-nbytes=1"], "max_frame_nbytes must be at least 4096"),
+        (["--name=../x"], "can't name an engine"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_a_process_is_started(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(main, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_a_missing_package_is_named_with_what_installs_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_settings, "_ITS_PACKAGES", ("click", "no_such_package"))
+    result = CliRunner().invoke(main, ["serve", model])
+    assert result.exit_code == 2
+    assert "serving a model needs no_such_package: pip install -e '.[transformers]'" in result.output
 
 
 def test_the_options_are_grouped() -> None:
@@ -133,6 +202,7 @@ def test_the_options_are_grouped() -> None:
         ["--shutdown-timeout=-1"],
         ["--start-timeout=0"],
         ["--max-num-seqs=0"],
+        ["--heartbeat-timeout=-1"],
     ],
 )
 def test_nonsense_is_refused(arguments: list[str]) -> None:

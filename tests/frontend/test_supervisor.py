@@ -4,43 +4,56 @@ programs of their own; whole servers are in tests/integration."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.settings import EngineSettings
+from engine.supervision import FrontendState, Orders
 from frontend import supervisor
+from frontend.child import Child, end_children
+from frontend.settings import FrontendSettings, ProcessSettings
 from frontend.supervisor import ServeError, ServeOptions, serve
+from shmring.config import RingConfig
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(600)"
 
-# As engines and frontends: the latter get the descriptor on which they say that they are ready.
-SLEEP = "import time; time.sleep(600)"
-LISTEN = "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind({path!r}); s.listen(); time.sleep(600)"
-GET_READY = "import os, time; os.write({ready_fd}, b'x'); os.close({ready_fd}); time.sleep(600)"
+# As engines and frontends: what comes last is the descriptor of the socket to the supervisor, by way of sys.argv.
+LINK = "import os, socket, sys, time; link = socket.socket(fileno=int(sys.argv[1])); "
+SLEEP = LINK + "time.sleep(600)"
+GET_READY = LINK + "link.send(b'r'); time.sleep(600)"
+BEAT = LINK + "link.send(b'r')\nwhile True: time.sleep(0.01); link.send(b'.')"
 IGNORE_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+GET_ORDERS = "orders = link.makefile('rb').readline().decode(); "
+
+
+SETTINGS = ProcessSettings(name="test", port=0)
+
+
+def with_shutdown_timeout(shutdown_timeout_s: float) -> ProcessSettings:
+    return dataclasses.replace(SETTINGS, shutdown_timeout_s=shutdown_timeout_s)
 
 
 def options(**changes: Any) -> ServeOptions:
     fields: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": 0,
+        "engine": EngineSettings(name="test"),
+        "frontend": SETTINGS,
         "frontends": 1,
-        "name": "test",
-        "socket_dir": None,
-        "log_level": "warning",
         "start_timeout_s": 60.0,
-        "shutdown_timeout_s": 2.0,
-        "engine_arguments": (),
-        "frontend_arguments": (),
+        "heartbeat_timeout_s": 0.0,
     }
     return ServeOptions(**(fields | changes))
 
@@ -52,34 +65,29 @@ def test_a_port_in_use_is_one_clear_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ServeError, match=rf"can't listen on 127.0.0.1 port {port}: .*in use"):
-            serve(options(port=port))
+            serve(options(frontend=ProcessSettings(port=port)))
 
 
 def test_an_address_that_is_not_ours_is_one_clear_message() -> None:
     with pytest.raises(ServeError, match=r"can't listen on 192\.0\.2\.1 port 0"):
-        serve(options(host="192.0.2.1"))
+        serve(options(frontend=ProcessSettings(host="192.0.2.1", port=0)))
 
 
 def test_a_name_that_can_not_be_is_one_clear_message() -> None:
     with pytest.raises(ServeError, match="can't name an engine"):
-        serve(options(name="../elsewhere"))
+        serve(options(engine=EngineSettings(name="../elsewhere")))
 
 
 async def test_a_name_that_a_living_engine_has_is_one_clear_message(serve: Any, socket_dir: Path) -> None:
     await serve()  # a ring named "test"
     with pytest.raises(ServeError, match=rf"an engine named 'test' listens at {socket_dir}/test.sock already"):
-        supervisor.serve(options(socket_dir=str(socket_dir)))
+        supervisor.serve(options(engine=EngineSettings(name="test", ring=RingConfig(socket_dir=str(socket_dir)))))
 
 
 def test_the_listening_socket_can_be_taken_over_at_once() -> None:
-    with supervisor._listen(options()) as listening:
+    with supervisor._listen("127.0.0.1", 0) as listening:
         assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
         assert not os.get_inheritable(listening.fileno())  # only who is handed it has it
-
-
-def test_both_ends_get_what_they_must_agree_on() -> None:
-    assert options().shared_arguments() == ("--name=test", "--log-level=warning")
-    assert options(socket_dir="/somewhere").shared_arguments()[-1] == "--socket-dir=/somewhere"
 
 
 # -- the disk -----------------------------------------------------------------------------------------------------------
@@ -135,17 +143,15 @@ def test_a_running_supervisor_s_directory_is_locked(tmp_path: Path, monkeypatch:
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Callable[..., Awaitable[supervisor._Child]]]:
+async def start() -> AsyncIterator[Callable[..., Awaitable[Child]]]:
     """``await start(program)``: a child that runs, and has said so."""
-    children: list[supervisor._Child] = []
+    children: list[Child] = []
 
-    async def run(program: str) -> supervisor._Child:
+    async def run(program: str) -> Child:
         reading, writing = os.pipe()
         with os.fdopen(reading) as words:
             children.append(
-                await supervisor._Child.start(
-                    "the child", ("-c", f"import os; os.dup2({writing}, 1)\n{program}"), pass_fds=(writing,)
-                )
+                await Child.start("the child", ("-c", f"import os; os.dup2({writing}, 1)\n{program}", ""), pass_fds=(writing,))
             )
             os.close(writing)
             assert await asyncio.to_thread(words.readline) == "ready\n"
@@ -156,11 +162,12 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[supervisor._Child]]]:
         if child.process.returncode is None:
             child.process.kill()
         await child.process.wait()
+        child.close()
 
 
 async def test_children_are_told_to_end(start: Any) -> None:
     child = await start(OBEDIENT)
-    await supervisor._end([child], asyncio.get_running_loop().time() + 30, asyncio.Event())
+    await end_children([child], asyncio.get_running_loop().time() + 30, asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) was killed by signal 15 (Terminated)"
 
 
@@ -168,7 +175,7 @@ async def test_children_that_do_not_end_are_killed_in_time(start: Any) -> None:
     loop = asyncio.get_running_loop()
     children = [await start(STUBBORN), await start(OBEDIENT)]
     started = loop.time()
-    await supervisor._end(children, started + 0.2, asyncio.Event())
+    await end_children(children, started + 0.2, asyncio.Event())
     assert loop.time() - started < 5
     assert [child.process.returncode for child in children] == [-9, -15]
 
@@ -177,7 +184,7 @@ async def test_children_are_killed_at_once_when_there_is_a_hurry(start: Any) -> 
     loop = asyncio.get_running_loop()
     child = await start(STUBBORN)
     hurry = asyncio.Event()
-    ending = asyncio.create_task(supervisor._end([child], loop.time() + 600, hurry))
+    ending = asyncio.create_task(end_children([child], loop.time() + 600, hurry))
     hurry.set()
     await asyncio.wait_for(ending, 10)
     assert child.process.returncode == -9
@@ -186,23 +193,13 @@ async def test_children_are_killed_at_once_when_there_is_a_hurry(start: Any) -> 
 async def test_children_that_have_ended_need_nothing(start: Any) -> None:
     child = await start("print('ready', flush=True); raise SystemExit(3)")
     await child.process.wait()
-    await supervisor._end([child], asyncio.get_running_loop().time(), asyncio.Event())
+    await end_children([child], asyncio.get_running_loop().time(), asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) ended with exit code 3"
 
 
 async def test_children_have_a_process_group_of_their_own(start: Any) -> None:
     child = await start(OBEDIENT)
     assert os.getpgid(child.pid) == child.pid  # Ctrl-C in a terminal must not reach them
-
-
-async def test_a_pipe_s_byte_is_told_from_its_end(eventually: Any) -> None:
-    for words, expected in ((b"\n", True), (b"", False)):
-        reading, writing = os.pipe()
-        os.write(writing, words)
-        os.close(writing)
-        assert await supervisor._reads_a_byte(reading) is expected
-        descriptor = Path(f"/proc/self/fd/{reading}")
-        await eventually(lambda: not descriptor.exists())  # noqa: B023 - it is awaited here
 
 
 # -- servers ------------------------------------------------------------------------------------------------------------
@@ -214,11 +211,11 @@ class Supervised(supervisor._Supervisor):
     engine_program = SLEEP
     frontend_program = GET_READY
 
-    async def _start_engine(self) -> supervisor._Child:
-        return await supervisor._Child.start("the engine", ("-c", self.engine_program))
+    def _engine_command(self) -> Sequence[str]:
+        return "-c", self.engine_program, ""
 
-    def _frontend_command(self, ready_fd: int) -> tuple[str, ...]:
-        return "-c", self.frontend_program.format(ready_fd=ready_fd, listen_fd=self._listening.fileno())
+    def _frontend_command(self) -> Sequence[str]:
+        return "-c", self.frontend_program, ""
 
     def pids(self) -> list[int]:
         """All children there are."""
@@ -230,9 +227,11 @@ async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervi
     """``supervise(engine=..., frontend=..., **options)``: a supervisor, and the task that runs it. Nothing of it is left."""
     started: list[tuple[Supervised, asyncio.Task[None], socket.socket]] = []
 
-    def run(engine: str = SLEEP, frontend: str = GET_READY, **changes: Any) -> tuple[Supervised, asyncio.Task[None]]:
-        listening = supervisor._listen(options())
-        server = Supervised(options(socket_dir=str(tmp_path), **changes), listening, str(tmp_path))
+    def run(
+        engine: str = SLEEP, frontend: str = GET_READY, settings: ProcessSettings = SETTINGS, **changes: Any
+    ) -> tuple[Supervised, asyncio.Task[None]]:
+        listening = supervisor._listen("127.0.0.1", 0)
+        server = Supervised(options(frontend=settings, **changes), listening, str(tmp_path))
         server.engine_program, server.frontend_program = engine, frontend
         running = asyncio.create_task(server.run())
         started.append((server, running, listening))
@@ -250,16 +249,18 @@ async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervi
 
 async def test_an_engine_that_hangs_at_the_start_is_given_up(supervise: Any) -> None:
     server, running = supervise(frontend=SLEEP, start_timeout_s=0.3)
-    with pytest.raises(ServeError, match=r"not ready within 0\.3 s \(--start-timeout\): the engine .* does not listen yet"):
+    with pytest.raises(
+        ServeError,
+        match=r"not ready within 0\.3 s \(--start-timeout\): the engine .* is not ready yet; it is starting, or hangs",
+    ):
         await asyncio.wait_for(running, 30)
     assert len(server.pids()) == 2
 
 
 async def test_a_frontend_that_hangs_at_the_start_is_given_up(supervise: Any, tmp_path: Path) -> None:
     first_only = f"import os, time\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept FileExistsError: time.sleep(600)\n"
-    engine = LISTEN.format(path=str(tmp_path / "test.sock"))
-    _, running = supervise(engine=engine, frontend=first_only + GET_READY, frontends=2, start_timeout_s=3.0)
-    with pytest.raises(ServeError, match=r"the engine listens, but of the frontends [01] did not get ready"):
+    _, running = supervise(engine=GET_READY, frontend=first_only + GET_READY, frontends=2, start_timeout_s=3.0)
+    with pytest.raises(ServeError, match=r"the engine is ready, but of the frontends [01] did not get ready"):
         await asyncio.wait_for(running, 30)
 
 
@@ -295,7 +296,7 @@ async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
     starts = tmp_path / "starts"
     frontend = (
         f"import os, time\nwith open({str(starts)!r}, 'a') as file: file.write('x')\n"
-        f"if os.path.getsize({str(starts)!r}) != 2: {GET_READY}\ntime.sleep(600)"  # the second one hangs
+        f"if os.path.getsize({str(starts)!r}) != 2: {GET_READY}\n{SLEEP}"  # the second one hangs
     )
     server, running = supervise(frontend=frontend)
     await eventually(lambda: server._ready[0].is_set(), 30)
@@ -330,8 +331,15 @@ async def test_the_port_is_closed_before_requests_have_ended(
     supervise: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", -1.0)
-    closing = "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os.close({listen_fd}))\n"  # as frontends do
-    server, running = supervise(frontend=closing + GET_READY + "\ntime.sleep(600)", shutdown_timeout_s=600.0)
+    closing = (  # as frontends do
+        "import json, signal\n"
+        "listen_fd = json.loads(orders)['settings']['listen_fd']\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.close(listen_fd))\n"
+    )
+    server, running = supervise(
+        frontend=LINK + GET_ORDERS + "\n" + closing + "link.send(b'r')\nwhile True: time.sleep(600)",
+        settings=with_shutdown_timeout(600.0),
+    )
     await eventually(lambda: server._ready[0].is_set(), 30)
     address = server._listening.getsockname()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -351,7 +359,7 @@ async def test_a_second_signal_kills(supervise: Any, eventually: Any, tmp_path: 
     monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", 600.0)
     deaf = tmp_path / "deaf"
     engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
-    server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, shutdown_timeout_s=600.0)
+    server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, settings=with_shutdown_timeout(600.0))
     await eventually(lambda: server._ready[0].is_set() and deaf.exists(), 30)
     os.kill(os.getpid(), signal.SIGTERM)
     await eventually(server._stop.is_set)
@@ -373,7 +381,7 @@ async def test_who_does_not_end_is_killed_when_the_time_is_up(
     monkeypatch.setattr(supervisor, "_GRACE_S", 0.4)
     deaf = tmp_path / "deaf"
     engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
-    server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, shutdown_timeout_s=0.0)
+    server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, settings=with_shutdown_timeout(0.0))
     await eventually(lambda: server._ready[0].is_set() and deaf.exists(), 30)
     started = asyncio.get_running_loop().time()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -390,21 +398,108 @@ async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: A
     assert [child.process.returncode for child in (server._frontends[0], server._engine)] == [-15, -15]
 
 
-def test_frontends_wait_for_the_engine_and_know_how_long_requests_may_take() -> None:
-    with supervisor._listen(options()) as listening:
-        server = supervisor._Supervisor(
-            options(start_timeout_s=90.5, shutdown_timeout_s=0.25, frontend_arguments=("--x=1",)), listening, "/nowhere"
-        )
-        command = server._frontend_command(7)
-    assert {"--connect-timeout=90.5", "--shutdown-timeout=0.25", "--ready-fd=7", "--name=test", "--x=1"} < set(command)
+# -- what children are told ---------------------------------------------------------------------------------------------
 
 
-async def test_what_command_lines_must_not_show_is_in_the_frontends_environment(
-    supervise: Any, eventually: Any, tmp_path: Path
+async def test_settings_come_through_the_socket_and_not_where_others_can_read_them(
+    supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = tmp_path / "seen"
-    frontend = f"import os\nwith open({str(seen)!r}, 'w') as file: file.write(os.environ['SECRET'])\n{GET_READY}"
-    server, _ = supervise(frontend=frontend, frontend_environment={"SECRET": "a key"})
-    await eventually(lambda: server._ready[0].is_set(), 30)
-    assert seen.read_text() == "a key"
-    assert b"SECRET" not in Path(f"/proc/{server._engine.pid}/environ").read_bytes()
+    monkeypatch.setenv("SHMRING_API_KEY", "a-secret")
+    note = LINK + GET_ORDERS + "open({path!r}, 'w').write(orders); link.send(b'r'); time.sleep(600)"
+    paths = [tmp_path / "engine", tmp_path / "frontend"]
+    settings = dataclasses.replace(SETTINGS, shutdown_timeout_s=0.25, http=FrontendSettings(api_keys=("a-secret", "another")))
+    server, _ = supervise(
+        engine=note.format(path=str(paths[0])),
+        frontend=note.format(path=str(paths[1])),
+        settings=settings,
+        heartbeat_timeout_s=5.0,
+    )
+    await eventually(lambda: server._ready[0].is_set() and server._engine.ready.is_set(), 30)
+    orders = msgspec.json.decode(paths[1].read_bytes(), type=Orders[ProcessSettings])
+    assert orders.heartbeat_s == 0.5
+    assert dataclasses.replace(orders.settings, listen_fd=None) == settings
+    assert os.path.samestat(
+        os.stat(f"/proc/{server._frontends[0].pid}/fd/{orders.settings.listen_fd}"), os.fstat(server._listening.fileno())
+    )
+    assert msgspec.json.decode(paths[0].read_bytes(), type=Orders[EngineSettings]).settings == EngineSettings(name="test")
+    for pid in server.pids():
+        for name in ("cmdline", "environ"):
+            assert b"a-secret" not in Path(f"/proc/{pid}/{name}").read_bytes()
+
+
+async def test_children_import_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "platform.py").write_text("raise SystemExit('the trap')")
+    child = await Child.start("the child", ("-c", "import platform, sys; sys.exit('' in sys.path)", ""))
+    assert await child.process.wait() == 0
+    child.close()
+
+
+# -- signs of life ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stopped_frontend_is_replaced_and_the_others_are_told(
+    supervise: Any, eventually: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = tmp_path / "said"
+    listening = (
+        LINK + "link.send(b'r'); link.settimeout(0.01)\n"
+        "while True:\n"
+        "    try: words = link.recv(65536)\n"
+        "    except TimeoutError: words = b''\n"
+        "    link.send(b'.')\n"
+        f"    with open({str(said)!r} + str(os.getpid()), 'ab') as file: file.write(words)\n"
+    )
+    server, running = supervise(engine=BEAT, frontend=listening, frontends=2, heartbeat_timeout_s=1.0)
+
+    def heard_by(index: int) -> list[list[FrontendState]]:
+        path = Path(f"{said}{server._frontends[index].pid}")
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return [msgspec.json.decode(line, type=list[FrontendState]) for line in lines if line.startswith(b"[")]
+
+    def states(index: int) -> list[str]:
+        return [heard[index].state for heard in heard_by(1 - index) if len(heard) == 2]
+
+    await eventually(lambda: all(ready.is_set() for ready in server._ready), 30)
+    await eventually(lambda: states(0)[-1:] == ["serving"], 30)
+    stopped = server._frontends[0].pid
+    os.kill(stopped, signal.SIGSTOP)
+    await eventually(lambda: heard_by(1)[-1][0].restarts == 1 and states(0)[-1] == "serving", 30)
+    changes = [state for state, _ in itertools.groupby(states(0))]
+    assert changes[-3:] == ["unresponsive", "restarting", "serving"]
+    assert heard_by(1)[-1][0].pid == server._frontends[0].pid != stopped
+    assert f"frontend 0 (pid {stopped}) showed no sign of life for 1 s" in caplog.text
+    assert not running.done()
+    assert not set(states(1)) - {"starting", "serving"}
+
+
+async def test_a_stopped_engine_ends_the_server(supervise: Any, eventually: Any) -> None:
+    server, running = supervise(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=1.0)
+    await eventually(lambda: server._ready[0].is_set() and server._engine.ready.is_set(), 30)
+    os.kill(server._engine.pid, signal.SIGSTOP)
+    expected = r"the engine \(pid \d+\) showed no sign of life for 1 s \(--heartbeat-timeout\) and was killed"
+    with pytest.raises(ServeError, match=expected):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_a_process_that_is_not_ready_need_not_show_that_it_lives(start: Any) -> None:
+    """Loading a model may keep the interpreter for longer than any heartbeat."""
+    child = await start(OBEDIENT)
+    for _ in range(3):
+        child.count_heartbeat()
+    assert child.silent_heartbeats == 0
+    child.ready.set()
+    for _ in range(3):
+        child.count_heartbeat()
+    assert child.silent_heartbeats == 3
+
+
+async def test_heartbeats_that_were_not_waited_for_are_not_missed(supervise: Any, eventually: Any) -> None:
+    """A supervisor that was stopped must not take the others for dead when it goes on."""
+    server, running = supervise(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=0.5)
+    await eventually(lambda: server._ready[0].is_set() and server._engine.ready.is_set(), 30)
+    time.sleep(1.0)  # the loop stands still for longer than anybody may be silent
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert max(child.silent_heartbeats for child in (server._engine, server._frontends[0])) <= 1
+    assert not running.done()

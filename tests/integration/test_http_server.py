@@ -105,7 +105,9 @@ def serving(socket_dir: Path, *options: str) -> Iterator[Server]:
                 process.wait(10)
             process.kill()
         for pid in pids:
-            if lives(pid) and str(socket_dir) in Path(f"/proc/{pid}/cmdline").read_text():  # and is not somebody else by now
+            if (
+                lives(pid) and str(socket_dir) in Path(f"/proc/{pid}/environ").read_text()
+            ):  # TMPDIR; and is not somebody else by now
                 os.kill(pid, signal.SIGKILL)
         process.communicate()  # whoever survived would keep its pipes open
 

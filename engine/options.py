@@ -1,0 +1,117 @@
+"""The command line options of an engine: those of ``shmring engine``, most of which ``shmring serve`` has as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS
+from engine.settings import DEFAULT_EXECUTOR, EXECUTORS, EngineSettings
+from shmring.config import RingConfig
+
+__all__ = ["ENGINE_OPTIONS", "MODEL_ARGUMENT", "engine_settings_of", "notice_of"]
+
+_DEFAULT = EngineSettings()
+
+MODEL_ARGUMENT = click.Argument(["model_argument"], required=False, metavar="[MODEL]")
+
+ENGINE_OPTIONS = (
+    click.Option(["--model"], help="A model to serve: a local path or a hub's name. The same as the argument MODEL."),
+    click.Option(
+        ["--executor"],
+        help=f"What computes: {', '.join(sorted(EXECUTORS))}, or module:Class of your own.  "
+        f"[default: transformers if a model is named, else {DEFAULT_EXECUTOR}]",
+    ),
+    click.Option(
+        ["--executor-path"],
+        type=click.Path(exists=True, file_okay=False, resolve_path=True),
+        help="A directory that the module of module:Class lies in. The working directory is not searched.",
+    ),
+    click.Option(
+        ["--executor-options"], default="{}", type=JSON_OBJECT, help="Further options of the executor, as a JSON object."
+    ),
+    click.Option(
+        ["--mm-processor-kwargs"],
+        default="{}",
+        type=JSON_OBJECT,
+        help="How media are prepared, as a JSON object: what the executor makes of it, frontends follow.",
+    ),
+    click.Option(["--slab-nbytes"], default="1GiB", type=NBYTES, help="Size of the slab in /dev/shm."),
+    click.Option(["--reply-nbytes"], type=NBYTES, help="The part of it that is kept for replies.  [default: a sixteenth]"),
+    click.Option(["--max-num-seqs"], type=COUNT, help="Requests in a step.  [default: what the executor takes]"),
+    click.Option(
+        ["--max-batch-nbytes"],
+        default="256MiB",
+        type=NBYTES,
+        help="Bytes of media from which a step admits no further request.",
+    ),
+    click.Option(["--max-waiting"], default=_DEFAULT.max_waiting, type=COUNT, help="Requests that may wait for a step."),
+    click.Option(["--max-clients"], default=RingConfig().max_clients, type=COUNT, help="Frontends at a time."),
+    click.Option(
+        ["--max-frame-nbytes"], default="16MiB", type=NBYTES, help="The largest message; tensors in slots don't count."
+    ),
+    click.Option(
+        ["--step-timeout", "step_timeout_s"],
+        default=_DEFAULT.step_timeout_s,
+        type=SECONDS,
+        help="Seconds from which a running step makes the engine report ill health.",
+    ),
+    click.Option(["--profiler-dir"], help="Where profiling, when it is started, writes its traces.  [default: no profiling]"),
+)
+
+
+def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
+    """Returns the settings that options ask for, once they are known to make sense.
+
+    Raises:
+        click.UsageError: they do not.
+    """
+    model = _model_of(values)
+    try:
+        ring = RingConfig(
+            slab_nbytes=values["slab_nbytes"],
+            reply_nbytes=values["reply_nbytes"],
+            max_clients=values["max_clients"],
+            max_frame_nbytes=values["max_frame_nbytes"],
+            socket_dir=values["socket_dir"],
+        )
+        settings = EngineSettings(
+            name=values["name"],
+            executor=values["executor"] or ("transformers" if model is not None else DEFAULT_EXECUTOR),
+            executor_path=values["executor_path"],
+            model=model,
+            executor_options=values["executor_options"],
+            mm_processor_kwargs=values["mm_processor_kwargs"],
+            ring=ring,
+            max_num_seqs=values["max_num_seqs"],
+            max_batch_nbytes=values["max_batch_nbytes"],
+            max_waiting=values["max_waiting"],
+            step_timeout_s=values["step_timeout_s"],
+            profiler_dir=values["profiler_dir"],
+            log_level=values["log_level"],
+        )
+        settings.check()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    return settings
+
+
+def _model_of(values: dict[str, Any]) -> str | None:
+    argument, option = values["model_argument"], values["model"]
+    if argument is not None and option is not None and argument != option:
+        raise click.UsageError(
+            f"two models are named: the argument {argument!r} and --model {option!r}; one process serves one"
+        )
+    model: str | None = option if argument is None else argument
+    return model
+
+
+def notice_of(values: dict[str, Any], command: str) -> str:
+    """Returns a line for whoever named neither a model nor an executor; else nothing."""
+    if values["executor"] is not None or _model_of(values) is not None:
+        return ""
+    return (
+        f"no model is named, so {DEFAULT_EXECUTOR} of media and texts are served (--executor {DEFAULT_EXECUTOR}); "
+        f"to serve a model: {command} PATH_OR_HUB_NAME"
+    )

@@ -1,0 +1,143 @@
+"""The engine as a process: loads the executor, serves frontends, ends on SIGTERM and SIGINT and with its supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import torch
+import uvloop
+
+import shmring
+from engine.core import EngineCore
+from engine.executors import create_executor
+from engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
+from engine.scheduler import SchedulerConfig
+from engine.settings import EngineSettings
+from engine.supervision import SupervisorLink
+
+__all__ = ["run"]
+
+logger = logging.getLogger("engine")
+
+_STOP_TIMEOUT_S = 10.0  # for a running step or call, when the process is told to end; a hung one must not keep it for ever
+
+
+def run(settings: EngineSettings, link: SupervisorLink | None = None) -> NoReturn:
+    """Runs an engine until it is told to end, and ends the process.
+
+    Args:
+        settings: what it is to be.
+        link: to the supervisor, if there is one; the engine ends with it.
+
+    Raises:
+        SystemExit: it can't start, or had to end; says why.
+    """
+    _leave_cores_to_others()
+    if settings.executor_path is not None:
+        sys.path.append(settings.executor_path)  # last: nothing that lies there is taken for something that is installed
+    try:
+        uvloop.run(_serve(settings, link))
+    except (shmring.ShmringError, ExecutorDeadError, ImportError, OSError, ValueError, TypeError) as error:
+        raise SystemExit(f"shmring engine: {error}") from None
+    _leave()
+
+
+def _leave_cores_to_others() -> None:
+    """Has torch use half of the cores, unless its own variable says otherwise.
+
+    Its threads spin while they wait for each other. With one for each core, whatever else runs there (the frontends, decoding)
+    keeps a step waiting: a third to a half of the throughput on two cores.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+
+
+def _leave() -> NoReturn:
+    """Ends the process without unloading torch, which takes most of a second. Everything of ours is closed by now."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _serve(settings: EngineSettings, link: SupervisorLink | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with link.held(stop.set) if link is not None else contextlib.nullcontext():
+        executor = await _load(settings, stop)
+        if executor is not None:
+            await _run(settings, executor, stop, link)
+    logger.info("%s has ended", settings.name)
+
+
+async def _load(settings: EngineSettings, stop: asyncio.Event) -> Executor | None:
+    """Makes the executor on a thread, since that may load a model for minutes; None if the process is told to end."""
+    options = ExecutorOptions(
+        model=settings.model, mm_processor_kwargs=settings.mm_processor_kwargs, options=settings.executor_options
+    )
+    loading = asyncio.ensure_future(asyncio.to_thread(create_executor, settings.executor, options))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        _leave()  # nothing is there to be closed, and a load can't be interrupted
+    stopping.cancel()
+    executor = loading.result()
+    if stop.is_set():
+        executor.close()
+        return None
+    return executor
+
+
+async def _run(settings: EngineSettings, executor: Executor, stop: asyncio.Event, link: SupervisorLink | None) -> None:
+    description = executor.describe()
+    async with await EngineCore.create(
+        settings.name,
+        executor,
+        settings.ring,
+        SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs or description.max_batch_size,
+            max_batch_nbytes=settings.max_batch_nbytes,
+            max_waiting=settings.max_waiting,
+        ),
+        step_timeout_s=settings.step_timeout_s,
+        profiler_dir=settings.profiler_dir,
+    ) as core:
+        slab_nbytes = core.ring.statistics().slab_nbytes
+        logger.info(
+            "%s is ready: executor %s, model %s, slab %d bytes",
+            settings.name,
+            description.executor,
+            description.model,
+            slab_nbytes,
+        )
+        if link is not None:
+            link.say_ready()
+        await _run_until(core, stop)
+
+
+async def _run_until(core: EngineCore, stop: asyncio.Event) -> None:
+    running = asyncio.ensure_future(core.run())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not running.done():
+        asyncio.get_running_loop().call_later(_STOP_TIMEOUT_S, _give_up)
+        running.cancel()
+        await asyncio.wait([running])
+    if not running.cancelled():
+        running.result()
+
+
+def _give_up() -> None:
+    """Ends the process though its thread does not; frontends learn of it by their pidfd, and the slab goes with us."""
+    logger.critical("what the executor was doing did not end within %g s; giving up on it", _STOP_TIMEOUT_S)
+    logging.shutdown()
+    os._exit(1)

@@ -1,0 +1,125 @@
+"""A process's end of the socket to the supervisor that started it (``shmring serve``).
+
+Down the socket come lines of JSON. The first one is :class:`Orders`: what the process is to be, whole, so that no key stands on
+a command line or in an environment. After the process has said that it is ready, a frontend is told how all frontends are
+(a list of :class:`FrontendState`) whenever that changes.
+
+Up it go single bytes: :data:`READY`, once, and :data:`ALIVE` at every heartbeat. They are sent by the event loop, so that a
+loop that stands still shows. Where the socket ends, the supervisor is gone, and so is every reason to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+__all__ = ["ALIVE", "READY", "FrontendState", "Orders", "SupervisorLink"]
+
+READY = b"r"
+ALIVE = b"."
+
+_Settings = TypeVar("_Settings")
+
+_LINE_LIMIT_NBYTES = 1 << 20  # of a list of frontends: each takes 80 bytes
+
+
+class Orders(msgspec.Struct, Generic[_Settings], frozen=True):
+    """What a process is to be.
+
+    Attributes:
+        heartbeat_s: how often it shows that it lives; 0: never.
+        settings: of the engine or of the frontend.
+    """
+
+    heartbeat_s: float
+    settings: _Settings
+
+
+class FrontendState(msgspec.Struct, frozen=True):
+    """How a frontend of the server is, as the supervisor sees it.
+
+    Attributes:
+        index: which one; it stays the same when the process is replaced.
+        pid: of its process, or of its last one.
+        state: ``"serving"``; ``"unresponsive"``: its event loop has shown no sign of life for a while; ``"starting"``;
+            ``"restarting"``: its process has ended, and another one is not ready yet.
+        restarts: how often its process was replaced.
+    """
+
+    index: int
+    pid: int
+    state: Literal["starting", "serving", "unresponsive", "restarting"]
+    restarts: int
+
+
+class SupervisorLink:
+    """See the head of this file. Made by :meth:`open`; used with ``async with link.held(...)``.
+
+    Attributes:
+        frontends: what the supervisor said last.
+    """
+
+    def __init__(self, sock: socket.socket, heartbeat_s: float) -> None:
+        self._sock = sock
+        self._heartbeat_s = heartbeat_s
+        self._writer: asyncio.StreamWriter | None = None
+        self.frontends: list[FrontendState] = []
+
+    @classmethod
+    def open(cls, fd: int, settings: type[_Settings]) -> tuple[SupervisorLink, _Settings]:
+        """Takes an inherited descriptor over, and reads the orders; blocks until they are there.
+
+        Raises:
+            EOFError: the supervisor has gone.
+            OSError: this is no socket.
+        """
+        sock = socket.socket(fileno=fd)
+        sock.set_inheritable(False)
+        with sock.makefile("rb") as lines:  # nothing but the orders comes before we are ready
+            line = lines.readline()
+        if not line.endswith(b"\n"):
+            sock.close()
+            raise EOFError("the supervisor has gone")
+        orders = msgspec.json.decode(line, type=Orders[settings])  # type: ignore[valid-type]  # known at run time only
+        return cls(sock, orders.heartbeat_s), orders.settings
+
+    @contextlib.asynccontextmanager
+    async def held(self, on_lost: Callable[[], object]) -> AsyncIterator[None]:
+        """Shows signs of life, and listens, for as long as the block runs.
+
+        Args:
+            on_lost: called once, in the loop, when the supervisor has gone.
+        """
+        self._sock.setblocking(False)
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock, limit=_LINE_LIMIT_NBYTES)
+        tasks = [asyncio.create_task(self._listen(reader, on_lost)), asyncio.create_task(self._beat(self._writer))]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._writer.close()
+
+    def say_ready(self) -> None:
+        """Tells the supervisor that requests are served."""
+        assert self._writer is not None, "the link is held"
+        self._writer.write(READY)
+
+    async def _listen(self, reader: asyncio.StreamReader, on_lost: Callable[[], object]) -> None:
+        decoder = msgspec.json.Decoder(list[FrontendState])
+        with contextlib.suppress(ConnectionError):
+            while (line := await reader.readline()).endswith(b"\n"):
+                self.frontends = decoder.decode(line)
+        on_lost()
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        while self._heartbeat_s > 0:
+            if not writer.transport.get_write_buffer_size():  # else the supervisor stands still, and has plenty to read
+                writer.write(ALIVE)
+            await asyncio.sleep(self._heartbeat_s)

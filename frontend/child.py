@@ -1,0 +1,181 @@
+"""A process that the supervisor started, and the other end of the socket that :mod:`engine.supervision` describes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.supervision import READY, FrontendState
+from frontend.keys import KEYS_VARIABLE
+
+__all__ = ["Child", "end_children"]
+
+logger = logging.getLogger("frontend.supervisor")
+
+_READ_NBYTES = 4096  # from a child at a time
+
+
+class Child:
+    """A process that we started, and our end of the socket between us (see :mod:`engine.supervision`).
+
+    Attributes:
+        title: what to call it.
+        process: the process.
+        started_at: when, by the loop's clock.
+        ready: it has said that it serves.
+        silent_heartbeats: how many it has not shown, one after the other.
+        informed_of: how frontends are, as it was told last.
+        killed_because: why we killed it; empty: we did not.
+    """
+
+    def __init__(self, title: str, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+        self.title = title
+        self.process = process
+        self.started_at = asyncio.get_running_loop().time()
+        self.ready = asyncio.Event()
+        self.silent_heartbeats = 0
+        self.informed_of: list[FrontendState] = []
+        self.killed_because = ""
+        self._writer = writer
+        self._heard = False
+        self._listening: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        title: str,
+        command: Sequence[str],
+        orders: bytes = b"",
+        *,
+        pass_fds: Iterable[int] = (),
+        environment: dict[str, str] | None = None,
+    ) -> Child:
+        """Starts ``python``.
+
+        Args:
+            title: what to call it.
+            command: its arguments; the descriptor of its end of the socket is added to the last one.
+            orders: what it is told first.
+            pass_fds: descriptors that it inherits.
+            environment: what its environment has besides ours. Keys are not in it: nobody there needs them.
+        """
+        ours, theirs = socket.socketpair()
+        inherited = {name: value for name, value in os.environ.items() if name != KEYS_VARIABLE}
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",
+                    *command[:-1],
+                    f"{command[-1]}{theirs.fileno()}",
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *pass_fds),
+                    env=inherited | (environment or {}),
+                    process_group=0,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        child = cls(title, process, writer)
+        child._listening = asyncio.create_task(child._listen(reader))
+        writer.write(orders)
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Its pid, which stays its own until it has been waited for."""
+        return self.process.pid
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.returncode is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it still lives."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def kill(self, reason: str) -> None:
+        """Kills it, if it still lives; ``reason`` completes a sentence about it."""
+        logger.error("%s (pid %d) %s and is killed", self.title, self.pid, reason)
+        self.killed_because = reason
+        self.send(signal.SIGKILL)
+
+    async def wait_until_ready(self) -> None:
+        """Returns when it serves, or has ended."""
+        waiting = [asyncio.ensure_future(self.ready.wait()), asyncio.ensure_future(self.process.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def count_heartbeat(self) -> None:
+        """Looks whether it has shown a sign of life since the last call. Before it is ready it need not."""
+        self.silent_heartbeats = 0 if self._heard or not self.ready.is_set() else self.silent_heartbeats + 1
+        self._heard = False
+
+    def inform_of(self, states: list[FrontendState]) -> None:
+        """Tells it how frontends are, unless it knows, or has not read yet what it was told before."""
+        if (
+            self.lives
+            and self.ready.is_set()
+            and states != self.informed_of
+            and not self._writer.transport.get_write_buffer_size()
+        ):
+            self._writer.write(msgspec.json.encode(states) + b"\n")
+            self.informed_of = states
+
+    def close(self) -> None:
+        """Lets go of the socket; a living process takes that for our end."""
+        if self._listening is not None:
+            self._listening.cancel()
+        self._writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while words := await reader.read(_READ_NBYTES):
+                self._heard = True
+                if READY in words:
+                    self.ready.set()
+
+    def describe_end(self) -> str:
+        """Says how it ended."""
+        code = self.process.returncode
+        assert code is not None
+        if self.killed_because:
+            return f"{self.title} (pid {self.pid}) {self.killed_because} and was killed"
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        return f"{self.title} (pid {self.pid}) {how}"
+
+
+async def end_children(children: Iterable[Child], deadline: float, hurry: asyncio.Event) -> None:
+    """Tells children to end, and kills those that have not by a time of the loop's clock, or when there is a hurry."""
+    living = [child for child in children if child.lives]
+    if not living:
+        return
+    waiting: asyncio.Future[Any] = asyncio.gather(*(child.process.wait() for child in living))
+    hurrying: asyncio.Future[Any] = asyncio.ensure_future(hurry.wait())
+    for child in living:
+        child.send(signal.SIGTERM)
+    time_left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+    await asyncio.wait([waiting, hurrying], timeout=time_left_s, return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    for child in living:
+        if child.lives:
+            logger.warning("%s (pid %d) did not end in time and is killed", child.title, child.pid)
+            child.send(signal.SIGKILL)
+    await waiting
+    for child in living:
+        child.close()

@@ -1,0 +1,69 @@
+"""Keys that callers must send, from where operators keep them. No message ever shows one.
+
+Silence is never an open server: a variable or a file that is there and holds no key is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["KEYS_VARIABLE", "read_keys"]
+
+KEYS_VARIABLE = "SHMRING_API_KEY"
+
+_RULE = "a key has visible ASCII characters only, and no spaces"
+
+
+def read_keys(options: Iterable[str], variable: str | None, file: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """Returns all keys, each once.
+
+    Args:
+        options: from the command line.
+        variable: keys with spaces between them, from the environment; None: it is not set.
+        file: its path; one key in a line.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: something is no key, or holds none; or others than its owner may read the file. Says where, and what to do.
+    """
+    keys = list(options)
+    for number, key in enumerate(keys, 1):
+        _check(key, "--api-key" if len(keys) == 1 else f"--api-key number {number}")
+    if variable is not None:
+        found = variable.split()
+        if not found:
+            raise ValueError(f"{KEYS_VARIABLE} is set and holds no key; unset it to serve without keys")
+        for number, key in enumerate(found, 1):
+            _check(key, KEYS_VARIABLE if len(found) == 1 else f"{KEYS_VARIABLE}, key {number}")
+        keys += found
+    if file is not None:
+        keys += _read_file(Path(file))
+    return tuple(dict.fromkeys(keys))
+
+
+def _read_file(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        content = file.read()
+    if stat.S_IMODE(status.st_mode) & (stat.S_IRGRP | stat.S_IROTH):
+        raise ValueError(
+            f"{path} can be read by others than its owner (mode {stat.S_IMODE(status.st_mode):04o}): chmod 600 {path}, "
+            f"or give its keys in {KEYS_VARIABLE}"
+        )
+    keys = []
+    for number, line in enumerate(content.splitlines(), 1):
+        key = line.strip().decode("latin-1")
+        if key:
+            _check(key, f"{path}, line {number}")
+            keys.append(key)
+    if not keys:
+        raise ValueError(f"{path} has no keys; write one in a line")
+    return keys
+
+
+def _check(key: str, place: str) -> None:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{place}: {_RULE}")

@@ -1,0 +1,89 @@
+"""The frontend as a process: attaches to an engine, serves HTTP, ends on SIGTERM and SIGINT and with its supervisor.
+
+Its end: it stops listening at once; requests may go on for ``shutdown_timeout_s``; then those that still run are cancelled,
+and have a moment to say so (503, or a last event of a stream). A second signal ends the waiting. Last, it leaves the engine,
+and ends without unloading what it imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import warnings
+from typing import NoReturn
+
+import uvloop
+
+import shmring
+from engine.client import EngineClient
+from engine.supervision import SupervisorLink
+from frontend.app import create_app
+from frontend.memory import make_malloc_return_memory
+from frontend.server import Server
+from frontend.settings import ProcessSettings
+
+__all__ = ["run"]
+
+_INLINE_NBYTES = 128 << 20  # of media in one message, without shared memory; the engine's messages hold twice as much
+
+
+def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoReturn:
+    """Serves until it is told to end, and ends the process.
+
+    Args:
+        settings: what it is to be.
+        link: to the supervisor, if there is one; the frontend ends with it.
+
+    Raises:
+        SystemExit: it can't start, or has lost its engine; says why.
+    """
+    make_malloc_return_memory()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # about callers' pictures: whatever matters, the caller is told
+    try:
+        uvloop.run(_serve(settings, link))
+    except (shmring.ShmringError, OSError, ValueError) as error:
+        raise SystemExit(f"shmring frontend: {error}") from None
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """Ends the process without unloading torch (half a second, and twice that on busy cores) and without waiting for threads.
+
+    Everything of ours is closed by now, and the engine takes back what a thread may still be writing to when we are dead.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None:
+    config = shmring.ClientConfig(socket_dir=settings.socket_dir, connect_timeout_s=settings.connect_timeout_s)
+    if settings.http.disable_mm_shm:
+        config = dataclasses.replace(config, inline_nbytes=_INLINE_NBYTES)
+    async with (
+        link.held(_orphaned) if link is not None else contextlib.nullcontext(),
+        await EngineClient.connect(settings.name, config, description=f"frontend {os.getpid()}") as engine,
+    ):
+        server = Server(
+            create_app(engine, settings.http, frontends=lambda: () if link is None else link.frontends),
+            host=settings.host,
+            port=settings.port,
+            log_level=settings.log_level,
+            shutdown_timeout_s=settings.shutdown_timeout_s,
+            on_started=lambda: None if link is None else link.say_ready(),
+        )
+        sockets = [socket.socket(fileno=settings.listen_fd)] if settings.listen_fd is not None else None
+        await server.serve(sockets)
+
+
+def _orphaned() -> None:
+    # The supervisor made it, and can't remove it any more; whoever of us is first does.
+    shutil.rmtree(os.environ.get("PROMETHEUS_MULTIPROC_DIR", ""), ignore_errors=True)
+    signal.raise_signal(signal.SIGTERM)

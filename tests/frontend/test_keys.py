@@ -1,0 +1,70 @@
+"""Keys: from where they come, who else may read them, and what is said when they can't be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frontend.keys import read_keys
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.touch(0o600)
+    return path
+
+
+def test_each_key_counts_once(file: Path) -> None:
+    file.write_text("b\nc\n")
+    assert read_keys(["a", "b"], "a c d", file) == ("a", "b", "c", "d")
+    assert read_keys([], None, None) == ()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o444])
+def test_a_file_that_others_can_read_is_refused_with_the_remedy(file: Path, mode: int) -> None:
+    file.write_text("a-secret\n")
+    file.chmod(mode)
+    with pytest.raises(
+        ValueError, match=rf"{file} can be read by others .*\(mode {mode:04o}\): chmod 600 {file}, or give"
+    ) as told:
+        read_keys([], None, file)
+    assert "a-secret" not in str(told.value)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_a_file_of_one_s_own_is_taken(file: Path, mode: int) -> None:
+    file.write_text("a-secret\n")
+    file.chmod(mode)
+    assert read_keys([], None, file) == ("a-secret",)
+
+
+@pytest.mark.parametrize("line", [b"two words", "schl\u00fcssel".encode(), b"\xff\xfe", b"a\x07bell"])
+def test_what_is_no_key_is_told_by_file_and_line_and_is_not_shown(file: Path, line: bytes) -> None:
+    file.write_bytes(b"fine\n\n" + line + b"\n")
+    with pytest.raises(ValueError) as told:
+        read_keys([], None, file)
+    assert str(told.value) == f"{file}, line 3: a key has visible ASCII characters only, and no spaces"
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "place"),
+    [
+        (["two words"], None, "--api-key"),
+        (["fine", ""], None, "--api-key number 2"),
+        ([], "schl\u00fcssel", "SHMRING_API_KEY"),
+        ([], "fine schl\u00fcssel", "SHMRING_API_KEY, key 2"),
+    ],
+)
+def test_what_is_no_key_is_told_by_its_place(options: list[str], variable: str | None, place: str) -> None:
+    with pytest.raises(ValueError) as told:
+        read_keys(options, variable, None)
+    assert str(told.value) == f"{place}: a key has visible ASCII characters only, and no spaces"
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_file_without_keys_is_an_error(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"{file} has no keys; write one in a line"):
+        read_keys([], None, file)

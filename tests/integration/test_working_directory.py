@@ -1,0 +1,97 @@
+"""What lies in the working directory is not run: not the README's own engine.py, nor a platform.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+# Names of ours, of what we import, and of what the interpreter and torch import.
+TRAPS = (
+    *("engine", "frontend", "shmring", "bench"),
+    *("click", "msgspec", "numpy", "prometheus_client", "torch", "uvicorn", "uvloop", "PIL", "av", "openai", "rich"),
+    *("asyncio", "json", "logging", "platform", "random", "socket", "string", "tempfile", "types", "typing"),
+)
+SPRING = "import os, sys\nopen(os.environ['SPRUNG'], 'a').write(__name__ + ' ' + ' '.join(sys.orig_argv) + '\\n')\n"
+
+COMMAND = Path(sysconfig.get_path("scripts"), "shmring")
+
+
+@pytest.fixture
+def sprung(tmp_path: Path) -> Path:
+    """Where traps say that they were imported; they lie in the working directory of :func:`run`."""
+    trapped = tmp_path / "trapped"
+    trapped.mkdir()
+    for name in TRAPS:
+        (trapped / f"{name}.py").write_text(SPRING)
+    return tmp_path / "sprung"
+
+
+def environment(sprung: Path) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    return own | {"SPRUNG": str(sprung), "XDG_RUNTIME_DIR": str(sprung.parent), "TMPDIR": str(sprung.parent)}
+
+
+def test_the_traps_work(sprung: Path) -> None:
+    subprocess.run([sys.executable, "-c", "import engine"], cwd=sprung.parent / "trapped", env=environment(sprung), check=True)
+    assert sprung.read_text().startswith("engine ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["version"], ["engine", "--help"], ["frontend", "--help"], ["bench", "--help"]]
+)
+def test_commands_that_only_talk_import_nothing_from_there(sprung: Path, arguments: list[str]) -> None:
+    command = [COMMAND, *arguments]
+    subprocess.run(command, cwd=sprung.parent / "trapped", env=environment(sprung), capture_output=True, timeout=60, check=True)
+    assert not sprung.exists()
+
+
+@pytest.mark.slow  # it starts a server
+def test_a_server_and_its_processes_import_nothing_from_there(sprung: Path) -> None:
+    command = [COMMAND, "serve", "--port=0", "--slab-nbytes=16MiB", "--api-server-count=1", "--executor=synthetic"]
+    server = subprocess.Popen(
+        command, cwd=sprung.parent / "trapped", env=environment(sprung), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        assert "serving on http://" in server.stdout.readline()
+    finally:
+        server.terminate()
+        server.communicate(timeout=20)
+    assert server.returncode == 0
+    assert not sprung.exists(), sprung.read_text()
+
+
+@pytest.mark.slow  # they import torch, and the demonstration starts two servers
+@pytest.mark.parametrize("arguments", [["doctor", "--slab-nbytes=16MiB"], ["demo"]])
+def test_neither_do_the_other_commands(sprung: Path, arguments: list[str]) -> None:
+    command = [COMMAND, *arguments]
+    done = subprocess.run(
+        command,
+        cwd=sprung.parent / "trapped",
+        env=environment(sprung),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.stdout
+    assert not sprung.exists(), sprung.read_text()
+
+
+def test_a_directory_called_shmring_does_not_hide_the_package(tmp_path: Path) -> None:
+    """As in the parent of a clone: an editable installation by an import hook would lose to the empty namespace package."""
+    (tmp_path / "shmring").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", "import shmring; print(shmring.__version__)"],
+        cwd=tmp_path,
+        env=environment(tmp_path / "sprung"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stderr}\nIs this an older installation? pip install -e ."
