@@ -418,7 +418,7 @@ def check_package(name: str) -> Check:
         if name == "shmring":
             return Check(name, "ok", f"{shmring.__version__}, from {Path(shmring.__file__).parent}, not installed")
         if name in _FOR_MEDIA:
-            return Check(name, "warning", "not installed", "serving needs it: pip install 'shmring[serve]'")
+            return Check(name, "warning", "not installed", "serving needs it: in a checkout, pip install -e '.[serve]'")
         return Check(name, "problem", "not installed", f"pip install {name}")
 
 

@@ -5,7 +5,7 @@ trusts remote code. A directory is loaded without a look at the network. A model
 transformers would fill them with noise and say so in a log.
 
 transformers is imported here, and only when a checkpoint is loaded: it takes seconds, and is an extra
-(``shmring[transformers]``).
+(``.[transformers]``).
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def import_transformers() -> Any:
         importlib.import_module("jinja2")  # chat templates need it; transformers would say so at the first request
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ImportError(f"the transformers executor needs {error.name}: pip install 'shmring[transformers]'") from None
+        raise ImportError(
+            f"the transformers executor needs {error.name}: pip install -e '.[transformers]' in a checkout of shmring"
+        ) from None
 
 
 def load_checkpoint(model: str | None, settings: LoadSettings) -> Checkpoint:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+
+def skip_without_torchvision() -> None:
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError) as error:  # the latter where it was built for another torch
+        lines = str(error).splitlines()
+        pytest.skip(
+            f"torchvision can't be imported ({lines[0] if lines else type(error).__name__}): pip install -c constraints.txt "
+            "-e '.[vision]' beside PyPI's torch; beside a CPU build of torch, torchvision of its index: "
+            "pip install torchvision==0.28.0 --index-url https://download.pytorch.org/whl/cpu"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +36,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def write(architecture: str = "llava", *, chat_template: bool = True) -> Path:
         if architecture in tiny_models.TORCHVISION_ARCHITECTURES:
-            pytest.importorskip("torchvision")
+            skip_without_torchvision()
         key = (architecture, chat_template)
         if key not in written:
             path = tmp_path_factory.mktemp("models") / f"tiny-{architecture}"
