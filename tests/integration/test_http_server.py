@@ -25,6 +25,7 @@ import av
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
@@ -533,6 +534,32 @@ async def test_a_frontend_that_is_killed_is_replaced_and_the_other_loses_nothing
     assert found["shmring_engine_ring_departed_clients"] == 0
     assert found["shmring_engine_ring_quarantined_nbytes"] == 0
     assert (await http.post("/v1/embeddings", content=body)).status_code == 200
+
+
+@pytest.mark.slow  # it starts a server, and a frontend of it once more
+async def test_a_stopped_frontend_is_replaced_and_its_callers_learn_of_it(socket_dir: Path) -> None:
+    with serving(socket_dir, "--slab-nbytes=16MiB", "--heartbeat-timeout=2") as server:
+        async with contextlib.AsyncExitStack() as stack:
+            callers = [await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=60)) for _ in range(8)]
+            await asyncio.gather(*(caller.get("/health") for caller in callers))  # their connections stay
+            victim = max(server.frontends, key=lambda pid: len(psutil.Process(pid).net_connections("tcp")))
+            os.kill(victim, signal.SIGSTOP)
+            results = await asyncio.gather(*(caller.get("/health") for caller in callers), return_exceptions=True)
+        losses = [result for result in results if isinstance(result, BaseException)]
+        assert losses
+        assert all(isinstance(loss, httpx.ReadError | httpx.RemoteProtocolError) for loss in losses)  # and no timeout
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            while True:
+                health = await http.get("/health")
+                assert health.status_code == 200
+                frontends = {frontend["index"]: frontend for frontend in health.json()["frontends"]}
+                index = server.frontends.index(victim)
+                if frontends[index]["restarts"] and frontends[index]["state"] == "serving":
+                    break
+                assert frontends[index]["state"] in ("unresponsive", "restarting")
+                await asyncio.sleep(0.05)
+        assert frontends[index]["pid"] != victim
+        assert (frontends[1 - index]["pid"], frontends[1 - index]["restarts"]) == (server.frontends[1 - index], 0)
 
 
 def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Path, body: bytes) -> None:
