@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 import shmring
+from engine.__main__ import main
 from engine.client import EngineClient
 from engine.protocol import EncodeRequest, Text
 from engine.settings import EngineSettings
@@ -28,7 +32,30 @@ def start(socket_dir: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture
+def fail(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """``fail("--option", "value")``: what a start in this process says, which must fail."""
+
+    def refuse() -> None:
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr("engine.process._leave", refuse)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+
+    def run(*options: str) -> str:
+        arguments = ["--name", "main", "--slab-nbytes", "16MiB", "--socket-dir", str(socket_dir), *options]
+        result = CliRunner().invoke(main, arguments)
+        assert isinstance(result.exception, SystemExit), result
+        assert result.exit_code in (1, 2)
+        return result.output
+
+    yield run
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 async def test_it_serves_until_a_signal_ends_it_cleanly(socket_dir: Path, number: signal.Signals) -> None:
     engine = start(socket_dir)
     try:
@@ -42,14 +69,13 @@ async def test_it_serves_until_a_signal_ends_it_cleanly(socket_dir: Path, number
     assert list(socket_dir.iterdir()) == []
 
 
-def test_a_slab_that_does_not_fit_is_one_clear_line(socket_dir: Path) -> None:
-    engine = start(socket_dir, "--slab-nbytes", "4000GiB")
-    _, errors = engine.communicate(timeout=60)
-    assert engine.returncode == 1
-    assert "\nshmring engine: reserving 4294967296000 bytes in /dev/shm failed" in errors
+def test_a_slab_that_does_not_fit_is_one_clear_line(fail: Callable[..., str]) -> None:
+    errors = fail("--slab-nbytes", "4000GiB")
+    assert "shmring engine: reserving 4294967296000 bytes in /dev/shm failed" in errors
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(socket_dir: Path) -> None:
     async def check() -> None:
         async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:
@@ -95,6 +121,7 @@ async def test_under_a_supervisor_it_is_what_it_is_told_and_ends_with_it(socket_
             engine.communicate()
 
 
+@pytest.mark.slow
 async def test_one_s_own_executor_is_found_where_it_is_said_to_lie(socket_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from engine.executors.synthetic import SyntheticExecutor as Mine\n")
     (tmp_path / "engine.py").write_text("raise SystemExit('not what is meant')\n")
@@ -145,14 +172,13 @@ async def test_an_executor_that_dies_ends_the_process_with_its_reason(socket_dir
         (["--max-batch-nbytes", "many"], "'many' is not a size"),
     ],
 )
-def test_what_can_not_be_is_one_clear_line(socket_dir: Path, options: list[str], complaint: str) -> None:
-    engine = start(socket_dir, *options)
-    _, errors = engine.communicate(timeout=60)
-    assert engine.returncode in (1, 2)
+def test_what_can_not_be_is_one_clear_line(fail: Callable[..., str], options: list[str], complaint: str) -> None:
+    errors = fail(*options)
     assert complaint in errors
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 async def test_it_can_be_ended_while_it_loads_its_executor(socket_dir: Path, tmp_path: Path) -> None:
     started = tmp_path / "started"
     (tmp_path / "slow.py").write_text(
