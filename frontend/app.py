@@ -5,7 +5,8 @@ How failures become statuses: :mod:`frontend.errors`, whose table is also what t
 Answers that come whole say what they took: ``X-Shmring-Slab-Bytes``, the bytes of tensors that crossed through the slab, and
 ``X-Shmring-Copies``, how many tensors this process copied for sending while the request was with the engine (other
 requests' included, so it is exact for a request that was alone, and an upper bound otherwise). ``X-Shmring-Synthetic: true``
-is on all answers that are made up, for load tests.
+is on all answers that are made up, for load tests. ``X-Shmring-Ignored-Fields`` names what the request had and this server does
+not know.
 
 What ``/health`` and ``/ready`` say: :mod:`frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
 ``/docs``.
@@ -18,8 +19,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,7 +34,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import shmring
-from engine.client import EngineClient
+from engine.client import EngineClientProtocol
 from engine.supervision import FrontendState
 from frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from frontend.authentication import Authentication
@@ -45,12 +49,17 @@ from frontend.observation import Observation, ObservedRoute, request_id_of
 from frontend.openai.chat import CHAT_PARSER, ChatRequest
 from frontend.openai.embeddings import EMBEDDING_PARSER
 from frontend.openai.models import Version
+from frontend.openai.parsing import BodyParser
 from frontend.responses import JsonResponse, error_response
 from frontend.served_model import ServedModel
 from frontend.settings import FrontendSettings
 from frontend.sse import EventStream
 
 __all__ = ["Application", "create_app"]
+
+logger = logging.getLogger("frontend.app")
+
+_Request = TypeVar("_Request", bound=msgspec.Struct)
 
 _SAMPLING_S = 1.0  # how old the gauges of the other frontends may be in an answer to /metrics
 
@@ -72,7 +81,7 @@ class Application:
 
 
 def create_app(
-    engine: EngineClient, settings: FrontendSettings, *, frontends: Callable[[], Sequence[FrontendState]] = tuple
+    engine: EngineClientProtocol, settings: FrontendSettings, *, frontends: Callable[[], Sequence[FrontendState]] = tuple
 ) -> Application:
     """Makes the application of a frontend process.
 
@@ -109,7 +118,7 @@ def create_app(
 class _Routes:
     """What the routes share, and their handlers."""
 
-    def __init__(self, engine: EngineClient, settings: FrontendSettings, health: HealthReporter) -> None:
+    def __init__(self, engine: EngineClientProtocol, settings: FrontendSettings, health: HealthReporter) -> None:
         self.metrics = FrontendMetrics()
         self.health = health
         self._engine = engine
@@ -135,19 +144,19 @@ class _Routes:
             await asyncio.sleep(_SAMPLING_S)
 
     async def chat(self, http_request: Request) -> Response:
-        request = CHAT_PARSER.parse(await _body(http_request))
+        request, notes = await _read(CHAT_PARSER, http_request)
         if request.stream:
-            return await self._stream(request, http_request.scope)
+            return await self._stream(request, http_request.scope, notes)
         try:
             completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
             self.metrics.take_over(self._engine.ring.statistics())
-        return JsonResponse(completed.response, headers=_headers(completed))
+        return JsonResponse(completed.response, headers=notes | _headers(completed))
 
-    async def _stream(self, request: ChatRequest, scope: Scope) -> EventStream:
+    async def _stream(self, request: ChatRequest, scope: Scope, notes: dict[str, str]) -> EventStream:
         admitted, request_id = admitted_of(scope), request_id_of(scope)
         answer = await self._chats.begin(request, admitted, request_id)
-        headers = {"x-shmring-synthetic": "true"} if answer.synthetic else {}
+        headers = notes | ({"x-shmring-synthetic": "true"} if answer.synthetic else {})
         broken = functools.partial(self._broken_stream, request_id=request_id)
         return EventStream(events_of(answer, request), answer.aclose, admitted.deadline, broken, headers)
 
@@ -157,12 +166,12 @@ class _Routes:
         return api_error
 
     async def embed(self, http_request: Request) -> Response:
-        request = EMBEDDING_PARSER.parse(await _body(http_request))
+        request, notes = await _read(EMBEDDING_PARSER, http_request)
         try:
             embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
             self.metrics.take_over(self._engine.ring.statistics())
-        return JsonResponse(embedded.response, headers=_headers(embedded))
+        return JsonResponse(embedded.response, headers=notes | _headers(embedded))
 
     async def list_models(self, _: Request) -> Response:
         return JsonResponse(await self._model.list())
@@ -182,7 +191,7 @@ class _Routes:
     async def render_metrics(self, _: Request) -> Response:
         self.metrics.take_over(self._engine.ring.statistics())
         numbers: dict[str, float] | None = None
-        with contextlib.suppress(shmring.ShmringError, TimeoutError):  # it is told as shmring_engine_up 0
+        with contextlib.suppress(shmring.ShmringError, TimeoutError):  # the numbers then say shmring_engine_up 0
             numbers = await self._engine.statistics()
         return Response(await self.metrics.render(numbers), headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -192,10 +201,18 @@ def _headers(taken: Completed | Embedded) -> dict[str, str]:
     return headers | ({"x-shmring-synthetic": "true"} if taken.synthetic else {})
 
 
-async def _body(http_request: Request) -> bytes:
-    """Reads the body. ``http_request.body()`` would keep it for as long as the request lives."""
+async def _read(parser: BodyParser[_Request], http_request: Request) -> tuple[_Request, dict[str, str]]:
+    """Returns a request, and headers that tell its caller which fields of it were ignored."""
+    # ``http_request.body()`` would keep the body for as long as the request lives. Admission hands it out in one piece.
     chunks = [chunk async for chunk in http_request.stream() if chunk]
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)  # admission hands it out in one piece
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    request = parser.parse(body)
+    names = parser.ignored_fields(request, body)
+    if not names:
+        return request, {}
+    text = ", ".join(names)
+    logger.warning("fields of a request that this server does not know were ignored: %s", text)
+    return request, {"x-shmring-ignored-fields": text}
 
 
 async def _answer_error(http_request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET
 
 import shmring
-from engine.client import EngineClient, GenerateOutput
+from engine.client import EngineClientProtocol, GenerateOutput
 from engine.protocol import FinishReason, GenerateRequest, InputSpec, tensor_of
 from frontend.admission import Admitted
 from frontend.media.loader import MediaSource
@@ -87,7 +87,9 @@ class ChatService:
         settings: limits.
     """
 
-    def __init__(self, engine: EngineClient, model: ServedModel, intake: MediaIntake, settings: FrontendSettings) -> None:
+    def __init__(
+        self, engine: EngineClientProtocol, model: ServedModel, intake: MediaIntake, settings: FrontendSettings
+    ) -> None:
         self._engine = engine
         self._model = model
         self._intake = intake
@@ -104,10 +106,10 @@ class ChatService:
         async with asyncio.timeout_at(admitted.deadline):
             answer = await self.begin(request, admitted, request_id)
             async with contextlib.aclosing(answer):
-                found = [piece async for piece in answer]
+                pieces = [piece async for piece in answer]
         copies = self._engine.ring.statistics().copies - before.copies
-        choice = Choice(ResponseMessage("".join(piece.text for piece in found)), _finish_reason(found[-1]))
-        completion = ChatCompletion(_new_id(), int(time.time()), request.model, [choice], _usage(found[-1]))
+        choice = Choice(ResponseMessage("".join(piece.text for piece in pieces)), _finish_reason(pieces[-1]))
+        completion = ChatCompletion(_new_id(), int(time.time()), request.model, [choice], _usage(pieces[-1]))
         return Completed(completion, answer.slab_nbytes, copies, answer.synthetic)
 
     async def begin(self, request: ChatRequest, admitted: Admitted, request_id: str) -> Answer:
@@ -117,12 +119,12 @@ class ChatService:
         """
         async with asyncio.timeout_at(admitted.deadline):
             description = await self._model.check(request.model, "generate")
-            asked, sources = engine_request(request)
-            return await self._begin(asked, sources, description.input, admitted, request_id, description.synthetic)
+            generate_request, sources = engine_request(request)
+            return await self._begin(generate_request, sources, description.input, admitted, request_id, description.synthetic)
 
     async def _begin(
         self,
-        asked: GenerateRequest,
+        request: GenerateRequest,
         sources: list[MediaSource],
         spec: InputSpec,
         admitted: Admitted,
@@ -131,9 +133,9 @@ class ChatService:
     ) -> Answer:
         async with self._intake.take(sources, spec, admitted, "messages") as media:
             slab_nbytes = 0 if self._settings.disable_mm_shm else sum(tensor_of(medium).nbytes for medium in media)
-            asked.media = media  # not a copy: it is emptied when the block is left
+            request.media = media  # not a copy: it is emptied when the block is left
             timeout = admitted.deadline - asyncio.get_running_loop().time()
-            outputs = self._engine.generate(asked, request_id=request_id, timeout=timeout)
+            outputs = self._engine.generate(request, request_id=request_id, timeout=timeout)
             try:
                 first = await anext(outputs, None)
             except BaseException:
@@ -145,15 +147,15 @@ class ChatService:
 
 
 async def events_of(answer: Answer, request: ChatRequest) -> AsyncGenerator[bytes, None]:
-    """Yields an answer as OpenAI's events: its role, its text as it comes, why it ended, what it took if asked for.
+    """Yields an answer as OpenAI's events: its role, its text as it comes, why it ended, and what it took if wanted.
 
     Args:
         answer: stays its owner's, who closes it.
-        request: says what else is to be told.
+        request: says what else the stream includes.
     """
-    usage_asked = request.stream_options is not None and bool(request.stream_options.include_usage)
-    nothing = None if usage_asked else UNSET
-    template = ChatCompletionChunk(_new_id(), int(time.time()), request.model, [], nothing)
+    include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
+    no_usage = None if include_usage else UNSET
+    template = ChatCompletionChunk(_new_id(), int(time.time()), request.model, [], no_usage)
 
     def chunk(delta: Delta, reason: FinishReason | None = None) -> bytes:
         return event(msgspec.structs.replace(template, choices=[ChunkChoice(delta, reason)]))
@@ -164,7 +166,7 @@ async def events_of(answer: Answer, request: ChatRequest) -> AsyncGenerator[byte
         if last.text:
             yield chunk(Delta(content=last.text))
     yield chunk(Delta(), _finish_reason(last))
-    if usage_asked:
+    if include_usage:
         yield event(msgspec.structs.replace(template, usage=_usage(last)))
     yield DONE
 

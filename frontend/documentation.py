@@ -227,7 +227,10 @@ def _header(description: str, kind: str = "string", *, required: bool = False) -
 
 
 _NAMED = {"X-Request-Id": _header("The request's name.", required=True)}
-_SYNTHETIC = {"X-Shmring-Synthetic": _header("`true` if the answer is made up, for load tests.")}
+_SYNTHETIC = {
+    "X-Shmring-Synthetic": _header("`true` if the answer is made up, for load tests."),
+    "X-Shmring-Ignored-Fields": _header("Fields of the request that the server does not know, by their paths."),
+}
 _TAKEN = {
     "X-Shmring-Slab-Bytes": _header("Bytes of tensors that crossed through the slab.", "integer", required=True),
     "X-Shmring-Copies": _header("Tensors that were copied for sending, at most.", "integer", required=True),

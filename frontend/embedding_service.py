@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import torch
 
-from engine.client import EngineClient
+from engine.client import EngineClientProtocol
 from engine.protocol import EncodeRequest, InputSpec, Medium, Text, tensor_of
 from frontend.admission import Admitted
 from frontend.errors import ApiError
@@ -57,7 +57,9 @@ class EmbeddingService:
         settings: limits.
     """
 
-    def __init__(self, engine: EngineClient, model: ServedModel, intake: MediaIntake, settings: FrontendSettings) -> None:
+    def __init__(
+        self, engine: EngineClientProtocol, model: ServedModel, intake: MediaIntake, settings: FrontendSettings
+    ) -> None:
         self._engine = engine
         self._model = model
         self._intake = intake
@@ -76,13 +78,13 @@ class EmbeddingService:
             param = "messages" if request.messages else "input"
             inputs = take_inputs(request, self._settings.max_inputs)
             counts = count_inputs(inputs)
-            if not description.input.text and any(isinstance(one, Text) for one in inputs):
+            if not description.input.text and any(isinstance(item, Text) for item in inputs):
                 message = "this model does not embed text; send media, as messages or as data: URLs"
                 raise ApiError(400, message, code="unsupported_input", param=param)
             async with self._filled(inputs, description.input, admitted, param) as (filled, slab_nbytes):
                 before = self._engine.ring.statistics()
-                asked = EncodeRequest(filled, priority=request.priority or 0)
-                embeddings, prompt_tokens = await self._encode(asked, admitted, request_id)
+                encode_request = EncodeRequest(filled, priority=request.priority or 0)
+                embeddings, prompt_tokens = await self._encode(encode_request, admitted, request_id)
                 copies = self._engine.ring.statistics().copies - before.copies
         response = embedding_response(embeddings, request, prompt_tokens, counts)
         return Embedded(response, slab_nbytes, copies, description.synthetic)
@@ -92,8 +94,8 @@ class EmbeddingService:
         self, inputs: list[Text | MediaSource], spec: InputSpec, admitted: Admitted, param: str
     ) -> AsyncIterator[tuple[list[Text | Medium], int]]:
         """Has media instead of their sources, and how many bytes of the slab those take; emptied when the block is left."""
-        sources = [one for one in inputs if isinstance(one, MediaSource)]
-        texts = [one if isinstance(one, Text) else None for one in inputs]
+        sources = [item for item in inputs if isinstance(item, MediaSource)]
+        texts = [item if isinstance(item, Text) else None for item in inputs]
         inputs.clear()
         async with self._intake.take(sources, spec, admitted, param) as media:
             in_order = iter(media)
@@ -104,9 +106,9 @@ class EmbeddingService:
             finally:
                 filled.clear()
 
-    async def _encode(self, asked: EncodeRequest, admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
+    async def _encode(self, request: EncodeRequest, admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
         timeout = admitted.deadline - asyncio.get_running_loop().time()
-        answering = self._engine.encode(asked, request_id=request_id, timeout=timeout)
+        answering = self._engine.encode(request, request_id=request_id, timeout=timeout)
         async with contextlib.aclosing(answering) as outputs:
-            found = [output async for output in outputs]
-        return torch.cat([output.embeddings for output in found]), found[-1].prompt_tokens
+            collected = [output async for output in outputs]
+        return torch.cat([output.embeddings for output in collected]), collected[-1].prompt_tokens

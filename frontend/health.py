@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 import shmring
-from engine.client import EngineClient
+from engine.client import EngineClientProtocol
 from engine.supervision import FrontendState
 from frontend.errors import RETRY_AFTER_S, ApiError
 
@@ -45,7 +45,7 @@ class HealthReporter:
         shutting_down: whether this process was told to end. It still answers what comes.
     """
 
-    def __init__(self, engine: EngineClient, frontends: Callable[[], Sequence[FrontendState]]) -> None:
+    def __init__(self, engine: EngineClientProtocol, frontends: Callable[[], Sequence[FrontendState]]) -> None:
         self._engine = engine
         self._frontends = frontends
         self.shutting_down = False

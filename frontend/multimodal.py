@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import shmring
-from engine.client import EngineClient
+from engine.client import EngineClientProtocol
 from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
 from frontend.admission import Admitted
 from frontend.errors import RETRY_AFTER_S, ApiError
@@ -42,7 +42,7 @@ class MediaIntake:
         settings: limits.
     """
 
-    def __init__(self, engine: EngineClient, settings: FrontendSettings) -> None:
+    def __init__(self, engine: EngineClientProtocol, settings: FrontendSettings) -> None:
         self._engine = engine
         self._settings = settings
         self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="fetch")

@@ -10,7 +10,7 @@ import asyncio
 import time
 
 import shmring
-from engine.client import EngineClient
+from engine.client import EngineClientProtocol
 from engine.protocol import ModelDescription
 from frontend.errors import ApiError
 from frontend.openai.models import Model, ModelList
@@ -20,7 +20,7 @@ __all__ = ["ServedModel"]
 _DESCRIBE_TIMEOUT_S = 10.0  # an engine answers between two events of its loop, whatever its executor does
 _SHOWN_CHARACTERS = 64  # of a name that does not exist
 
-_DONE_BY = {"encode": "embeddings", "generate": "chat completions"}
+_TASK_NAMES = {"encode": "embeddings", "generate": "chat completions"}
 
 
 class ServedModel:
@@ -31,7 +31,7 @@ class ServedModel:
         name: what requests must call it; None: as the engine does.
     """
 
-    def __init__(self, engine: EngineClient, name: str | None) -> None:
+    def __init__(self, engine: EngineClientProtocol, name: str | None) -> None:
         self._engine = engine
         self._name = name
         self._created = int(time.time())
@@ -64,8 +64,8 @@ class ServedModel:
         if name != served:
             raise _unknown(name, served)
         if task not in description.tasks:
-            done = " and ".join(_DONE_BY.get(one, one) for one in description.tasks)
-            message = f"the model {served!r} does not do {_DONE_BY[task]}, it does {done or 'nothing'}"
+            tasks = " and ".join(_TASK_NAMES.get(name, name) for name in description.tasks)
+            message = f"the model {served!r} does not do {_TASK_NAMES[task]}, it does {tasks or 'nothing'}"
             raise ApiError(400, message, code="unsupported_task", param="model")
         return description
 

@@ -1,7 +1,7 @@
 """Chats: requests and answers of ``POST /v1/chat/completions``, whole and in pieces.
 
 What a caller may ask for and this server does not do is in :data:`_UNSUPPORTED`, with the values that ask for nothing: clients
-often send those. Everything else that is not named here is ignored.
+often send those. Everything else that is not named here is ignored, and callers are told so.
 """
 
 from __future__ import annotations
@@ -230,22 +230,27 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     messages, request.messages = request.messages, []
     count = sum(len(message.content) for message in messages if isinstance(message.content, list))
     if count > MAX_PARTS:
-        message_text = f"the messages have {count} parts, at most {MAX_PARTS} are accepted"
-        raise ApiError(400, message_text, code="too_many_parts", param="messages")
+        text = f"the messages have {count} parts, at most {MAX_PARTS} are accepted"
+        raise ApiError(400, text, code="too_many_parts", param="messages")
     sources: list[MediaSource] = []
-    asked = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
-    return GenerateRequest(asked, sampling=_sampling(request), priority=request.priority or 0), sources
+    engine_messages = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
+    return GenerateRequest(engine_messages, sampling=_sampling(request), priority=request.priority or 0), sources
 
 
 def _check_supported(request: ChatRequest) -> None:
     for field, neutral in _UNSUPPORTED.items():
         value = getattr(request, field)
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        if value is None or any(_is_same(value, allowed) for allowed in neutral):
             continue
         only = f"; it can be {msgspec.json.encode(neutral[0]).decode()}, or left out" if neutral else ""
         raise ApiError(400, f"{field} is not supported by this server{only}", code="unsupported_value", param=field)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    """Whether two JSON values are equal; Python alone takes 1 for true."""
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSource]) -> ChatMessage:

@@ -107,8 +107,8 @@ def source_of(part: ImagePart | InputAudioPart | AudioPart | VideoPart, param: s
 
 def data_url_kind(text: str) -> MediaKind | None:
     """Returns what a text holds if it is a ``data:`` URL of a medium. Other texts may well begin with ``data:``."""
-    found = _DATA_URL.match(text)
-    return _KINDS[found["kind"].lower()] if found else None
+    match = _DATA_URL.match(text)
+    return _KINDS[match["kind"].lower()] if match else None
 
 
 def check_counts(sources: Iterable[MediaSource], accepted: MediaCounts, param: str) -> None:

@@ -1,13 +1,21 @@
 """From a request's body to its type. Whatever is wrong with the bytes is a 400, and says where.
 
-A name that stands twice in an object has its last value, as nearly every JSON parser does it; what is not asked for is skipped
+A name that stands twice in an object has its last value, as nearly every JSON parser does it; what is not known is skipped
 without being looked into, but for its nesting.
+
+Fields that are not known are ignored, as other servers of this API do, but their callers are told their names. Nearly all
+bodies have none, and msgspec can say so while it decodes: each type has a strict double, a subclass whose fields are strict as
+well, which is tried first. Only a body that it refuses is decoded as it is, and looked through for names.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Generic, TypeVar
+import types
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+from urllib.parse import quote
 
 import msgspec
 
@@ -15,7 +23,7 @@ from frontend.errors import ApiError
 
 __all__ = ["BodyParser"]
 
-_Request = TypeVar("_Request")
+_Request = TypeVar("_Request", bound=msgspec.Struct)
 
 _ERROR_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
@@ -23,12 +31,19 @@ _PART_TYPE = re.compile(r"\.content\[[^]]*\]\.type$")
 _PART_TYPES = "text, image_url, input_audio, audio_url or video_url"
 _MAX_MESSAGE_CHARACTERS = 300  # msgspec quotes values of enumerations, which may be as long as a body
 
+_MAX_NAMES = 16  # of fields that were ignored; a header holds them
+_MAX_NAME_CHARACTERS = 64
+_MAX_COLONS = 100_000  # of a body that is looked through: each field has one, and costs a hundred bytes meanwhile
+_FIRST = re.compile(rb"[^ \t\r\n]")  # which says what a JSON value is
+
 
 class BodyParser(Generic[_Request]):
     """Decodes bodies of one type. Made once."""
 
     def __init__(self, kind: type[_Request]) -> None:
+        self._kind = kind
         self._decoder = msgspec.json.Decoder(kind)
+        self._strict_decoder = msgspec.json.Decoder(_strict(kind))
 
     def parse(self, body: bytes) -> _Request:
         """Decodes a request's body.
@@ -37,16 +52,100 @@ class BodyParser(Generic[_Request]):
             ApiError: it is not JSON, or not such a request.
         """
         try:
-            return self._decoder.decode(body)
+            try:
+                strict: _Request = self._strict_decoder.decode(body)
+            except msgspec.ValidationError:  # it has a field that is not known, or is wrong besides
+                return self._decoder.decode(body)
+            return strict
         except msgspec.ValidationError as error:
             raise _invalid_value(str(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, f"the request's body is not valid JSON: {error}", code="invalid_json") from None
 
+    def ignored_fields(self, request: _Request, body: bytes) -> list[str]:
+        """Returns the first names of fields that are not known and were ignored, as paths; such as ``messages[0].name``.
+
+        Their text is safe for logs and headers: anything but the usual characters of names is percent-encoded.
+
+        Args:
+            request: what :meth:`parse` returned.
+            body: of what.
+        """
+        if type(request) is not self._kind:  # it passed the strict double
+            return []
+        if body.count(b":") > _MAX_COLONS:
+            return ["more-than-can-be-named"]
+        paths = _unknown_fields(memoryview(body), self._kind, "")
+        return list(dict.fromkeys(islice(paths, _MAX_NAMES)))
+
+
+def _strict(kind: Any) -> Any:
+    """Returns the strict double of a type: structs that refuse fields which they do not know, at any depth."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = [(field.name, _strict(field.type), _default_of(field)) for field in msgspec.structs.fields(kind)]
+        return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
+    arguments = tuple(_strict(argument) for argument in get_args(kind))
+    if get_origin(kind) is Annotated:
+        return Annotated[(_strict(kind.__origin__), *kind.__metadata__)]
+    if get_origin(kind) in (Union, types.UnionType):
+        return Union[arguments]  # noqa: UP007 - they are known only now
+    return kind if get_origin(kind) is not list else list[arguments]  # type: ignore[valid-type]  # as above
+
+
+def _default_of(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return msgspec.field(default_factory=field.default_factory)
+    return msgspec.field() if field.default is msgspec.NODEFAULT else msgspec.field(default=field.default)
+
+
+def _unknown_fields(value: memoryview | msgspec.Raw, kind: Any, path: str) -> Iterator[str]:
+    """Yields the paths of fields that a type does not know. The value was decoded as that type before."""
+    match = _FIRST.search(memoryview(value))
+    first = match[0] if match else b""
+    if first == b"[":
+        for item_kind in (get_args(member)[0] for member in _members(kind) if get_origin(member) is list):
+            for index, item in enumerate(msgspec.json.decode(value, type=list[msgspec.Raw])):
+                yield from _unknown_fields(item, item_kind, f"{path}[{index}]")
+    elif first == b"{" and (structs := [member for member in _members(kind) if isinstance(member, type)]):
+        values = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+        struct = _struct_of(values, structs)
+        if struct is None:
+            return
+        known = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+        tag_field = struct.__struct_config__.tag_field
+        for name, field_value in values.items():
+            field_path = f"{path}.{quote(name[:_MAX_NAME_CHARACTERS])[:_MAX_NAME_CHARACTERS]}".removeprefix(".")
+            if name in known:
+                yield from _unknown_fields(field_value, known[name], field_path)
+            elif name != tag_field:
+                yield field_path
+
+
+def _members(kind: Any) -> list[Any]:
+    """Returns what a type may be, of all that has fields: structs, and lists of such."""
+    if get_origin(kind) is Annotated:
+        return _members(kind.__origin__)
+    if get_origin(kind) in (Union, types.UnionType):
+        return [member for argument in get_args(kind) for member in _members(argument)]
+    if get_origin(kind) is list:
+        return [kind] if _members(get_args(kind)[0]) else []
+    return [kind] if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else []
+
+
+def _struct_of(values: dict[str, msgspec.Raw], structs: list[type[msgspec.Struct]]) -> type[msgspec.Struct] | None:
+    """Returns which of several structs an object is, by its tag."""
+    for struct in structs:
+        config = struct.__struct_config__
+        if config.tag is None:
+            return struct
+        if config.tag_field in values and msgspec.json.decode(values[config.tag_field]) == config.tag:
+            return struct
+    return None
+
 
 def _invalid_value(message: str) -> ApiError:
-    found = _ERROR_PATH.search(message)
-    path = found["path"] if found else ""
+    match = _ERROR_PATH.search(message)
+    path = match["path"] if match else ""
     if missing := _MISSING.search(message):
         path = f"{path}.{missing['name']}".removeprefix(".")
     if len(message) > _MAX_MESSAGE_CHARACTERS:

@@ -375,3 +375,19 @@ async def test_a_body_is_json_that_says_so(
         assert error_of(response, 400)["code"] == "invalid_value"  # it was read
     else:
         assert error_of(response, 415)["code"] == code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_fields_that_are_not_known_are_named_to_the_caller_and_in_the_log(
+    open_core: Any, open_app: OpenApp, chat_of: Any, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    http = await open_app(await open_core())
+    body = chat_of(max_tokens=1, stream=stream)
+    plain = await http.post("/v1/chat/completions", json=body)
+    assert plain.status_code == 200
+    assert "x-shmring-ignored-fields" not in plain.headers
+    body["messages"][0]["name"] = "somebody"
+    noted = await http.post("/v1/chat/completions", json=body | {"store": True})
+    assert noted.status_code == 200
+    assert noted.headers["x-shmring-ignored-fields"] == "messages[0].name, store"
+    assert any(message.endswith("were ignored: messages[0].name, store") for message in caplog.messages)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from frontend.errors import ApiError
-from frontend.openai.chat import CHAT_PARSER
+from frontend.openai import parsing
+from frontend.openai.chat import CHAT_PARSER, ChatRequest
 from frontend.openai.embeddings import EMBEDDING_PARSER
 
 HEAD = b'{"model": "m", "messages": [{"role": "user", "content": "x"}]'
@@ -105,3 +108,53 @@ def test_of_a_part_of_no_known_type_all_types_are_told() -> None:
     with pytest.raises(ApiError, match="text, image_url, input_audio, audio_url or video_url") as caught:
         CHAT_PARSER.parse(body)
     assert caught.value.param == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, []),
+        ({"stop": ["a"], "stream": False, "logit_bias": {"5": 1}}, []),  # any values of known fields
+        ({"store": True, "seed": 1}, ["store"]),
+        ({"stream_options": {"include_usage": True, "more": 1}}, ["stream_options.more"]),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]}, ["messages[1].name"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
+            ["messages[0].content[0].cache_control"],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"image_url": {"url": "a", "detail": "low"}, "type": "image_url"}]}]},
+            ["messages[0].content[0].image_url.detail"],
+        ),
+        ({"a\r\nb, c": 1, "x" * 1000: 1, "é" * 1000: 1}, ["a%0D%0Ab%2C%20c", "x" * 64, ("%C3%A9" * 11)[:64]]),
+        ({str(number): 1 for number in range(1000)}, [str(number) for number in range(16)]),
+    ],
+)
+@pytest.mark.parametrize("space", [b"", b" \n" * 5000])
+def test_fields_that_are_not_known_are_named(fields: dict[str, Any], names: list[str], space: bytes) -> None:
+    known = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    body = space + msgspec.json.encode(known | fields)
+    request = CHAT_PARSER.parse(body)
+    assert CHAT_PARSER.ignored_fields(request, body) == names
+    assert isinstance(request, ChatRequest)
+    assert request == msgspec.json.decode(body, type=type(request))
+
+
+def test_a_body_of_very_many_fields_is_not_looked_through() -> None:
+    body = msgspec.json.encode({"model": "m", "input": "a"} | {str(number): 1 for number in range(100_001)})
+    assert EMBEDDING_PARSER.ignored_fields(EMBEDDING_PARSER.parse(body), body) == ["more-than-can-be-named"]
+
+
+def test_numbers_as_inputs_are_not_looked_through_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = msgspec.json.encode({"model": "m", "input": list(range(1000)), "store": True})
+    request = EMBEDDING_PARSER.parse(body)
+    looked_at = []
+    original = parsing._unknown_fields
+
+    def count(value: Any, kind: Any, path: str) -> Any:
+        looked_at.append(path)
+        return original(value, kind, path)
+
+    monkeypatch.setattr(parsing, "_unknown_fields", count)
+    assert EMBEDDING_PARSER.ignored_fields(request, body) == ["store"]
+    assert len(looked_at) == 3
