@@ -242,7 +242,7 @@ async def test_while_the_engine_is_paused_requests_wait(
     await eventually(lambda: engine.core.metrics.waiting_requests == 1)
     ready = await http.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "paused")
-    assert (await http.get("/health")).json() == {"engine": "paused", "shutting_down": False}
+    assert (await http.get("/health")).json()["engine"] == "paused"
     assert not asking.done()
     await engine.client.resume_generation()
     assert (await asking).status_code == 200
