@@ -1,0 +1,1 @@
+"""What fingerprints find and what not: altered copies of the sample media, scored against their originals."""

@@ -1,0 +1,29 @@
+"""``python -m bench fingerprints``: the tables of docs/fingerprints.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import click
+
+from bench.command_line import SETTINGS
+from bench.fingerprints.clips import score_clips
+from bench.fingerprints.pictures import score_pictures
+from bench.fingerprints.scores import Kind
+from bench.fingerprints.sounds import score_sounds
+from bench.fingerprints.texts import score_texts
+
+__all__ = ["fingerprints_command", "measure"]
+
+
+@click.command("fingerprints", context_settings=SETTINGS)
+def fingerprints_command() -> None:
+    """What the fingerprints executor finds and what not, as Markdown: altered copies of the sample media and their scores."""
+    for kind in measure():
+        click.echo(f"{kind.markdown()}\n")
+
+
+def measure() -> Iterator[Kind]:
+    """Measures one kind of thing after the other."""
+    return itertools.chain(score_pictures(), score_sounds(), score_clips(), score_texts())

@@ -1,0 +1,81 @@
+"""Scores of altered copies against their originals, beside those of originals against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+__all__ = ["Kind", "Score", "score"]
+
+
+class Score(msgspec.Struct, frozen=True):
+    """What became of one alteration, over all originals.
+
+    Attributes:
+        alteration: its name.
+        lowest: cosine of a copy and its original, the worst of all.
+        mean: the same, of all.
+        found: copies to which no original is nearer than their own.
+        copies: how many there are.
+    """
+
+    alteration: str
+    lowest: float
+    mean: float
+    found: int
+    copies: int
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What is measured of one kind of thing.
+
+    Attributes:
+        name: of the kind.
+        originals: how many there are.
+        highest_between: cosine of the two different originals that are most alike.
+        mean_between: of all pairs of different originals.
+        scores: one for each alteration.
+    """
+
+    name: str
+    originals: int
+    highest_between: float
+    mean_between: float
+    scores: Sequence[Score]
+
+    def markdown(self) -> str:
+        """Returns a heading and a table."""
+        between = f"at most **{self.highest_between:.2f}**, {self.mean_between:.2f} on average"
+        lines = [
+            f"### {self.name}",
+            "",
+            f"{self.originals} originals. Two different ones: {between}.",
+            "",
+            "| alteration | lowest score | mean | found |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {row.alteration} | {row.lowest:.2f} | {row.mean:.2f} | {row.found} of {row.copies} |" for row in self.scores
+        ]
+        return "\n".join(lines)
+
+
+def score(name: str, originals: Sequence[torch.Tensor], copies: Mapping[str, Sequence[torch.Tensor]]) -> Kind:
+    """Compares fingerprints.
+
+    Args:
+        name: of the kind.
+        originals: one fingerprint each.
+        copies: for each alteration, a fingerprint for each original, in the same order.
+    """
+    originals_side = torch.stack(list(originals))
+    between = (originals_side @ originals_side.T)[~torch.eye(len(originals), dtype=torch.bool)]
+    scores = []
+    for alteration, altered in copies.items():
+        cosines = torch.stack(list(altered)) @ originals_side.T
+        own = cosines.diagonal()
+        found = int((own >= cosines.amax(1)).sum())
+        scores.append(Score(alteration, float(own.min()), float(own.mean()), found, len(own)))
+    return Kind(name, len(originals), float(between.max()), float(between.mean()), scores)
