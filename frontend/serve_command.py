@@ -23,6 +23,15 @@ __all__ = ["serve"]
 # Requests without the slab are whole messages, and may then be as large as their media. For comparison only.
 _INLINE_FRAME_NBYTES = 256 << 20
 
+_SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # a busy machine may well leave a process waiting for its turn for tenths of a second
+
+
+def _check_heartbeat_timeout(context: click.Context, parameter: click.Parameter, timeout_s: float) -> float:
+    if 0 < timeout_s < _SHORTEST_HEARTBEAT_TIMEOUT_S:
+        raise click.BadParameter(f"{timeout_s:g} is neither 0 nor at least {_SHORTEST_HEARTBEAT_TIMEOUT_S:g} s")
+    return timeout_s
+
+
 _OWN = (
     click.Option(["--host"], default="127.0.0.1", help="Where to listen. 0.0.0.0 is everywhere."),
     click.Option(["--port"], default=8000, type=click.IntRange(0, 65535), help="Where to listen; 0 is any free port."),
@@ -46,6 +55,7 @@ _OWN = (
         ["--heartbeat-timeout", "heartbeat_timeout_s"],
         default=30.0,
         type=FiniteRange(min=0),
+        callback=_check_heartbeat_timeout,
         help="Seconds without a sign of life of its event loop after which a frontend is killed and replaced; an engine "
         "ends the server. 0: never, for whoever stops processes to debug them.",
     ),

@@ -280,10 +280,9 @@ class _Supervisor:
     def _describe_delay(self, engine: Child) -> str:
         if not engine.ready.is_set():
             model = self._options.engine.model
-            what = "starting" if model is None else f"loading {model}"
-            return f"the engine (pid {engine.pid}) is not ready yet; it is {what}, or hangs"
+            return f"the engine (pid {engine.pid}) is still {'starting' if model is None else f'loading {model}'}"
         late = [str(index) for index, ready in enumerate(self._ready) if not ready.is_set()]
-        return f"the engine is ready, but of the frontends {', '.join(late)} did not get ready"
+        return f"the engine is ready, but frontend {' and frontend '.join(late)} is not yet"
 
     async def _start_engine(self) -> Child:
         orders = Orders(self._options.heartbeat_s, self._options.engine)

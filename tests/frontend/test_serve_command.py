@@ -203,6 +203,7 @@ def test_the_options_are_grouped() -> None:
         ["--start-timeout=0"],
         ["--max-num-seqs=0"],
         ["--heartbeat-timeout=-1"],
+        ["--heartbeat-timeout=0.5"],
     ],
 )
 def test_nonsense_is_refused(arguments: list[str]) -> None:
