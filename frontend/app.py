@@ -90,7 +90,7 @@ def create_app(
         settings: limits, and the model's name.
         frontends: returns how all frontends of the server are, for ``/health``.
     """
-    routes = _Routes(engine, settings, HealthReporter(engine, frontends))
+    routes = _Routes(engine, settings, frontends)
     keys = Middleware(Authentication, settings.api_keys)
     admission = Middleware(AdmissionMiddleware, Admission(settings))
     app = Starlette(
@@ -118,13 +118,15 @@ def create_app(
 class _Routes:
     """What the routes share, and their handlers."""
 
-    def __init__(self, engine: EngineClientProtocol, settings: FrontendSettings, health: HealthReporter) -> None:
+    def __init__(
+        self, engine: EngineClientProtocol, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
+    ) -> None:
         self.metrics = FrontendMetrics()
-        self.health = health
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)
         self._intake = MediaIntake(engine, settings)
+        self.health = HealthReporter(engine, frontends, self._intake.decoders)
         self._embeddings = EmbeddingService(engine, self._model, self._intake, settings)
         self._chats = ChatService(engine, self._model, self._intake, settings)
 

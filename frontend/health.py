@@ -1,8 +1,10 @@
 """What ``/health`` and ``/ready`` say: the facts, and who collects them.
 
 ``/health`` says whether the engine works, ``/ready`` whether a request would be answered now: a paused engine is well and not
-ready. Whoever knows a further fact about this process or its neighbours adds a field to :class:`Health` and fills it in
-:meth:`HealthReporter.check_health`. A process that is not well answers 503 with the envelope of errors instead.
+ready. So is a process in which media have been waiting for a decoder for seconds: a balancer should send its traffic elsewhere,
+but restarting it would only lose what it does, as the work of each medium is bounded. Whoever knows a further fact about this
+process or its neighbours adds a field to :class:`Health` and fills it in :meth:`HealthReporter.check_health`. A process that is
+not well answers 503 with the envelope of errors instead.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import shmring
 from engine.client import EngineClientProtocol
 from engine.supervision import FrontendState
 from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.media.decoder_pool import DecoderStatistics
 
 __all__ = ["Health", "HealthReporter"]
+
+_MAX_WAITING_S = 5.0  # for a decoder. Photographs take a quarter of a second; whoever comes now waits as long
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +37,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["running", "paused"]
     shutting_down: bool
     frontends: list[FrontendState]
+    decoders: DecoderStatistics
 
 
 class HealthReporter:
@@ -40,14 +46,21 @@ class HealthReporter:
     Args:
         engine: is asked each time.
         frontends: returns what the supervisor said last of all frontends.
+        decoders: says how busy this process' decoders are.
 
     Attributes:
         shutting_down: whether this process was told to end. It still answers what comes.
     """
 
-    def __init__(self, engine: EngineClientProtocol, frontends: Callable[[], Sequence[FrontendState]]) -> None:
+    def __init__(
+        self,
+        engine: EngineClientProtocol,
+        frontends: Callable[[], Sequence[FrontendState]],
+        decoders: Callable[[], DecoderStatistics],
+    ) -> None:
         self._engine = engine
         self._frontends = frontends
+        self._decoders = decoders
         self.shutting_down = False
 
     async def check_ready(self) -> Health:
@@ -61,6 +74,9 @@ class HealthReporter:
         health = await self.check_health()
         if health.engine == "paused":
             raise ApiError(503, "the engine is paused; requests wait", code="paused", retry_after_s=RETRY_AFTER_S)
+        if health.decoders.waiting_s > _MAX_WAITING_S:
+            message = f"no decoder is free: media have been waiting for one for {health.decoders.waiting_s:.0f} s"
+            raise ApiError(503, message, code="decoders_busy", retry_after_s=RETRY_AFTER_S)
         return health
 
     async def check_health(self) -> Health:
@@ -74,7 +90,10 @@ class HealthReporter:
             await self._engine.check_health()
             paused = await self._engine.is_paused()
         return Health(
-            engine="paused" if paused else "running", shutting_down=self.shutting_down, frontends=list(self._frontends())
+            engine="paused" if paused else "running",
+            shutting_down=self.shutting_down,
+            frontends=list(self._frontends()),
+            decoders=self._decoders(),
         )
 
 

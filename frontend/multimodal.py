@@ -1,10 +1,10 @@
 """The media of a request, from where they come from to the slab: load, acquire, decode in place.
 
-In this order: all files are there and their headers have said how large they are, then one slot is acquired for all of them,
-and each is decoded straight into it. So memory of the slab is what waits and not decoded pictures in private memory, and the
-engine reads the very bytes that the decoders wrote.
+In this order: files from other hosts are fetched, which may take long and keeps nobody else waiting; then the request has a
+turn, if its files are large; decoders say how much memory all of them need, one slot is acquired, and each is decoded and
+copied into it. So memory of the slab is what waits, and not decoded pictures in private memory.
 
-The views that decoders wrote through are in one list, which the engine's request shares and which is emptied when the block is
+The views that were written through are in one list, which the engine's request shares and which is emptied when the block is
 left: a slot that was left drains until its last view has died, and the answer may go on for minutes. By then the request must
 have been sent.
 """
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from engine.client import EngineClientProtocol
 from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
 from frontend.admission import Admitted
 from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.media.decoder_pool import DecoderStatistics
 from frontend.media.errors import MediaError
 from frontend.media.fetch import Fetcher
 from frontend.media.loader import MediaLoader, MediaSource, PreparedMedium
@@ -32,6 +34,14 @@ from frontend.settings import FrontendSettings
 __all__ = ["MediaIntake"]
 
 _FETCH_THREADS = 2  # for base64 and local files: they hold the interpreter lock, or wait for a disk
+# Requests whose files are brought from elsewhere at a time, up to their turn: as many as there may be connections. They hold
+# what has arrived.
+_MAX_FETCHING = 32
+# Files that are so small together need no turn: a thousand requests with such files take no more than eight with large ones.
+_SMALL_NBYTES = 256 << 10
+_SMALL_DECODED_NBYTES = 2 << 20  # nor do so few pixels: two thirds of a megapixel
+
+_Loaded = TypeVar("_Loaded")
 
 
 class MediaIntake:
@@ -47,7 +57,12 @@ class MediaIntake:
         self._settings = settings
         self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="fetch")
         self._fetcher = Fetcher(settings.fetch, self._pool)
+        self._fetching = asyncio.Semaphore(_MAX_FETCHING)
         self._loader = MediaLoader(settings.decode_threads, settings.media_limits, settings.media_io_kwargs, self._fetcher)
+
+    def decoders(self) -> DecoderStatistics:
+        """Returns how busy the decoders are."""
+        return self._loader.statistics()
 
     async def close(self) -> None:
         """Starts nothing more."""
@@ -64,7 +79,7 @@ class MediaIntake:
         Args:
             sources: where they come from; emptied, because ``data:`` URLs hold the files once more.
             spec: what the executor takes.
-            admitted: the request; it has a turn from here until the block begins.
+            admitted: the request; it has a turn from when its files are there until the block begins.
             param: what errors about all of them together name.
 
         Yields:
@@ -81,9 +96,10 @@ class MediaIntake:
             yield media
             return
         check_counts(sources, self._settings.limit_mm_per_prompt, param)
-        await admitted.take_turn()
-        prepared = await self._load(sources, spec, param)
+        prepared = await self._load(sources, spec, admitted, param)
         sources.clear()
+        if sum(medium.nbytes for medium in prepared) > _SMALL_DECODED_NBYTES:
+            await admitted.take_turn()  # before it takes space in the slab, which others wait for
         async with contextlib.AsyncExitStack() as stack:
             targets: list[torch.Tensor] = []
             try:
@@ -98,29 +114,39 @@ class MediaIntake:
                 targets.clear()  # a slot that is left without views needs not wait for these frames to end
                 media.clear()
 
-    async def _load(self, sources: Sequence[MediaSource], spec: InputSpec, param: str) -> list[PreparedMedium]:
-        """Loads all, a few at a time: what they may be together is known only one by one."""
+    async def _load(
+        self, sources: Sequence[MediaSource], spec: InputSpec, admitted: Admitted, param: str
+    ) -> list[PreparedMedium]:
+        """Has all files, and a turn to decode them, and knows what memory they need."""
+        files = _Files(self._settings.max_media_nbytes, param)
+
+        async def fetch(source: MediaSource) -> bytes:
+            files.check()  # before another one takes memory
+            return files.count(await self._loader.fetch(source, spec))
+
+        async def prepare(source: MediaSource) -> PreparedMedium:
+            data = fetched.pop(id(source), None)
+            return await self._loader.prepare(source, await fetch(source) if data is None else data, spec)
+
+        elsewhere = [source for source in sources if source.is_elsewhere]
+        async with self._fetching if elsewhere else contextlib.nullcontext():
+            inline_nbytes = sum(source.inline_nbytes for source in sources)
+            fetched = {id(source): data for source, data in zip(elsewhere, await self._each(fetch, elsewhere), strict=True)}
+            if inline_nbytes + files.nbytes > _SMALL_NBYTES:
+                await admitted.take_turn()
+        return await self._each(prepare, sources)
+
+    async def _each(self, load: Callable[[MediaSource], Awaitable[_Loaded]], sources: Sequence[MediaSource]) -> list[_Loaded]:
+        """Does this for all, a few at a time: what they may be together is known only one by one."""
         at_a_time = asyncio.Semaphore(self._settings.decode_threads)
-        limit = self._settings.max_media_nbytes
-        loaded_nbytes = 0
 
-        def check() -> None:
-            if loaded_nbytes > limit:
-                message = f"the request's media are larger together than the {limit} bytes that are accepted"
-                raise ApiError(413, message, code="media_too_large", param=param)
-
-        async def load(source: MediaSource) -> PreparedMedium:
-            nonlocal loaded_nbytes
+        async def one(source: MediaSource) -> _Loaded:
             async with at_a_time:
-                check()  # before another one takes memory
-                medium = await self._loader.load(source, spec)
-                loaded_nbytes += len(medium.data)
-                check()
-                return medium
+                return await load(source)
 
-        results = await asyncio.gather(*map(load, sources), return_exceptions=True)
+        results = await asyncio.gather(*map(one, sources), return_exceptions=True)
         _raise_first(results, sources)
-        return [result for result in results if isinstance(result, PreparedMedium)]
+        return [result for result in results if not isinstance(result, BaseException)]
 
     async def _acquire(self, prepared: Sequence[PreparedMedium], stack: contextlib.AsyncExitStack) -> list[torch.Tensor]:
         """Returns memory for each, of a slot that is the stack's to leave."""
@@ -150,6 +176,27 @@ class MediaIntake:
         summing = (loop.run_in_executor(self._pool, checksum_of, tensor_of(medium)) for medium in media)
         for medium, checksum in zip(media, await asyncio.gather(*summing), strict=True):
             medium.checksum = checksum
+
+
+class _Files:
+    """How large the files of a request are together, as far as they are there."""
+
+    def __init__(self, max_nbytes: int, param: str) -> None:
+        self.nbytes = 0
+        self._max_nbytes = max_nbytes
+        self._param = param
+
+    def check(self) -> None:
+        """Raises ApiError if they are too large."""
+        if self.nbytes > self._max_nbytes:
+            message = f"the request's media are larger together than the {self._max_nbytes} bytes that are accepted"
+            raise ApiError(413, message, code="media_too_large", param=self._param)
+
+    def count(self, data: bytes) -> bytes:
+        """Returns a further file, unless they are too large with it."""
+        self.nbytes += len(data)
+        self.check()
+        return data
 
 
 def _raise_first(results: Sequence[object], media: Sequence[MediaSource | PreparedMedium]) -> None:

@@ -277,6 +277,14 @@ _SETTINGS = (
     _Setting(
         ("--max-num-frames",), "max_num_frames", COUNT, _MEDIA.max_num_frames, "Most frames taken of a clip.", "media_limits"
     ),
+    _Setting(
+        ("--max-decode-time",),
+        "max_decode_s",
+        SECONDS,
+        _MEDIA.max_decode_s,
+        "Seconds of a processor's core that a medium may take.",
+        "media_limits",
+    ),
 )
 
 #: The options of a frontend; a command gets them as keyword arguments, for :func:`settings_of`.

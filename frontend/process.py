@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import sys
-import warnings
 from typing import NoReturn
 
 import uvloop
@@ -44,7 +43,6 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
         SystemExit: it can't start, or has lost its engine; says why.
     """
     make_malloc_return_memory()
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # about callers' pictures: whatever matters, the caller is told
     try:
         uvloop.run(_serve(settings, link))
     except (shmring.ShmringError, OSError, ValueError) as error:

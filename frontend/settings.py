@@ -6,8 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
-from frontend.media.fetch import FetchSettings, MediaKind
-from frontend.media.options import MediaIoKwargs, MediaLimits
+from frontend.media.fetch import FetchSettings
+from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
 __all__ = ["FrontendSettings", "MediaCounts", "ProcessSettings"]
 
@@ -96,7 +96,8 @@ class FrontendSettings:
         max_media_nbytes: of the files of a request's media together, wherever they come from; for clips that are fetched.
         max_inputs: texts and media of an embedding request, as in OpenAI's API.
         limit_mm_per_prompt: how many media a request may have.
-        decode_threads: media decoded at a time.
+        decode_threads: media decoded at a time, each in a process of its own and on one core. With two or more, one is kept for
+            small pictures and recordings.
         disable_mm_shm: media travel inside the messages to the engine instead of through the slab; to compare with.
         media_limits: what media may be.
         media_io_kwargs: how they are prepared, where that is not the executor's choice.

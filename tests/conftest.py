@@ -53,16 +53,24 @@ def _segments() -> list[str]:
     return [path.name for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}-{os.getuid()}-*")]
 
 
-def _children() -> dict[int, str]:
-    """The living children of this process, by pid; multiprocessing's own tracker is none of ours."""
+_DECODERS = "frontend.media.decoder_process"
+
+
+def _children(process: str | int = "self") -> dict[int, str]:
+    """The living children of a process, by pid; multiprocessing's own tracker is none of ours.
+
+    The process that forks decoders is for all tests, and ends with this one; the decoders themselves end before.
+    """
     found = {}
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in Path(f"/proc/{process}/task").iterdir():
         for pid in (thread / "children").read_text().split():
             try:
                 command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except FileNotFoundError:
                 continue
-            if "multiprocessing.resource_tracker" not in command:
+            if _DECODERS in command and process == "self":
+                found |= _children(int(pid))
+            elif "multiprocessing.resource_tracker" not in command:
                 found[int(pid)] = command
     return found
 

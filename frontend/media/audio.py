@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import av
@@ -109,19 +109,16 @@ def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
     return SoundHeader(num_samples=num_samples, sample_rate=spec.sample_rate, mel_bands=mel_bands)
 
 
-def decode_into(
-    data: bytes, header: SoundHeader, target: NDArray[np.float32], is_cancelled: Callable[[], bool] = lambda: False
-) -> DecodedSound:
+def decode_into(data: bytes, header: SoundHeader, target: NDArray[np.float32]) -> DecodedSound:
     """Decodes a recording into the caller's memory.
 
     Args:
         data: what :func:`probe` was given.
         header: what it returned.
         target: of ``header.shape``, float32. After an error its content is undefined.
-        is_cancelled: asked between packets.
 
     Raises:
-        MediaError: it is damaged, or longer than its packets said, or was cancelled.
+        MediaError: it is damaged, or longer than its packets said.
         ValueError: the target has another shape or dtype.
     """
     if target.shape != header.shape or target.dtype != np.float32:
@@ -129,7 +126,7 @@ def decode_into(
     writer = LogMelWriter(target, header.sample_rate) if header.mel_bands is not None else _WaveformWriter(target)
     num_samples = 0
     with opened(data, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels) as container:
-        for frame in _resampled(_frames(container, _sound_of(container), is_cancelled), header.sample_rate):
+        for frame in _resampled(_frames(container, _sound_of(container)), header.sample_rate):
             samples = frame.to_ndarray()[0]
             num_samples += len(samples)
             if num_samples > header.num_samples:
@@ -213,13 +210,9 @@ def _packets_duration(container: av.container.InputContainer, stream: AudioStrea
     return float(total * time_base)
 
 
-def _frames(
-    container: av.container.InputContainer, stream: AudioStream, is_cancelled: Callable[[], bool]
-) -> Iterator[AudioFrame]:
+def _frames(container: av.container.InputContainer, stream: AudioStream) -> Iterator[AudioFrame]:
     packets, damaged = 0, 0
     for packet in container.demux(stream):  # the last one is empty, and gets out what the decoder still has
-        if is_cancelled():
-            raise MediaError("decoding was cancelled")
         packets += 1
         try:
             yield from packet.decode()

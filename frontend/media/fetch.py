@@ -21,16 +21,13 @@ import ssl
 import stat
 import urllib.parse
 from concurrent.futures import Executor
-from typing import Literal, TypeAlias
 
 from frontend.media.errors import MediaError
 from frontend.media.network import RemoteClient, Resolver, parse_networks
+from frontend.media.options import MediaKind
 from frontend.media.urls import FORBIDDEN_CHARACTERS, AllowedHosts
 
-__all__ = ["FetchSettings", "Fetcher", "LocalDirectory", "MediaKind", "decode_base64", "decode_data_url"]
-
-#: What a medium is meant to be.
-MediaKind: TypeAlias = Literal["image", "audio", "video"]
+__all__ = ["FetchSettings", "Fetcher", "LocalDirectory", "decode_base64", "decode_data_url"]
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]{0,31}):", re.IGNORECASE | re.ASCII)
 

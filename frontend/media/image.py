@@ -47,6 +47,7 @@ from PIL.ExifTags import Base as ExifTag
 from frontend.media.errors import MediaError
 from frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
 from frontend.media.options import PictureLimits
+from frontend.media.work import check_work
 
 __all__ = ["FORMATS", "PictureHeader", "decode_into", "probe"]
 
@@ -99,6 +100,7 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
         raise MediaError(f"the picture takes {len(data)} bytes, more than the {limits.max_nbytes} that are accepted")
     if not data:
         raise MediaError("the picture is empty: it has no bytes")
+    check_work(data, limits.max_scans, limits.max_chunks)
     with _media_errors(limits.max_pixels), Image.open(io.BytesIO(data), formats=FORMATS) as image:
         stored_width, stored_height = image.size
         orientation = _orientation(image)

@@ -1,11 +1,12 @@
-"""Loading and decoding on a bounded pool of threads, so that the event loop never decodes.
+"""Loading and decoding, so that the event loop never decodes: fetch a file, prepare it, decode it.
 
-Two steps, with the acquiring of a slot between them: :meth:`MediaLoader.load` fetches a file and reads how much memory it needs
-decoded, :meth:`MediaLoader.decode` decodes it into that memory.
+Three steps, because something else is waited for between them: :meth:`MediaLoader.fetch` brings a file,
+:meth:`MediaLoader.prepare` reads from it how much memory it needs decoded, and :meth:`MediaLoader.decode` decodes it into that
+memory. The last two run in processes (:mod:`frontend.media.decoder_pool`), together within one budget of processor time.
 
-A request that is cancelled leaves its slot while a thread may still write to it. That is safe, because the thread itself
+A request that is cancelled leaves its slot while a thread may still copy pixels to it. That is safe, because the thread itself
 holds the view that it writes through, and the slot drains: its memory is not used again before the last view has died. For
-the same reason no exception leaves the thread that wrote: its traceback would hold the view for as long as anybody looks at it.
+the same reason no exception carries a view: its traceback would hold it for as long as anybody looks at it.
 """
 
 from __future__ import annotations
@@ -13,26 +14,31 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import threading
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
 
-import av.logging
+import numpy as np
 import torch
 
 from engine.protocol import InputSpec, Medium, Picture, Spectrogram, Video, Waveform
-from frontend.media import audio, image, video
+from frontend.media.decoder_pool import (
+    BudgetSpentError,
+    DecoderDiedError,
+    DecoderPool,
+    DecoderStatistics,
+    Outcome,
+    read_into,
+)
 from frontend.media.errors import MediaError
-from frontend.media.fetch import Fetcher, MediaKind, decode_base64
-from frontend.media.options import MediaIoKwargs, MediaLimits
+from frontend.media.fetch import Fetcher, decode_base64
+from frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
+from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
-__all__ = ["MediaKind", "MediaLoader", "MediaSource", "PreparedMedium"]
+__all__ = ["MediaLoader", "MediaSource", "PreparedMedium"]
 
 _LOG = logging.getLogger(__name__)
 
-_Header: TypeAlias = image.PictureHeader | audio.SoundHeader | video.ClipHeader
+_THREADS = 2  # for base64 and for copies into the slab: they hold the interpreter lock, or wait for memory
+_NOUNS = {"image": "picture", "audio": "recording", "video": "clip"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,6 +57,16 @@ class MediaSource:
     url: str | None = dataclasses.field(default=None, repr=False)
     base64: str | None = dataclasses.field(default=None, repr=False)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether somebody else has the file, who may take his time: a host, or a disk."""
+        return self.url is not None and self.url[:5].lower() != "data:"
+
+    @property
+    def inline_nbytes(self) -> int:
+        """About how large the file is, if it is part of the request."""
+        return 0 if self.is_elsewhere else len(self.url or self.base64 or "") // 4 * 3
+
 
 @dataclasses.dataclass(slots=True)
 class PreparedMedium:
@@ -62,7 +78,8 @@ class PreparedMedium:
         shape: of the memory that :meth:`MediaLoader.decode` is to be given; recordings and clips may turn out shorter.
         dtype: of that memory.
         data: the file; let go of once it is decoded.
-        header: what the file's header says.
+        header: what its decoder needs to know again.
+        cpu_s: processor time that it has taken so far.
     """
 
     source_param: str
@@ -70,7 +87,8 @@ class PreparedMedium:
     shape: tuple[int, ...]
     dtype: torch.dtype
     data: bytes = dataclasses.field(repr=False)
-    header: _Header
+    header: bytes = dataclasses.field(repr=False)
+    cpu_s: float
 
     @property
     def nbytes(self) -> int:
@@ -79,58 +97,77 @@ class PreparedMedium:
 
 
 class MediaLoader:
-    """A pool of threads for media.
+    """Fetches and decodes media.
 
     Args:
-        threads: how many read headers or decode at a time; each decoder is told to start no threads of its own. A picture of
-            12 megapixels takes 48 MB meanwhile, a clip of 4096 x 2160 up to 300 MB.
+        decoders: how many are decoded at a time, each in a process and on one core. A picture of 12 megapixels takes 90 MB
+            meanwhile, a clip of 4096 x 2160 up to 300 MB and what its frames take.
         limits: what media may be.
         io_kwargs: how they are prepared, where that is not the executor's choice.
         fetcher: who fetches URLs. It stays the caller's, who closes it.
     """
 
-    def __init__(self, threads: int, limits: MediaLimits, io_kwargs: MediaIoKwargs, fetcher: Fetcher) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="media")
+    def __init__(self, decoders: int, limits: MediaLimits, io_kwargs: MediaIoKwargs, fetcher: Fetcher) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="media")
+        self._decoders = DecoderPool(decoders, self._threads)
         self._limits = limits
         self._io_kwargs = io_kwargs
         self._fetcher = fetcher
-        # PyAV's default, unless somebody in this process has changed it: libav would write about damaged files to stderr, or
-        # wait for the interpreter lock in a callback while it holds locks of its own.
-        av.logging.set_level(None)
-        # Pillow reports some damage as an error of the program; what is wrong with a caller's file, the caller is told.
-        logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
-    async def load(self, source: MediaSource, spec: InputSpec) -> PreparedMedium:
-        """Fetches a medium and reads its header.
+    async def fetch(self, source: MediaSource, spec: InputSpec) -> bytes:
+        """Returns a medium's file.
 
         Args:
             source: where it is. Its URL or text is let go of when its file is there.
-            spec: what the executor takes.
+            spec: what the executor takes; what it does not take is not fetched.
 
         Raises:
             MediaError: it can't be taken.
         """
-        read_header = self._header_reader(source, spec)
-        data = await self._fetch(source)
+        _check_taken(source.kind, spec)
+        max_nbytes = self._limits.max_nbytes(source.kind)
+        if source.url is not None:
+            data = await self._fetcher.fetch(source.url, source.kind, max_nbytes)
+        else:
+            assert source.base64 is not None, "a source has a URL or base64"
+            loop = asyncio.get_running_loop()
+            data = await loop.run_in_executor(self._threads, decode_base64, source.base64, max_nbytes)
         source.url = source.base64 = None  # a data: URL holds the file once more
-        header = await asyncio.get_running_loop().run_in_executor(self._pool, read_header, data)
+        return data
+
+    async def prepare(self, source: MediaSource, data: bytes, spec: InputSpec) -> PreparedMedium:
+        """Finds out how much memory a medium needs.
+
+        Args:
+            source: where it came from.
+            data: its file.
+            spec: what the executor takes.
+
+        Raises:
+            MediaError: it can't be taken.
+            RuntimeError: the decoder failed in a way that is not the medium's fault; the log says how.
+        """
+        job = Probe(source.kind, spec, self._limits, self._io_kwargs)
+        outcome = await self._run(job, data, 0, self._limits.max_decode_s)
+        probed = outcome.reply
+        assert isinstance(probed, Probed), probed
         dtype = torch.float32 if source.kind == "audio" else torch.uint8
-        return PreparedMedium(source.param, source.kind, header.shape, dtype, data, header)
+        return PreparedMedium(source.param, source.kind, probed.shape, dtype, data, probed.header, outcome.cpu_s)
 
     async def decode(self, prepared: PreparedMedium, target: torch.Tensor) -> Medium:
         """Decodes a medium into the caller's memory, and lets go of its file.
 
-        If it is cancelled, the thread goes on for at most the next frame or block, and holds the target until then.
+        If it is cancelled, decoding ends at once; a thread that copies into the target holds it for some milliseconds more.
 
         Args:
-            prepared: what :meth:`load` returned.
-            target: of ``prepared.shape`` and ``prepared.dtype``; undefined after an error.
+            prepared: what :meth:`prepare` returned.
+            target: contiguous, of ``prepared.shape`` and ``prepared.dtype``; undefined after an error.
 
         Returns:
             The medium; its tensor is the target, or as much of its beginning as there was to decode.
 
         Raises:
-            MediaError: it is damaged.
+            MediaError: it is damaged, or takes too long.
             ValueError: the target has another shape or dtype.
             RuntimeError: the decoder failed in a way that is not the medium's fault; the log says how.
         """
@@ -138,82 +175,74 @@ class MediaLoader:
             wanted, given = f"{prepared.dtype} {prepared.shape}", f"{target.dtype} {tuple(target.shape)}"
             del target  # this frame is in the traceback
             raise ValueError(f"the target is {given}, the medium needs {wanted}")
-        cancelled = threading.Event()
-        loop = asyncio.get_running_loop()
         try:
-            result = await loop.run_in_executor(
-                self._pool, _decode, prepared.data, prepared.header, target, self._io_kwargs, cancelled.is_set
-            )
-        except asyncio.CancelledError:
-            cancelled.set()
+            decoded = await self._decode_into(prepared, target)
+        except BaseException:
             del target
             raise
-        prepared.data = b""
-        if isinstance(result, _Failure):
-            del target  # this frame is in the traceback
-            raise result.error()
-        return result
+        written = target if decoded.length == len(target) else target[: decoded.length]
+        match prepared.kind:
+            case "image":
+                return Picture(written)
+            case "video":
+                return Video(written, decoded.timestamps_s, decoded.duration_s)
+            case "audio" if len(prepared.shape) == 2:
+                return Spectrogram(written, decoded.duration_s)
+            case "audio":
+                return Waveform(written, decoded.sample_rate)
+
+    def statistics(self) -> DecoderStatistics:
+        """Returns how busy the decoders are."""
+        return self._decoders.statistics()
 
     def close(self) -> None:
         """Starts nothing more; what runs ends by itself."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._decoders.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _header_reader(self, source: MediaSource, spec: InputSpec) -> Callable[[bytes], _Header]:
-        """Refuses what the executor does not take, before anything is fetched."""
-        limits, io_kwargs = self._limits, self._io_kwargs
-        if source.kind == "image" and (picture := spec.picture) is not None:
-            return lambda data: image.probe(data, limits.picture, picture.max_pixels)
-        if source.kind == "audio" and (sound := spec.sound) is not None:
-            return lambda data: audio.probe(data, sound, limits)
-        if source.kind == "video" and (clip := spec.video) is not None:
-            return lambda data: video.probe(data, clip, limits, io_kwargs)
-        parts = {"text": spec.text, "image": spec.picture, "audio": spec.sound, "video": spec.video}
+    async def _decode_into(self, prepared: PreparedMedium, target: torch.Tensor) -> Decoded:
+        memory = target.numpy().reshape(-1).view(np.uint8)
+        del target  # this frame is in tracebacks
+        job = Decode(prepared.kind, prepared.header, self._io_kwargs)
+        try:
+            outcome = await self._run(job, prepared.data, prepared.nbytes, self._limits.max_decode_s - prepared.cpu_s)
+            prepared.data = b""
+            decoded = outcome.reply
+            assert isinstance(decoded, Decoded), decoded
+            assert outcome.result is not None
+            with outcome.result as result:
+                nbytes = len(memory) // prepared.shape[0] * decoded.length
+                await read_into(memory[:nbytes].data, result, self._threads)
+        finally:
+            del memory
+        return decoded
+
+    async def _run(self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float) -> Outcome:
+        """Has a job done, and says what went wrong in words for the caller or the log."""
+        noun = _NOUNS[job.kind]
+        try:
+            outcome = await self._decoders.run(job, data, result_nbytes, budget_s)
+        except BudgetSpentError:
+            raise MediaError(
+                f"decoding the {noun} takes more than the {self._limits.max_decode_s:g} s of processor time that are accepted "
+                "(max_decode_s); send a smaller one, or one that is encoded more simply"
+            ) from None
+        except DecoderDiedError:
+            _LOG.warning("a decoder ended while it had a %s: it crashed, or the machine is short of memory", noun)
+            raise MediaError(f"the {noun} could not be decoded: its decoder ended unexpectedly") from None
+        reply = outcome.reply
+        if not isinstance(reply, Failed):
+            return outcome
+        if outcome.result is not None:
+            outcome.result.close()
+        if reply.expected:
+            raise MediaError(reply.text)
+        _LOG.error("decoding a medium failed unexpectedly:\n%s", reply.text)
+        raise RuntimeError(f"decoding failed unexpectedly ({reply.text.splitlines()[-1][:64]}); the log says more")
+
+
+def _check_taken(kind: MediaKind, spec: InputSpec) -> None:
+    parts = {"text": spec.text, "image": spec.picture, "audio": spec.sound, "video": spec.video}
+    if not parts[kind]:
         taken = ", ".join(name for name, part in parts.items() if part) or "no media"
-        raise MediaError(f"this server's model takes {taken}; it does not take {source.kind}")
-
-    async def _fetch(self, source: MediaSource) -> bytes:
-        max_nbytes = self._limits.max_nbytes(source.kind)
-        if source.url is not None:
-            return await self._fetcher.fetch(source.url, source.kind, max_nbytes)
-        assert source.base64 is not None, "a source has a URL or base64"
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, decode_base64, source.base64, max_nbytes)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why a medium was not decoded, as text: see the head of this file."""
-
-    text: str
-    expected: bool
-
-    def error(self) -> Exception:
-        return MediaError(self.text) if self.expected else RuntimeError(self.text)
-
-
-def _decode(
-    data: bytes, header: _Header, target: torch.Tensor, io_kwargs: MediaIoKwargs, is_cancelled: Callable[[], bool]
-) -> Medium | _Failure:
-    try:
-        return _decode_by_kind(data, header, target, io_kwargs, is_cancelled)
-    except MediaError as error:
-        return _Failure(str(error), expected=True)
-    except Exception as error:  # noqa: BLE001 - reported where it can be: in the log, and by the error that decode() raises
-        _LOG.error("decoding a medium failed unexpectedly:\n%s", traceback.format_exc())
-        return _Failure(f"decoding failed unexpectedly ({type(error).__name__}); the log says more", expected=False)
-
-
-def _decode_by_kind(
-    data: bytes, header: _Header, target: torch.Tensor, io_kwargs: MediaIoKwargs, is_cancelled: Callable[[], bool]
-) -> Medium:
-    memory = target.numpy()
-    if isinstance(header, image.PictureHeader):
-        image.decode_into(data, header, memory, io_kwargs.rgba_background_color)
-        return Picture(target)
-    if isinstance(header, video.ClipHeader):
-        clip = video.decode_into(data, header, memory, is_cancelled)
-        return Video(target[: len(clip.timestamps_s)], clip.timestamps_s, clip.duration_s)
-    sound = audio.decode_into(data, header, memory, is_cancelled)
-    if header.mel_bands is not None:
-        return Spectrogram(target[: sound.length], sound.duration_s)
-    return Waveform(target[: sound.length], header.sample_rate)
+        raise MediaError(f"this server's model takes {taken}; it does not take {kind}")

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["MediaIoKwargs", "MediaLimits", "PictureLimits"]
+__all__ = ["MediaIoKwargs", "MediaKind", "MediaLimits", "PictureLimits"]
+
+#: What a medium is meant to be.
+MediaKind: TypeAlias = Literal["image", "audio", "video"]
 
 _WHITE = (255, 255, 255)
 
@@ -28,12 +31,18 @@ class PictureLimits:
             line of one pixel is nothing.
         max_expansion: decoded bytes for each byte of the file, of pictures that take more than 64 MiB. Photographs have 5 to
             50, drawings 200; a deflate bomb has 1030. Smaller ones may be blank.
+        max_scans: of a JPEG. Progressive ones have about ten, 13 where every bit was fought for. Each goes over all pixels: a
+            hundred scans of 64 megapixels take about five seconds of a core.
+        max_chunks: of a PNG, and segments of a JPEG. 64 MiB in the 8 KiB chunks that libpng writes are 8192; each costs some
+            microseconds.
     """
 
     max_nbytes: int = 64 << 20
     max_pixels: int = 64_000_000
     max_aspect_ratio: float = 200.0
     max_expansion: float = 500.0
+    max_scans: int = 100
+    max_chunks: int = 65_536
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,8 @@ class MediaLimits:
         max_aspect_ratio: of the longer side to the shorter one, of pictures and frames. 200 is what vision models' own
             preprocessing accepts at most (Qwen2-VL); a panorama has 10.
         max_image_expansion: of a large picture, decoded bytes for each byte of the file; see :class:`PictureLimits`.
+        max_image_scans: of a JPEG; see :class:`PictureLimits`.
+        max_image_chunks: of a PNG, and segments of a JPEG; see :class:`PictureLimits`.
         max_audio_nbytes: of a recording's file. 64 MiB holds 600 s of 16-bit stereo at 48 kHz less a little, and hours of MP3.
         max_audio_duration_s: ten minutes at 16 kHz take 38 MB of the slab as a waveform and 19 MB as 80 mel bands.
         max_video_nbytes: of a clip's file. 256 MiB holds 60 s as phones record 4K (35 Mbit/s).
@@ -57,12 +68,20 @@ class MediaLimits:
             bytes before anything is decoded.
         max_decoded_pixels: width times height times frames that must be decoded for those that are shown. Ten minutes of
             1920 x 1080 at 30 frames a second without any keyframe to start from: about two minutes of one core.
+        max_video_expansion: those pixels for each byte of the file, where they are more than two thousand million (one to four
+            seconds of one core). Films have 100, a recorded screen on which nothing moves 10 000; a clip made to cost much has
+            more than 200 000.
+        max_decode_s: seconds of a processor's core that a medium may take, from its header to its last pixel. A picture of 12
+            megapixels takes 0.2, a minute of 1920 x 1080 with keyframes about 5, the worst that the other limits let through
+            minutes.
     """
 
     max_image_nbytes: int = 64 << 20
     max_image_pixels: int = 64_000_000
     max_aspect_ratio: float = 200.0
     max_image_expansion: float = 500.0
+    max_image_scans: int = 100
+    max_image_chunks: int = 65_536
     max_audio_nbytes: int = 64 << 20
     max_audio_duration_s: float = 600.0
     max_video_nbytes: int = 256 << 20
@@ -71,6 +90,8 @@ class MediaLimits:
     max_num_frames: int = 512
     max_coded_frames: int = 72_000
     max_decoded_pixels: int = 40_000_000_000
+    max_video_expansion: float = 25_000.0
+    max_decode_s: float = 20.0
 
     @property
     def picture(self) -> PictureLimits:
@@ -80,6 +101,8 @@ class MediaLimits:
             max_pixels=self.max_image_pixels,
             max_aspect_ratio=self.max_aspect_ratio,
             max_expansion=self.max_image_expansion,
+            max_scans=self.max_image_scans,
+            max_chunks=self.max_image_chunks,
         )
 
     def max_nbytes(self, kind: str) -> int:

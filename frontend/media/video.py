@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import av
@@ -52,6 +52,9 @@ _WITHOUT_TIMESTAMPS = ("avi",)
 # ACCURATE_RND would change nothing where a frame is scaled. Where it is not, it would spare the mean error of one level in
 # 255 that the fast conversion makes (as OpenCV's does) and take three times as long, which is a third of a clip's decoding.
 _SCALING = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT
+
+_HARMLESS_PIXELS = 2_000_000_000  # to decode: one to four seconds of a core
+_MAX_UNDECODABLE = 600  # packets before the first frame: a clip that was cut out of another has up to 10 s of them
 
 # Display matrices that only turn and mirror, by the signs of a, b, c, d (x' = a x + c y, y' = b x + d y), as EXIF numbers them.
 _ORIENTATIONS = {
@@ -133,10 +136,12 @@ def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoK
         check_size("the clip", first.width, first.height, limits.max_frame_pixels, limits.max_aspect_ratio)
         if selection.duration_s > limits.max_video_duration_s:
             raise _too_long(limits)
-        if selection.num_decoded * first.width * first.height > limits.max_decoded_pixels:
+        most_pixels = min(limits.max_decoded_pixels, max(_HARMLESS_PIXELS, limits.max_video_expansion * len(data)))
+        if selection.num_decoded * first.width * first.height > most_pixels:
             raise MediaError(
                 f"{selection.num_decoded} frames of {first.width} x {first.height} must be decoded for those that are wanted, "
-                "which is more than is accepted; send a smaller clip, or one with more keyframes"
+                f"and for a clip of {len(data)} bytes {most_pixels:.3g} pixels are accepted (max_decoded_pixels, "
+                "max_video_expansion); send a smaller clip, or one with more keyframes"
             )
         orientation = _orientation(first)
         width, height = scaled_size(first.width, first.height, spec.max_pixels)
@@ -151,19 +156,16 @@ def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoK
     )
 
 
-def decode_into(
-    data: bytes, header: ClipHeader, target: NDArray[np.uint8], is_cancelled: Callable[[], bool] = lambda: False
-) -> DecodedClip:
+def decode_into(data: bytes, header: ClipHeader, target: NDArray[np.uint8]) -> DecodedClip:
     """Decodes the chosen frames of a clip into the caller's memory.
 
     Args:
         data: what :func:`probe` was given.
         header: what it returned.
         target: (frames, height, width, 3), uint8; becomes RGB. After an error its content is undefined.
-        is_cancelled: asked between packets.
 
     Raises:
-        MediaError: it is damaged, or was cancelled.
+        MediaError: it is damaged.
         ValueError: the target has another shape or dtype.
     """
     if target.shape != header.shape or target.dtype != np.uint8:
@@ -171,7 +173,7 @@ def decode_into(
     writer = _FrameWriter(header, target)
     with opened(data, "clip", VIDEO_DECODERS, header.max_frame_pixels) as container:
         stream = _frames_of(container, header.max_frame_pixels)
-        _decode(container, stream, writer, is_cancelled)
+        _decode(container, stream, writer)
     if not writer.timestamps_s:
         raise MediaError("the clip is damaged: none of its frames can be decoded")
     return DecodedClip(timestamps_s=writer.timestamps_s, duration_s=header.selection.duration_s)
@@ -216,6 +218,8 @@ def _scan(
         if timeline.span_s() > limits.max_video_duration_s:
             raise _too_long(limits)
         if first is None:
+            if timeline.num_packets > _MAX_UNDECODABLE:
+                raise MediaError(f"the clip is damaged: none of its first {_MAX_UNDECODABLE} frames can be decoded")
             first = _first_frame(stream, packet)
     return timeline, first if first is not None else _first_frame(stream, None)
 
@@ -247,14 +251,10 @@ def _orientation(frame: VideoFrame) -> int:
     return _ORIENTATIONS.get(signs, 1)
 
 
-def _decode(
-    container: av.container.InputContainer, stream: VideoStream, writer: _FrameWriter, is_cancelled: Callable[[], bool]
-) -> None:
+def _decode(container: av.container.InputContainer, stream: VideoStream, writer: _FrameWriter) -> None:
     decoder = stream.codec_context
     is_decoding = False
     for number, packet in enumerate(_packets(container, stream)):
-        if is_cancelled():
-            raise MediaError("decoding was cancelled")
         if writer.is_complete:
             return
         if number < writer.next_start:

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from frontend.errors import ApiError
-from frontend.media.loader import MediaKind, MediaSource
+from frontend.media.loader import MediaSource
+from frontend.media.options import MediaKind
 from frontend.settings import MediaCounts
 
 __all__ = [

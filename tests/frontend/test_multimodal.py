@@ -27,6 +27,7 @@ from engine.protocol import (
 )
 from frontend.admission import Admission, Admitted
 from frontend.errors import ApiError
+from frontend.media.fetch import FetchSettings
 from frontend.media.loader import MediaLoader, MediaSource
 from frontend.multimodal import MediaIntake
 from frontend.settings import FrontendSettings, MediaCounts
@@ -134,8 +135,31 @@ async def test_a_turn_is_taken_for_media_only_and_given_back_before_the_engine_i
         other = admission.new_request()
         async with intake.take([], SPEC, other, "messages") as media:
             assert media == []
+        async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, other, "messages") as media:
+            assert len(media) == 1  # what is small needs none
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(intake.take([source_of(b"")], SPEC, other, "messages").__aenter__(), 0.05)
+            await asyncio.wait_for(intake.take([source_of(bytes(400_000))], SPEC, other, "messages").__aenter__(), 0.05)
+
+
+async def test_whoever_fetches_has_no_turn_meanwhile(open_engine: Any, open_intake: Any, admitted: Admitted) -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.set()
+        await go_on.wait()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as host:
+        place = "127.0.0.1:" + str(host.sockets[0].getsockname()[1])
+        allowed = FetchSettings(allowed_media_domains=(place,), allowed_media_networks=("127.0.0.0/8",))
+        intake = open_intake(await open_engine(), fetch=allowed)
+        sources = [MediaSource("image", "p", url=f"http://{place}/silent"), source_of(bytes(400_000))]
+        fetching = asyncio.create_task(intake.take(sources, SPEC, admitted, "messages").__aenter__())
+        await reached.wait()
+        assert not admitted._turns.locked()
+        go_on.set()
+        with pytest.raises(ApiError, match="the host ended the connection"):
+            await fetching
 
 
 @pytest.mark.parametrize(
@@ -173,7 +197,7 @@ async def test_too_many_are_refused_before_anything_is_loaded(
     async def load(*_: object) -> None:
         raise AssertionError("nothing is to be loaded")
 
-    monkeypatch.setattr(MediaLoader, "load", load)
+    monkeypatch.setattr(MediaLoader, "fetch", load)
     intake = open_intake(await open_engine(), limit_mm_per_prompt=MediaCounts(image=1))
     with pytest.raises(ApiError, match="has 2 media of kind image, at most 1 are accepted") as raised:
         await intake.take([source_of(b""), source_of(b"")], SPEC, admitted, "messages").__aenter__()
@@ -244,7 +268,7 @@ async def test_cancelling_at_any_moment_gives_everything_back(
     intake = open_intake(engine)
     blocker = None
     if moment in ("loading", "decoding"):
-        monkeypatch.setattr(MediaLoader, "load" if moment == "loading" else "decode", stay)
+        monkeypatch.setattr(MediaLoader, "fetch" if moment == "loading" else "decode", stay)
     elif moment == "waiting for a slot":
         blocker = await engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
     task = asyncio.create_task(take())

@@ -37,7 +37,8 @@ def test_without_options_the_settings_are_the_defaults() -> None:
 
 def test_every_setting_has_an_option() -> None:
     fields = {field.name for field in dataclasses.fields(FrontendSettings)} - {"media_limits", "fetch"}
-    limits = {field.name for field in dataclasses.fields(MediaLimits)} - {"max_coded_frames", "max_decoded_pixels"}
+    without = {"max_coded_frames", "max_decoded_pixels", "max_video_expansion", "max_image_scans", "max_image_chunks"}
+    limits = {field.name for field in dataclasses.fields(MediaLimits)} - without
     fetch = {field.name for field in dataclasses.fields(FetchSettings)} - {"max_redirects"}
     assert {option.name for option in FRONTEND_OPTIONS} == fields | limits | fetch | {"api_key_file"}
 

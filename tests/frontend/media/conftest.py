@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 Array = np.ndarray[Any, Any]
 
@@ -72,6 +74,50 @@ def recording_of() -> Callable[..., bytes]:
 def clip_of() -> Callable[..., bytes]:
     """``clip_of(levels, "mp4", "libx264", g="10")``: a file; each frame is of a level of grey, its upper left is white."""
     return _clip
+
+
+def _many_scans(count: int, side: int = 3000) -> bytes:
+    """A progressive JPEG whose last scan, 23 bytes that say "nothing changes" of all its blocks, is there so many times."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (100, 150, 200)).save(file, "JPEG", progressive=True, quality=50)
+    data = file.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + count * last + data[-2:]
+
+
+@pytest.fixture(scope="session")
+def many_scans() -> Callable[..., bytes]:
+    """``many_scans(count, side)``: a JPEG that takes 7 ms of a core for each scan, if a side has 3000 pixels."""
+    return functools.cache(_many_scans)
+
+
+def _long_clip(count: int, size: tuple[int, int] = (4096, 2160)) -> bytes:
+    """VP9: a frame, and then one of 125 bytes that says "nothing changes", so many times."""
+    rate = 120
+    options = {"deadline": "realtime", "cpu-used": "8", "lag-in-frames": "0", "auto-alt-ref": "0", "error-resilient": "1"}
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm") as output:
+        stream = output.add_stream("libvpx-vp9", rate=rate, options=options)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, rate)
+        packets = []
+        for number in range(4):  # the second one is larger than those that follow
+            frame = av.VideoFrame.from_ndarray(np.full((size[1] * 3 // 2, size[0]), 128, np.uint8), format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, rate)
+            packets += stream.encode(frame)
+        packets += stream.encode(None)
+        for number in range(count):
+            packet = av.Packet(bytes(packets[-1 if number else 0]))
+            packet.stream, packet.time_base, packet.is_keyframe = stream, Fraction(1, rate), not number
+            packet.pts = packet.dts = number
+            output.mux(packet)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="session")
+def long_clip() -> Callable[..., bytes]:
+    """``long_clip(count, size)``: frames that take 11 ms of a core each, if they have 4096 x 2160 pixels."""
+    return functools.cache(_long_clip)
 
 
 def _peak_nbytes() -> int:

@@ -273,14 +273,6 @@ def test_a_target_of_another_shape_is_the_caller_s_mistake(recording_of: Callabl
         decode_into(data, probe(data, WAVEFORM, LIMITS), np.empty(5, np.float32))
 
 
-def test_it_can_be_cancelled(recording_of: Callable[..., bytes]) -> None:
-    data = recording_of(chirp(RATE), RATE)
-    header = probe(data, WAVEFORM, LIMITS)
-    asked = iter([False, False, True])
-    with pytest.raises(MediaError, match="cancelled"):
-        decode_into(data, header, np.empty(header.shape, np.float32), lambda: next(asked))
-
-
 @pytest.mark.parametrize("form", ["waveform", "log_mel"])
 def test_no_temporary_is_as_large_as_the_recording(recording_of: Callable[..., bytes], form: Any) -> None:
     data = recording_of(np.tile(chirp(RATE), 60), RATE, "flac", "flac")

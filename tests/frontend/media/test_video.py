@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -342,14 +343,6 @@ def test_a_target_of_another_shape_is_the_caller_s_mistake(clip_of: Clip) -> Non
         decode_into(data, prepared(data), np.empty((8, 96, 64, 3), np.uint8))
 
 
-def test_it_can_be_cancelled(clip_of: Clip) -> None:
-    data = clip_of(LEVELS)
-    header = prepared(data)
-    asked = iter([False] * 10 + [True])
-    with pytest.raises(MediaError, match="cancelled"):
-        decode_into(data, header, np.empty(header.shape, np.uint8), lambda: next(asked))
-
-
 def test_a_long_clip_takes_no_more_memory_than_a_short_one(clip_of: Clip, peak_nbytes: Any) -> None:
     data = clip_of(LEVELS * 4, size=(960, 540), codec="mpeg4", g="200", bf="0")
     header = prepared(data, max_pixels=10_000)
@@ -362,3 +355,28 @@ def test_a_long_clip_takes_no_more_memory_than_a_short_one(clip_of: Clip, peak_n
 def test_times_are_fractions_of_the_stream_s_unit(clip_of: Clip) -> None:
     selection = prepared(clip_of(LEVELS, "matroska")).selection
     assert selection.seconds == Fraction(1, 1000)
+
+
+def test_a_clip_that_is_small_in_bytes_and_long_in_work_is_refused_before_it_is_decoded(
+    long_clip: Callable[..., bytes],
+) -> None:
+    data = long_clip(900)
+    assert len(data) < 125_000
+    began_s = time.process_time()
+    with pytest.raises(MediaError, match=r"900 frames of 4096 x 2160 must be decoded.*max_video_expansion"):
+        probe(data, VideoSpec(num_frames=4, max_pixels=10_000), MediaLimits(), MediaIoKwargs())
+    assert time.process_time() - began_s < 1  # decoding takes ten
+
+
+def test_looking_for_the_first_frame_ends() -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm") as output:
+        stream = output.add_stream("libvpx-vp9", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for number in range(650):
+            packet = av.Packet(b"\x82" + b"\xff" * 20)
+            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 25), number, number
+            packet.is_keyframe = True
+            output.mux(packet)
+    with pytest.raises(MediaError, match="none of its first 600 frames can be decoded"):
+        prepared(file.getvalue())

@@ -1,0 +1,409 @@
+"""The processes that decode media, and who may use one when. What runs in them is :mod:`frontend.media.decoder_process`.
+
+Theory of operation. A medium is a job for a decoder, twice: once to find out its size, once to decode it. A decoder takes one
+job at a time and is used again. A job has a budget of processor time: the kernel counts what the decoder uses, this looks at
+that some times a second, and a decoder whose budget is spent is killed. So is one whose caller has gone. Both work whatever a
+decoder is doing. The next job gets a new one, which is a fork of a process that has everything imported.
+
+Who waits for whom. There are so many *places*, one for each process. One of them is kept for small pictures and recordings, so
+that they don't wait for films. They have a small budget there; what needs more was not small, and starts again in line with
+the large ones. A place is free again when its process is idle or dead, not when it was told to die.
+
+Invariant: places that are taken, and those that are free, are as many as there are; a waiter that is cancelled takes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+import msgspec
+
+from frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
+
+__all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatistics", "Outcome", "read_into"]
+
+_SMALL_NBYTES = 256 << 10  # a photograph of a megapixel, or half a minute of speech
+_SMALL_S = 0.5  # of a core; such a picture takes 0.05
+_POLL_S = 0.05  # how often the time is looked at that a decoder has used
+_OFF_THE_LOOP_NBYTES = 1 << 20  # larger copies are made on a thread
+
+_REPLIES = msgspec.msgpack.Decoder(Ready | Reply)
+
+
+class BudgetSpentError(Exception):
+    """A medium took all the processor time that it was given."""
+
+
+class DecoderDiedError(Exception):
+    """A decoder ended by itself: its library crashed, or the kernel ran out of memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderStatistics:
+    """How busy the decoders are.
+
+    Attributes:
+        total: media decoded at a time.
+        free: of these, how many nobody uses.
+        waiting: media that wait for one.
+        waiting_s: how long the first of them has waited.
+    """
+
+    total: int
+    free: int
+    waiting: int
+    waiting_s: float
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        reply: the decoder's.
+        cpu_s: processor time that it took.
+        result: what it wrote; the caller's to close.
+    """
+
+    reply: Reply
+    cpu_s: float
+    result: io.FileIO | None
+
+
+class DecoderPool:
+    """So many decoders; each is started when it is first needed.
+
+    Args:
+        count: of decoders.
+        threads: on which large copies are made.
+    """
+
+    def __init__(self, count: int, threads: Executor) -> None:
+        self._places = _Places(count)
+        self._threads = threads
+        self._idle: list[_Decoder] = []
+        self._closed = False
+
+    async def run(self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float) -> Outcome:
+        """Has a job done.
+
+        Args:
+            job: what is to be done.
+            data: the medium's file.
+            result_nbytes: of memory that the decoder is given to write to.
+            budget_s: of processor time.
+
+        Raises:
+            BudgetSpentError: it took more.
+            DecoderDiedError: it killed its decoder.
+        """
+        spent_s = 0.0
+        if job.kind != "video" and len(data) <= _SMALL_NBYTES:  # the work of a clip has little to do with its size
+            spent_s = min(_SMALL_S, budget_s)
+            with contextlib.suppress(BudgetSpentError):
+                return await self._run_once(job, data, result_nbytes, spent_s, is_small=True)
+        outcome = await self._run_once(job, data, result_nbytes, budget_s - spent_s, is_small=False)
+        outcome.cpu_s += spent_s
+        return outcome
+
+    def statistics(self) -> DecoderStatistics:
+        """Returns how busy the decoders are."""
+        return self._places.statistics()
+
+    def close(self) -> None:
+        """Ends decoders that are idle. One that runs ends with its job."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _run_once(
+        self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float, *, is_small: bool
+    ) -> Outcome:
+        await self._places.take(is_small)
+        give_back = functools.partial(self._places.give_back, is_small)
+        decoder: _Decoder | None = None
+        try:
+            decoder = self._idle_decoder() or await _Decoder.start()
+            outcome = await decoder.run(job, data, result_nbytes, budget_s, self._threads)
+        except BaseException:
+            if decoder is None:
+                give_back()
+            else:
+                decoder.kill(give_back)
+            raise
+        if self._closed:
+            decoder.close()
+        else:
+            self._idle.append(decoder)
+        give_back()
+        return outcome
+
+    def _idle_decoder(self) -> _Decoder | None:
+        while self._idle:
+            decoder = self._idle.pop()
+            if decoder.lives():
+                return decoder
+            decoder.close()
+        return None
+
+
+# -- places -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    is_small: bool
+    since_s: float
+    granted: asyncio.Future[None]
+
+
+class _Places:
+    """Who may use a decoder: in order of arrival, but the last free place is for small media. One place is everybody's."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._count_for_large = max(1, count - 1)
+        self._taken = 0
+        self._taken_by_large = 0
+        self._waiting: list[_Waiter] = []
+
+    async def take(self, is_small: bool) -> None:
+        """Waits for a place."""
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(is_small, loop.time(), loop.create_future())
+        self._waiting.append(waiter)
+        self._grant()
+        try:
+            await waiter.granted
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            else:
+                self.give_back(is_small)
+            raise
+
+    def give_back(self, is_small: bool) -> None:
+        """Lets the next one."""
+        self._taken -= 1
+        self._taken_by_large -= not is_small
+        self._grant()
+
+    def statistics(self) -> DecoderStatistics:
+        """Returns how many are free, and who waits."""
+        waiting_s = asyncio.get_running_loop().time() - self._waiting[0].since_s if self._waiting else 0.0
+        return DecoderStatistics(self._count, self._count - self._taken, len(self._waiting), waiting_s)
+
+    def _grant(self) -> None:
+        left = []
+        for waiter in self._waiting:
+            has_room = self._taken < self._count and (waiter.is_small or self._taken_by_large < self._count_for_large)
+            if has_room and not waiter.granted.cancelled():
+                self._taken += 1
+                self._taken_by_large += not waiter.is_small
+                waiter.granted.set_result(None)
+            else:
+                left.append(waiter)
+        self._waiting = left
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+
+class _Nursery:
+    """The process that forks decoders; started when it is first needed, and again if it has ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self, connection: socket.socket) -> None:
+        """Has a decoder started that talks on this socket. It says when it is ready."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._control is not None
+        socket.send_fds(self._control, [b"\0"], [connection.fileno()])
+
+    def _start(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: nothing is imported from the working directory.
+                [sys.executable, "-P", "-m", "frontend.media.decoder_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # a process with threads can't fork
+            )
+
+
+@functools.cache
+def _nursery() -> _Nursery:
+    """One for this process."""
+    return _Nursery()
+
+
+class _Decoder:
+    """A decoder process, as its user sees it. Its owner closes or kills it."""
+
+    def __init__(self, connection: socket.socket, pid: int, pidfd: int) -> None:
+        self._connection = connection
+        self._pidfd = pidfd
+        self._clock = (~pid << 3) | 2  # the kernel's name for the processor time of a process: clock_getcpuclockid(3)
+
+    @classmethod
+    async def start(cls) -> _Decoder:
+        """Starts a process, and waits until it is ready."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                _nursery().fork(theirs)
+            ours.setblocking(False)
+            ready = await _receive(ours)
+            if ready is None:
+                raise RuntimeError("no decoder could be started; what was written to stderr says why")
+            assert isinstance(ready, Ready), ready
+            return cls(ours, ready.pid, os.pidfd_open(ready.pid))
+        except BaseException:
+            ours.close()  # the process sees that and ends
+            raise
+
+    def lives(self) -> bool:
+        """Whether the process has not ended."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    async def run(self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float, threads: Executor) -> Outcome:
+        """Does a job. If it raises, the decoder is good for nothing more and must be killed.
+
+        Raises:
+            BudgetSpentError: it took longer.
+            DecoderDiedError: it ended.
+        """
+        began_s = self._cpu_s()
+
+        def check_budget() -> None:
+            if self._cpu_s() - began_s > budget_s:
+                raise BudgetSpentError
+
+        result = _memory_file(result_nbytes) if result_nbytes else None
+        try:
+            with _memory_file(len(data)) as file:
+                await _write(data, file, threads)
+                files = [file] if result is None else [file, result]
+                socket.send_fds(self._connection, [msgspec.msgpack.encode(job)], [each.fileno() for each in files])
+            reply = await _receive(self._connection, check_budget)
+            if reply is None:
+                raise DecoderDiedError
+        except BaseException:
+            if result is not None:
+                result.close()
+            raise
+        assert not isinstance(reply, Ready), reply
+        return Outcome(reply, self._cpu_s() - began_s, result)
+
+    def close(self) -> None:
+        """Lets the process end. It must be idle."""
+        self._connection.close()
+        os.close(self._pidfd)
+
+    def kill(self, on_dead: Callable[[], None]) -> None:
+        """Ends the process, and calls back when it is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        loop = asyncio.get_running_loop()
+
+        def died() -> None:
+            loop.remove_reader(self._pidfd)
+            self.close()
+            on_dead()
+
+        loop.add_reader(self._pidfd, died)
+
+    def _cpu_s(self) -> float:
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # it is dead; its socket says so next
+            return 0.0
+
+
+async def _receive(connection: socket.socket, check: Callable[[], None] = lambda: None) -> Reply | Ready | None:
+    """Waits for a message, and calls ``check`` from time to time. Returns None if the other end has closed."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(connection, readable.set)
+    try:
+        while not readable.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await readable.wait()
+            check()
+        message = connection.recv(MAX_MESSAGE_NBYTES)
+    except ConnectionResetError:  # it died with an unread message
+        return None
+    finally:
+        loop.remove_reader(connection)
+    return _REPLIES.decode(message) if message else None
+
+
+# -- memory files ---------------------------------------------------------------------------------------------------------
+
+
+def _memory_file(nbytes: int) -> io.FileIO:
+    file = io.FileIO(os.memfd_create("medium"), "r+")
+    file.truncate(nbytes)
+    return file
+
+
+async def _write(data: bytes, file: io.FileIO, threads: Executor) -> None:
+    if len(data) < _OFF_THE_LOOP_NBYTES:
+        _write_all(file, data)
+    else:
+        await asyncio.get_running_loop().run_in_executor(threads, _write_all, _duplicate(file), data)
+
+
+async def read_into(memory: memoryview, file: io.FileIO, threads: Executor) -> None:
+    """Copies what a decoder wrote, from its beginning.
+
+    If it is cancelled, a thread may still write for some milliseconds, and holds the memory until then.
+
+    Args:
+        memory: bytes, not more than the file has.
+        file: an outcome's result.
+        threads: on which large copies are made.
+    """
+    if len(memory) < _OFF_THE_LOOP_NBYTES:
+        _read_all(file, memory)
+    else:
+        await asyncio.get_running_loop().run_in_executor(threads, _read_all, _duplicate(file), memory)
+
+
+def _duplicate(file: io.FileIO) -> io.FileIO:
+    """For a thread: whoever is cancelled meanwhile closes the original, whose number may then be another file's."""
+    return io.FileIO(os.dup(file.fileno()), "r+")
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _read_all(file: io.FileIO, memory: memoryview) -> None:
+    while memory:
+        memory = memory[file.readinto(memory) :]

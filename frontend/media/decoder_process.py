@@ -1,0 +1,175 @@
+"""``python -m frontend.media.decoder_process``: where media are decoded. :mod:`frontend.media.decoder_pool` starts it.
+
+Why processes: a thread inside of libav, libwebp or libtiff can't be ended, and one packet or one tile can hold minutes of work.
+A process can be killed. It also keeps a crash of those libraries from ending a frontend, what they write to stderr out of its
+log, and the interpreter lock free for its event loop.
+
+This program imports the decoders once and then forks a process for each socket that it is sent, which takes milliseconds where
+importing takes half a second. It has one thread, so that forking is safe. It ends when the control socket is closed, which the
+kernel does for a frontend that is killed; its children are killed when it ends.
+
+A child does one job at a time: a message, with the medium's file in a memory file beside it. Pixels and samples go to a second
+memory file, and never to the slab: a process that outlives its frontend for a moment could write there after the memory was
+given to somebody else.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import logging
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from fractions import Fraction
+from typing import Any, NoReturn, TypeAlias, cast
+
+import av.logging
+import msgspec
+import numpy as np
+
+from frontend.media import audio, image, video
+from frontend.media.errors import MediaError
+from frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Decoded, Failed, Probe, Probed, Ready, Reply
+from frontend.media.options import MediaKind
+from frontend.memory import make_malloc_return_memory
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_MAX_SAID_NBYTES = 64 << 10  # what libraries may write to stderr about one medium; further writing fails
+_MAX_QUOTED = 160  # characters of it that an error quotes
+_OOM_SCORE = 500  # of 1000: when memory runs out, the kernel ends a decoder rather than an engine
+
+
+_Header: TypeAlias = image.PictureHeader | audio.SoundHeader | video.ClipHeader
+_HEADER_TYPES: dict[MediaKind, type[_Header]] = {
+    "image": image.PictureHeader,
+    "audio": audio.SoundHeader,
+    "video": video.ClipHeader,
+}
+
+
+def main() -> None:
+    """Forks a decoder for each socket that arrives on the control socket, whose descriptor is the first argument."""
+    # Whoever ends the frontend's process group does not mean us: we end with the frontend.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries children
+    make_malloc_return_memory()
+    warnings.simplefilter("ignore")  # Pillow's, about callers' pictures: whatever matters, the caller is told
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    av.logging.set_level(None)  # libav would write about every damaged packet
+    gc.freeze()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    own_pid = os.getpid()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            _end_with(own_pid)
+            _serve(socket.socket(fileno=descriptors[0]))
+        os.close(descriptors[0])
+
+
+def _end_with(parent_pid: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before it could be told
+        os._exit(1)
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    """Does jobs until the other end is closed."""
+    said = os.memfd_create("stderr")
+    fcntl.fcntl(said, fcntl.F_SETFL, os.O_APPEND)
+    os.dup2(said, 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_SAID_NBYTES, _MAX_SAID_NBYTES))  # mappings are not subject to it
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(_OOM_SCORE))
+    jobs = msgspec.msgpack.Decoder(Probe | Decode)
+    encode = msgspec.msgpack.Encoder().encode
+    connection.send(encode(Ready(os.getpid())))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_NBYTES, 2)
+        if not message:
+            os._exit(0)
+        os.ftruncate(said, 0)
+        connection.send(encode(_do(jobs.decode(message), descriptors, said)))
+
+
+def _do(job: Probe | Decode, descriptors: list[int], said: int) -> Reply:
+    try:
+        files = list(map(_mapped, descriptors))
+        return _probe(job, files[0]) if isinstance(job, Probe) else _decode(job, files[0], files[1])
+    except MediaError as error:
+        return Failed(str(error) + _quoted(said), expected=True)
+    except Exception:  # noqa: BLE001 - the frontend reports it
+        return Failed(traceback.format_exc(), expected=False)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _mapped(descriptor: int) -> mmap.mmap | bytes:
+    return mmap.mmap(descriptor, 0) if os.fstat(descriptor).st_size else b""
+
+
+def _quoted(said: int) -> str:
+    """The first line that a library wrote to stderr about the medium, such as libtiff's reason."""
+    lines = os.pread(said, _MAX_QUOTED, 0).decode("ascii", "replace").splitlines()
+    line = "".join(filter(str.isprintable, lines[0])).strip() if lines else ""
+    return f" ({line})" if line else ""
+
+
+def _probe(job: Probe, file: mmap.mmap | bytes) -> Probed:
+    spec, limits = job.spec, job.limits
+    data = _data(job, file)
+    header: _Header
+    if job.kind == "image" and spec.picture is not None:
+        header = image.probe(data, limits.picture, spec.picture.max_pixels)
+    elif job.kind == "audio" and spec.sound is not None:
+        header = audio.probe(data, spec.sound, limits)
+    elif job.kind == "video" and spec.video is not None:
+        header = video.probe(data, spec.video, limits, job.io_kwargs)
+    else:
+        raise ValueError(f"a medium of kind {job.kind} was sent that the executor does not take")
+    return Probed(header.shape, msgspec.msgpack.encode(header, enc_hook=str))
+
+
+def _data(job: Probe | Decode, file: mmap.mmap | bytes) -> bytes:
+    """A picture's file is copied, since Pillow would do that twice. Clips are large, and libav reads them as they are."""
+    return bytes(file) if job.kind == "image" else cast("bytes", file)
+
+
+def _decode(job: Decode, file: mmap.mmap | bytes, memory: mmap.mmap | bytes) -> Decoded:
+    data = _data(job, file)
+    header: _Header = msgspec.msgpack.decode(job.header, type=_HEADER_TYPES[job.kind], dec_hook=_fraction)
+    if isinstance(header, image.PictureHeader):
+        image.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory), job.io_kwargs.rgba_background_color)
+        return Decoded(header.height)
+    if isinstance(header, video.ClipHeader):
+        clip = video.decode_into(data, header, np.ndarray(header.shape, np.uint8, memory))
+        return Decoded(len(clip.timestamps_s), clip.duration_s, timestamps_s=clip.timestamps_s)
+    sound = audio.decode_into(data, header, np.ndarray(header.shape, np.float32, memory))
+    return Decoded(sound.length, sound.duration_s, header.sample_rate)
+
+
+def _fraction(wanted: type, text: Any) -> Fraction:
+    """The one type in headers that msgspec does not know; ``str`` wrote it."""
+    assert wanted is Fraction, wanted
+    return Fraction(text)
+
+
+if __name__ == "__main__":
+    main()

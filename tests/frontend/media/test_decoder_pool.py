@@ -1,0 +1,217 @@
+"""Decoders: a budget that ends whatever they do, who waits for whom, and that none is left behind. With real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.inputs import InputSpec, PictureSpec, VideoSpec
+from frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool
+from frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
+from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+
+SPEC = InputSpec(picture=PictureSpec(max_pixels=10_000), video=VideoSpec(num_frames=2, max_pixels=10_000))
+LIMITS = MediaLimits(max_image_scans=1_000_000, max_video_expansion=1e9)
+SMALL_FRAMES = (1024, 540)
+Eventually = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def pool() -> Iterator[DecoderPool]:
+    """Two decoders."""
+    with ThreadPoolExecutor(1) as threads:
+        pool = DecoderPool(2, threads)
+        yield pool
+        pool.close()
+
+
+def probe_of(kind: MediaKind) -> Probe:
+    return Probe(kind, SPEC, LIMITS, MediaIoKwargs())
+
+
+async def decode(pool: DecoderPool, kind: MediaKind, data: bytes, budget_s: float = 60.0) -> tuple[Decoded, float]:
+    """Decodes a medium; returns what became of it, and how much processor time decoding took."""
+    probed = (await pool.run(probe_of(kind), data, 0, 10.0)).reply
+    assert isinstance(probed, Probed), probed
+    outcome = await pool.run(Decode(kind, probed.header, MediaIoKwargs()), data, 100_000, budget_s)
+    assert outcome.result is not None
+    outcome.result.close()
+    assert isinstance(outcome.reply, Decoded), outcome.reply
+    return outcome.reply, outcome.cpu_s
+
+
+def children_of(pid: int | str) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def nursery() -> int:
+    """The process that forks this process' decoders."""
+    [pid] = [
+        child
+        for child in children_of(os.getpid())
+        if b"frontend.media.decoder_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return pid
+
+
+async def test_a_budget_ends_what_no_packet_ends(
+    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
+) -> None:
+    data = many_scans(10_000) + bytes(256 << 10)  # 70 s, in one call of libjpeg
+    probed = (await pool.run(probe_of("image"), data, 0, 10.0)).reply
+    assert isinstance(probed, Probed)
+    before = set(children_of(nursery()))
+    with pytest.raises(BudgetSpentError):
+        await pool.run(Decode("image", probed.header, MediaIoKwargs()), data, 100_000, 0.2)
+    await eventually(lambda: pool.statistics().free == 2)
+    assert len(before - set(children_of(nursery()))) == 1
+    assert (await decode(pool, "image", many_scans(1)))[0].length > 0  # the next one gets another
+
+
+async def test_the_budget_is_processor_time_whoever_else_uses_the_cores(
+    pool: DecoderPool, long_clip: Callable[..., bytes]
+) -> None:
+    data = long_clip(40, SMALL_FRAMES)
+    _, cpu_s = await decode(pool, "video", data)
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        assert (await decode(pool, "video", data, budget_s=4 * cpu_s + 0.2))[0].length == 2
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+async def test_a_small_file_with_much_work_is_decoded_among_the_large_ones(
+    pool: DecoderPool, many_scans: Callable[..., bytes]
+) -> None:
+    data = many_scans(90)
+    assert len(data) < 100_000
+    decoded, cpu_s = await decode(pool, "image", data)
+    assert decoded.length > 0
+    assert cpu_s > 0.5 + 0.3  # what it had taken among the small ones counts as well
+    with pytest.raises(BudgetSpentError):
+        await decode(pool, "image", data, budget_s=0.6)
+
+
+async def test_small_media_do_not_wait_for_large_ones(
+    pool: DecoderPool, many_scans: Callable[..., bytes], long_clip: Callable[..., bytes], eventually: Eventually
+) -> None:
+    clips = [asyncio.create_task(decode(pool, "video", long_clip(5000, SMALL_FRAMES))) for _ in range(5)]
+    await eventually(lambda: pool.statistics().waiting == 4)
+    statistics = pool.statistics()
+    assert (statistics.total, statistics.free) == (2, 1)  # kept for small ones
+    await decode(pool, "image", many_scans(1, 64))
+    assert pool.statistics().waiting == 4
+    assert not any(clip.done() for clip in clips)
+    await eventually(lambda: pool.statistics().waiting_s > 0.1)
+    for clip in clips:
+        clip.cancel()
+    await asyncio.gather(*clips, return_exceptions=True)
+    await eventually(lambda: pool.statistics().free == 2)
+    assert pool.statistics().waiting == 0
+    assert pool.statistics().waiting_s == 0.0
+
+
+async def test_cancelling_at_any_moment_gives_the_place_back(
+    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
+) -> None:
+    data = many_scans(300, 1000)
+    for turn in range(12):
+        jobs = [asyncio.create_task(decode(pool, "image", data)) for _ in range(4)]
+        for _ in range(turn * turn):
+            await asyncio.sleep(0)
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+    await eventually(lambda: pool.statistics().free == 2)
+    assert pool.statistics().waiting == 0
+    await decode(pool, "image", many_scans(1, 64))
+
+
+async def test_a_decoder_that_dies_is_told_from_a_medium_that_is_bad(
+    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
+) -> None:
+    await decode(pool, "image", many_scans(1, 64))
+    await eventually(lambda: len(children_of(nursery())) == 1)  # those of other tests have ended
+    [decoder] = children_of(nursery())
+    decoding = asyncio.create_task(decode(pool, "image", many_scans(10_000)))
+    await eventually(lambda: pool.statistics().free == 1)
+    os.kill(decoder, signal.SIGKILL)  # as a crash, or the kernel that needs memory
+    with pytest.raises(DecoderDiedError):
+        await decoding
+    bad = (await pool.run(probe_of("image"), b"no picture", 0, 10.0)).reply
+    assert isinstance(bad, Failed)
+    assert bad.expected
+    empty = (await pool.run(probe_of("image"), b"", 0, 10.0)).reply
+    assert isinstance(empty, Failed)
+    assert "empty" in empty.text
+
+
+async def test_what_forks_decoders_is_started_again(pool: DecoderPool, many_scans: Callable[..., bytes]) -> None:
+    await decode(pool, "image", many_scans(1, 64))
+    first = nursery()
+    decoders = children_of(first)
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(map(lives, [first, *decoders])):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    await decode(pool, "image", many_scans(1, 64))
+    assert nursery() != first
+
+
+_FRONTEND = """
+import asyncio, base64, sys
+from concurrent.futures import ThreadPoolExecutor
+from engine.inputs import InputSpec, PictureSpec
+from frontend.media.decoder_pool import DecoderPool
+from frontend.media.jobs import Decode, Probe
+from frontend.media.options import MediaIoKwargs, MediaLimits
+async def main():
+    data = base64.b64decode(sys.stdin.readline())
+    pool = DecoderPool(2, ThreadPoolExecutor(1))
+    job = Probe("image", InputSpec(picture=PictureSpec(max_pixels=10_000)), MediaLimits(max_image_scans=10**6), MediaIoKwargs())
+    header = (await pool.run(job, data, 0, 600.0)).reply.header
+    print("decoding", flush=True)
+    await pool.run(Decode("image", header, MediaIoKwargs()), data, 100_000, 600.0)
+asyncio.run(main())
+"""
+
+
+def test_decoders_end_with_a_frontend_that_is_killed(many_scans: Callable[..., bytes]) -> None:
+    frontend = subprocess.Popen([sys.executable, "-c", _FRONTEND], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert frontend.stdin is not None
+    assert frontend.stdout is not None
+    frontend.stdin.write(base64.b64encode(many_scans(20_000)) + b"\n")
+    frontend.stdin.flush()
+    assert frontend.stdout.readline() == b"decoding\n"
+    [forker] = children_of(frontend.pid)
+    processes = [forker, *children_of(forker)]
+    assert len(processes) >= 2
+    frontend.kill()
+    frontend.wait()
+    deadline = time.monotonic() + 10
+    while any(map(lives, processes)):
+        assert time.monotonic() < deadline, "decoders outlive their frontend"
+        time.sleep(0.01)
+    frontend.stdin.close()
+    frontend.stdout.close()
