@@ -200,8 +200,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, refusal: _RefusedHead) -> None:
         """Says what is wrong in OpenAI's envelope, and ends the connection."""
         logger.warning("a bad request of %s was refused: %s", self._peer, refusal)
-        if self._running is None or self._running.response_complete:  # or it would stand within the answer before it
+        running = self._running
+        if running is None or running.response_complete:
             self._send_refusal(refusal)
+        elif running is self.cycle and running.more_body and not running.response_started:  # its own body is bad
+            running.disconnected = True
+            running.message_event.set()
+            self._send_refusal(refusal)
+        # Otherwise it would stand before, or within, the answer to an earlier request.
         self._end()
 
     def _send_refusal(self, refusal: _RefusedHead) -> None:
