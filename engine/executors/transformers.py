@@ -52,7 +52,7 @@ from engine.protocol import (
     SamplingParams,
 )
 
-__all__ = ["TransformersExecutor"]
+__all__ = ["TransformersExecutor", "TransformersOptions"]
 
 logger = logging.getLogger("engine.executors.transformers")
 
@@ -63,7 +63,7 @@ _MAX_ERROR_CHARACTERS = 500  # of what a library says; some print whole tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options(LoadSettings):
+class TransformersOptions(LoadSettings):
     """What ``options`` may hold, beside how the model is loaded.
 
     Attributes:
@@ -346,9 +346,9 @@ def _report(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {text}")
 
 
-def _parse_options(options: Mapping[str, Any]) -> _Options:
-    known = [field.name for field in dataclasses.fields(_Options)]
+def _parse_options(options: Mapping[str, Any]) -> TransformersOptions:
+    known = [field.name for field in dataclasses.fields(TransformersOptions)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(f"the transformers executor has no option {unknown[0]!r}; it knows {', '.join(sorted(known))}")
-    return _Options(**options)
+    return TransformersOptions(**options)
