@@ -42,11 +42,11 @@ def _checked_embeddings(output: StepOutput, reply: EncodeReply, inputs: int | No
     """Embeddings as the protocol has them: float32 of shape (inputs, size), each of them a number."""
     embeddings = reply.embeddings
     if not isinstance(embeddings, torch.Tensor) or not embeddings.is_floating_point():
-        found = embeddings.dtype if isinstance(embeddings, torch.Tensor) else type(embeddings).__name__
-        return TypeError(f"the executor's embeddings are {found}, where a floating point tensor is expected")
+        kind = embeddings.dtype if isinstance(embeddings, torch.Tensor) else type(embeddings).__name__
+        return TypeError(f"the executor's embeddings are {kind}, where a floating point tensor is expected")
     if embeddings.ndim != 2 or (inputs is not None and len(embeddings) != inputs):
-        wanted = "(inputs, size)" if inputs is None else f"({inputs}, size)"
-        return RuntimeError(f"the executor's embeddings have shape {tuple(embeddings.shape)}, where {wanted} is expected")
+        expected = "(inputs, size)" if inputs is None else f"({inputs}, size)"
+        return RuntimeError(f"the executor's embeddings have shape {tuple(embeddings.shape)}, where {expected} is expected")
     if not bool(torch.isfinite(embeddings).all()):
         return RuntimeError("the executor's embeddings are not all finite numbers")
     if not isinstance(reply.prompt_tokens, int) or reply.prompt_tokens < 0:

@@ -408,5 +408,5 @@ def _execute_batch(executor: Executor, batch: list[StepInput]) -> Sequence[StepO
     else:
         if len(outputs) != len(batch):
             return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
-        return [checked(output, one.payload) for output, one in zip(outputs, batch, strict=True)]
-    return [output for one in batch for output in _execute_batch(executor, [one])]
+        return [checked(output, part.payload) for output, part in zip(outputs, batch, strict=True)]
+    return [output for part in batch for output in _execute_batch(executor, [part])]

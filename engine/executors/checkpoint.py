@@ -168,13 +168,13 @@ def _find_eos(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset([tokens] if isinstance(tokens, int) else tokens)
 
 
-def _choose_max_model_len(name: str, config: Any, wanted: int | None) -> int:
+def _choose_max_model_len(name: str, config: Any, max_model_len: int | None) -> int:
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is None:
-        return wanted or _DEFAULT_MAX_MODEL_LEN
-    if wanted is not None and wanted > limit:
-        raise ValueError(f"max_model_len {wanted} is more than the {limit} tokens that model {name!r} was made for")
-    return wanted or limit
+        return max_model_len or _DEFAULT_MAX_MODEL_LEN
+    if max_model_len is not None and max_model_len > limit:
+        raise ValueError(f"max_model_len {max_model_len} is more than the {limit} tokens that model {name!r} was made for")
+    return max_model_len or limit
 
 
 def _first_line(error: Exception) -> str:

@@ -42,10 +42,10 @@ class StopTexts:
             pushed.
         """
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
             self._held = ""
-            _, start = min(found)  # the first that is complete, however the text is cut into pieces
+            _, start = min(matches)  # the first that is complete, however the text is cut into pieces
             return text[:start], True
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]

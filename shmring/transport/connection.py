@@ -99,8 +99,6 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         self._deaf = False  # nothing is delivered any more
         self._closing = False
         self.lost = False
-        self.frames_sent = 0
-        self.frames_received = 0
 
     # -- asyncio's side --------------------------------------------------------------------------------------------
 
@@ -118,7 +116,6 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
             self._polling.extend()
         try:
             for frame in self._frames.feed(data):
-                self.frames_received += 1
                 self._owner.message_received(self._decode(frame))
                 if self._deaf:
                     return
@@ -170,7 +167,6 @@ class Connection(asyncio.Protocol, Generic[_Incoming]):
         outgoing = self._outgoing
         leaves = at_once or not (self._sent_at_once or self._crowded or outgoing)
         append_frame(outgoing, message, encode_message_into, self._max_frame_nbytes)
-        self.frames_sent += 1
         if self._polling is not None:
             self._polling.extend()
         if leaves:

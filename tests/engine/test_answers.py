@@ -43,7 +43,7 @@ def test_embeddings_become_float32_and_the_rest_stays(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(
-    ("reply", "payload", "told"),
+    ("reply", "payload", "message"),
     [
         (EncodeReply(torch.tensor([[1.0, float("nan")]] * 2)), ENCODE, "finite"),
         (EncodeReply(torch.tensor([[1.0, float("inf")]] * 2)), ENCODE, "finite"),
@@ -59,11 +59,11 @@ def test_embeddings_become_float32_and_the_rest_stays(dtype: torch.dtype) -> Non
         ("text", GENERATE, "str"),
     ],
 )
-def test_what_is_wrong_fails_its_request_and_says_why(reply: Any, payload: Any, told: str) -> None:
+def test_what_is_wrong_fails_its_request_and_says_why(reply: Any, payload: Any, message: str) -> None:
     error = checked(StepOutput(reply), payload)
     assert isinstance(error, Exception)
     assert not isinstance(error, ValueError), "it would be said to be the caller's fault"
-    with pytest.raises(type(error), match=told):
+    with pytest.raises(type(error), match=message):
         raise error
 
 

@@ -139,11 +139,11 @@ async def test_a_timeout_travels_as_a_deadline_and_the_request_of_the_caller_is_
 
 
 async def test_an_engine_is_asked_what_it_is_once_in_its_life(serve: Any, socket_dir: Any, eventually: Any) -> None:
-    asked: list[str] = []
+    models: list[str] = []
 
     def calls(model: str) -> Any:
         async def describe() -> ModelDescription:
-            asked.append(model)
+            models.append(model)
             return ModelDescription("test", model, ["encode"], InputSpec(), 8)
 
         return {"describe": describe}
@@ -156,4 +156,4 @@ async def test_an_engine_is_asked_what_it_is_once_in_its_life(serve: Any, socket
         await serve(name="engine", calls=calls("second"))
         await client.ring.wait_connected(timeout=5)
         assert (await client.describe()).model == "second"
-    assert asked == ["first", "second"]
+    assert models == ["first", "second"]

@@ -69,19 +69,19 @@ class CallbackExecutor:
         raise AssertionError("called from afar")
 
 
-def mean(one: StepInput) -> StepOutput:
-    assert isinstance(one.payload, EncodeRequest)
-    means = [item.pixels.float().mean().reshape(1) for item in one.payload.inputs if isinstance(item, Picture)]
+def mean(part: StepInput) -> StepOutput:
+    assert isinstance(part.payload, EncodeRequest)
+    means = [item.pixels.float().mean().reshape(1) for item in part.payload.inputs if isinstance(item, Picture)]
     return StepOutput(EncodeReply(torch.stack(means)))
 
 
 def means(batch: Sequence[StepInput]) -> list[Output]:
-    return [mean(one) for one in batch]
+    return [mean(part) for part in batch]
 
 
-def value_of(one: StepInput) -> int:
-    assert isinstance(one.payload, EncodeRequest)
-    [picture] = one.payload.inputs
+def value_of(part: StepInput) -> int:
+    assert isinstance(part.payload, EncodeRequest)
+    [picture] = part.payload.inputs
     assert isinstance(picture, Picture)
     return int(picture.pixels[0])
 
@@ -103,15 +103,15 @@ class Counting:
         self.batches: list[list[int]] = []
 
     def __call__(self, batch: Sequence[StepInput]) -> list[Output]:
-        self.batches.append([one.request_id for one in batch])
-        return [self.advance(one) for one in batch]
+        self.batches.append([part.request_id for part in batch])
+        return [self.advance(part) for part in batch]
 
-    def advance(self, one: StepInput) -> StepOutput:
-        if isinstance(one.payload, EncodeRequest):
-            return mean(one)
-        if one.payload is not None:
-            self.sent[one.request_id] = [0, one.payload.sampling.max_tokens or 1]
-        progress = self.sent[one.request_id]
+    def advance(self, part: StepInput) -> StepOutput:
+        if isinstance(part.payload, EncodeRequest):
+            return mean(part)
+        if part.payload is not None:
+            self.sent[part.request_id] = [0, part.payload.sampling.max_tokens or 1]
+        progress = self.sent[part.request_id]
         progress[0] += 1
         finished = progress[0] == progress[1]
         reply = GenerateReply(f"{progress[0]} ", [progress[0]], 1, progress[0], "length" if finished else None)
@@ -173,7 +173,7 @@ class Gate:
         self.seen: list[int] = []
 
     def __call__(self, batch: Sequence[StepInput]) -> Sequence[Output]:
-        self.seen += [value_of(one) for one in batch if isinstance(one.payload, EncodeRequest)]
+        self.seen += [value_of(part) for part in batch if isinstance(part.payload, EncodeRequest)]
         assert self._open.acquire(timeout=10)
         return self._compute(batch)
 
@@ -300,7 +300,7 @@ async def test_streams_and_embeddings_share_steps(socket_dir: Path) -> None:
 
 async def test_a_request_that_the_executor_refuses_fails_alone(socket_dir: Path) -> None:
     def compute(batch: Sequence[StepInput]) -> list[Output]:
-        return [mean(one) if one.payload.inputs else ValueError("no picture") for one in batch]  # type: ignore[union-attr]
+        return [mean(part) if part.payload.inputs else ValueError("no picture") for part in batch]  # type: ignore[union-attr]
 
     async with engine_and_client(compute, socket_dir) as (core, client):
         good, bad = await asyncio.gather(
@@ -314,7 +314,7 @@ async def test_a_request_that_the_executor_refuses_fails_alone(socket_dir: Path)
 
 async def test_of_a_step_that_raises_only_the_requests_at_fault_fail(socket_dir: Path) -> None:
     def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
-        if any(value_of(one) == 13 for one in batch):
+        if any(value_of(part) == 13 for part in batch):
             raise RuntimeError("unlucky")
         return means(batch)
 
@@ -522,7 +522,7 @@ async def test_the_deadline_of_an_answer_that_waits_for_its_reader_ends_it_and_f
     socket_dir: Path,
 ) -> None:
     def compute(batch: Sequence[StepInput]) -> list[Output]:
-        return [StepOutput(EncodeReply(torch.full((1, 10_000), float(value_of(one))))) for one in batch]
+        return [StepOutput(EncodeReply(torch.full((1, 10_000), float(value_of(part))))) for part in batch]
 
     async with engine_and_client(compute, socket_dir, options={"reply_nbytes": 65536}) as (core, client):
         held = await client.ring.request(request_of(1))  # a view of the reply reserve, which has no room for two

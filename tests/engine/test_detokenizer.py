@@ -73,10 +73,10 @@ def whole(tokenizer: Any, tokens: list[int]) -> str:
 def test_characters_come_whole(byte_tokenizer: Any) -> None:
     tokens = byte_tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(tokens) > len(TEXT)
-    given = pieces(byte_tokenizer, tokens)
-    assert "".join(given) == TEXT
-    assert "\ufffd" not in "".join(given)
-    assert given[-1] == ""
+    texts = pieces(byte_tokenizer, tokens)
+    assert "".join(texts) == TEXT
+    assert "\ufffd" not in "".join(texts)
+    assert texts[-1] == ""
 
 
 def test_text_is_given_as_soon_as_it_is_complete(byte_tokenizer: Any) -> None:
@@ -101,9 +101,9 @@ def test_bytes_that_are_no_characters_spoil_nothing_that_follows(word_tokenizer:
 
 def test_an_answer_that_ends_within_a_character_says_so_at_the_end(byte_tokenizer: Any) -> None:
     tokens = byte_tokenizer.encode("ok 🙂", add_special_tokens=False)[:-1]
-    given = pieces(byte_tokenizer, tokens)
-    assert "\ufffd" not in "".join(given[:-1])
-    assert given[-1] == "\ufffd"
+    texts = pieces(byte_tokenizer, tokens)
+    assert "\ufffd" not in "".join(texts[:-1])
+    assert texts[-1] == "\ufffd"
 
 
 @pytest.mark.parametrize("repeats", [1, 20])
@@ -122,9 +122,9 @@ def test_a_special_token_at_the_beginning_costs_no_space(word_tokenizer: Any) ->
 
 def test_characters_spelled_in_bytes_come_whole(word_tokenizer: Any) -> None:
     tokens = [word_tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "é🙂日".encode()]
-    given = pieces(word_tokenizer, tokens)
-    assert "".join(given) == "é🙂日"
-    assert "\ufffd" not in "".join(given)
+    texts = pieces(word_tokenizer, tokens)
+    assert "".join(texts) == "é🙂日"
+    assert "\ufffd" not in "".join(texts)
 
 
 def test_long_answers_are_not_decoded_all_over_again(byte_tokenizer: Any) -> None:
@@ -143,6 +143,6 @@ def test_long_answers_are_not_decoded_all_over_again(byte_tokenizer: Any) -> Non
 
 def test_noise_that_is_no_text_is_let_go_some_time(byte_tokenizer: Any) -> None:
     byte = byte_tokenizer.encode("é", add_special_tokens=False)[-1]
-    given = pieces(byte_tokenizer, [byte] * 600)
-    assert any(given[:300])
-    assert set("".join(given)) == {"\ufffd"}
+    texts = pieces(byte_tokenizer, [byte] * 600)
+    assert any(texts[:300])
+    assert set("".join(texts)) == {"\ufffd"}

@@ -77,10 +77,10 @@ class Reference:
         self.processor = loader.from_pretrained(path, local_files_only=True)
         self.model = factory.from_pretrained(path, local_files_only=True).eval()
 
-    def prompt(self, one: Text | Picture | Video) -> Any:
-        if isinstance(one, Text):
-            return getattr(self.processor, "tokenizer", self.processor)(one.text, return_tensors="pt")
-        part = {"type": "image", "image": one.pixels} if isinstance(one, Picture) else {"type": "video", "video": one.frames}
+    def prompt(self, item: Text | Picture | Video) -> Any:
+        if isinstance(item, Text):
+            return getattr(self.processor, "tokenizer", self.processor)(item.text, return_tensors="pt")
+        part = {"type": "image", "image": item.pixels} if isinstance(item, Picture) else {"type": "video", "video": item.frames}
         return self.processor.apply_chat_template(
             [{"role": "user", "content": [part]}],
             tokenize=True,
@@ -92,10 +92,10 @@ class Reference:
             },
         )
 
-    def states(self, one: Text | Picture | Video) -> torch.Tensor:
+    def states(self, item: Text | Picture | Video) -> torch.Tensor:
         """Returns the last hidden states: shape (tokens, hidden size)."""
         with torch.inference_mode():
-            states: torch.Tensor = self.model(**self.prompt(one), output_hidden_states=True, use_cache=False).hidden_states[-1]
+            states: torch.Tensor = self.model(**self.prompt(item), output_hidden_states=True, use_cache=False).hidden_states[-1]
         return states[0].clone()
 
 
@@ -139,7 +139,7 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(
         inputs.append(clip())
     reply = encode(executor, *inputs)
     reference = Reference(tiny_model(architecture))
-    states = [reference.states(one) for one in inputs]
+    states = [reference.states(item) for item in inputs]
     expected = torch.stack([unit(each[-1] if pooling == "last" else each.mean(dim=0)) for each in states])
     assert reply.embeddings.dtype == torch.float32
     torch.testing.assert_close(reply.embeddings, expected, rtol=1e-5, atol=1e-6)
@@ -227,9 +227,9 @@ def test_a_step_embeds_one_input_and_requests_take_turns(
     embedder: Any = executor._embedder
     embed = embedder.embed
 
-    def note(one: Text) -> Any:
-        order.append(one.text)
-        return embed(one)
+    def note(item: Text) -> Any:
+        order.append(item.text)
+        return embed(item)
 
     monkeypatch.setattr(embedder, "embed", note)
     got: dict[int, torch.Tensor] = {}
@@ -265,7 +265,7 @@ def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: Transfor
 
 
 @pytest.mark.parametrize(
-    ("one", "message"),
+    ("item", "message"),
     [
         (Text(""), "can't be empty"),
         (Text("Hi " * 600), r"the prompt has \d{3,4} tokens, media included; the model takes 512"),
@@ -275,8 +275,8 @@ def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: Transfor
         (Waveform(torch.zeros(99), 16_000), "takes no waveform"),
     ],
 )
-def test_an_input_at_fault_fails_its_request_alone(executor: TransformersExecutor, one: Any, message: str) -> None:
-    requests = {1: EncodeRequest([Text("a")]), 2: EncodeRequest([Text("b"), one]), 3: EncodeRequest([Text("c")])}
+def test_an_input_at_fault_fails_its_request_alone(executor: TransformersExecutor, item: Any, message: str) -> None:
+    requests = {1: EncodeRequest([Text("a")]), 2: EncodeRequest([Text("b"), item]), 3: EncodeRequest([Text("c")])}
     outputs: dict[int, Any] = {}
     while len(outputs) < len(requests):
         batch = [StepInput(number, request) for number, request in requests.items() if number not in outputs]
@@ -406,7 +406,7 @@ async def test_an_answer_streams_while_many_pictures_are_embedded(
 ) -> None:
     pictures = [noise(140, 150, seed) for seed in range(MANY)]
     expected = torch.cat([encode(executor, picture).embeddings for picture in pictures])
-    asked = question(noise(140, 150, 99), 20)
+    chat = question(noise(140, 150, 99), 20)
     embedded: list[int] = []
     pieces: list[tuple[str, int]] = []  # and how many embeddings there were then
 
@@ -418,11 +418,11 @@ async def test_an_answer_streams_while_many_pictures_are_embedded(
             return embeddings
 
         async def listen() -> None:
-            async for output in client.generate(asked):
+            async for output in client.generate(chat):
                 note = (output.text, len(embedded))
                 pieces.append(note)
 
-        alone = "".join([output.text async for output in client.generate(asked)])
+        alone = "".join([output.text async for output in client.generate(chat)])
         tasks: list[asyncio.Task[Any]] = []
         if answer_first:
             tasks.append(asyncio.create_task(listen()))

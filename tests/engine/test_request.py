@@ -34,7 +34,7 @@ async def ring(serve: Any) -> shmring.Ring:
     return ring
 
 
-class Asked:
+class Exchange:
     """A claimed request, and what its frontend has got of it."""
 
     request: EngineRequest
@@ -52,19 +52,19 @@ class Asked:
 @pytest.fixture
 async def ask(ring: shmring.Ring, connect: Any) -> AsyncIterator[Any]:
     """``await ask(payload)``: a claimed request, and whoever reads its replies."""
-    asked: list[Asked] = []
+    exchanges: list[Exchange] = []
 
-    async def ask_one(payload: Any = None, reply_type: Any = EncodeReply) -> Asked:
-        one = Asked(await connect())
-        one.task = asyncio.create_task(one.read(payload or EncodeRequest([PICTURE]), reply_type))
-        one.request = EngineRequest(1, await ring.claim())
-        asked.append(one)
-        return one
+    async def ask_one(payload: Any = None, reply_type: Any = EncodeReply) -> Exchange:
+        exchange = Exchange(await connect())
+        exchange.task = asyncio.create_task(exchange.read(payload or EncodeRequest([PICTURE]), reply_type))
+        exchange.request = EngineRequest(1, await ring.claim())
+        exchanges.append(exchange)
+        return exchange
 
     yield ask_one
-    for one in asked:
-        one.task.cancel()
-        await asyncio.wait([one.task])
+    for exchange in exchanges:
+        exchange.task.cancel()
+        await asyncio.wait([exchange.task])
 
 
 def occupy_the_reply_reserve(ring: shmring.Ring, client_id: int) -> Any:
@@ -83,60 +83,60 @@ async def test_it_knows_its_payload_and_its_size(ask: Any) -> None:
 
 
 async def test_a_finished_one_releases_its_slot_and_is_answered(ring: shmring.Ring, ask: Any) -> None:
-    asked = await ask()
-    assert asked.request.deliver(REPLY, finished=True) is None
-    assert asked.request.over
+    exchange = await ask()
+    assert exchange.request.deliver(REPLY, finished=True) is None
+    assert exchange.request.over
     assert ring.statistics().slots_in_use == 0
-    await asked.task
-    assert torch.equal(asked.replies[0].embeddings, REPLY.embeddings)
+    await exchange.task
+    assert torch.equal(exchange.replies[0].embeddings, REPLY.embeddings)
 
 
 async def test_an_error_is_told(ask: Any) -> None:
-    asked = await ask()
-    asked.request.fail(ValueError("no good"))
+    exchange = await ask()
+    exchange.request.fail(ValueError("no good"))
     with pytest.raises(shmring.RemoteError, match="ValueError: no good"):
-        await asked.task
+        await exchange.task
 
 
 async def test_the_end_of_its_time_is_told_as_a_timeout(ring: shmring.Ring, ask: Any) -> None:
-    asked = await ask()
-    asked.request.time_out()
+    exchange = await ask()
+    exchange.request.time_out()
     with pytest.raises(TimeoutError, match="deadline"):
-        await asked.task
+        await exchange.task
     assert ring.statistics().slots_in_use == 0
 
 
 async def test_an_aborted_one_is_released_in_silence(ring: shmring.Ring, ask: Any, eventually: Any) -> None:
-    asked = await ask()
-    asked.task.cancel()
-    await eventually(lambda: asked.request.claim.aborted)
+    exchange = await ask()
+    exchange.task.cancel()
+    await eventually(lambda: exchange.request.claim.aborted)
     assert ring.statistics().slots_claimed == 1
-    assert asked.request.deliver(REPLY, finished=True) is None
-    asked.request.leave()
+    assert exchange.request.deliver(REPLY, finished=True) is None
+    exchange.request.leave()
     assert ring.statistics().slots_in_use == 0
     assert ring.statistics().replies == 0
 
 
 async def test_what_can_not_be_sent_now_is_sent_later_without_its_slot(ring: shmring.Ring, ask: Any) -> None:
-    asked = await ask()
-    free = occupy_the_reply_reserve(ring, asked.request.client_id)
-    asked.request.claim.release()
-    flushing = asked.request.deliver(LARGE_REPLY, finished=True)
+    exchange = await ask()
+    free = occupy_the_reply_reserve(ring, exchange.request.client_id)
+    exchange.request.claim.release()
+    flushing = exchange.request.deliver(LARGE_REPLY, finished=True)
     assert flushing is not None
     await asyncio.sleep(0)
     assert not flushing.done()
     assert ring.statistics().slots_in_use == 0, "it must not wait with its slot"
     free()
     await flushing
-    await asked.task
-    assert torch.equal(asked.replies[0].embeddings, LARGE_REPLY.embeddings)
+    await exchange.task
+    assert torch.equal(exchange.replies[0].embeddings, LARGE_REPLY.embeddings)
 
 
 async def test_a_reply_that_never_fits_fails_the_request(ask: Any) -> None:
-    asked = await ask()
-    assert asked.request.deliver(EncodeReply(torch.ones(1, 100_000)), finished=True) is None
+    exchange = await ask()
+    assert exchange.request.deliver(EncodeReply(torch.ones(1, 100_000)), finished=True) is None
     with pytest.raises(shmring.RemoteError, match="CapacityError"):
-        await asked.task
+        await exchange.task
 
 
 def piece(number: int, reason: Any = None) -> GenerateReply:
@@ -148,9 +148,9 @@ async def test_pieces_for_a_slow_reader_become_one_in_order(
     ring: shmring.Ring, ask: Any, monkeypatch: pytest.MonkeyPatch, finished_while_sending: bool
 ) -> None:
     """Its connection takes nothing for a while; then what has been kept goes as one piece, behind what was being sent."""
-    asked = await ask(GenerateRequest([]), GenerateReply)
+    exchange = await ask(GenerateRequest([]), GenerateReply)
     may_send = asyncio.Event()
-    real_reply = asked.request.claim.reply
+    real_reply = exchange.request.claim.reply
 
     async def slow_reply(claim: Any, payload: Any) -> None:
         await may_send.wait()
@@ -162,70 +162,70 @@ async def test_pieces_for_a_slow_reader_become_one_in_order(
     with monkeypatch.context() as patched:
         patched.setattr(shmring.Claim, "reply", slow_reply)
         patched.setattr(shmring.Claim, "reply_nowait", blocked)
-        flushing = asked.request.deliver(piece(1), finished=False)
+        flushing = exchange.request.deliver(piece(1), finished=False)
         assert flushing is not None
         await asyncio.sleep(0)
         for number in (2, 3, 4):
-            assert asked.request.deliver(piece(number), finished=False) is None, "somebody is sending already"
+            assert exchange.request.deliver(piece(number), finished=False) is None, "somebody is sending already"
         if finished_while_sending:
-            asked.request.deliver(piece(5, "length"), finished=True)
+            exchange.request.deliver(piece(5, "length"), finished=True)
         may_send.set()
         await flushing
     if not finished_while_sending:
-        assert not asked.request.over
-        assert asked.request.deliver(piece(5, "length"), finished=True) is None
-    await asked.task
-    assert "".join(reply.text for reply in asked.replies) == "1 2 3 4 5 "
-    assert [token for reply in asked.replies for token in reply.token_ids] == [1, 2, 3, 4, 5]
-    assert len(asked.replies) == (2 if finished_while_sending else 3)
-    assert (asked.replies[-1].finish_reason, asked.replies[-1].completion_tokens) == ("length", 5)
+        assert not exchange.request.over
+        assert exchange.request.deliver(piece(5, "length"), finished=True) is None
+    await exchange.task
+    assert "".join(reply.text for reply in exchange.replies) == "1 2 3 4 5 "
+    assert [token for reply in exchange.replies for token in reply.token_ids] == [1, 2, 3, 4, 5]
+    assert len(exchange.replies) == (2 if finished_while_sending else 3)
+    assert (exchange.replies[-1].finish_reason, exchange.replies[-1].completion_tokens) == ("length", 5)
 
 
 async def test_a_request_that_is_aborted_while_its_pieces_are_kept_lets_go_of_them(
     ring: shmring.Ring, ask: Any, eventually: Any
 ) -> None:
-    asked = await ask()
-    free = occupy_the_reply_reserve(ring, asked.request.client_id)
-    flushing = asked.request.deliver(LARGE_REPLY, finished=True)
+    exchange = await ask()
+    free = occupy_the_reply_reserve(ring, exchange.request.client_id)
+    flushing = exchange.request.deliver(LARGE_REPLY, finished=True)
     assert flushing is not None
-    asked.task.cancel()
+    exchange.task.cancel()
     await flushing
-    assert asked.request.claim.aborted
-    asked.request.leave()
+    assert exchange.request.claim.aborted
+    exchange.request.leave()
     free()
     await eventually(lambda: ring.statistics().slots_in_use == 0)
 
 
 async def test_pieces_are_joined_up_to_what_a_message_can_hold(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = await ask(GenerateRequest([]), GenerateReply)
+    exchange = await ask(GenerateRequest([]), GenerateReply)
 
     def blocked(claim: Any, payload: Any) -> None:
         raise shmring.WouldBlock("it reads slowly")
 
     with monkeypatch.context() as patched:
         patched.setattr(shmring.Claim, "reply_nowait", blocked)
-        flushing = asked.request.deliver(piece(0), finished=False)
+        flushing = exchange.request.deliver(piece(0), finished=False)
         for number in range(1, 10_000):
-            asked.request.deliver(piece(number), finished=False)
-        asked.request.deliver(piece(10_000, "stop"), finished=True)
+            exchange.request.deliver(piece(number), finished=False)
+        exchange.request.deliver(piece(10_000, "stop"), finished=True)
         await flushing
-    await asked.task
-    assert 5 < len(asked.replies) < 50
-    assert "".join(reply.text for reply in asked.replies) == "".join(f"{number} " for number in range(10_001))
+    await exchange.task
+    assert 5 < len(exchange.replies) < 50
+    assert "".join(reply.text for reply in exchange.replies) == "".join(f"{number} " for number in range(10_001))
 
 
 async def test_one_that_ends_while_its_reply_waits_leaves_the_line(ring: shmring.Ring, ask: Any) -> None:
-    asked = await ask()
-    free = occupy_the_reply_reserve(ring, asked.request.client_id)
-    flushing = asked.request.deliver(LARGE_REPLY, finished=True)
+    exchange = await ask()
+    free = occupy_the_reply_reserve(ring, exchange.request.client_id)
+    flushing = exchange.request.deliver(LARGE_REPLY, finished=True)
     await asyncio.sleep(0)
     assert ring.statistics().replies_waiting == 1
-    asked.request.time_out()
+    exchange.request.time_out()
     with pytest.raises(asyncio.CancelledError):
         await flushing
     assert ring.statistics().replies_waiting == 0
     with pytest.raises(TimeoutError):
-        await asked.task
+        await exchange.task
     free()
 
 

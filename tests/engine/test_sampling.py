@@ -93,11 +93,11 @@ def test_requests_do_not_take_numbers_from_each_other_or_from_torch() -> None:
     alone = draw(30, temperature=1.0, seed=4)
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    one, other = (Sampler(SamplingParams(temperature=1.0, seed=seed)) for seed in (4, 5))
+    sampler, other = (Sampler(SamplingParams(temperature=1.0, seed=seed)) for seed in (4, 5))
     beside = []
     for _ in range(30):
         other.choose(LOGITS)
-        beside.append(one.choose(LOGITS))
+        beside.append(sampler.choose(LOGITS))
     assert beside == alone
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -105,7 +105,7 @@ def test_a_priority_that_nobody_waits_with_costs_nothing() -> None:
     assert scheduler.waiting == 0
     assert scheduler._lines == {}
     scheduler.add(Request(priority=7))
-    assert [one.priority for one in scheduler.withdraw_all()] == [7]
+    assert [other.priority for other in scheduler.withdraw_all()] == [7]
     assert scheduler._lines == {}
 
 
@@ -147,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.leave_line(request)
 
     def leave_line(self, request: Request) -> None:
-        others = [one for one in self.waiting if (one.client_id, one.priority) == (request.client_id, request.priority)]
+        others = [other for other in self.waiting if (other.client_id, other.priority) == (request.client_id, request.priority)]
         if not others:
             self.turns[request.priority].remove(request.client_id)
 
@@ -159,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority = min(request.priority for request in self.waiting)
             client_id = self.turns[priority].pop(0)
             self.turns[priority].append(client_id)
-            request = next(one for one in self.waiting if (one.priority, one.client_id) == (priority, client_id))
+            request = next(other for other in self.waiting if (other.priority, other.client_id) == (priority, client_id))
             self.waiting.remove(request)
             self.leave_line(request)
             self.running.append(request)

@@ -36,11 +36,11 @@ def picture(value: int) -> Picture:
     return Picture(pixels, checksum_of(pixels))
 
 
-def answer(one: SyntheticExecutor, request: GenerateRequest, number: int = 1) -> list[GenerateReply]:
+def answer(synthetic: SyntheticExecutor, request: GenerateRequest, number: int = 1) -> list[GenerateReply]:
     replies: list[GenerateReply] = []
     payload: GenerateRequest | None = request
     while True:
-        [output] = one.execute([StepInput(number, payload)])
+        [output] = synthetic.execute([StepInput(number, payload)])
         assert not isinstance(output, Exception)
         assert isinstance(output.reply, GenerateReply)
         assert not output.keep_inputs
@@ -76,10 +76,10 @@ def test_an_answer_ends_at_a_stop_text(stop: list[str], text: str | None, reason
 
 @pytest.mark.parametrize("max_tokens", [0, -1])
 def test_an_answer_has_a_token_at_least(max_tokens: int) -> None:
-    one = executor()
-    [output] = one.execute([StepInput(1, GenerateRequest([], [], SamplingParams(max_tokens=max_tokens)))])
+    synthetic = executor()
+    [output] = synthetic.execute([StepInput(1, GenerateRequest([], [], SamplingParams(max_tokens=max_tokens)))])
     assert isinstance(output, ValueError)
-    assert one._answers == {}
+    assert synthetic._answers == {}
 
 
 def test_prompt_and_answer_are_bounded_as_a_models_are() -> None:
@@ -93,23 +93,23 @@ def test_prompt_and_answer_are_bounded_as_a_models_are() -> None:
 
 
 def test_several_answers_are_told_apart_and_forgotten() -> None:
-    one = executor()
+    synthetic = executor()
     batch = [StepInput(number, GenerateRequest([], [], SamplingParams(max_tokens=number))) for number in (1, 2, 3)]
-    assert [output.finished for output in one.execute(batch)] == [True, False, False]  # type: ignore[union-attr]
-    one.forget(1)
-    outputs = one.execute([StepInput(3, None), StepInput(2, None)])
+    assert [output.finished for output in synthetic.execute(batch)] == [True, False, False]  # type: ignore[union-attr]
+    synthetic.forget(1)
+    outputs = synthetic.execute([StepInput(3, None), StepInput(2, None)])
     assert [output.reply.text for output in outputs] == [" token2", " token2"]  # type: ignore[union-attr]
     for number in (2, 3, 99):
-        one.forget(number)
-    assert one._answers == {}
+        synthetic.forget(number)
+    assert synthetic._answers == {}
 
 
 def test_steps_and_new_items_take_their_time() -> None:
-    one = executor(step_s=0.02, item_s=0.03)
+    synthetic = executor(step_s=0.02, item_s=0.03)
     started = time.monotonic()
-    one.execute([StepInput(1, GenerateRequest([], [picture(1), picture(2)]))])
+    synthetic.execute([StepInput(1, GenerateRequest([], [picture(1), picture(2)]))])
     first_s = time.monotonic() - started
-    one.execute([StepInput(1, None)])
+    synthetic.execute([StepInput(1, None)])
     second_s = time.monotonic() - started - first_s
     assert first_s >= 0.08
     assert second_s >= 0.02

@@ -169,8 +169,8 @@ def executor(load: Callable[..., TransformersExecutor]) -> TransformersExecutor:
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Callable[..., Path]) -> Callable[[str], Reference]:
-    made: dict[str, Reference] = {}
-    return lambda architecture: made.setdefault(architecture, Reference(tiny_model(architecture)))
+    references: dict[str, Reference] = {}
+    return lambda architecture: references.setdefault(architecture, Reference(tiny_model(architecture)))
 
 
 @pytest.fixture(autouse=True)
@@ -331,7 +331,7 @@ def test_seeded_requests_get_the_same_bits_whatever_runs_beside_them(
     expected = tokens_of(answer(executor, seeded))
     decode = executor._model.decode
     # As if batches rounded very badly.
-    monkeypatch.setattr(executor._model, "decode", lambda *given: (decode(*given) * 4).round() / 4)
+    monkeypatch.setattr(executor._model, "decode", lambda *arguments: (decode(*arguments) * 4).round() / 4)
     beside = {number: ask("Something else " * number, temperature=1.0, ignore_eos=True) for number in range(2, 6)}
     assert tokens_of(run(executor, {1: seeded, **beside})[1]) == expected
     assert (
@@ -731,7 +731,7 @@ def test_loading_a_directory_looks_at_nothing_else(tiny_model: Callable[..., Pat
 
 def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'shmring[transformers]'")):
+    with pytest.raises(ImportError, match=re.escape("pip install -e '.[transformers]'")):
         create_executor("transformers", ExecutorOptions(model="some/model"))
 
 
