@@ -32,11 +32,20 @@ BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 
+_MAX_WORKERS = 8  # with a GB for each of them and the processes that it starts
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "both_loops: run each asynchronous test on plain asyncio and on uvloop")
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """``-n auto``: a worker for each core that this process may use, and no more than have memory for torch."""
+    return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,6 +93,18 @@ def nothing_is_left() -> Iterator[None]:
         time.sleep(0.01)
     assert _segments() == [], "segments are left in /dev/shm"
     assert _children() == {}, "child processes survive"
+
+
+@pytest.fixture
+def no_new_segments() -> Iterator[None]:
+    """The test leaves nothing of ours or of torch's in /dev/shm. What tests beside it have there goes by itself."""
+    before = set(SHM_DIRECTORY.iterdir())
+    yield
+    left = {path for path in set(SHM_DIRECTORY.iterdir()) - before if path.name.startswith(("torch_", NAME_PREFIX))}
+    deadline = time.monotonic() + 5
+    while (left := {path for path in left if path.exists()}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == set()
 
 
 class _Complaints(logging.Handler):

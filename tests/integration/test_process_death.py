@@ -3,67 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shmring
 
-PROGRAMS = Path(__file__).parent / "programs"
-ROOT = Path(__file__).resolve().parents[2]
-
-Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
+Start = Callable[..., Any]
 
 
 @pytest.fixture
-async def start(socket_dir: Path) -> AsyncIterator[Start]:
-    """``await start("frontend", "write")``: runs a program until the test ends."""
-    processes: list[asyncio.subprocess.Process] = []
+def start(launch: Callable[..., Any], socket_dir: Path) -> Start:
+    """``start("frontend", "write")``: runs a program until the test ends."""
 
-    async def run(program: str, *arguments: str) -> asyncio.subprocess.Process:
+    def run(program: str, *arguments: str) -> Any:
         order = ["victim", str(socket_dir)]
-        options = [*arguments, *order] if program == "frontend" else [*order, *arguments]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(PROGRAMS / f"{program}.py"),
-            *options,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=asyncio.subprocess.PIPE,
-        )
-        processes.append(process)
-        return process
+        return launch(program, *([*arguments, *order] if program == "frontend" else [*order, *arguments]))
 
-    yield run
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()  # to the end of its output: its pipe is closed then, too
-
-
-async def said(process: asyncio.subprocess.Process) -> list[str]:
-    """The next line that a program prints."""
-    assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 60)
-    assert line, f"the program ended with {await process.wait()}"
-    return line.decode().split()
+    return run
 
 
 @pytest.fixture
-async def engine(start: Start) -> asyncio.subprocess.Process:
-    process = await start("engine", "8MiB")
-    assert (await said(process))[0] == "ready"
+async def engine(start: Start) -> Any:
+    process = start("engine", "8MiB")
+    assert (await process.said())[0] == "ready"
     return process
 
 
 @pytest.fixture
-async def observer(engine: asyncio.subprocess.Process, socket_dir: Path) -> AsyncIterator[shmring.RingClient]:
+async def observer(engine: Any, socket_dir: Path) -> AsyncIterator[shmring.RingClient]:
     """A client of this process, beside the victims."""
     async with shmring.connect("victim", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         yield client
@@ -101,11 +75,11 @@ SIGNS = {"write": "writing", "submit": "submitted", "stream": "streaming", "load
 async def test_the_memory_of_a_killed_frontend_comes_back(
     observer: shmring.RingClient, start: Start, mode: str, sign: str
 ) -> None:
-    frontend = await start("frontend", mode)
-    assert await said(frontend) == [sign]
+    frontend = start("frontend", mode)
+    assert await frontend.said() == [sign]
     if mode == "submit":
         await until(observer, lambda counts: counts["slots_claimed"] == 1)
-    frontend.kill()
+    frontend.signal(signal.SIGKILL)
     took = await until(observer, only_the_observer_is_left)
     assert took < 2, "reclaiming took longer than any machine's noise explains"
     assert await works(observer)
@@ -115,22 +89,22 @@ async def test_the_memory_of_a_killed_frontend_comes_back(
 
 
 async def test_the_other_frontend_notices_nothing(observer: shmring.RingClient, start: Start) -> None:
-    victims = [await start("frontend", mode) for mode in ("load", "stream", "submit", "write")]
-    survivor = await start("frontend", "load")
+    victims = [start("frontend", mode) for mode in ("load", "stream", "submit", "write")]
+    survivor = start("frontend", "load")
     for process in [*victims, survivor]:
-        await said(process)
+        await process.said()
     for victim in victims:
-        victim.kill()
-        await said(survivor)  # more checked answers
+        victim.signal(signal.SIGKILL)
+        await survivor.said()  # more checked answers
     for _ in range(5):
-        await said(survivor)
-    assert survivor.returncode is None
-    survivor.kill()
+        await survivor.said()
+    assert not survivor.is_dead
+    survivor.signal(signal.SIGKILL)
     await until(observer, only_the_observer_is_left)
 
 
 async def test_the_death_of_the_engine_fails_every_pending_call_at_once(
-    engine: asyncio.subprocess.Process, observer: shmring.RingClient, socket_dir: Path
+    engine: Any, observer: shmring.RingClient, socket_dir: Path
 ) -> None:
     data = torch.ones(100_000, dtype=torch.uint8)
 
@@ -142,7 +116,7 @@ async def test_the_death_of_the_engine_fails_every_pending_call_at_once(
     calls += [asyncio.create_task(take("stream")), asyncio.create_task(observer.slot(5 << 20).__aenter__())]
     await until(observer, lambda counts: counts["slots_claimed"] >= 20 and counts["replies"] > 10)
     killed = time.monotonic()
-    engine.kill()
+    engine.signal(signal.SIGKILL)
     results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
     took = time.monotonic() - killed
     assert [type(result) for result in results] == [shmring.EngineDeadError] * len(calls)
@@ -151,19 +125,17 @@ async def test_the_death_of_the_engine_fails_every_pending_call_at_once(
         await observer.request({"mode": "answer", "x": data})
 
 
-async def test_a_client_attaches_to_the_next_engine_of_the_name(
-    engine: asyncio.subprocess.Process, start: Start, socket_dir: Path
-) -> None:
+async def test_a_client_attaches_to_the_next_engine_of_the_name(engine: Any, start: Start, socket_dir: Path) -> None:
     async with shmring.connect("victim", socket_dir=str(socket_dir), reconnect=True) as client:
         assert await works(client)
         before = client.statistics()
         async with client.slot(1000) as old_slot:
             old = old_slot.tensor((1000,), torch.uint8)
-            engine.kill()
-            await engine.wait()
-            successor = await start("engine", "8MiB")
+            engine.signal(signal.SIGKILL)
+            await engine.died()
+            successor = start("engine", "8MiB")
             assert await works(client)  # waits for it
-            assert (await said(successor))[0] == "ready"
+            assert (await successor.said())[0] == "ready"
             with pytest.raises(shmring.EngineDeadError):
                 old_slot.tensor((1,), torch.uint8)
             # The old slot's memory is no slot of this engine: its content is copied.
@@ -176,23 +148,23 @@ async def test_a_client_attaches_to_the_next_engine_of_the_name(
 
 
 async def test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory(observer: shmring.RingClient, start: Start) -> None:
-    frontend = await start("frontend", "disconnect")
-    assert await said(frontend) == ["disconnected"]
+    frontend = start("frontend", "disconnect")
+    assert await frontend.said() == ["disconnected"]
     await until(observer, lambda counts: counts["clients"] == 1 and counts["departed_clients"] == 1)
     quarantined = (await statistics(observer))["quarantined_nbytes"]
     assert quarantined > 0
     for _ in range(20):  # more memory goes round than there is, and none of it is the quarantined
         assert await works(observer)
     assert (await statistics(observer))["quarantined_nbytes"] == quarantined
-    frontend.kill()
+    frontend.signal(signal.SIGKILL)
     await until(observer, only_the_observer_is_left)
 
 
 async def test_a_forked_child_with_the_socket_does_not_keep_the_memory(observer: shmring.RingClient, start: Start) -> None:
-    frontend = await start("frontend", "fork")
-    word, child = await said(frontend)
+    frontend = start("frontend", "fork")
+    word, child = await frontend.said()
     assert word == "forked"
-    frontend.kill()
+    frontend.signal(signal.SIGKILL)
     try:
         await until(observer, only_the_observer_is_left)
     finally:
@@ -200,9 +172,9 @@ async def test_a_forked_child_with_the_socket_does_not_keep_the_memory(observer:
 
 
 async def test_nothing_of_a_stopped_frontend_is_reused(observer: shmring.RingClient, start: Start) -> None:
-    frontend = await start("frontend", "load")
-    await said(frontend)
-    frontend.send_signal(signal.SIGSTOP)
+    frontend = start("frontend", "load")
+    await frontend.said()
+    frontend.signal(signal.SIGSTOP)
     await until(observer, lambda counts: counts["waiting"] == 0)
     leased = (await statistics(observer))["leased_nbytes"]
     for _ in range(20):
@@ -210,19 +182,19 @@ async def test_nothing_of_a_stopped_frontend_is_reused(observer: shmring.RingCli
     counts = await statistics(observer)
     assert counts["clients"] == 2
     assert counts["leased_nbytes"] >= leased - 65536
-    frontend.send_signal(signal.SIGCONT)
+    frontend.signal(signal.SIGCONT)
     for _ in range(5):
-        await said(frontend)  # it goes on, and its answers are right
-    frontend.kill()
+        await frontend.said()  # it goes on, and its answers are right
+    frontend.signal(signal.SIGKILL)
     await until(observer, only_the_observer_is_left)
 
 
-async def test_when_everything_is_killed_nothing_is_left(engine: asyncio.subprocess.Process, start: Start) -> None:
-    frontends = [await start("frontend", mode) for mode in ("load", "stream", "write")]
+async def test_when_everything_is_killed_nothing_is_left(engine: Any, start: Start) -> None:
+    frontends = [start("frontend", mode) for mode in ("load", "stream", "write")]
     for frontend in frontends:
-        await said(frontend)
+        await frontend.said()
     for process in [*frontends, engine]:
-        process.kill()
+        process.signal(signal.SIGKILL)
     for process in [*frontends, engine]:
-        await process.wait()
-    assert list(Path("/dev/shm").glob(f"shmring-{os.getuid()}-*")) == []
+        await process.died()
+    assert list(Path("/dev/shm").glob(f"shmring-{os.getuid()}-victim-*")) == []
