@@ -1,8 +1,8 @@
 # Each target installs what it needs into .venv, once, and does its job.
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
-#   make test     style, types, tests, coverage of the core, and a check that nothing is left behind
+#   make test     style, types, tests, and a check that nothing is left behind
 #   make bench-quick  transports side by side in under 5 minutes; fails if a target that this measures is missed
-#   make test-all what make test leaves out: tests marked slow, a minute of chaos
+#   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
@@ -14,45 +14,35 @@
 
 PYTHON ?= python3
 VENV := .venv
+# A worker for each core; who is idle takes tests of the other.
+PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all checks test-gpu lint types unit-tests system-tests leftovers chaos soak simulate bench-quick guards fuzz format \
-	clean install
+.PHONY: demo test test-all test-gpu lint types unit chaos soak simulate bench-quick guards fuzz format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
 
-test: checks leftovers
-
-# The tests without a ring, on the core that those with processes leave idle.
-UNITS := tests/fuzz tests/simulation tests/frontend/openai tests/engine/fingerprints \
-	$(filter-out %/test_loader.py,$(wildcard tests/frontend/media/test_*.py)) \
-	$(patsubst %,tests/engine/test_%.py,detokenizer sampling scheduler stopping)
-
-checks: $(INSTALLED)
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target system-tests lint types unit-tests
+# Style and types take a core for some seconds while the tests begin on both.
+test: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs=3 lint types unit
+	$(BIN)/python tests/leftovers.py
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
 
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-unit-tests: $(INSTALLED)
-	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
-	@echo 'pytest: the tests without a ring'; $(BIN)/python -m pytest -m 'not slow' $(UNITS)
-
-system-tests: $(INSTALLED)
-	@echo 'pytest: the tests with rings and processes'; $(BIN)/python -m pytest -m 'not slow' --ignore=tests/core $(addprefix --ignore=,$(UNITS))
-
-leftovers: checks
-	$(BIN)/python tests/leftovers.py
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
-	$(MAKE) --no-print-directory chaos
+	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m tests.chaos --minutes 1 --seed 1
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 	$(BIN)/python tests/leftovers.py
 
 SEED ?= 1

@@ -166,6 +166,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
     done = run("--json", str(path))
@@ -181,6 +182,7 @@ def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     assert found["samples"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sabotage", "what"),
     [("corrupt", "corrupted"), ("leak", "leaked bytes"), ("lose", "lost")],

@@ -211,6 +211,7 @@ def verdicts(run: Run) -> dict[str, str]:
     return {row[0]: row[-1] for row in found["tables"][0]["rows"]}  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_run_passes(runs: dict[str, Run]) -> None:
     status, output, found = runs["clean"]
@@ -225,6 +226,7 @@ def test_a_short_run_passes(runs: dict[str, Run]) -> None:
     assert counts.aborted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_is_broken_on_purpose_is_found(runs: dict[str, Run]) -> None:
     status, output, _ = runs["broken"]
