@@ -27,6 +27,7 @@ def cell() -> Iterator[Cell]:
         yield dataclasses.replace(SMALL, directory=directory)
 
 
+@pytest.mark.slow
 def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
     cell = dataclasses.replace(cell, producers=2)
     with Group(NAME, 2) as group:
@@ -53,6 +54,7 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
             group.run(cell)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
     with Group(NAME) as group:
         group.start()

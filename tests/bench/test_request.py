@@ -266,6 +266,7 @@ async def test_so_many_slots_are_in_use_and_as_many_holes_between_them(cell: Cel
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
     two = dataclasses.replace(cell, clients=2)
     with Group(PEERS["shmring"], 2) as group:
@@ -288,6 +289,7 @@ def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
             group.run(two)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_new_segments")
 def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(PEERS["pyzmq"]), "requires", "shmring-absent")

@@ -417,6 +417,7 @@ def private_directories() -> list[Path]:
     return list(Path("/tmp").glob(f"shmring-serve-{os.getpid()}-*"))
 
 
+@pytest.mark.slow
 def test_both_paths_of_a_real_server_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     load = ["--num-prompts=12", "--max-concurrency=4", "--output-tokens=6", "--warm-up=3"]

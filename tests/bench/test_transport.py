@@ -276,6 +276,7 @@ def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended
 # -- the command ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_new_segments")
 def test_the_command_prints_tables_and_writes_json_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands.signal, "signal", lambda *arguments: None)  # this process keeps its own handlers
@@ -324,6 +325,7 @@ def test_a_missed_target_is_not_a_crash(
     assert ("missed" in outcome.stderr.splitlines()[-1]) is not bool(fails)
 
 
+@pytest.mark.slow
 def test_whoever_stops_it_stops_all_of_it() -> None:
     command = [sys.executable, "-m", "bench", "transport", "--size", "4KiB", "--peer", "shmring", "--seconds", "60"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
