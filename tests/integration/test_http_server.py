@@ -36,6 +36,9 @@ JSON = {"content-type": "application/json"}
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 MODEL = "shmring-fingerprints"
 
+# Processes that import torch, again and again.
+pytestmark = pytest.mark.slow
+
 READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
 
 
