@@ -137,22 +137,22 @@ def quick(peers: Sequence[str]) -> list[Round]:
     """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
     rounds = []
     for case_peers, of_them in itertools.groupby(_quick_cases(), lambda case: (case.nbytes, _quick_peers(case, peers))):
-        one = tuple(of_them)
-        rounds.append(Round(one, case_peers[1], limits=one[0].window > 1))
-    rounds.sort(key=lambda one: len(one.peers), reverse=True)  # no process is started twice
+        part = tuple(of_them)
+        rounds.append(Round(part, case_peers[1], limits=part[0].window > 1))
+    rounds.sort(key=lambda part: len(part.peers), reverse=True)  # no process is started twice
     scaled = Case(_QUICK_SCALING_NBYTES, producers=_QUICK_SCALING_PRODUCERS)
     return [*rounds, Round((scaled, Case(_QUICK_SCALING_NBYTES)), (BASELINE,))]
 
 
 def quick_without(peers: Sequence[str]) -> list[tuple[str, Case | None, str]]:
     """Returns what a quick run leaves out of those peers: the peer, the case or None for all, and why."""
-    left: list[tuple[str, Case | None, str]] = [
+    left_out: list[tuple[str, Case | None, str]] = [
         (name, None, "left out: it starts a cluster for every case") for name in peers if name in _QUICK_WITHOUT
     ]
     for case in _quick_cases():
         without = [name for name in peers if name not in (*_QUICK_WITHOUT, *_quick_peers(case, peers))]
-        left += [(name, case, "left out: no target is about it in this case") for name in without]
-    return left
+        left_out += [(name, case, "left out: no target is about it in this case") for name in without]
+    return left_out
 
 
 def _quick_cases() -> list[Case]:

@@ -106,11 +106,11 @@ def _base(results: Results, window: int) -> list[Result]:
     return [result for result in results.results if result.case == Case(result.case.nbytes, dtype, window=window).bounded()]
 
 
-def _lines(axes: Any, found: Sequence[Result], across: Callable[[Result], float], up: Callable[[Result], float]) -> None:
+def _lines(axes: Any, selected: Sequence[Result], across: Callable[[Result], float], up: Callable[[Result], float]) -> None:
     """Draws a line for each peer, its name at its end."""
     ends = []
-    for peer in dict.fromkeys(result.peer for result in found):
-        points = sorted((across(result), up(result)) for result in found if result.peer == peer)
+    for peer in dict.fromkeys(result.peer for result in selected):
+        points = sorted((across(result), up(result)) for result in selected if result.peer == peer)
         axes.plot(*zip(*points, strict=True), **_style(peer))
         ends.append((points[-1], peer))
     _name_ends(axes, ends)
@@ -142,8 +142,8 @@ def _name_ends(axes: Any, ends: Sequence[tuple[tuple[float, float], str]]) -> No
         )  # fmt: skip
 
 
-def _size_axis(axes: Any, found: Sequence[Result]) -> None:
-    sizes = sorted({result.case.nbytes for result in found})
+def _size_axis(axes: Any, selected: Sequence[Result]) -> None:
+    sizes = sorted({result.case.nbytes for result in selected})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [format_nbytes(nbytes) for nbytes in sizes])
     axes.minorticks_off()
@@ -151,8 +151,8 @@ def _size_axis(axes: Any, found: Sequence[Result]) -> None:
 
 
 def _throughput(results: Results) -> Any:
-    found = _base(results, window=16)
-    if not found:
+    selected = _base(results, window=16)
+    if not selected:
         return None
     figure, (messages, bandwidth) = _panels(2, "Throughput, one producer, 16 messages in flight (at most 1 GB of them)")
     limits = sorted(results.limits, key=lambda limit: limit.nbytes)
@@ -169,39 +169,39 @@ def _throughput(results: Results) -> Any:
         (messages, lambda result: result.messages_per_s.median, "messages per second"),
         (bandwidth, lambda result: result.gb_per_s, "GB/s, counted as what the consumer can read"),
     ):
-        _size_axis(axes, found)
+        _size_axis(axes, selected)
         axes.set(yscale="log", ylabel=label)
-        _lines(axes, found, lambda result: result.case.nbytes, up)
+        _lines(axes, selected, lambda result: result.case.nbytes, up)
     return figure
 
 
 def _latency(results: Results) -> Any:
-    found = _base(results, window=1)
-    if not found:
+    selected = _base(results, window=1)
+    if not selected:
         return None
     figure, panels = _panels(2, "One-way latency, one producer, one message in flight: lower is better")
     for axes, up, label in (
         (panels[0], lambda result: result.latency_p50_us.median, "median, microseconds"),
         (panels[1], lambda result: result.latency_p99_us, "99th percentile, microseconds"),
     ):
-        _size_axis(axes, found)
+        _size_axis(axes, selected)
         axes.set(yscale="log", ylabel=label)
-        _lines(axes, found, lambda result: result.case.nbytes, up)
+        _lines(axes, selected, lambda result: result.case.nbytes, up)
     return figure
 
 
 def _scaling(results: Results) -> Any:
     base = _base(results, window=16)
     dtype = base[0].case.dtype if base else ""
-    found = [result for result in results.results if result.case.dtype == dtype and not result.case.copies_out]
+    selected = [result for result in results.results if result.case.dtype == dtype and not result.case.copies_out]
     # At sizes at which the window is the same for all numbers of producers, and memory does not limit it.
-    several = {result.case.nbytes for result in found if result.case.producers > 1 and result.case.window == 16}
+    several = {result.case.nbytes for result in selected if result.case.producers > 1 and result.case.window == 16}
     sizes = sorted(several)[-3:]
     if not sizes:
         return None
     figure, panels = _panels(len(sizes), "Several producers, one consumer:\n16 messages in flight of each, all together")
     for axes, nbytes in zip(panels, sizes, strict=True):
-        here = [result for result in found if result.case.nbytes == nbytes and result.case.window == 16]
+        here = [result for result in selected if result.case.nbytes == nbytes and result.case.window == 16]
         numbers = sorted({result.case.producers for result in here})
         scaled = {result.peer for result in here if result.case.producers > 1}  # a peer with one point has no line
         here = [result for result in here if result.peer in scaled]
@@ -213,14 +213,14 @@ def _scaling(results: Results) -> Any:
 
 
 def _cpu(results: Results) -> Any:
-    found = _base(results, window=16)
-    sizes = sorted({result.case.nbytes for result in found if result.case.nbytes >= 1 << 20})
+    selected = _base(results, window=16)
+    sizes = sorted({result.case.nbytes for result in selected if result.case.nbytes >= 1 << 20})
     chosen = [*sizes[:1], *sizes[-2:-1]] if len(sizes) > 2 else sizes
     if not chosen:
         return None
     figure, panels = _panels(len(chosen), "What a gigabyte costs, one producer, 16 messages in flight: lower is better")
     for axes, nbytes in zip(panels, chosen, strict=True):
-        here = [result for result in found if result.case.nbytes == nbytes]
+        here = [result for result in selected if result.case.nbytes == nbytes]
         here.sort(key=lambda result: result.producer.cpu_s_per_gb + result.consumer.cpu_s_per_gb, reverse=True)
         _bars(axes, here)
         axes.set(title=f"{format_nbytes(nbytes)}", xlabel="CPU seconds per GB")
@@ -228,15 +228,15 @@ def _cpu(results: Results) -> Any:
     return figure
 
 
-def _bars(axes: Any, found: Sequence[Result]) -> None:
-    names = [peer_title(result.peer) for result in found]
-    producers = [result.producer.cpu_s_per_gb for result in found]
-    consumers = [result.consumer.cpu_s_per_gb for result in found]
+def _bars(axes: Any, selected: Sequence[Result]) -> None:
+    names = [peer_title(result.peer) for result in selected]
+    producers = [result.producer.cpu_s_per_gb for result in selected]
+    consumers = [result.consumer.cpu_s_per_gb for result in selected]
     axes.barh(names, producers, color="#4c78a8", label="producer")
     axes.barh(names, consumers, left=producers, color="#f2a65a", label="consumer")
     for place, total in enumerate(a + b for a, b in zip(producers, consumers, strict=True)):
         axes.text(total, place, f" {total:.2g}", va="center", fontsize="small")
-    for label, result in zip(axes.get_yticklabels(), found, strict=True):
+    for label, result in zip(axes.get_yticklabels(), selected, strict=True):
         if result.peer in _OURS:
             label.set(color=_OURS[result.peer], fontweight="bold")
     axes.margins(x=0.12)

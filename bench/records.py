@@ -60,9 +60,11 @@ class Side(msgspec.Struct, frozen=True):
             cpu_s_per_gb=cpu.median / 1e6 / (nbytes / 1e9),
             resident_nbytes=max(cost.resident_nbytes for cost in every),
             descriptors=max(cost.descriptors for cost in every),
-            lag_p50_ms=statistics.median(lag.p50_ms for found in lags for lag in found) if watched else None,
-            lag_max_ms=Spread.of(max(lag.max_ms for lag in found) for found in lags) if watched else None,
-            lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in found) for found in lags) if watched else None,
+            lag_p50_ms=statistics.median(lag.p50_ms for lags_of_run in lags for lag in lags_of_run) if watched else None,
+            lag_max_ms=Spread.of(max(lag.max_ms for lag in lags_of_run) for lags_of_run in lags) if watched else None,
+            lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in lags_of_run) for lags_of_run in lags)
+            if watched
+            else None,
             connect_ms=Spread.of(connects) if connects else None,
             idle_percent=Spread.of(idling) if idling else None,
         )

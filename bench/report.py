@@ -219,7 +219,7 @@ def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[s
 
 def _targets(runs: Sequence[Results], others: dict[str, Findings]) -> Iterator[str]:
     """The table of targets: of each, what the longest run says that measured it, or what another mode says of its own."""
-    told = {stored.mode: stored.targets for stored in others.values() if stored.targets}
+    verdicts_by_mode = {stored.mode: stored.targets for stored in others.values() if stored.targets}
     runs = sorted(runs, key=lambda run: -run.repetitions * run.timed_s * len(run.results))
     verdicts: list[Verdict] = []
     for target in targets.TARGETS:
@@ -227,9 +227,9 @@ def _targets(runs: Sequence[Results], others: dict[str, Findings]) -> Iterator[s
             judged = [target.judge(run) for run in runs]
             measured = [verdict for verdict in judged if verdict.met is not None]
             verdicts += [*measured, *judged][:1]
-        elif target.mode not in told:
+        elif target.mode not in verdicts_by_mode:
             verdicts.append(Verdict(target.what, target.at, target.asked, detail=targets.command_of(target.mode)))
-    verdicts += [verdict for found in told.values() for verdict in found]
+    verdicts += [verdict for row in verdicts_by_mode.values() for verdict in row]
     met = sum(verdict.met is True for verdict in verdicts)
     missed = sum(verdict.met is False for verdict in verdicts)
     yield f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured.\n"
@@ -246,9 +246,9 @@ def _by_size(results: Results) -> Iterator[str]:
         sizes = sorted({result.case.nbytes for result in results.results})
         rows = []
         for peer in dict.fromkeys(result.peer for result in results.results):
-            found = [results.find(peer, Case(nbytes, window=window).bounded()) for nbytes in sizes]
-            if any(found):
-                rows.append((peer_title(peer), *("" if result is None else number(result) for result in found)))
+            row = [results.find(peer, Case(nbytes, window=window).bounded()) for nbytes in sizes]
+            if any(row):
+                rows.append((peer_title(peer), *("" if result is None else number(result) for result in row)))
         if rows:
             yield f"{title}\n"
             yield _table(("transport", *map(format_nbytes, sizes)), rows)

@@ -10,10 +10,9 @@ Throughput is that of one producer with 16 messages in flight, latency that with
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -22,7 +21,7 @@ from bench.peers import PEERS
 from bench.records import Result, Results, Side
 from bench.results import Verdict, format_nbytes
 
-__all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "missed"]
+__all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "judge", "missed"]
 
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = (4 * _KB, 64 * _KB)
@@ -34,8 +33,12 @@ _SHOWN_PLACES = 4  # of a target that spans many
 _COPY, _IN_PLACE, _BUSY_POLL = "shmring", "shmring-in-place", "shmring-busy-poll"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Target(abc.ABC):
+#: The number of each place of a target; None where it was not measured.
+Numbers = Iterator[tuple[str, float | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
     """Something to reach.
 
     Attributes:
@@ -43,6 +46,7 @@ class Target(abc.ABC):
         at: where, for people.
         limit: the threshold.
         unit: of it.
+        numbers: what results say of it.
         at_least: whether more is better.
     """
 
@@ -50,141 +54,122 @@ class Target(abc.ABC):
     at: str
     limit: float
     unit: str
-    at_least: bool
-
-    @abc.abstractmethod
-    def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
-        """Yields each place's name and number; None where it was not measured."""
-
-    @property
-    def asked(self) -> str:
-        """The threshold in words."""
-        return f"{'>=' if self.at_least else '<='} {self.limit:g} {self.unit}"
+    numbers: Callable[[Results], Numbers]
+    at_least: bool = True
 
     def judge(self, results: Results) -> Verdict:
         """Returns whether results meet it."""
-        places = list(self.places(results))
-        measured = [number for _, number in places if number is not None]
-        if not measured:
-            return Verdict(self.what, self.at, self.asked, detail="not part of this run")
-        worst = min(measured) if self.at_least else max(measured)
-        met = worst >= self.limit if self.at_least else worst <= self.limit
-        return Verdict(self.what, self.at, self.asked, f"{worst:.3g} {self.unit}", met, self._detail(places))
-
-    def _detail(self, places: list[tuple[str, float | None]]) -> str:
-        """The places in words; the worst of them, if there are many."""
-        rest = ""
-        if len(places) > _SHOWN_PLACES:
-            known = [(name, number) for name, number in places if number is not None]
-            places = [*sorted(known, key=lambda place: place[1], reverse=not self.at_least)[:_SHOWN_PLACES]]
-            rest = f"; the worst of {len(known)}"
-        return ", ".join(f"{name}: {'not measured' if number is None else f'{number:.3g}'}" for name, number in places) + rest
+        return judge(self.what, self.at, self.limit, self.unit, self.numbers(results), at_least=self.at_least)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Faster(Target):
+def judge(
+    what: str, at: str, limit: float, unit: str, numbers: Iterable[tuple[str, float | None]], *, at_least: bool = True
+) -> Verdict:
+    """Returns a verdict, which the worst place decides."""
+    asked = f"{'>=' if at_least else '<='} {limit:g} {unit}"
+    places = list(numbers)
+    known = [(name, number) for name, number in places if number is not None]
+    measured = sorted(known, key=lambda place: place[1], reverse=not at_least)
+    if not measured:
+        return Verdict(what, at, asked, detail="not part of this run")
+    worst, rest = measured[0][1], ""
+    if len(places) > _SHOWN_PLACES:
+        places, rest = [*measured[:_SHOWN_PLACES]], f"; the worst of {len(measured)}"
+    detail = ", ".join(f"{name}: {'not measured' if number is None else f'{number:.3g}'}" for name, number in places) + rest
+    return Verdict(what, at, asked, f"{worst:.3g} {unit}", worst >= limit if at_least else worst <= limit, detail)
+
+
+def _faster(ours: str, peer: str, sizes: Sequence[int]) -> Callable[[Results], Numbers]:
     """Messages a second of one of ours, as a multiple of a peer's."""
 
-    ours: str
-    peer: str
-    sizes: Sequence[int]
+    def numbers(results: Results) -> Numbers:
+        for nbytes in sizes:
+            mine, theirs = _base(results, ours, nbytes), _base(results, peer, nbytes)
+            yield format_nbytes(nbytes), _median_ratio(mine.runs, theirs.runs) if mine and theirs else None
 
-    def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
-        for nbytes in self.sizes:
-            ours, theirs = _base(results, self.ours, nbytes), _base(results, self.peer, nbytes)
-            yield format_nbytes(nbytes), _median_ratio(ours.runs, theirs.runs) if ours and theirs else None
+    return numbers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _OfMemcpy(Target):
-    """Messages a second of one of ours, as a part of the copies a second into memory that is in no cache."""
+def _of_memcpy(sizes: Sequence[int]) -> Callable[[Results], Numbers]:
+    """Messages a second with one copy, as a part of the copies a second into memory that is in no cache."""
 
-    sizes: Sequence[int]
-
-    def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
+    def numbers(results: Results) -> Numbers:
         limits = {limit.nbytes: limit.copies_cold_runs for limit in results.limits}
-        for nbytes in self.sizes:
+        for nbytes in sizes:
             ours = _base(results, _COPY, nbytes)
             yield format_nbytes(nbytes), _median_ratio(ours.runs, limits[nbytes]) if ours and nbytes in limits else None
 
+    return numbers
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sooner(Target):
-    """The least one-way latency of any event-driven peer, as a multiple of ours; of those that copy, where ours does.
 
-    Attributes:
-        event_driven: else it is the least of those that spin.
+def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = True) -> Callable[[Results], Numbers]:
+    """The least one-way latency of any event-driven peer, or of any that spins, as a multiple of ours.
+
+    Where ours copies, only peers that copy are looked at.
     """
+    in_place = PEERS[ours].in_place
+    peers = [
+        name
+        for name, peer in PEERS.items()
+        if not name.startswith(_COPY) and peer.event_driven is event_driven and (in_place or not peer.in_place)
+    ]
 
-    ours: str
-    sizes: Sequence[int] = _UP_TO_1_MB
-    event_driven: bool = True
-
-    def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
-        in_place = PEERS[self.ours].in_place
-        for nbytes in self.sizes:
-            ours = _base(results, self.ours, nbytes, window=1)
-            others = [
-                result
-                for name, peer in PEERS.items()
-                if not name.startswith(_COPY) and peer.event_driven is self.event_driven and (in_place or not peer.in_place)
-                if (result := _base(results, name, nbytes, window=1)) is not None
-            ]
-            if ours is None or not others:
+    def numbers(results: Results) -> Numbers:
+        for nbytes in sizes:
+            mine = _base(results, ours, nbytes, window=1)
+            others = [result for name in peers if (result := _base(results, name, nbytes, window=1)) is not None]
+            if mine is None or not others:
                 yield format_nbytes(nbytes), None
                 continue
             nearest = min(others, key=lambda result: result.latency_p50_us.median)
-            ratio = nearest.latency_p50_us.median / ours.latency_p50_us.median
+            ratio = nearest.latency_p50_us.median / mine.latency_p50_us.median
             yield f"{format_nbytes(nbytes)} ({nearest.peer})", ratio
 
+    return numbers
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Latency(Target):
+
+def _latency(ours: str, sizes: Sequence[int], relative_to: int | None = None) -> Callable[[Results], Numbers]:
     """One-way latency of one of ours, in microseconds; or as a multiple of what it is at another size."""
 
-    ours: str
-    sizes: Sequence[int]
-    relative_to: int | None = None
-
-    def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
-        base = None if self.relative_to is None else _base(results, self.ours, self.relative_to, window=1)
-        for nbytes in self.sizes:
-            found = _base(results, self.ours, nbytes, window=1)
-            if found is None or (self.relative_to is not None and base is None):
+    def numbers(results: Results) -> Numbers:
+        base = None if relative_to is None else _base(results, ours, relative_to, window=1)
+        for nbytes in sizes:
+            result = _base(results, ours, nbytes, window=1)
+            if result is None or (relative_to is not None and base is None):
                 yield format_nbytes(nbytes), None
             else:
-                yield format_nbytes(nbytes), found.latency_p50_us.median / (base.latency_p50_us.median if base else 1.0)
+                yield format_nbytes(nbytes), result.latency_p50_us.median / (base.latency_p50_us.median if base else 1.0)
+
+    return numbers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sides(Target):
+def _sides(
+    peers: Sequence[str], chosen: Callable[[Case], bool], number: Callable[[Side, Results], float | None]
+) -> Callable[[Results], Numbers]:
     """A number of both sides of ours, in every case of a kind."""
 
-    peers: Sequence[str]
-    chosen: Callable[[Case], bool]
-    number: Callable[[Side, Results], float | None]
-
-    def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
+    def numbers(results: Results) -> Numbers:
         for result in results.results:
-            if result.peer in self.peers and self.chosen(result.case):
-                where = f"{_copies(result.peer)}, {result.case.title}"
+            if result.peer in peers and chosen(result.case):
+                where = f"{'in place' if result.peer == _IN_PLACE else 'copy'}, {result.case.title}"
                 for side, name in ((result.producer, "producer"), (result.consumer, "consumer")):
-                    if (number := self.number(side, results)) is not None:
-                        yield f"{name} of {where}", number
+                    if (value := number(side, results)) is not None:
+                        yield f"{name} of {where}", value
+
+    return numbers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scaling(Target):
+def _scaling(producers: int) -> Callable[[Results], Numbers]:
     """What several producers move together, as a multiple of what one moves, at the same size and window."""
 
-    producers: int
-
-    def places(self, results: Results) -> Iterator[tuple[str, float | None]]:
+    def numbers(results: Results) -> Numbers:
         for result in results.results:
-            if result.peer == _COPY and result.case.producers == self.producers:
-                one = results.find(_COPY, msgspec.structs.replace(result.case, producers=1))
-                if one is not None:
-                    yield format_nbytes(result.case.nbytes), _median_ratio(result.runs, one.runs)
+            if result.peer == _COPY and result.case.producers == producers:
+                alone = results.find(_COPY, msgspec.structs.replace(result.case, producers=1))
+                if alone is not None:
+                    yield format_nbytes(result.case.nbytes), _median_ratio(result.runs, alone.runs)
+
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +202,6 @@ def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=False))
 
 
-def _copies(peer: str) -> str:
-    return "in place" if peer == _IN_PLACE else "copy"
-
-
 def _without_copies(case: Case) -> bool:
     return not case.copies_out and case.producers == 1 and case.window > 1
 
@@ -249,66 +230,57 @@ def _connecting(side: Side, results: Results) -> float | None:
     return None if side.connect_ms is None else side.connect_ms.median
 
 
-def _faster(at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str = _COPY) -> Iterator[Target]:
+def _than(at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str = _COPY) -> Iterator[Target]:
     """Yields a target for each peer."""
     for peer, limit in limits.items():
-        what = f"{PEERS[ours].title}: messages/s of {PEERS[peer].title}" if peer in PEERS else f"{ours}: messages/s of {peer}"
-        yield _Faster(what=what, at=at, limit=limit, unit="x", at_least=True, ours=ours, peer=peer, sizes=sizes)
+        what = f"{PEERS[ours].title}: messages/s of {PEERS[peer].title}"
+        yield Target(what, at, limit, "x", _faster(ours, peer, sizes))
 
+
+_OURS = (_COPY, _IN_PLACE)
 
 #: In the order of the table.
 TARGETS: tuple[Target | Elsewhere, ...] = (
-    *_faster("4 KB, 64 KB", _SMALL, {"iceoryx2": 1.5, "pyzmq": 3.0, "torch-queue": 30.0}),
-    *_faster("1 MB to 64 MB", _LARGE, {"iceoryx2": 0.95, "pyzmq": 3.0}),
-    _OfMemcpy(what="of the memcpy limit, cold", at="1 MB", limit=0.65, unit="x", at_least=True, sizes=_LARGE[:1]),
-    _OfMemcpy(what="of the memcpy limit, cold", at="8 MB, 64 MB", limit=0.95, unit="x", at_least=True, sizes=_LARGE[1:]),
-    *_faster("8 MB", _LARGE[1:2], {"torch-queue": 8.0}),
-    *_faster("1 MB to 64 MB", _LARGE, {"spinning-arena": 1.2}),
-    *_faster("1 MB, 8 MB", _LARGE[:2], {"iceoryx2-loaned": 1.3}, ours=_IN_PLACE),
-    _Sooner(
-        what="one copy: p50 of the nearest event-driven peer that copies", at="4 KB to 1 MB", limit=1.0, unit="x",
-        at_least=True, ours=_COPY,
+    *_than("4 KB, 64 KB", _SMALL, {"iceoryx2": 1.5, "pyzmq": 3.0, "torch-queue": 30.0}),
+    *_than("1 MB to 64 MB", _LARGE, {"iceoryx2": 0.95, "pyzmq": 3.0}),
+    Target("of the memcpy limit, cold", "1 MB", 0.65, "x", _of_memcpy(_LARGE[:1])),
+    Target("of the memcpy limit, cold", "8 MB, 64 MB", 0.95, "x", _of_memcpy(_LARGE[1:])),
+    *_than("8 MB", _LARGE[1:2], {"torch-queue": 8.0}),
+    *_than("1 MB to 64 MB", _LARGE, {"spinning-arena": 1.2}),
+    *_than("1 MB, 8 MB", _LARGE[:2], {"iceoryx2-loaned": 1.3}, ours=_IN_PLACE),
+    Target("one copy: p50 of the nearest event-driven peer that copies", "4 KB to 1 MB", 1.0, "x", _sooner(_COPY)),
+    Target("in place: p50 of the nearest event-driven peer", "4 KB to 1 MB", 1.0, "x", _sooner(_IN_PLACE)),
+    Target(
+        "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x", _latency(_IN_PLACE, _LARGE[1:2], relative_to=4 * _KB),
+        at_least=False,
     ),
-    _Sooner(
-        what="in place: p50 of the nearest event-driven peer", at="4 KB to 1 MB", limit=1.0, unit="x", at_least=True,
-        ours=_IN_PLACE,
+    Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", _latency(_BUSY_POLL, _SMALL), at_least=False),
+    Target(
+        "busy polling: p50 of the nearest peer that spins", "4 KB, 64 KB", 1.0, "x",
+        _sooner(_BUSY_POLL, _SMALL, event_driven=False),
     ),
-    _Latency(
-        what="in place: p50 at 8 MB over that at 4 KB", at="8 MB", limit=1.3, unit="x", at_least=False, ours=_IN_PLACE,
-        sizes=_LARGE[1:2], relative_to=4 * _KB,
+    Target(
+        "busy polling: CPU of an end with nothing to do", "each side", 1.0, "% of a core",
+        _sides((_BUSY_POLL,), lambda case: True, _idling), at_least=False,
     ),
-    _Latency(
-        what="busy polling: p50", at="4 KB, 64 KB", limit=25.0, unit="us", at_least=False, ours=_BUSY_POLL, sizes=_SMALL,
+    Target(
+        "CPU time per message, in place", "each side, any size", 20.0, "us", _sides((_IN_PLACE,), _without_copies, _cpu),
+        at_least=False,
     ),
-    _Sooner(
-        what="busy polling: p50 of the nearest peer that spins", at="4 KB, 64 KB", limit=1.0, unit="x", at_least=True,
-        ours=_BUSY_POLL, sizes=_SMALL, event_driven=False,
-    ),
-    _Sides(
-        what="busy polling: CPU of an end with nothing to do", at="each side", limit=1.0, unit="% of a core", at_least=False,
-        peers=(_BUSY_POLL,), chosen=lambda case: True, number=_idling,
-    ),
-    _Sides(
-        what="CPU time per message, in place", at="each side, any size", limit=20.0, unit="us", at_least=False,
-        peers=(_IN_PLACE,), chosen=_without_copies, number=_cpu,
-    ),
-    _Scaling(
-        what="8 producers together, of one producer's messages/s", at="any size", limit=0.9, unit="x", at_least=True,
-        producers=8,
-    ),
+    Target("8 producers together, of one producer's messages/s", "any size", 0.9, "x", _scaling(8)),
     Elsewhere("request-scaling", "CPU time per message with 32 clients, of that with 1", "small messages", "<= 1.2 x"),
     Elsewhere("request-scaling", "CPU time per message with 10,000 slots used, of that with 10", "small messages", "<= 1.2 x"),
-    _Sides(
-        what="longest stall of an event loop, waits for a core aside", at="each side, 64 MB", limit=5.0, unit="ms",
-        at_least=False, peers=(_COPY, _IN_PLACE), chosen=_at_64_mb, number=_lag,
+    Target(
+        "longest stall of an event loop, waits for a core aside", "each side, 64 MB", 5.0, "ms",
+        _sides(_OURS, _at_64_mb, _lag), at_least=False,
     ),
-    _Sides(
-        what="resident memory above a process that only imported torch, the slab aside", at="each side, any size", limit=64.0,
-        unit="MB", at_least=False, peers=(_COPY, _IN_PLACE), chosen=lambda case: True, number=_above_torch,
+    Target(
+        "resident memory above a process that only imported torch, the slab aside", "each side, any size", 64.0, "MB",
+        _sides(_OURS, lambda case: True, _above_torch), at_least=False,
     ),
-    _Sides(
-        what="connecting, once the slab exists", at="any size", limit=5.0, unit="ms", at_least=False, peers=(_COPY, _IN_PLACE),
-        chosen=lambda case: case.producers == 1, number=_connecting,
+    Target(
+        "connecting, once the slab exists", "any size", 5.0, "ms",
+        _sides(_OURS, lambda case: case.producers == 1, _connecting), at_least=False,
     ),
     Elsewhere("request", "request/reply, 16 in flight, one client", "64 KB", ">= 20,000/s"),
     Elsewhere("request", "request/reply, 16 in flight: requests/s of pyzmq", "64 KB", ">= 5 x"),

@@ -68,8 +68,8 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
     """
     started, load = datetime.now(UTC), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, _Run(plan, directory, progress) as running:
-        for one in plan.rounds:
-            running.play(one)
+        for part in plan.rounds:
+            running.play(part)
             if keep is not None:
                 keep(_results(plan, running, started, load))
     return _results(plan, running, started, load)
@@ -92,7 +92,7 @@ def coverage(cases: Sequence[Planned], results: Sequence[Result], absences: Sequ
 
 def _results(plan: Plan, running: _Run, started: datetime, load: float) -> Results:
     results = running.results()
-    names = dict.fromkeys(name for one in plan.rounds for name in one.peers)
+    names = dict.fromkeys(name for part in plan.rounds for name in part.peers)
     return Results(
         mode="transport",
         started=started.isoformat(timespec="seconds"),
@@ -111,18 +111,18 @@ def _results(plan: Plan, running: _Run, started: datetime, load: float) -> Resul
 
 def steps(plan: Plan) -> int:
     """Returns how often :func:`run` reports progress, if nothing is missing and nothing fails."""
-    chunks = (chunk for one in plan.rounds for chunk in _chunks(one))
+    chunks = (chunk for part in plan.rounds for chunk in _chunks(part))
     return sum(1 + plan.repetitions * len(chunk.cases) * len(chunk.peers) for chunk in chunks)
 
 
-def _chunks(one: Round) -> list[Round]:
+def _chunks(whole: Round) -> list[Round]:
     """The round in parts whose processes fit into memory, the baseline in each of them."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _MEMORY_SHARE
-    processes = sum({case.producers + 1 for case in one.cases})
+    processes = sum({case.producers + 1 for case in whole.cases})
     room = max(1, int(memory / (_PROCESS_NBYTES * processes)) - 1)
-    others = [name for name in one.peers if name != BASELINE]
+    others = [name for name in whole.peers if name != BASELINE]
     parts = [tuple(others[first : first + room]) for first in range(0, len(others), room)] or [()]
-    return [dataclasses.replace(one, peers=(BASELINE, *part), limits=one.limits and not i) for i, part in enumerate(parts)]
+    return [dataclasses.replace(whole, peers=(BASELINE, *part), limits=whole.limits and not i) for i, part in enumerate(parts)]
 
 
 class _Run(contextlib.AbstractContextManager["_Run", None]):
@@ -148,15 +148,15 @@ class _Run(contextlib.AbstractContextManager["_Run", None]):
 
     def results(self) -> list[Result]:
         """What was measured, in the order of the cases and peers."""
-        found = []
+        results_so_far = []
         for (case, name), pairs in self._measured.items():
-            found.append(Result.of(name, case, [measured for measured, _ in pairs], [speed for _, speed in pairs]))
-        return found
+            results_so_far.append(Result.of(name, case, [measured for measured, _ in pairs], [speed for _, speed in pairs]))
+        return results_so_far
 
-    def play(self, one: Round) -> None:
+    def play(self, part: Round) -> None:
         """Measures a round."""
-        peers = [name for name in one.peers if not self._is_missing(name)]
-        for chunk in _chunks(dataclasses.replace(one, peers=tuple(peers))):
+        peers = [name for name in part.peers if not self._is_missing(name)]
+        for chunk in _chunks(dataclasses.replace(part, peers=tuple(peers))):
             pairs = [(case, name) for case in chunk.cases for name in chunk.peers if self._can(case, name)]
             pairs = self._start(pairs)
             with contextlib.ExitStack() as stack:

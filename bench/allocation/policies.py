@@ -141,14 +141,14 @@ class BinnedFit:
         self._insert(start, length)
 
     def allocate(self, length: int) -> int | None:
-        wanted = _bin_above(length)
-        fitting = self.filled >> wanted
+        least_bin = _bin_above(length)
+        fitting = self.filled >> least_bin
         if not fitting:
             return None
-        found = wanted + (fitting & -fitting).bit_length() - 1
-        start = next(reversed(self.bins[found]))
+        number = least_bin + (fitting & -fitting).bit_length() - 1
+        start = next(reversed(self.bins[number]))
         run = self._remove(start)
-        taken = _bin_length(wanted) if self.rounded else length
+        taken = _bin_length(least_bin) if self.rounded else length
         if run > taken:
             self._insert(start + taken, run - taken)
         return start
@@ -221,11 +221,11 @@ class Buddy:
                 offset += 1 << order
 
     def allocate(self, length: int) -> int | None:
-        wanted = (length - 1).bit_length()
-        for order in range(wanted, len(self.free_at)):
+        least_order = (length - 1).bit_length()
+        for order in range(least_order, len(self.free_at)):
             if self.free_at[order]:
                 offset = self.free_at[order].pop()
-                for half in range(wanted, order):
+                for half in range(least_order, order):
                     self.free_at[half].add(offset + (1 << half))
                 return self.start + offset
         return None

@@ -212,18 +212,18 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
 
 
 def _fill(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
-    found = []
+    measured = []
     for sizes_name, sizes in SIZES.items():
         for name, (title, create) in FILLED.items():
             progress(f"fill: {sizes.title}, {title}")
             for lifetime_name, lifetime in LIFETIMES.items():
                 fill = fills(create, sizes, lifetime, plan.slab_nbytes, range(plan.seeds))
-                found.append(_Filled(name, sizes_name, lifetime_name, plan.slab_nbytes, fill))
-    return found
+                measured.append(_Filled(name, sizes_name, lifetime_name, plan.slab_nbytes, fill))
+    return measured
 
 
 def _fill_by_slab(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
-    found = []
+    measured = []
     for slab_nbytes in plan.slab_sizes:
         progress(f"fill: a slab of {_gib(slab_nbytes)}")
         # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
@@ -231,29 +231,29 @@ def _fill_by_slab(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
         for name in _BY_SLAB:
             for lifetime_name, lifetime in LIFETIMES.items():
                 fill = fills(FILLED[name][1], SIZES["log-uniform"], lifetime, slab_nbytes, seeds)
-                found.append(_Filled(name, "log-uniform", lifetime_name, slab_nbytes, fill))
-    return found
+                measured.append(_Filled(name, "log-uniform", lifetime_name, slab_nbytes, fill))
+    return measured
 
 
 def _evict(plan: Plan, progress: Callable[[str], None]) -> list[_Evicting]:
-    found = []
+    measured = []
     for name, (title, create) in FILLED.items():
         progress(f"fill by Mooncake's method: {title}")
         if name != _NOT_EVICTING:
-            found.append(_Evicting(name, evicting(create, plan.placements, seed=1)))
-    return found
+            measured.append(_Evicting(name, evicting(create, plan.placements, seed=1)))
+    return measured
 
 
 # -- tables --------------------------------------------------------------------------------------------------------------
 
 
 def _targets(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Sequence[Cost]) -> Iterator[Verdict]:
-    ours = [one for one in filled if one.policy == OURS and one.sizes == "log-uniform"]
-    largest = max((one.slab_nbytes for one in by_slab), default=0)
-    ours += [one for one in by_slab if one.policy == OURS and one.slab_nbytes == largest]
-    for one in ours:
-        at = f"log-uniform, {LIFETIMES[one.lifetime].title}, slab of {_gib(one.slab_nbytes)}"
-        for part, share, target in (("mean", one.fill.mean, MEAN_FILL), ("minimum", one.fill.minimum, MINIMUM_FILL)):
+    ours = [result for result in filled if result.policy == OURS and result.sizes == "log-uniform"]
+    largest = max((result.slab_nbytes for result in by_slab), default=0)
+    ours += [result for result in by_slab if result.policy == OURS and result.slab_nbytes == largest]
+    for result in ours:
+        at = f"log-uniform, {LIFETIMES[result.lifetime].title}, slab of {_gib(result.slab_nbytes)}"
+        for part, share, target in (("mean", result.fill.mean, MEAN_FILL), ("minimum", result.fill.minimum, MINIMUM_FILL)):
             yield Verdict(f"{part} fill at the first failure", at, f">= {target:.0%}", _share(share), share >= target)
     for cost in costs:
         if cost.subject in (OURS, "book") and cost.live == MANY_LIVE:
@@ -265,8 +265,8 @@ def _targets(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Seque
 def _fill_table(plan: Plan, filled: Sequence[_Filled], sizes: str) -> Table:
     rows = []
     for name, (title, _) in FILLED.items():
-        found = [one for one in filled if one.policy == name and one.sizes == sizes]
-        rows.append([title, *(_fill_text(one.fill) for one in found)])
+        measured = [result for result in filled if result.policy == name and result.sizes == sizes]
+        rows.append([title, *(_fill_text(result.fill) for result in measured)])
     return Table(
         f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_gib(plan.slab_nbytes)}, "
         f"{plan.seeds} traces each",
@@ -277,10 +277,10 @@ def _fill_table(plan: Plan, filled: Sequence[_Filled], sizes: str) -> Table:
 
 def _slabs_table(by_slab: Sequence[_Filled]) -> Table:
     rows = []
-    for slab_nbytes in dict.fromkeys(one.slab_nbytes for one in by_slab):
-        for name in dict.fromkeys(one.policy for one in by_slab):
-            found = [one for one in by_slab if (one.slab_nbytes, one.policy) == (slab_nbytes, name)]
-            rows.append([f"{_gib(slab_nbytes)}, {FILLED[name][0]}", *(_fill_text(one.fill) for one in found)])
+    for slab_nbytes in dict.fromkeys(result.slab_nbytes for result in by_slab):
+        for name in dict.fromkeys(result.policy for result in by_slab):
+            measured = [result for result in by_slab if (result.slab_nbytes, result.policy) == (slab_nbytes, name)]
+            rows.append([f"{_gib(slab_nbytes)}, {FILLED[name][0]}", *(_fill_text(result.fill) for result in measured)])
     return Table(
         f"fill at the first failure by the size of the slab, mean / p1 / min: {SIZES['log-uniform'].title}",
         ["slab", *(lifetime.title for lifetime in LIFETIMES.values())],
@@ -292,15 +292,15 @@ def _evicting_table(evicted: Sequence[_Evicting]) -> Table:
     return Table(
         "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min",
         ["policy", "fill"],
-        [[FILLED[one.policy][0], _fill_text(one.fill)] for one in evicted],
+        [[FILLED[result.policy][0], _fill_text(result.fill)] for result in evicted],
     )
 
 
 def _costs_table(plan: Plan, costs: Sequence[Cost]) -> Table:
     rows = []
     for name, contender in SUBJECTS.items():
-        found = [cost for cost in costs if cost.subject == name]
-        rows.append([contender.title, *(f"{one.median_us:.2f} ({one.minimum_us:.2f})" for one in found)])
+        measured = [cost for cost in costs if cost.subject == name]
+        rows.append([contender.title, *(f"{result.median_us:.2f} ({result.minimum_us:.2f})" for result in measured)])
     return Table(
         "microseconds of processor time per operation, median (minimum), by slots live",
         ["policy", *(f"{live:,}" for live in plan.live)],
@@ -311,23 +311,23 @@ def _costs_table(plan: Plan, costs: Sequence[Cost]) -> Table:
 def _extremes_table(ends: Sequence[Extremes]) -> Table:
     rows = [
         [
-            _size(one.nbytes),
-            f"{one.same_slot_gb_per_s:.1f}",
-            f"{one.rotating_gb_per_s:.1f}",
-            f"{one.same_slot_gb_per_s / one.rotating_gb_per_s:.2f} x",
+            _size(result.nbytes),
+            f"{result.same_slot_gb_per_s:.1f}",
+            f"{result.rotating_gb_per_s:.1f}",
+            f"{result.same_slot_gb_per_s / result.rotating_gb_per_s:.2f} x",
         ]
-        for one in ends
+        for result in ends
     ]
     return Table("copies into the slab, GB/s", ["size", "the same slot", "round the slab", "ratio"], rows)
 
 
 def _bandwidth_table(copied: Sequence[Bandwidth], in_flight: int) -> Table:
-    copied = [one for one in copied if one.in_flight == in_flight]
-    sizes = list(dict.fromkeys(one.nbytes for one in copied))
+    copied = [result for result in copied if result.in_flight == in_flight]
+    sizes = list(dict.fromkeys(result.nbytes for result in copied))
     rows = []
     for name, contender in POLICIES.items():
-        found = [one for one in copied if one.policy == name]
-        rows.append([contender.title, *(f"{one.gb_per_s:.1f} ({_size(one.touched_nbytes)})" for one in found)])
+        measured = [result for result in copied if result.policy == name]
+        rows.append([contender.title, *(f"{result.gb_per_s:.1f} ({_size(result.touched_nbytes)})" for result in measured)])
     return Table(
         f"copies into the places of a policy, {in_flight} in flight, GB/s (memory touched in all)",
         ["policy", *(_size(nbytes) for nbytes in sizes)],
@@ -350,9 +350,9 @@ def _notes(plan: Plan) -> list[str]:
     ]
 
 
-def _raw(one: msgspec.Struct) -> dict[str, Any]:
-    kind = type(one).__name__.lstrip("_").lower()
-    return {"kind": kind, **msgspec.to_builtins(one)}
+def _raw(result: msgspec.Struct) -> dict[str, Any]:
+    kind = type(result).__name__.lstrip("_").lower()
+    return {"kind": kind, **msgspec.to_builtins(result)}
 
 
 def _fill_text(fill: Fill) -> str:

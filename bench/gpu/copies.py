@@ -91,16 +91,16 @@ def _carrying(gpu: Gpu, ways: Mapping[str, Way]) -> Carry:
     return carry_out
 
 
-async def bandwidth(gpu: Gpu, way: Way, asked: Transfer) -> float:
+async def bandwidth(gpu: Gpu, way: Way, command: Transfer) -> float:
     """Returns what a way brings to the GPU, in GB/s."""
-    requests = in_flight(asked.nbytes)
+    requests = in_flight(command.nbytes)
     for _ in range(_WARM_UP_PASSES):
-        await _timed_pass(gpu, way, asked.nbytes, requests)
+        await _timed_pass(gpu, way, command.nbytes, requests)
     passes, elapsed_s = 0, 0.0
-    while not passes or (elapsed_s < asked.timed_s and passes < _MOST_PASSES):
-        elapsed_s += await _timed_pass(gpu, way, asked.nbytes, requests)
+    while not passes or (elapsed_s < command.timed_s and passes < _MOST_PASSES):
+        elapsed_s += await _timed_pass(gpu, way, command.nbytes, requests)
         passes += 1
-    return passes * requests * asked.nbytes / elapsed_s / 1e9
+    return passes * requests * command.nbytes / elapsed_s / 1e9
 
 
 async def _timed_pass(gpu: Gpu, way: Way, nbytes: int, requests: int) -> float:
@@ -131,16 +131,16 @@ async def _prepared(gpu: Gpu, way: Way, nbytes: int, requests: int) -> AsyncIter
         await asyncio.sleep(0)  # what was dropped on the GPU comes back by the loop
 
 
-async def stalls(gpu: Gpu, way: Way, asked: Stall) -> Stalls:
+async def stalls(gpu: Gpu, way: Way, command: Stall) -> Stalls:
     """Returns how long a way holds the loop up."""
-    found = Stalls([], [])
-    await _timed_pass(gpu, way, asked.nbytes, 1)
-    for _ in range(asked.requests):
-        async with _prepared(gpu, way, asked.nbytes, 1) as (request,):
+    longest = Stalls([], [])
+    await _timed_pass(gpu, way, command.nbytes, 1)
+    for _ in range(command.requests):
+        async with _prepared(gpu, way, command.nbytes, 1) as (request,):
             with _Turns() as turns:
                 for _ in range(_IDLE_TURNS):
                     await asyncio.sleep(0)
-            found.idle_s.append(turns.longest_s)
+            longest.idle_s.append(turns.longest_s)
             with _Turns() as turns:
                 await asyncio.sleep(0)
                 arrived = await way.bring(request)
@@ -148,10 +148,10 @@ async def stalls(gpu: Gpu, way: Way, asked: Stall) -> Stalls:
                 while not over():  # noqa: ASYNC110 # a loop that turns is what is looked at
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            found.brought_s.append(turns.longest_s)
+            longest.brought_s.append(turns.longest_s)
             _check(way, [request], [arrived])
             del arrived
-    return found
+    return longest
 
 
 class _Turns:

@@ -155,7 +155,7 @@ def _driver(uuid: str) -> tuple[str, str]:
 def _module_version() -> str:
     """The version of the kernel's module."""
     try:
-        found = _MODULE_VERSION.search(_MODULE.read_text())
+        version_text = _MODULE_VERSION.search(_MODULE.read_text())
     except OSError:
         return _UNKNOWN
-    return _UNKNOWN if found is None else found.group()
+    return _UNKNOWN if version_text is None else version_text.group()

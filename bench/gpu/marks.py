@@ -41,7 +41,7 @@ def check(samples: Sequence[int], number: int, what: str) -> None:
     Raises:
         CheckError: it is not what was written.
     """
-    wrong = [found for found in samples if found != number]
+    wrong = [value for value in samples if value != number]
     if wrong or len(samples) != _PLACES:
         raise CheckError(
             f"{what}: message {number} holds {wrong[:1]} in {len(wrong)} of {len(samples)} places: it is corrupted"

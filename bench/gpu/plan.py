@@ -272,20 +272,20 @@ def _interleaved(plan: Plan, names: Sequence[str]) -> Iterator[tuple[int, int, s
     return itertools.product(range(1, plan.repetitions + 1), plan.sizes, names)
 
 
-def _transferred(found: Mapping[_Cell, list[float]], way: str, nbytes: int) -> Transferred:
-    runs, ceiling = found[way, nbytes], found.get((CEILING, nbytes))
+def _transferred(measured_runs: Mapping[_Cell, list[float]], way: str, nbytes: int) -> Transferred:
+    runs, ceiling = measured_runs[way, nbytes], measured_runs.get((CEILING, nbytes))
     # Of the repetitions that both were measured in: the last of a run that was broken off may have one of them only.
     of_ceiling = Spread.of(ours / most for ours, most in zip(runs, ceiling, strict=False)) if ceiling else None
     return Transferred(way, nbytes, Spread.of(runs), of_ceiling, runs)
 
 
-def _stalled(found: Sequence[copies.Stalls], way: str, nbytes: int) -> Stalled:
-    brought = Spread.of(seconds * 1e6 for stalls in found for seconds in stalls.brought_s)
-    idle = Spread.of(seconds * 1e6 for stalls in found for seconds in stalls.idle_s)
+def _stalled(measured_runs: Sequence[copies.Stalls], way: str, nbytes: int) -> Stalled:
+    brought = Spread.of(seconds * 1e6 for stalls in measured_runs for seconds in stalls.brought_s)
+    idle = Spread.of(seconds * 1e6 for stalls in measured_runs for seconds in stalls.idle_s)
     return Stalled(way, nbytes, brought, idle)
 
 
-def _handed_over(found: Sequence[Sequence[int]], route: str, nbytes: int) -> HandedOver:
-    every = np.concatenate([np.asarray(times, np.float64) for times in found]) / 1e3
-    p50_us = Spread.of(statistics.median(times) / 1e3 for times in found)
+def _handed_over(measured_runs: Sequence[Sequence[int]], route: str, nbytes: int) -> HandedOver:
+    every = np.concatenate([np.asarray(times, np.float64) for times in measured_runs]) / 1e3
+    p50_us = Spread.of(statistics.median(times) / 1e3 for times in measured_runs)
     return HandedOver(route, nbytes, len(every), p50_us, float(np.percentile(every, 99)))

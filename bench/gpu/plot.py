@@ -64,13 +64,13 @@ def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) 
 
 
 def _rates(results: Results) -> _Lines:
-    names = dict.fromkeys(one.way for one in results.transfers)
-    return {name: {one.nbytes: one.gb_per_s.median for one in results.transfers if one.way == name} for name in names}
+    names = dict.fromkeys(entry.way for entry in results.transfers)
+    return {name: {entry.nbytes: entry.gb_per_s.median for entry in results.transfers if entry.way == name} for name in names}
 
 
 def _times(results: Results) -> _Lines:
-    names = dict.fromkeys(one.route for one in results.handovers)
-    return {name: {one.nbytes: one.p50_us.median for one in results.handovers if one.route == name} for name in names}
+    names = dict.fromkeys(entry.route for entry in results.handovers)
+    return {name: {entry.nbytes: entry.p50_us.median for entry in results.handovers if entry.route == name} for name in names}
 
 
 def _draw_lines(axes: Any, lines: _Lines, titles: Mapping[str, str]) -> None:

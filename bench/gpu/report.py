@@ -10,6 +10,7 @@ from bench.gpu.plan import Absence, Results, Stalled
 from bench.gpu.routes import DEVICE_SLAB, ROUTES
 from bench.gpu.ways import CEILING, CLONED, PINNED_SLOT, WAYS
 from bench.results import Findings, Table, Verdict, deviation, format_nbytes
+from bench.targets import judge
 
 __all__ = ["HAND_OVER_US", "described", "report"]
 
@@ -47,17 +48,17 @@ def described(gpu: Accelerator) -> str:
 
 
 def _copies_table(results: Results) -> Table:
-    stalls = {(one.way, one.nbytes): one for one in results.stalls}
+    stalls = {(entry.way, entry.nbytes): entry for entry in results.stalls}
     rows = []
-    for one in results.transfers:
-        stall = stalls.get((one.way, one.nbytes))
+    for entry in results.transfers:
+        stall = stalls.get((entry.way, entry.nbytes))
         rows.append(
             [
-                format_nbytes(one.nbytes),
-                WAYS[one.way].title,
-                f"{one.gb_per_s.median:.2f}",
-                deviation(one.gb_per_s),
-                "" if one.of_ceiling is None else f"{one.of_ceiling.median:.2f} x",
+                format_nbytes(entry.nbytes),
+                WAYS[entry.way].title,
+                f"{entry.gb_per_s.median:.2f}",
+                deviation(entry.gb_per_s),
+                "" if entry.of_ceiling is None else f"{entry.of_ceiling.median:.2f} x",
                 *(["", "", ""] if stall is None else _stall(stall)),
             ]
         )
@@ -70,21 +71,21 @@ def _copies_table(results: Results) -> Table:
     )
 
 
-def _stall(one: Stalled) -> list[str]:
-    return [f"{one.brought_us.median:,.0f}", f"{one.brought_us.maximum:,.0f}", f"{one.idle_us.median:,.0f}"]
+def _stall(entry: Stalled) -> list[str]:
+    return [f"{entry.brought_us.median:,.0f}", f"{entry.brought_us.maximum:,.0f}", f"{entry.idle_us.median:,.0f}"]
 
 
 def _hand_overs_table(results: Results) -> Table:
     rows = [
         [
-            format_nbytes(one.nbytes),
-            ROUTES[one.route].title,
-            f"{one.p50_us.median:,.0f}",
-            deviation(one.p50_us),
-            f"{one.p99_us:,.0f}",
-            f"{one.messages:,}",
+            format_nbytes(entry.nbytes),
+            ROUTES[entry.route].title,
+            f"{entry.p50_us.median:,.0f}",
+            deviation(entry.p50_us),
+            f"{entry.p99_us:,.0f}",
+            f"{entry.messages:,}",
         ]
-        for one in results.handovers
+        for entry in results.handovers
     ]
     return Table(
         "from submit in one process until usable on the GPU in the other, every message checked",
@@ -118,45 +119,45 @@ def _notes(results: Results) -> list[str]:
     ]
 
 
-def _absent(one: Absence) -> str:
-    size = "" if one.nbytes is None else f", {format_nbytes(one.nbytes)}"
-    return f"Not measured: {_title(one.what)}{size}: {one.reason}"
+def _absent(entry: Absence) -> str:
+    size = "" if entry.nbytes is None else f", {format_nbytes(entry.nbytes)}"
+    return f"Not measured: {_title(entry.what)}{size}: {entry.reason}"
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
 
 
 def _targets(results: Results) -> list[Verdict]:
-    hand_overs = {one.nbytes: one.p50_us.median for one in results.handovers if one.route == DEVICE_SLAB}
+    hand_overs = {entry.nbytes: entry.p50_us.median for entry in results.handovers if entry.route == DEVICE_SLAB}
     smallest = min(hand_overs, default=0)
+    of_ceiling, of_cloned = dict(_of_ceiling(results)), dict(_of_cloned(results))
     of_smallest = {nbytes: p50_us / hand_overs[smallest] for nbytes, p50_us in hand_overs.items() if nbytes > smallest}
     return [
-        _judge("pinned slot: GB/s of pin_memory() memory", "8 MB and above", _OF_CEILING, "x", dict(_of_ceiling(results))),
-        _judge("pinned slot: GB/s of cloning, then copying", "64 MB", _OF_CLONED, "x", dict(_of_cloned(results))),
-        _judge("device slab: p50 of a hand-over", "any size", HAND_OVER_US, "us", hand_overs, at_least=False),
-        _judge("device slab: p50 over that of the smallest size", "any size", _OF_SMALLEST, "x", of_smallest, at_least=False),
-    ]
+        judge("pinned slot: GB/s of pin_memory() memory", "8 MB and above", _OF_CEILING, "x", _named(of_ceiling)),
+        judge("pinned slot: GB/s of cloning, then copying", "64 MB", _OF_CLONED, "x", _named(of_cloned)),
+        judge("device slab: p50 of a hand-over", "any size", HAND_OVER_US, "us", _named(hand_overs), at_least=False),
+        judge(
+            "device slab: p50 over that of the smallest size", "any size", _OF_SMALLEST, "x", _named(of_smallest),
+            at_least=False,
+        ),
+    ]  # fmt: skip
 
 
 def _of_ceiling(results: Results) -> Iterator[tuple[int, float]]:
-    for one in results.transfers:
-        if one.way == PINNED_SLOT and one.nbytes >= _CEILING_FROM_NBYTES and one.of_ceiling is not None:
-            yield one.nbytes, one.of_ceiling.median
+    for entry in results.transfers:
+        if entry.way == PINNED_SLOT and entry.nbytes >= _CEILING_FROM_NBYTES and entry.of_ceiling is not None:
+            yield entry.nbytes, entry.of_ceiling.median
 
 
 def _of_cloned(results: Results) -> Iterator[tuple[int, float]]:
     """The median of the ratios within each repetition."""
-    found = {one.way: one.runs for one in results.transfers if one.nbytes == _CLONED_NBYTES}
-    if PINNED_SLOT in found and CLONED in found:
-        pairs = zip(found[PINNED_SLOT], found[CLONED], strict=False)  # of a run that was broken off, one may have less
+    runs_by_way = {entry.way: entry.runs for entry in results.transfers if entry.nbytes == _CLONED_NBYTES}
+    if PINNED_SLOT in runs_by_way and CLONED in runs_by_way:
+        pairs = zip(
+            runs_by_way[PINNED_SLOT], runs_by_way[CLONED], strict=False
+        )  # of a run that was broken off, one may have less
         yield _CLONED_NBYTES, statistics.median(ours / theirs for ours, theirs in pairs)
 
 
-def _judge(what: str, at: str, limit: float, unit: str, places: Mapping[int, float], *, at_least: bool = True) -> Verdict:
-    """The worst place decides."""
-    asked = f"{'>=' if at_least else '<='} {limit:g} {unit}"
-    if not places:
-        return Verdict(what, at, asked, detail="not part of this run")
-    worst = min(places.values()) if at_least else max(places.values())
-    detail = ", ".join(f"{format_nbytes(nbytes)}: {number:.3g}" for nbytes, number in places.items())
-    return Verdict(what, at, asked, f"{worst:.3g} {unit}", worst >= limit if at_least else worst <= limit, detail)
+def _named(places: Mapping[int, float]) -> Iterator[tuple[str, float]]:
+    return ((format_nbytes(nbytes), number) for nbytes, number in places.items())

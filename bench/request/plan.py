@@ -251,13 +251,18 @@ def _reason(peer: Peer, cell: Cell) -> str | None:
 
 
 def _results(cell: Cell, measurements: dict[Peer, list[Measurement]]) -> list[Result]:
-    baseline = [one.requests_per_s for peer, some in measurements.items() if peer.name == BASELINE for one in some]
-    return [_result(cell, peer, some, baseline) for peer, some in measurements.items()]
+    baseline = [
+        measurement.requests_per_s
+        for peer, repeated in measurements.items()
+        if peer.name == BASELINE
+        for measurement in repeated
+    ]
+    return [_result(cell, peer, repeated, baseline) for peer, repeated in measurements.items()]
 
 
 def _result(cell: Cell, peer: Peer, measurements: list[Measurement], baseline: list[float]) -> Result:
-    speeds = [one.requests_per_s for one in measurements]
-    latencies_us = np.concatenate([one.latencies_ns for one in measurements]) / 1e3
+    speeds = [measurement.requests_per_s for measurement in measurements]
+    latencies_us = np.concatenate([measurement.latencies_ns for measurement in measurements]) / 1e3
     p50, p99, p999 = np.percentile(latencies_us, [50, 99, 99.9])
     return Result(
         peer=peer.name,
@@ -265,13 +270,15 @@ def _result(cell: Cell, peer: Peer, measurements: list[Measurement], baseline: l
         reply_nbytes=cell.reply_nbytes,
         in_flight=cell.in_flight,
         clients=cell.clients,
-        requests=sum(one.requests for one in measurements),
+        requests=sum(measurement.requests for measurement in measurements),
         requests_per_s=Spread.of(speeds),
         shmring_ratio=Spread.of([ours / theirs for ours, theirs in zip(baseline, speeds, strict=True)]),
         round_trip_p50_us=float(p50),
         round_trip_p99_us=float(p99),
         round_trip_p999_us=float(p999),
-        engine_us=Spread.of([one.engine_us for one in measurements]),
-        client_us=Spread.of([one.client_us for one in measurements]),
-        repetitions=[Repetition(one.requests_per_s, one.engine_us, one.client_us) for one in measurements],
+        engine_us=Spread.of([measurement.engine_us for measurement in measurements]),
+        client_us=Spread.of([measurement.client_us for measurement in measurements]),
+        repetitions=[
+            Repetition(measurement.requests_per_s, measurement.engine_us, measurement.client_us) for measurement in measurements
+        ],
     )

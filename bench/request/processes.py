@@ -128,14 +128,14 @@ class Group(Children):
         for some in (clients, [engine]):
             self._tell(some, _Stop(), what)
             reports += self._hear(some, deadline, what)
-        *asked, answered = reports
-        total = sum(report.total for report in asked)
-        if answered.total != total:
-            raise BenchError(f"{self._title}, {what}: {answered.total} requests were answered, {total} replies came")
+        *client_reports, engine_report = reports
+        total = sum(report.total for report in client_reports)
+        if engine_report.total != total:
+            raise BenchError(f"{self._title}, {what}: {engine_report.total} requests were answered, {total} replies came")
         return Measurement(
-            answered.cost,
-            [report.cost for report in asked],
-            np.concatenate([report.latencies_ns for report in asked]),
+            engine_report.cost,
+            [report.cost for report in client_reports],
+            np.concatenate([report.latencies_ns for report in client_reports]),
         )
 
 

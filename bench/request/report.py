@@ -29,9 +29,9 @@ def report(results: Results) -> Findings:
     for clients, in_flight in _kinds(results):
         rows = [_row(result) for result in results.results if (result.clients, result.in_flight) == (clients, in_flight)]
         rows += [
-            _unmeasured_row(one)
-            for one in results.unmeasured
-            if one.nbytes is None or (one.clients, one.in_flight) == (clients, in_flight)
+            _unmeasured_row(entry)
+            for entry in results.unmeasured
+            if entry.nbytes is None or (entry.clients, entry.in_flight) == (clients, in_flight)
         ]
         replies = f"replies of {format_nbytes(results.reply_nbytes)}"
         title = f"requests of a tensor, {in_flight} in flight of {_clients(clients)}, {replies}"
@@ -43,12 +43,12 @@ def report(results: Results) -> Findings:
         "microseconds of CPU of the whole process for each request, copies included.",
     ]
     notes += [
-        f"Of them, this benchmark's own stamps and checks take, at {format_nbytes(one.nbytes)}: engine {one.engine_us:.1f}, "
-        f"client {one.client_us:.1f}."
-        for one in results.checks
+        f"Of them, stamps and checks of this benchmark take, at {format_nbytes(entry.nbytes)}: engine {entry.engine_us:.1f}, "
+        f"client {entry.client_us:.1f}."
+        for entry in results.checks
     ]
     notes += [f"{PEERS[name].requires} {version}" for name, version in results.versions.items()]
-    notes += [f"{PEERS[one.peer].title}: {one.reason}" for one in results.unmeasured if one.nbytes is None]
+    notes += [f"{PEERS[entry.peer].title}: {entry.reason}" for entry in results.unmeasured if entry.nbytes is None]
     return Findings(
         mode="request",
         machine=results.machine,
@@ -93,9 +93,9 @@ def scaling_report(results: ScalingResults) -> Findings:
 
 
 def _kinds(results: Results) -> list[tuple[int, int]]:
-    found = [(result.clients, result.in_flight) for result in results.results]
-    found += [(one.clients, one.in_flight) for one in results.unmeasured if one.clients and one.in_flight]
-    return list(dict.fromkeys(found))
+    kinds = [(result.clients, result.in_flight) for result in results.results]
+    kinds += [(entry.clients, entry.in_flight) for entry in results.unmeasured if entry.clients and entry.in_flight]
+    return list(dict.fromkeys(kinds))
 
 
 def _row(result: Result) -> list[str]:
@@ -114,10 +114,10 @@ def _row(result: Result) -> list[str]:
     ]
 
 
-def _unmeasured_row(one: Unmeasured) -> list[str]:
-    size = "all" if one.nbytes is None else format_nbytes(one.nbytes)
-    reason = "missing" if one.nbytes is None else "not measured"
-    return [size, PEERS[one.peer].title, reason, *[""] * (len(_COLUMNS) - 3)]
+def _unmeasured_row(entry: Unmeasured) -> list[str]:
+    size = "all" if entry.nbytes is None else format_nbytes(entry.nbytes)
+    reason = "missing" if entry.nbytes is None else "not measured"
+    return [size, PEERS[entry.peer].title, reason, *[""] * (len(_COLUMNS) - 3)]
 
 
 def _targets(results: Results) -> list[Verdict]:

@@ -270,11 +270,13 @@ def _result(cell: Cell, peer: Peer, first: Peer, measurements: dict[Peer, list[M
         baseline=first.name,
         nbytes=cell.nbytes,
         in_flight=cell.in_flight,
-        requests=sum(one.requests for one in ours),
-        requests_per_s=Spread.of([one.requests_per_s for one in ours]),
-        engine_us=Spread.of([one.engine_us for one in ours]),
-        client_us=Spread.of([one.client_us for one in ours]),
-        engine_ratio=Spread.of([one.engine_us / base.engine_us for one, base in pairs]),
-        client_ratio=Spread.of([one.client_us / base.client_us for one, base in pairs]),
-        ratio=Spread.of([(one.engine_us + one.client_us) / (base.engine_us + base.client_us) for one, base in pairs]),
+        requests=sum(measurement.requests for measurement in ours),
+        requests_per_s=Spread.of([measurement.requests_per_s for measurement in ours]),
+        engine_us=Spread.of([measurement.engine_us for measurement in ours]),
+        client_us=Spread.of([measurement.client_us for measurement in ours]),
+        engine_ratio=Spread.of([measurement.engine_us / base.engine_us for measurement, base in pairs]),
+        client_ratio=Spread.of([measurement.client_us / base.client_us for measurement, base in pairs]),
+        ratio=Spread.of(
+            [(measurement.engine_us + measurement.client_us) / (base.engine_us + base.client_us) for measurement, base in pairs]
+        ),
     )

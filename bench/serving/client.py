@@ -157,11 +157,11 @@ class Client:
         Raises:
             ServerUnusableError: it does not answer.
         """
-        found = -1
-        while found != (latest := await self._slab_nbytes()):
-            found = latest
+        counted = -1
+        while counted != (latest := await self._slab_nbytes()):
+            counted = latest
             await asyncio.sleep(_METRICS_PERIOD_S)
-        return found
+        return counted
 
     async def _slab_nbytes(self) -> int:
         url = f"{self._base}/metrics"

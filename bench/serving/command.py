@@ -57,10 +57,10 @@ class _Size(_SizeType):
         """Returns width and height."""
         if isinstance(value, tuple):
             return value
-        found = _SIZE.fullmatch(value)
-        if found is None:
+        parsed_size = _SIZE.fullmatch(value)
+        if parsed_size is None:
             self.fail(f"write a width and a height in pixels such as 640x360, not {value!r}", param, ctx)
-        width, height = int(found[1]), int(found[2])
+        width, height = int(parsed_size[1]), int(parsed_size[2])
         if self._even and (width % 2 or height % 2):
             self.fail(f"{value}: width and height of a clip must be even", param, ctx)
         return width, height
@@ -151,8 +151,8 @@ def serve_plan(preset: str | None, **values: Any) -> Plan:
 
 
 def _scaled(preset: str, scale: float) -> dict[str, Any]:
-    found = dict(PRESETS[preset])
-    return found | {name: max(1, round(found[name] * scale)) for name in _SCALED}
+    options = dict(PRESETS[preset])
+    return options | {name: max(1, round(options[name] * scale)) for name in _SCALED}
 
 
 def _is_default(name: str) -> bool:
@@ -222,8 +222,8 @@ def _run(plan: Plan) -> tuple[Findings, bool]:
         with _progress() as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             results = runner.run(_until_told_to_end(run.run(plan, progress)))
             return report.report(results, typed()), all(load.completed for load in results.measurements)
-    except _ToldToEnd as told:
-        sys.exit(128 + told.number)
+    except _ToldToEnd as signals:
+        sys.exit(128 + signals.number)
     except (ServerError, ServerUnusableError, MediaFileError, OSError) as error:
         raise NotMeasured(str(error)) from error
 
@@ -239,10 +239,10 @@ class _ToldToEnd(Exception):
 async def _until_told_to_end(running: Coroutine[Any, Any, Results]) -> Results:
     """Runs it; SIGINT and SIGTERM cancel it, so that everything that was started is stopped on the way out."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
-    told: list[signal.Signals] = []
+    signals: list[signal.Signals] = []
 
     def end(number: signal.Signals) -> None:
-        told.append(number)
+        signals.append(number)
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -250,8 +250,8 @@ async def _until_told_to_end(running: Coroutine[Any, Any, Results]) -> Results:
     try:
         return await task
     except asyncio.CancelledError:
-        if told:
-            raise _ToldToEnd(told[0]) from None
+        if signals:
+            raise _ToldToEnd(signals[0]) from None
         raise
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

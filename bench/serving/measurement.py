@@ -118,24 +118,26 @@ def measure(
         loop_lags_s: how late its loop was.
         cpu_s: CPU seconds of the server's processes.
     """
-    whole = [one for one in exchanges if one.failure is None]
-    chats = [one for one in whole if len(one.token_times)]
-    duration_s = max(one.ended for one in exchanges) - start
+    whole = [exchange for exchange in exchanges if exchange.failure is None]
+    chats = [exchange for exchange in whole if len(exchange.token_times)]
+    duration_s = max(exchange.ended for exchange in exchanges) - start
     lags = Latency.of(loop_lags_s)
-    late = Latency.of([one.sent - one.began for one in exchanges])
+    late = Latency.of([exchange.sent - exchange.began for exchange in exchanges])
     assert late is not None, "there is at least one exchange"
     return Measurement(
         variant=variant,
         duration_s=duration_s,
         requests=len(exchanges),
         completed=len(whole),
-        failures=dict(collections.Counter(one.failure for one in exchanges if one.failure is not None).most_common()),
+        failures=dict(
+            collections.Counter(exchange.failure for exchange in exchanges if exchange.failure is not None).most_common()
+        ),
         requests_per_s=len(whole) / duration_s,
-        output_tokens_per_s=sum(one.output_tokens for one in whole) / duration_s,
-        ttft=Latency.of([one.token_times[0] - one.began for one in chats]),
-        tpot=Latency.of([_time_per_token(one) for one in chats if one.output_tokens > 1]),
-        itl=Latency.of(np.concatenate([np.diff(one.token_times) for one in chats]).tolist() if chats else []),
-        e2e=Latency.of([one.ended - one.began for one in whole]),
+        output_tokens_per_s=sum(exchange.output_tokens for exchange in whole) / duration_s,
+        ttft=Latency.of([exchange.token_times[0] - exchange.began for exchange in chats]),
+        tpot=Latency.of([_time_per_token(exchange) for exchange in chats if exchange.output_tokens > 1]),
+        itl=Latency.of(np.concatenate([np.diff(exchange.token_times) for exchange in chats]).tolist() if chats else []),
+        e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
         peak_concurrency=_peak(exchanges),
         generator=Generator(
             cpu_s=generator_cpu_s,
@@ -144,7 +146,7 @@ def measure(
             late_p99_ms=late.p99_ms,
         ),
         cpu_s=dict(cpu_s),
-        by_request=[_request(one, start) for one in exchanges],
+        by_request=[_request(exchange, start) for exchange in exchanges],
     )
 
 
@@ -154,7 +156,7 @@ def _time_per_token(exchange: Exchange) -> float:
 
 def _peak(exchanges: Sequence[Exchange]) -> int:
     """Counts who was there; one that ends at the very moment at which another is sent was not there with it."""
-    steps = sorted([(one.sent, 1) for one in exchanges] + [(one.ended, -1) for one in exchanges])
+    steps = sorted([(exchange.sent, 1) for exchange in exchanges] + [(exchange.ended, -1) for exchange in exchanges])
     return int(np.cumsum([step for _, step in steps]).max())
 
 

@@ -33,7 +33,7 @@ class _Metric(NamedTuple):
 
 def _latency_metrics(name: str, of: Callable[[Measurement], Latency | None]) -> Iterator[_Metric]:
     def picked(field: str) -> Callable[[Measurement], float | None]:
-        return lambda one: None if (latency := of(one)) is None else getattr(latency, field)
+        return lambda measurement: None if (latency := of(measurement)) is None else getattr(latency, field)
 
     for title, field in (("mean", "mean_ms"), ("median", "median_ms"), ("p99", "p99_ms")):
         yield _Metric(f"{name}, {title}, ms", picked(field), 1)
@@ -43,30 +43,39 @@ def _cpu_metric(part: str) -> _Metric:
     """CPU of a part of the server for each request with an answer; None where there is no such part."""
     return _Metric(
         f"{part}' CPU, ms/request" if part.endswith("s") else f"{part}'s CPU, ms/request",
-        lambda one: 1e3 * one.cpu_s[part] / one.completed if part in one.cpu_s and one.completed else None,
+        lambda measurement: (
+            1e3 * measurement.cpu_s[part] / measurement.completed
+            if part in measurement.cpu_s and measurement.completed
+            else None
+        ),
         1,
     )
 
 
 _METRICS = (
-    _Metric("requests/s", lambda one: one.requests_per_s, 2),
-    _Metric("output tokens/s", lambda one: one.output_tokens_per_s or None, 0),
-    _Metric("duration, s", lambda one: one.duration_s, 1),
-    _Metric("peak concurrency", lambda one: one.peak_concurrency, 0, compared=False),
-    *_latency_metrics("TTFT", lambda one: one.ttft),
-    *_latency_metrics("TPOT", lambda one: one.tpot),
-    *_latency_metrics("ITL", lambda one: one.itl),
-    *_latency_metrics("E2E", lambda one: one.e2e),
+    _Metric("requests/s", lambda measurement: measurement.requests_per_s, 2),
+    _Metric("output tokens/s", lambda measurement: measurement.output_tokens_per_s or None, 0),
+    _Metric("duration, s", lambda measurement: measurement.duration_s, 1),
+    _Metric("peak concurrency", lambda measurement: measurement.peak_concurrency, 0, compared=False),
+    *_latency_metrics("TTFT", lambda measurement: measurement.ttft),
+    *_latency_metrics("TPOT", lambda measurement: measurement.tpot),
+    *_latency_metrics("ITL", lambda measurement: measurement.itl),
+    *_latency_metrics("E2E", lambda measurement: measurement.e2e),
     _cpu_metric("engine"),
     _cpu_metric("frontends"),
-    _Metric("generator's CPU, ms/request", lambda one: 1e3 * one.generator.cpu_s / max(one.completed, 1), 1, compared=False),
-    _Metric("generator's loop lag, p99, ms", lambda one: one.generator.loop_lag_p99_ms, 1, compared=False),
+    _Metric(
+        "generator's CPU, ms/request",
+        lambda measurement: 1e3 * measurement.generator.cpu_s / max(measurement.completed, 1),
+        1,
+        compared=False,
+    ),
+    _Metric("generator's loop lag, p99, ms", lambda measurement: measurement.generator.loop_lag_p99_ms, 1, compared=False),
 )
 
 
 def report(results: Results, command: str = "") -> Findings:
     """Returns a run as it is shown and stored."""
-    there = collections.Counter((LOAD, one.variant) for one in results.measurements)
+    there = collections.Counter((LOAD, measurement.variant) for measurement in results.measurements)
     return Findings(
         mode="serve",
         machine=results.machine,
@@ -95,15 +104,19 @@ def _table(results: Results) -> Table:
 
 
 def _answered(measurements: Sequence[Measurement]) -> str:
-    return f"{sum(one.completed for one in measurements):,} of {sum(one.requests for one in measurements):,}"
+    completed = sum(measurement.completed for measurement in measurements)
+    return f"{completed:,} of {sum(measurement.requests for measurement in measurements):,}"
 
 
 def _failures(results: Results) -> list[list[str]]:
-    reasons = dict.fromkeys(reason for one in results.measurements for reason in one.failures)
+    reasons = dict.fromkeys(reason for measurement in results.measurements for reason in measurement.failures)
     return [
         [
             f"failed: {reason}",
-            *(f"{sum(one.failures.get(reason, 0) for one in results.of(variant)):,}" for variant in results.variants),
+            *(
+                f"{sum(measurement.failures.get(reason, 0) for measurement in results.of(variant)):,}"
+                for variant in results.variants
+            ),
         ]
         for reason in reasons
     ]
@@ -111,7 +124,7 @@ def _failures(results: Results) -> list[list[str]]:
 
 def _row(metric: _Metric, results: Results) -> list[str] | None:
     """A metric's row; None if nobody has it."""
-    series = [[metric.of(one) for one in results.of(variant)] for variant in results.variants]
+    series = [[metric.of(measurement) for measurement in results.of(variant)] for variant in results.variants]
     if all(value is None for values in series for value in values):
         return None
     cells = [_cell([value for value in values if value is not None], metric.decimals) for values in series]
@@ -161,33 +174,33 @@ def _pixels(size: tuple[int, int]) -> str:
 def _notes(results: Results) -> list[str]:
     """Returns what a reader must know besides the table."""
     load, server = results.plan.load, results.plan.server
-    found = [
+    lines = [
         f"Bodies are {results.request_nbytes:,} bytes; seed {load.seed}; {load.warm_up_requests} requests before, not counted. "
         f"Sent by {results.client}, on the same machine.",
         "Latencies count from when a request was due and its turn had come. TTFT: to the first text; TPOT: the rest over the "
         "tokens after the first; ITL: between two texts; E2E: to the end.",
     ]
     if results.plan.url is None:
-        found.append(
+        lines.append(
             f"Server: {server.api_servers} API servers, executor {server.executor} {server.executor_options}, slab "
             f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further)
         )
     if results.plan.compare:
-        found.append(
+        lines.append(
             f"{results.plan.repetitions} repetitions of the same load, slab and inline (--disable-mm-shm) in turn; medians, "
             f"with the least and the greatest; ratios within each repetition."
         )
-    return [*found, *_busy_notes(results), *_failure_notes(results)]
+    return [*lines, *_busy_notes(results), *_failure_notes(results)]
 
 
 def _busy_notes(results: Results) -> Iterator[str]:
     for variant in results.variants:
         measurements = results.of(variant)
-        duration_s = sum(one.duration_s for one in measurements)
-        generator_share = sum(one.generator.cpu_s for one in measurements) / duration_s
-        shares = {part: sum(one.cpu_s[part] for one in measurements) / duration_s for part in measurements[0].cpu_s} | {
-            "load generator": generator_share
-        }
+        duration_s = sum(measurement.duration_s for measurement in measurements)
+        generator_share = sum(measurement.generator.cpu_s for measurement in measurements) / duration_s
+        shares = {
+            part: sum(measurement.cpu_s[part] for measurement in measurements) / duration_s for part in measurements[0].cpu_s
+        } | {"load generator": generator_share}
         text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
         cores = results.machine.cores
         yield f"CPU while the {variant} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
@@ -196,7 +209,7 @@ def _busy_notes(results: Results) -> Iterator[str]:
 
 
 def _failure_notes(results: Results) -> Iterator[str]:
-    failed = sum(one.requests - one.completed for one in results.measurements)
+    failed = sum(measurement.requests - measurement.completed for measurement in results.measurements)
     if failed:
         yield f"{failed:,} requests failed; rates and latencies are those of the others."
 
@@ -205,10 +218,12 @@ def _targets(results: Results) -> list[Verdict]:
     """What a comparison says of the target, if its load is that of vLLM's pull request, at any scale."""
     load, preset = results.plan.load, PRESETS["pr32104"]
     of_preset = (load.endpoint, load.media.kinds, load.media.video_frames, load.output_tokens, results.plan.server.executor)
-    asked = ("endpoint", "kinds", "video_frames", "output_tokens", "executor")
-    if not results.plan.compare or of_preset != tuple(preset[name] for name in asked):
+    names = ("endpoint", "kinds", "video_frames", "output_tokens", "executor")
+    if not results.plan.compare or of_preset != tuple(preset[name] for name in names):
         return []
-    pairs = zip(*([one.requests_per_s for one in results.of(variant)] for variant in results.variants), strict=True)
+    pairs = zip(
+        *([measurement.requests_per_s for measurement in results.of(variant)] for variant in results.variants), strict=True
+    )
     ratio = Spread.of([slab / inline for slab, inline in pairs if inline])
     what, at = "slab path: requests/s of the inline path", f"preset of PR 32104, {load.requests:,} requests"
     detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"

@@ -64,12 +64,12 @@ class Results(msgspec.Struct, frozen=True):
 
     def of(self, variant: str) -> list[Measurement]:
         """Returns the measurements of one server, repetition by repetition."""
-        return [one for one in self.measurements if one.variant == variant]
+        return [measurement for measurement in self.measurements if measurement.variant == variant]
 
     @property
     def variants(self) -> list[str]:
         """The servers, in the order in which they were asked."""
-        return list(dict.fromkeys(one.variant for one in self.measurements))
+        return list(dict.fromkeys(measurement.variant for measurement in self.measurements))
 
 
 class _Target(msgspec.Struct, frozen=True):
@@ -142,14 +142,14 @@ def _wanted(plan: Plan) -> dict[str, ServerOptions]:
 
 
 async def _start(
-    wanted: Mapping[str, ServerOptions], load: Load, stack: contextlib.AsyncExitStack
+    options_by_name: Mapping[str, ServerOptions], load: Load, stack: contextlib.AsyncExitStack
 ) -> Mapping[str, Server | None]:
     """Starts servers together; the stack stops them."""
-    starting = (stack.enter_async_context(serving(options, load)) for options in wanted.values())
+    starting = (stack.enter_async_context(serving(options, load)) for options in options_by_name.values())
     # Waits for all of them whatever happens, so that each is either the stack's or has been stopped.
     started = await asyncio.gather(*starting, return_exceptions=True)
     servers: dict[str, Server | None] = {}
-    for name, server in zip(wanted, started, strict=True):
+    for name, server in zip(options_by_name, started, strict=True):
         if isinstance(server, BaseException):
             raise server
         servers[name] = server

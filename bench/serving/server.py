@@ -132,11 +132,11 @@ async def _until_ready(process: asyncio.subprocess.Process, timeout_s: float, er
             line = (await process.stdout.readline()).decode(errors="replace")
     except TimeoutError:
         raise ServerError(f"the server was not ready within {timeout_s:g} s{_last_words(errors)}") from None
-    found = _READY.search(line)
-    if found is None:
+    ready = _READY.search(line)
+    if ready is None:
         raise ServerError(f"the server did not start{_last_words(errors)}")
-    pids = {"engine": [int(found["engine"])], "frontends": [int(pid) for pid in found["frontends"].split()]}
-    return Server(found["url"], pids)
+    pids = {"engine": [int(ready["engine"])], "frontends": [int(pid) for pid in ready["frontends"].split()]}
+    return Server(ready["url"], pids)
 
 
 async def _stop(process: asyncio.subprocess.Process, pids: list[int], directory: str) -> None:

@@ -171,9 +171,9 @@ def test_content_that_is_not_what_was_sent_is_noticed_and_nothing_is_left(
     open_ends: Callable[[str], Ends], cell: Cell, name: str
 ) -> None:
     ends = open_ends(name)
-    (outcome,) = ends.run(dataclasses.replace(cell, producers=PRODUCERS, corrupt_sequence=20))
+    (outcome,) = ends.run(dataclasses.replace(cell, producers=PRODUCERS, corrupt_sequence=10))
     assert isinstance(outcome, Failed)
-    assert "message 20" in outcome.error
+    assert "message 10" in outcome.error
     assert "corrupted" in outcome.error
     ends.close()  # of processes that were killed
     assert traces(ends) == []

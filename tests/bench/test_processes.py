@@ -46,8 +46,8 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
                 assert cost.lag is not None
                 assert cost.lag.max_ms >= cost.lag.p50_ms
             assert all(cost.connect_s is not None for cost in measurement.producers)
-        with pytest.raises(BenchError, match=r"the consumer failed: CheckError: message 20 holds .* it is corrupted") as caught:
-            group.run(dataclasses.replace(cell, corrupt_sequence=20))
+        with pytest.raises(BenchError, match=r"the consumer failed: CheckError: message 10 holds .* it is corrupted") as caught:
+            group.run(dataclasses.replace(cell, corrupt_sequence=10))
         assert PEERS[NAME].title in str(caught.value)
         assert not any(process.is_alive() for process in group.processes)
         with pytest.raises(BenchError, match="were ended after a failure"):
