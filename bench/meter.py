@@ -14,12 +14,13 @@ import asyncio
 import dataclasses
 import os
 import resource
-import statistics
 import threading
 import time
 from pathlib import Path
 
-__all__ = ["Cost", "Lag", "Meter", "resident_nbytes"]
+import numpy as np
+
+__all__ = ["Cost", "Lag", "LoopLag", "Meter", "resident_nbytes"]
 
 _TICK_S = 0.005  # often enough to meet every stall that a person or a heartbeat would notice; 0.1 % of a core
 
@@ -29,11 +30,12 @@ class Lag:
     """How late a loop's callbacks ran that were due every 5 ms. uvloop's timers alone make them up to 1 ms late.
 
     Attributes:
-        p50_ms, max_ms: median and largest lateness.
+        p50_ms, p99_ms, max_ms: median, 99th percentile and largest lateness.
         max_on_core_ms: the largest without the time in which the loop's thread waited for a core: what a crowded machine adds.
     """
 
     p50_ms: float
+    p99_ms: float
     max_ms: float
     max_on_core_ms: float
 
@@ -44,6 +46,7 @@ class Cost:
 
     Attributes:
         messages: handled in the phase.
+        elapsed_s: how long it was.
         cpu_s: user and system time of all its threads.
         resident_nbytes: at the end of the phase, shared memory and the benchmark's own buffers aside.
         descriptors: open at the end of the phase.
@@ -53,12 +56,17 @@ class Cost:
     """
 
     messages: int
+    elapsed_s: float
     cpu_s: float
     resident_nbytes: int
     descriptors: int
     lag: Lag | None
     connect_s: float | None = None
     idle_share: float | None = None
+
+    @property
+    def messages_per_s(self) -> float:
+        return self.messages / self.elapsed_s
 
 
 def resident_nbytes() -> int:
@@ -87,24 +95,25 @@ class Meter:
         self.cost: Cost | None = None
         self.connect_s: float | None = None
         self._own_nbytes = own_nbytes
-        self._started_cpu_s = 0.0
-        self._ticker: _Ticker | None = None
+        self._started_s = self._started_cpu_s = 0.0
+        self._ticker: LoopLag | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has the loop's lag measured, too, until :meth:`close`. Called on the loop's thread."""
-        self._ticker = _Ticker(loop)
+        self._ticker = LoopLag(loop)
 
     def start(self) -> None:
         """The phase begins."""
         if self._ticker is not None:
             self._ticker.reset()
-        self._started_cpu_s = _cpu_s()
+        self._started_s, self._started_cpu_s = time.perf_counter(), _cpu_s()
 
     def stop(self, messages: int) -> None:
         """The phase is over, in which so many messages were handled. Sets :attr:`cost`."""
-        cpu_s = _cpu_s() - self._started_cpu_s
+        elapsed_s, cpu_s = time.perf_counter() - self._started_s, _cpu_s() - self._started_cpu_s
         self.cost = Cost(
             messages=messages,
+            elapsed_s=elapsed_s,
             cpu_s=cpu_s,
             resident_nbytes=resident_nbytes() - self._own_nbytes,
             descriptors=len(os.listdir("/proc/self/fd")) - 1,  # one is the listing itself
@@ -131,8 +140,8 @@ class Meter:
             self._ticker = None
 
 
-class _Ticker:
-    """A callback that is due every 5 ms, and how late it came."""
+class LoopLag:
+    """Watches a loop: a callback that is due every 5 ms, and how late it came. Made and closed on the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -144,15 +153,19 @@ class _Ticker:
         self._arm()
 
     def reset(self) -> None:
+        """Forgets what was before."""
         self._started_s = time.perf_counter()
         self._late = []
 
     def lag(self) -> Lag:
+        """Returns how late it was so far."""
         late = self._late + self._overdue()
         if not late:
-            return Lag(0.0, 0.0, 0.0)  # the phase was shorter than a tick
+            return Lag(0.0, 0.0, 0.0, 0.0)  # the phase was shorter than a tick
+        p50, p99 = np.percentile([total for total, _ in late], [50, 99])
         return Lag(
-            p50_ms=statistics.median(total for total, _ in late) * 1e3,
+            p50_ms=float(p50) * 1e3,
+            p99_ms=float(p99) * 1e3,
             max_ms=max(total for total, _ in late) * 1e3,
             max_on_core_ms=max(on_core for _, on_core in late) * 1e3,
         )

@@ -1,8 +1,8 @@
-"""A client's load, and the meter of each process.
+"""A client's load, and the phases of each process.
 
 Theory of operation: a client has as many tasks as requests in flight; each asks, waits for its reply, checks it, and asks
 again, as the handlers of a server do. The load lasts until every process has measured, so that nobody measures beside a
-client that has stopped. A meter looks twice at the clocks and the count of its own process, when the warm-up is over and
+client that has stopped. Each process looks twice at its own clocks and count, when the warm-up is over and
 when the timed phase is; rates and costs are differences between the two. A phase also lasts until as many requests have
 ended as a client has in flight, however slow the transport.
 
@@ -13,15 +13,15 @@ of its threads included, in user and system mode.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable
 
+from bench.meter import Cost, Meter
 from bench.request.peers.peer import Ask
 from bench.request.questions import Cell, Header, Question
 
-__all__ = ["Cost", "Load", "Meter", "come_to_rest"]
+__all__ = ["Load", "Phases", "come_to_rest"]
 
 _RECHECK_S = 0.005  # how often a phase that has too few requests looks again
 _REST_S = 0.01  # in which a process at rest takes less than a twentieth of a core
@@ -29,27 +29,8 @@ _RESTS = 3  # one after the other, lest a busy machine be taken for rest
 _MAX_REST_S = 5.0  # after which something of the transport is busy for good, which then belongs to its cost
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """What a process did between its two looks.
-
-    Attributes:
-        requests: that ended in between.
-        elapsed_s: seconds in between.
-        cpu_s: CPU seconds of the process in between.
-    """
-
-    requests: int
-    elapsed_s: float
-    cpu_s: float
-
-    @property
-    def requests_per_s(self) -> float:
-        return self.requests / self.elapsed_s
-
-
-class Meter:
-    """Looks at the clocks and the count of this process.
+class Phases:
+    """Has this process measured in the timed phase of a cell.
 
     Args:
         cell: says how long the phases last.
@@ -73,14 +54,14 @@ class Meter:
         cell = self._cell
         await self._phase(start_ns + int(cell.warm_up_s * 1e9), cell.in_flight)
         self.timing = True
-        count, wall_ns, cpu_ns = self._count(), time.perf_counter_ns(), time.process_time_ns()
-        await self._phase(wall_ns + int(cell.timed_s * 1e9), count + cell.in_flight)
+        count, began_ns = self._count(), time.perf_counter_ns()
+        meter = Meter(own_nbytes=0)
+        meter.start()
+        await self._phase(began_ns + int(cell.timed_s * 1e9), count + cell.in_flight)
         self.timing = False
-        return Cost(
-            requests=self._count() - count,
-            elapsed_s=(time.perf_counter_ns() - wall_ns) / 1e9,
-            cpu_s=(time.process_time_ns() - cpu_ns) / 1e9,
-        )
+        meter.stop(self._count() - count)
+        assert meter.cost is not None, "a meter that was stopped has a cost"
+        return meter.cost
 
     async def _phase(self, until_ns: int, count: int) -> None:
         await asyncio.sleep(max(0.0, (until_ns - time.perf_counter_ns()) / 1e9))
@@ -109,7 +90,7 @@ class Load:
         client: its index.
 
     Attributes:
-        meter: of this process.
+        phases: of this process.
         answered: requests whose replies were checked.
         latencies_ns: round trips of those of the timed phase, from before the request was handed to the transport until
             its reply was in the hands of whoever asked.
@@ -120,7 +101,7 @@ class Load:
         self._client = client
         self._sequences = itertools.count()
         self._stopped = False
-        self.meter = Meter(cell, lambda: self.answered)
+        self.phases = Phases(cell, lambda: self.answered)
         self.answered = 0
         self.latencies_ns: list[int] = []
 
@@ -143,5 +124,5 @@ class Load:
             question.check(header, answer)
             del answer  # it may be a view of the transport's memory
             self.answered += 1
-            if self.meter.timing:
+            if self.phases.timing:
                 self.latencies_ns.append(answered_ns - asked_ns)

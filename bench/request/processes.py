@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.children import BenchError, Child, Children, Parent
-from bench.request.load import Cost, Load, Meter, come_to_rest
+from bench.meter import Cost
+from bench.request.load import Load, Phases, come_to_rest
 from bench.request.peers import Peer
 from bench.request.questions import Cell, Desk
 
@@ -67,17 +68,17 @@ class Measurement:
     @property
     def requests(self) -> int:
         """Replies that clients have checked."""
-        return sum(client.requests for client in self.clients)
+        return sum(client.messages for client in self.clients)
 
     @property
     def requests_per_s(self) -> float:
         """Of all clients together."""
-        return sum(client.requests_per_s for client in self.clients)
+        return sum(client.messages_per_s for client in self.clients)
 
     @property
     def engine_us(self) -> float:
         """Microseconds of CPU that a request takes in the engine's process."""
-        return self.engine.cpu_s / self.engine.requests * 1e6
+        return self.engine.cpu_s / self.engine.messages * 1e6
 
     @property
     def client_us(self) -> float:
@@ -151,10 +152,10 @@ async def _play(peer: Peer, shared: Any, client: int | None, parent: Parent, cel
 
 async def _answer(peer: Peer, shared: Any, parent: Parent, cell: Cell) -> _Finished:
     desk = Desk(cell)
-    meter = Meter(cell, lambda: desk.answered)
+    phases = Phases(cell, lambda: desk.answered)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(_serve(peer, cell, shared, desk, parent))
-        cost = await meter.measure((await parent.hear()).at_ns)
+        cost = await phases.measure((await parent.hear()).at_ns)
         parent.tell(_Step.MEASURED)
         await parent.hear()
         serving.cancel()
@@ -174,7 +175,7 @@ async def _ask(peer: Peer, shared: Any, client: int, parent: Parent, cell: Cell)
         start = await parent.hear()
         async with asyncio.TaskGroup() as tasks:
             load.start(tasks, ask)
-            cost = await load.meter.measure(start.at_ns)
+            cost = await load.phases.measure(start.at_ns)
             parent.tell(_Step.MEASURED)
             await parent.hear()
             load.stop()

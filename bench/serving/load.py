@@ -8,19 +8,18 @@ itself is watched: it is asked to wake up all the time, and how late it does so 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from bench.meter import Lag, LoopLag
 from bench.serving.client import Client, Exchange
 from bench.serving.plan import Load, arrival_times
 
 __all__ = ["Played", "Requests", "play", "warm_up"]
 
-_LAG_PERIOD_S = 0.02  # a hundredth of a core at most, and 50 samples a second
 _WARM_UP_CONCURRENCY = 4
 
 
@@ -70,7 +69,7 @@ class Played(msgspec.Struct, frozen=True):
     exchanges: list[Exchange]
     start: float
     cpu_s: float
-    loop_lags_s: list[float]
+    loop_lag: Lag
 
 
 async def warm_up(load: Load, client: Client, requests: Requests) -> None:
@@ -94,14 +93,14 @@ async def play(load: Load, client: Client, requests: Requests, ended: Callable[[
         ended: called whenever a request has ended.
     """
     gc.collect()
+    watch = LoopLag(asyncio.get_running_loop())
     gc.freeze()  # a collection would walk all that was imported, and be taken for a pause of the server
     try:
-        async with _watched_loop() as lags:
-            cpu_s = time.process_time()
-            start = time.perf_counter()
-            exchanges = await _send_all(load, client, requests, start, ended)
-            return Played(exchanges, start, time.process_time() - cpu_s, lags)
+        cpu_s, start = time.process_time(), time.perf_counter()
+        exchanges = await _send_all(load, client, requests, start, ended)
+        return Played(exchanges, start, time.process_time() - cpu_s, watch.lag())
     finally:
+        watch.close()
         gc.unfreeze()
 
 
@@ -125,22 +124,3 @@ async def _send_all(load: Load, client: Client, requests: Requests, start: float
             began = max(due, await turns.get())
             sending.append(group.create_task(send(number, began)))
     return [task.result() for task in sending]
-
-
-@contextlib.asynccontextmanager
-async def _watched_loop() -> AsyncIterator[list[float]]:
-    """Yields a list that fills with how late the loop is, in seconds."""
-    lags: list[float] = []
-
-    async def watch() -> None:
-        while True:
-            due = time.perf_counter() + _LAG_PERIOD_S
-            await asyncio.sleep(_LAG_PERIOD_S)
-            lags.append(max(0.0, time.perf_counter() - due))
-
-    watching = asyncio.ensure_future(watch())
-    try:
-        yield lags
-    finally:
-        watching.cancel()
-        await asyncio.wait([watching])

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from bench.meter import Lag
 from bench.serving.client import Exchange
 
 __all__ = ["Generator", "Latency", "Measurement", "Request", "measure"]
@@ -105,7 +106,7 @@ def measure(
     exchanges: Sequence[Exchange],
     start: float,
     generator_cpu_s: float,
-    loop_lags_s: Sequence[float],
+    loop_lag: Lag,
     cpu_s: Mapping[str, float],
 ) -> Measurement:
     """Returns what a load has shown.
@@ -115,13 +116,12 @@ def measure(
         exchanges: at least one, all ended.
         start: of the load, as a time of ``time.perf_counter``.
         generator_cpu_s: CPU seconds of this process meanwhile.
-        loop_lags_s: how late its loop was.
+        loop_lag: how late its loop was.
         cpu_s: CPU seconds of the server's processes.
     """
     whole = [exchange for exchange in exchanges if exchange.failure is None]
     chats = [exchange for exchange in whole if len(exchange.token_times)]
     duration_s = max(exchange.ended for exchange in exchanges) - start
-    lags = Latency.of(loop_lags_s)
     late = Latency.of([exchange.sent - exchange.began for exchange in exchanges])
     assert late is not None, "there is at least one exchange"
     return Measurement(
@@ -141,8 +141,8 @@ def measure(
         peak_concurrency=_peak(exchanges),
         generator=Generator(
             cpu_s=generator_cpu_s,
-            loop_lag_p99_ms=0.0 if lags is None else lags.p99_ms,
-            loop_lag_max_ms=max(loop_lags_s, default=0.0) * 1e3,
+            loop_lag_p99_ms=loop_lag.p99_ms,
+            loop_lag_max_ms=loop_lag.max_ms,
             late_p99_ms=late.p99_ms,
         ),
         cpu_s=dict(cpu_s),

@@ -160,7 +160,7 @@ async def _measure(plan: Plan, variant: str, target: _Target, ended: Callable[[]
     cpu_s = target.cpu_s()
     played = await play(plan.load, target.client, target.requests, ended)
     used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
-    return measure(variant, played.exchanges, played.start, played.cpu_s, played.loop_lags_s, used_s)
+    return measure(variant, played.exchanges, played.start, played.cpu_s, played.loop_lag, used_s)
 
 
 async def _slab_nbytes(plan: Plan, targets: Mapping[str, _Target]) -> dict[str, int]:

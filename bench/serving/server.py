@@ -184,10 +184,12 @@ def _last_words(errors: Path) -> str:
 
 
 def _cpu_s(pid: int) -> float:
+    process = Path("/proc", str(pid))
     try:
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        runs = bool((process / "cmdline").read_bytes())  # it is empty as soon as one ends, before its state says so
     except (FileNotFoundError, ProcessLookupError):
-        fields = ["X"]
-    if fields[0] in "ZX":  # the state
+        runs = False
+    if not runs:
         raise ServerError(f"a process of the server (pid {pid}) ended during the run")
     return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S  # user and system

@@ -26,8 +26,9 @@ import shmring
 from bench.children import BenchError
 from bench.machine import Machine
 from bench.messages import CheckError
+from bench.meter import Cost
 from bench.request.command import request_command
-from bench.request.load import Cost, Load, Meter, come_to_rest
+from bench.request.load import Load, Phases, come_to_rest
 from bench.request.peers import BASELINE, PEERS
 from bench.request.peers.peer import Ask, Peer
 from bench.request.peers.pending import Pending
@@ -146,7 +147,7 @@ async def asked(peer: Peer, cell: Cell) -> tuple[Load, Desk, Cost]:
     load, desk = Load(cell, 0), Desk(cell)
     async with connected(peer, cell, desk) as ask, asyncio.TaskGroup() as tasks:
         load.start(tasks, ask)
-        cost = await load.meter.measure(time.perf_counter_ns())
+        cost = await load.phases.measure(time.perf_counter_ns())
         load.stop()
     return load, desk, cost
 
@@ -169,7 +170,7 @@ def peer(request: pytest.FixtureRequest) -> Peer:
 async def test_every_peer_answers_every_question(peer: Peer, cell: Cell, nbytes: int, reply_nbytes: int) -> None:
     load, desk, cost = await asked(peer, dataclasses.replace(cell, nbytes=nbytes, reply_nbytes=reply_nbytes))
     assert desk.answered == load.answered >= 8  # a window in each phase
-    assert 4 <= cost.requests == len(load.latencies_ns) <= load.answered
+    assert 4 <= cost.messages == len(load.latencies_ns) <= load.answered
     assert min(load.latencies_ns) > 0
     assert cost.elapsed_s >= 0.05
     assert cost.cpu_s > 0
@@ -208,13 +209,13 @@ async def test_a_phase_lasts_until_enough_has_happened() -> None:
 
     cell = dataclasses.replace(SMALL, warm_up_s=0.0, timed_s=0.0, in_flight=3)
     task = asyncio.create_task(happen())
-    meter = Meter(cell, lambda: done)
-    cost = await meter.measure(time.perf_counter_ns())
+    phases = Phases(cell, lambda: done)
+    cost = await phases.measure(time.perf_counter_ns())
     task.cancel()
-    assert cost.requests >= 3
+    assert cost.messages >= 3
     assert done >= 6
     assert cost.elapsed_s >= 2 * 0.02
-    assert not meter.timing
+    assert not phases.timing
 
 
 async def test_the_load_begins_when_the_process_has_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +275,7 @@ def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
         for in_flight in (1, 8):
             measurement = group.run(dataclasses.replace(two, in_flight=in_flight))
             assert len(measurement.clients) == 2
-            assert min(cost.requests for cost in measurement.clients) >= in_flight
+            assert min(cost.messages for cost in measurement.clients) >= in_flight
             assert measurement.requests == len(measurement.latencies_ns)
             assert measurement.requests_per_s > 0
             assert measurement.engine_us > 0
@@ -429,10 +430,14 @@ def test_a_run_says_nothing_of_targets_that_it_did_not_measure() -> None:
     assert only.met
 
 
+def cost_of(messages: int, elapsed_s: float, cpu_s: float) -> Cost:
+    return Cost(messages, elapsed_s, cpu_s, resident_nbytes=0, descriptors=0, lag=None)
+
+
 def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
     measurement = Measurement(
-        engine=Cost(200, 1.0, 0.004),
-        clients=[Cost(60, 0.5, 0.003), Cost(40, 1.0, 0.001)],
+        engine=cost_of(200, 1.0, 0.004),
+        clients=[cost_of(60, 0.5, 0.003), cost_of(40, 1.0, 0.001)],
         latencies_ns=np.ones(100, np.int64),
     )
     assert measurement.requests == 100

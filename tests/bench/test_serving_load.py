@@ -27,6 +27,7 @@ pytest.importorskip("aiohttp")
 from aiohttp import web
 
 from bench.machine import Machine
+from bench.meter import Lag
 from bench.results import Spread, write_json
 from bench.serving import command, leash, report, run, serve_command
 from bench.serving import server as server_module
@@ -114,7 +115,7 @@ def exchange(began: float, sent: float, tokens: list[float], ended: float, failu
 
 
 def measured(*exchanges: Exchange, variant: str = "slab") -> Measurement:
-    return measure(variant, exchanges, 100.0, 0.5, [0.001, 0.003], {"engine": 0.25, "frontends": 1.5})
+    return measure(variant, exchanges, 100.0, 0.5, Lag(1.0, 2.98, 3.0, 0.0), {"engine": 0.25, "frontends": 1.5})
 
 
 def test_statistics_of_a_load() -> None:
@@ -313,7 +314,7 @@ async def test_no_more_are_in_flight_than_allowed(stub: Stub) -> None:
     ended: list[int] = []
     async with Client(url, "chat", 10.0) as client:
         played = await play(load, client, Requests(load, "stub", []), lambda: ended.append(1))
-    found = measure("url", played.exchanges, played.start, played.cpu_s, played.loop_lags_s, {})
+    found = measure("url", played.exchanges, played.start, played.cpu_s, played.loop_lag, {})
     assert (found.completed, len(ended), script.peak) == (30, 30, 4)
     assert found.peak_concurrency <= 4
     assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
