@@ -93,6 +93,7 @@ class ZenohShm(Peer):
         with zenoh.open(_config(zenoh, cell, "connect")) as session:
             publisher = session.declare_publisher(_KEY, congestion_control=zenoh.CongestionControl.BLOCK, express=True)
             await _matched(publisher)
+            _record(shared)  # before anything is sent: this process may be killed because another one has failed
             with shared.acknowledgements.counted(source.producer, cell.window) as window:
                 while not source.finished:
                     await window.take()
