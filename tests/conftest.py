@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escapes lone surrogates in captured logs: a report with them can't be sent to the process that prints it."""
+    report = yield
+    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)
