@@ -1,0 +1,30 @@
+/* The memory order of everything that two processes share: each operation beside the sentence of the memory model that it
+ * stands for. Nothing else in the core orders memory.
+ *
+ * Source: the barriers of liburing (src/include/liburing/barrier.h) are named in this way.
+ */
+#ifndef SHMRING_ATOMICS_H
+#define SHMRING_ATOMICS_H
+
+#include <stdint.h>
+
+/* Whoever sees this value with load_acquire_u64 also sees every store made before it (C11, 5.1.2.4: release, acquire). */
+static inline void store_release_u64(void *at, uint64_t value) { __atomic_store_n((uint64_t *)at, value, __ATOMIC_RELEASE); }
+
+/* What is loaded afterwards is at least as new as what the writer of this value had stored before it. */
+static inline uint64_t load_acquire_u64(const void *at) { return __atomic_load_n((const uint64_t *)at, __ATOMIC_ACQUIRE); }
+
+/* A single, untorn access that orders nothing: the fence or the acquire load beside it does. */
+static inline uint32_t load_relaxed_u32(const void *at) { return __atomic_load_n((const uint32_t *)at, __ATOMIC_RELAXED); }
+static inline void store_relaxed_u32(void *at, uint32_t value) { __atomic_store_n((uint32_t *)at, value, __ATOMIC_RELAXED); }
+
+/* Of two processes that exchange the same flag, one gets its old value. */
+static inline uint32_t exchange_u32(void *at, uint32_t value) {
+    return __atomic_exchange_n((uint32_t *)at, value, __ATOMIC_ACQ_REL);
+}
+
+/* Stores before it are seen by everybody before any load behind it is made. If each of two processes stores, fences and loads
+ * what the other one stored, at least one of them sees the other's store. Nothing weaker says that. */
+static inline void fence_full(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+#endif

@@ -1,0 +1,286 @@
+"""A message ring: a buffer in shared memory with one writer and one reader, which carries records.
+
+Theory of operation. Both ends count bytes since the ring was made: the writer in the *tail*, the reader in the *head*. The
+writer copies a record behind the tail and then publishes the tail with a release store; the reader loads it with acquire,
+so that it sees the whole record, copies the record out, and publishes the head in the same way: only then may the writer use
+that place again. Each end keeps its own count privately and believes the other's only where it is possible: a head that
+moves back or passes the tail, a tail that is more than the ring holds, and a length beyond what was published are a
+:class:`~shmring.errors.RemoteProtocolError`. A record is copied out before anybody parses it, so that what is checked cannot
+change afterwards.
+
+A record does not wrap. Where it would, its place holds the length ``SKIP``, and it begins at the start of the ring.
+
+Sleeping and waking. Under load no end makes a system call. A reader with nothing to read says that it sleeps, then *looks
+again*, and only then waits for a bell: one byte on the socket. A writer publishes, and only then looks whether the reader
+sleeps. A full fence lies between the two steps on either side, so that one of them sees the other: either the reader sees the
+record or the writer sees that it must ring. The same holds, the other way round, for a writer that waits for space. An
+exchange clears the flag, so that a sleeper is woken once. Bells may be rung later than records are published (several
+records, one look), but before the writer itself sleeps or ends. ``tests/model/message_ring.pml`` is this protocol in Promela;
+``make verify`` has spin search every interleaving of it, with stores delayed as x86 and ARM may delay them.
+
+A bell is sent without waiting: a socket that is full has bells enough, and one whose peer has gone is found so by reading it.
+
+Invariants: head <= tail <= head + capacity; both are multiples of 8; everything from head to tail is whole records and skips.
+
+Source: the private copy of the other's count is rigtorp's SPSCQueue's; the two looks around a fence are io_uring's
+(IORING_SQ_NEED_WAKEUP).
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyObject_GetBuffer, PyBuffer_Release
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from shmring.errors import CapacityError, RemoteProtocolError
+
+cdef extern from "<sys/socket.h>" nogil:
+    ssize_t send(int, const void*, size_t, int)
+    enum:
+        MSG_DONTWAIT
+        MSG_NOSIGNAL
+
+cdef extern from "atomics.h" nogil:
+    void store_release_u64(void* at, uint64_t value)
+    uint64_t load_acquire_u64(const void* at)
+    uint32_t load_relaxed_u32(const void* at)
+    void store_relaxed_u32(void* at, uint32_t value)
+    uint32_t exchange_u32(void* at, uint32_t value)
+    void fence_full()
+
+cdef uint32_t SKIP = 0xFFFFFFFF
+
+#: Of any record: what waits at the other end is bounded by the ring, and a larger payload travels in a slot.
+cdef uint32_t _LARGEST_RECORD_NBYTES = 64 << 10
+
+LARGEST_RECORD_NBYTES = _LARGEST_RECORD_NBYTES
+
+
+def ring_nbytes(capacity_nbytes: int) -> int:
+    """Returns the bytes of memory that a message ring takes.
+
+    Args:
+        capacity_nbytes: of records, lengths and skips together; a power of two from 64 to 2**30.
+
+    Raises:
+        ValueError: the capacity is none of these.
+    """
+    if not 64 <= capacity_nbytes <= 1 << 30 or capacity_nbytes & (capacity_nbytes - 1):
+        raise ValueError(f"a message ring has a power of two of bytes from 64 to 2**30, not {capacity_nbytes}")
+    return AT_RECORDS + capacity_nbytes
+
+
+cdef inline uint64_t _up(uint64_t nbytes) noexcept nogil:
+    return (nbytes + STEP - 1) & ~<uint64_t>(STEP - 1)
+
+
+cdef uint32_t _largest_record(uint64_t capacity) noexcept nogil:
+    """A quarter of the ring: a record that has to skip to the start takes the room of two, and the reader keeps up with the rest."""
+    return <uint32_t>min(<uint64_t>_LARGEST_RECORD_NBYTES, capacity // 4)
+
+
+cdef object _view(memory, uint8_t** at, uint64_t* capacity):
+    """Holds a writable buffer; returns what keeps it, and says where it is and how much it can carry."""
+    view = memoryview(memory)
+    if view.readonly:
+        raise ValueError("a message ring needs writable memory: each end writes its own count")
+    ring_nbytes(view.nbytes - AT_RECORDS)
+    cdef Py_buffer buffer
+    PyObject_GetBuffer(view, &buffer, PyBUF_SIMPLE | PyBUF_WRITABLE)
+    at[0] = <uint8_t*>buffer.buf
+    capacity[0] = <uint64_t>view.nbytes - AT_RECORDS
+    PyBuffer_Release(&buffer)  # the view, which this end keeps, holds the memory
+    return view
+
+
+cdef class RecordWriter:
+    """The writing end.
+
+    Args:
+        memory: a writable buffer of :func:`ring_nbytes` bytes, all zero when the ring is made.
+        bell: the descriptor of the socket to the reader's process.
+
+    Attributes:
+        largest_record_nbytes: of one record.
+        bells: how often it has rung.
+    """
+
+    def __init__(self, memory, bell: int) -> None:
+        self._memory = _view(memory, &self._at, &self._capacity)
+        self.largest_record_nbytes = _largest_record(self._capacity)
+        self._bell = bell
+
+    def write(self, record: bytes) -> bool:
+        """Publishes a record; returns False, and writes nothing, if the ring is full. Call :meth:`ring_bell` afterwards.
+
+        Raises:
+            CapacityError: it is longer than a record may be.
+            RemoteProtocolError: the reader's count is impossible.
+        """
+        cdef const uint8_t[::1] source = record
+        cdef uint8_t* to = self.reserve(<uint32_t>min(source.shape[0], SKIP))
+        if to == NULL:
+            return False
+        if source.shape[0]:
+            memcpy(to, &source[0], source.shape[0])
+        self.commit()
+        return True
+
+    def ring_bell(self) -> bool:
+        """Wakes the reader if it sleeps; returns whether it did. Owed once after publishing, before this end sleeps or ends."""
+        return self.wake_reader()
+
+    def wait_for_space(self, nbytes: int) -> bool:
+        """Says that this end waits for the room of a record of ``nbytes``; returns False if there is room after all.
+
+        After True the caller waits for a bell, and tries again.
+
+        Raises:
+            RemoteProtocolError: the reader's count is impossible.
+        """
+        store_relaxed_u32(self._at + AT_WRITER_WAITS, 1)
+        fence_full()  # before the second look: the reader publishes its head, fences, and looks at this flag
+        if not self._look_at_head():
+            raise RemoteProtocolError("the reader of a message ring has taken more than was published")
+        if self._tail + self._needed(<uint32_t>nbytes) - self._head <= self._capacity:
+            store_relaxed_u32(self._at + AT_WRITER_WAITS, 0)
+            return False
+        return True
+
+    cdef uint64_t _needed(self, uint32_t nbytes) noexcept nogil:
+        """What a record takes at the tail, with the skip before it."""
+        cdef uint64_t needed = _up(LENGTH_NBYTES + <uint64_t>nbytes)
+        cdef uint64_t to_end = self._capacity - (self._tail & (self._capacity - 1))
+        return needed if needed <= to_end else to_end + needed
+
+    cdef bint _look_at_head(self) noexcept nogil:
+        """Reads how far the reader has come; returns False if it can't be true."""
+        cdef uint64_t head = load_acquire_u64(self._at + AT_HEAD)  # acquire: its reads of that place come before our writes
+        if head - self._head > self._tail - self._head or head & (STEP - 1):
+            return False
+        self._head = head
+        return True
+
+    cdef uint8_t* reserve(self, uint32_t nbytes) except? NULL:
+        """Returns where a record of ``nbytes`` is to be written before :meth:`commit`; NULL without an error if the ring is full.
+
+        Nothing is published yet: a reservation that is not committed is forgotten by the next one.
+        """
+        cdef uint64_t needed, position, to_end
+        if nbytes > self.largest_record_nbytes:
+            raise CapacityError(
+                f"a record of {nbytes} bytes is longer than {self.largest_record_nbytes}",
+                needed=nbytes, capacity=self.largest_record_nbytes,
+            )
+        needed = self._needed(nbytes)
+        if self._tail + needed - self._head > self._capacity:
+            if not self._look_at_head():
+                raise RemoteProtocolError("the reader of a message ring has taken more than was published")
+            if self._tail + needed - self._head > self._capacity:
+                return NULL
+        position = self._tail & (self._capacity - 1)
+        to_end = self._capacity - position
+        if needed > to_end:
+            store_relaxed_u32(self._at + AT_RECORDS + position, SKIP)
+            position = 0
+        store_relaxed_u32(self._at + AT_RECORDS + position, nbytes)
+        self._reserved = needed
+        return self._at + AT_RECORDS + position + LENGTH_NBYTES
+
+    cdef void commit(self) noexcept nogil:
+        """Publishes what was reserved."""
+        self._tail += self._reserved
+        self._reserved = 0
+        store_release_u64(self._at + AT_TAIL, self._tail)  # release: a reader that sees the tail sees the record
+
+    cdef bint wake_reader(self) noexcept nogil:
+        fence_full()  # after the tail, before the look: the reader sets the flag, fences, and looks at the tail
+        if not load_relaxed_u32(self._at + AT_READER_SLEEPS) or not exchange_u32(self._at + AT_READER_SLEEPS, 0):
+            return False
+        self.bells += 1
+        send(self._bell, b"\0", 1, MSG_DONTWAIT | MSG_NOSIGNAL)
+        return True
+
+
+cdef class RecordReader:
+    """The reading end.
+
+    Args:
+        memory: a writable buffer of :func:`ring_nbytes` bytes, the same memory as the writer's.
+        bell: the descriptor of the socket to the writer's process.
+
+    Attributes:
+        bells: how often it has rung.
+    """
+
+    def __init__(self, memory, bell: int) -> None:
+        self._memory = _view(memory, &self._at, &self._capacity)
+        self._largest_record_nbytes = _largest_record(self._capacity)
+        self._bell = bell
+
+    def read(self) -> bytes | None:
+        """Takes the next record; None if there is none. Call :meth:`ring_bell` once after a batch of them.
+
+        Raises:
+            RemoteProtocolError: the writer's count, or a length, is impossible.
+        """
+        cdef uint32_t nbytes
+        if not self.next_nbytes(&nbytes):
+            return None
+        record = PyBytes_FromStringAndSize(NULL, nbytes)
+        self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
+        return record
+
+    def ring_bell(self) -> bool:
+        """Wakes the writer if it waits for space; returns whether it did. Owed once after reading, before this end sleeps."""
+        return self.wake_writer()
+
+    def sleep(self) -> bool:
+        """Says that this end sleeps; returns False if there is something to read after all.
+
+        After True the caller waits for a bell. It need not say that it is awake: a bell that is rung once too often is harmless.
+        """
+        return self.fall_asleep()
+
+    cdef int next_nbytes(self, uint32_t* nbytes) except -1:
+        """Finds the next record; returns 0 if there is none, else 1 and its length."""
+        cdef uint64_t tail = load_acquire_u64(self._at + AT_TAIL), published = tail - self._head, to_end
+        cdef uint32_t length
+        if not published:
+            return 0
+        if published > self._capacity or tail & (STEP - 1):
+            raise RemoteProtocolError("the writer of a message ring has published more than it holds")
+        to_end = self._capacity - (self._head & (self._capacity - 1))
+        length = load_relaxed_u32(self._at + AT_RECORDS + self._capacity - to_end)
+        if length == SKIP:
+            if to_end >= published:
+                raise RemoteProtocolError("a message ring ends with a skip")
+            self._head += to_end
+            published -= to_end
+            to_end = self._capacity
+            length = load_relaxed_u32(self._at + AT_RECORDS)
+        if length > self._largest_record_nbytes or _up(LENGTH_NBYTES + <uint64_t>length) > min(published, to_end):
+            raise RemoteProtocolError(f"a record of {length} bytes is longer than what was published")
+        nbytes[0] = length
+        return 1
+
+    cdef void take(self, uint8_t* to, uint32_t nbytes) noexcept nogil:
+        """Copies the record that :meth:`next_nbytes` has found, and gives its place back."""
+        memcpy(to, self._at + AT_RECORDS + (self._head & (self._capacity - 1)) + LENGTH_NBYTES, nbytes)
+        self._head += _up(LENGTH_NBYTES + <uint64_t>nbytes)
+        store_release_u64(self._at + AT_HEAD, self._head)  # release: the copy is made before the writer uses the place again
+
+    cdef bint wake_writer(self) noexcept nogil:
+        fence_full()  # after the head, before the look: the writer sets the flag, fences, and looks at the head
+        if not load_relaxed_u32(self._at + AT_WRITER_WAITS) or not exchange_u32(self._at + AT_WRITER_WAITS, 0):
+            return False
+        self.bells += 1
+        send(self._bell, b"\0", 1, MSG_DONTWAIT | MSG_NOSIGNAL)
+        return True
+
+    cdef bint fall_asleep(self) noexcept nogil:
+        store_relaxed_u32(self._at + AT_READER_SLEEPS, 1)
+        fence_full()  # before the second look: the writer publishes its tail, fences, and looks at this flag
+        if load_acquire_u64(self._at + AT_TAIL) != self._head:
+            store_relaxed_u32(self._at + AT_READER_SLEEPS, 0)
+            return False
+        return True
