@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator
 
 __all__ = [
     "POLICIES",
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Policy(Protocol):
-    """Places runs of blocks. :class:`~shmring.core.allocator.RunAllocator` is one."""
+    """Places runs of blocks. :class:`~shmring.core.blocks.RunAllocator` is one."""
 
     def allocate(self, length: int) -> int | None:
         """Returns the first block of a place for ``length`` blocks; None if there is none."""

@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, blocks_for, slot_blocks
 from shmring.core.messages import (
     DEVICE_MEMORY,

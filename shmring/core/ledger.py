@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator
 from shmring.core.effects import (
     ClientGone,
     Effect,

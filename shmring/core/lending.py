@@ -15,7 +15,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
-from shmring.core.allocator import RunAllocator, TakenRuns
+from shmring.core.blocks import RunAllocator, TakenRuns
 from shmring.core.effects import Effect, Granted, Recalled
 from shmring.core.geometry import BLOCK_NBYTES, LedgerLimits, blocks_for
 from shmring.core.messages import LeaseGrant, Memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from shmring.core.allocator import TakenRuns
+from shmring.core.blocks import TakenRuns
 from shmring.core.effects import ReplySlot
 from shmring.core.states import EngineSlot, Lease, Request
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.memory.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
 

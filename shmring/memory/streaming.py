@@ -1,8 +1,8 @@
 """Copies between addresses, past the cache where that is faster.
 
 ``memcpy`` into memory that is not in the cache reads every line before it overwrites it. The extension ``_streaming`` writes
-with streaming stores, which do not: a third less traffic, and the caches keep what they held. It is optional: where it can not
-be built, or the processor has no such stores, everything is ``memcpy``.
+with streaming stores, which do not: a third less traffic, and the caches keep what they held. Where the processor has no such
+stores, everything is ``memcpy``.
 
 Streaming loses where a copy is small enough to be read out of the cache by its consumer. Hence the limit below: in ``bench
 transport`` with a consumer that copies every byte out, always streaming did 0.92 times the messages per second of never
@@ -16,10 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-try:
-    from shmring.memory import _streaming
-except ImportError:  # no compiler when it was installed
-    _streaming = None  # type: ignore[assignment]
+from shmring.memory import _streaming
 
 __all__ = ["STREAMING_NBYTES", "Copy", "copier_for", "streaming_width"]
 
@@ -32,7 +29,7 @@ Copy = Callable[[int, int, int], object]
 
 def streaming_width() -> int:
     """Returns the bytes that one streaming store writes; 0 if there is no streaming here."""
-    return 0 if _streaming is None else _streaming.WIDTH
+    return _streaming.WIDTH
 
 
 def copier_for(nbytes: int) -> Copy:

@@ -15,7 +15,7 @@ from bench.allocation.fill import Fill, evicting, fills
 from bench.allocation.leased import Leased, LoneBook
 from bench.allocation.policies import POLICIES, BinnedFit, Buddy, Compacting, FirstFit, FixedSlots, NextFit, Policy
 from bench.allocation.traces import LIFETIMES, SIZES, trace
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 
 MIB = 1 << 20

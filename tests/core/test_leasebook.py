@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator, TakenRuns
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
 from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, Send, SlotRecord
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef
@@ -90,8 +90,8 @@ def snapshot(value: Any) -> Any:
         return [(key, snapshot(item)) for key, item in value.items()]
     if isinstance(value, set):
         return sorted((item.start, snapshot(item)) for item in value)
-    if isinstance(value, RunAllocator):
-        return value.free_units, list(value.runs())
+    if isinstance(value, RunAllocator | TakenRuns):
+        return value.runs()
     names = getattr(type(value), "__slots__", None) or vars(value)
     return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
 

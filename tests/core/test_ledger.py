@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator, TakenRuns
 from shmring.core.effects import (
     ClientGone,
     Effect,
@@ -86,8 +86,8 @@ def snapshot(value: Any) -> Any:
         return [snapshot(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(value)
-    if isinstance(value, RunAllocator):
-        return value.free_units, list(value.runs())
+    if isinstance(value, RunAllocator | TakenRuns):
+        return value.runs()
     names = getattr(type(value), "__slots__", None) or vars(value)
     return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
 

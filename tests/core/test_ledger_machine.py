@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator, TakenRuns
 from shmring.core.effects import (
     ClientGone,
     Effect,
@@ -53,8 +53,8 @@ def snapshot(value: Any) -> Any:
         return [snapshot(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(value)
-    if isinstance(value, RunAllocator):
-        return value.free_units, list(value.runs())
+    if isinstance(value, RunAllocator | TakenRuns):
+        return value.runs()
     names = getattr(type(value), "__slots__", None) or vars(value)
     return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
 

@@ -59,10 +59,10 @@ def test_large_copies_are_streamed_and_small_ones_are_not() -> None:
     assert copier_for(STREAMING_NBYTES) is streaming._streaming.copy
 
 
-@pytest.mark.parametrize("there_is_one", [True, False])
-def test_a_payload_arrives_with_and_without_the_extension(there_is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not there_is_one:
-        monkeypatch.setattr(streaming, "_streaming", None)
+@pytest.mark.parametrize("processor_streams", [True, False])
+def test_a_payload_arrives_with_and_without_streaming_stores(processor_streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not processor_streams:
+        monkeypatch.setattr(streaming._streaming, "WIDTH", 0)
         assert streaming_width() == 0
         assert copier_for(1 << 40) is ctypes.memmove
     large = torch.arange(STREAMING_NBYTES // 4 + 3, dtype=torch.int32)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from shmring.core.allocator import RunAllocator
+from shmring.core.blocks import RunAllocator, TakenRuns
 from shmring.core.messages import (
     Abort,
     Done,
@@ -300,6 +300,8 @@ def _copy_of(kind: type) -> _Copy:
         return _copy_dict
     if kind is RunAllocator:
         return _copy_allocator
+    if kind is TakenRuns:
+        return _copy_taken
     if kind in (list, tuple, set, deque):
         return lambda value, memo: kind(_duplicate(item, memo) for item in value)
     slots: tuple[str, ...] = getattr(kind, "__slots__", ())
@@ -311,10 +313,17 @@ def _same(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copy_allocator(value: RunAllocator, memo: dict[int, Any]) -> RunAllocator:
-    """Copies what is copied most often, and holds nothing but numbers."""
     copied = RunAllocator(value.start, value.length)
-    copied.free_units = value.free_units
-    copied._starts, copied._length_at, copied._by_length = value._starts[:], value._length_at.copy(), value._by_length[:]
+    copied.carve(value.start, value.length)
+    for start, length in value.runs():
+        copied.free(start, length)
+    return copied
+
+
+def _copy_taken(value: TakenRuns, memo: dict[int, Any]) -> TakenRuns:
+    copied = TakenRuns()
+    for start, length in value.runs():
+        copied.add(start, length)
     return copied
 
 

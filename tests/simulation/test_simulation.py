@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from shmring.core import leasebook, records
-from shmring.core.allocator import TakenRuns
+from shmring.core.blocks import TakenRuns
 from shmring.core.effects import Effect
 from shmring.core.leasebook import Acquired, LeaseBook, Send
 from shmring.core.ledger import Ledger
@@ -279,12 +279,13 @@ def requests_end_twice(patch: Patch) -> None:
     patch.setattr(Ledger, "end", mutated)
 
 
-def leases_overlap(patch: Patch) -> None:
+def a_block_is_lost(patch: Patch) -> None:
     take_back = Ledger._take_back
 
     def mutated(ledger: Ledger, client: records.ClientRecord, lease: records.LeaseRecord) -> None:
         take_back(ledger, client, lease)
-        ledger._free.free_units += 1
+        if not ledger._free.carve(lease.start, 1):
+            raise AssertionError("the lease was not free")
 
     patch.setattr(Ledger, "_take_back", mutated)
 
@@ -323,7 +324,7 @@ def one_event_in_the_midst_of_another(patch: Patch) -> None:
         a_cancelled_waiter_keeps_its_turn,
         recalls_are_not_heard,
         requests_end_twice,
-        leases_overlap,
+        a_block_is_lost,
         one_event_in_the_midst_of_another,
     ],
 )

@@ -1,7 +1,8 @@
-"""The allocator of runs against a plain set of units."""
+"""The allocator of runs against a plain set of units, and the compiled one against its model."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.allocator import RunAllocator, TakenRuns
+from shmring.core.blocks import RunAllocator, TakenRuns
+from tests.model import blocks as model
 
 
 def runs_of(units: set[int]) -> list[tuple[int, int]]:
@@ -199,6 +201,53 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+# -- many runs: the orders lie in many chunks, which split and join ------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ten_thousand_live_runs_lie_where_the_models_lie(seed: int) -> None:
+    """Grows to ten thousand live runs, comes and goes there, and empties again; every start is the model's."""
+    chance = random.Random(seed)
+    compiled, expected = RunAllocator(1, 400_000), model.RunAllocator(1, 400_000)
+    live: list[tuple[int, int]] = []
+    for step in range(40_000):
+        if live and (step > 25_000 or chance.random() < 0.45 or len(live) > 10_000):
+            position = chance.randrange(len(live)) if seed % 2 else -1 - chance.randrange(min(8, len(live)))
+            live[position], live[-1] = live[-1], live[position]
+            run = live.pop()
+            compiled.free(*run)
+            expected.free(*run)
+            continue
+        length = chance.choice((1, 1, 2, 3, 9, 17, 64, 300))
+        start = compiled.allocate(length)
+        assert start == expected.allocate(length)
+        if start is not None:
+            live.append((start, length))
+    assert compiled.runs() == list(expected.runs())
+    for run in live:
+        compiled.free(*run)
+    assert compiled.runs() == [(1, 400_000)]
+
+
+def test_runs_at_the_end_of_what_a_key_can_hold() -> None:
+    allocator = RunAllocator(2**32 - 11, 10)
+    assert allocator.allocate(10) == 2**32 - 11
+    allocator.free(2**32 - 2, 1)
+    assert allocator.carve(2**32 - 2, 1)
+    assert not allocator.carve(2**32 - 2, 2**40)
+    assert allocator.allocate(2**70) is None
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 2**32), (2**32, 1), (2**70, 1), (1, 2**70)])
+def test_a_range_beyond_what_a_key_can_hold_is_refused(start: int, length: int) -> None:
+    with pytest.raises(ValueError, match="below 2\\*\\*32"):
+        RunAllocator(start, length)
+    with pytest.raises(ValueError, match="below 2\\*\\*32"):
+        TakenRuns().add(start, length)
+    with pytest.raises(ValueError, match="is not taken"):
+        TakenRuns().remove(start, length)
 
 
 # -- runs that somebody else chose --------------------------------------------------------------------------------------
