@@ -7,6 +7,8 @@
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
 #   make simulate STEPS=1000000 SEED=1: the books of both ends, deterministically; EXHAUSTIVE=1 visits every state
+#   make verify   has spin search the message ring's protocol for lost wake-ups (apt install spin); two minutes
+#   make sanitize the compiled core's tests under AddressSanitizer and UndefinedBehaviourSanitizer
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
 #   make format   rewrites the sources in the project's style
@@ -19,7 +21,8 @@ PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu lint types unit chaos soak simulate bench-quick guards fuzz format clean install
+.PHONY: demo test test-all test-gpu lint types unit chaos soak simulate bench-quick verify sanitize guards fuzz format clean \
+	install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -63,6 +66,12 @@ bench-quick: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/bench/test_gpu.py
 
+verify: $(INSTALLED)
+	$(BIN)/python tests/model/verify.py
+
+sanitize: $(INSTALLED)
+	$(BIN)/python tests/sanitize.py
+
 guards: $(INSTALLED)
 	$(BIN)/python tests/guards.py
 
@@ -79,7 +88,7 @@ format: $(INSTALLED)
 install: $(INSTALLED)
 
 # torch first and pinned: whatever else depends on it then takes this one.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shmring needs Python 3.11 or later: make PYTHON=python3.11")'
 	@echo 'Installing into $(VENV), once; this takes a minute or two, and longer where torch brings CUDA (some 3 GB).'
 	@$(PYTHON) -m venv $(VENV)
