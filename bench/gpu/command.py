@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,12 +23,12 @@ from bench.command_line import (
     typed,
 )
 from bench.gpu import device
-from bench.gpu.marks import MIN_NBYTES
+from bench.gpu.copies import WAYS
+from bench.gpu.device import MIN_NBYTES
+from bench.gpu.handovers import ROUTES
 from bench.gpu.plan import Plan, run, steps
 from bench.gpu.plot import draw
 from bench.gpu.report import report
-from bench.gpu.routes import ROUTES
-from bench.gpu.ways import WAYS
 from bench.plots import MissingPlotter, check_plotter
 from bench.results import write_json
 from bench.tables import show
@@ -55,15 +56,7 @@ class _NoGpu(click.ClickException):
 @repetitions_option("Interleaved.  [default: 7; 3 if quick]")
 @json_option
 @click.option("--plot", "plot_stem", default=None, type=FILE, help="Also draw FILE.png and FILE.svg.")
-def gpu_command(
-    quick: bool,
-    sizes: tuple[int, ...],
-    ways: tuple[str, ...],
-    routes: tuple[str, ...],
-    repetitions: int | None,
-    json_path: Path | None,
-    plot_stem: Path | None,
-) -> None:
+def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
     Fails if something could not be measured, or if a target is missed; with 2 where there is no GPU.
@@ -71,9 +64,8 @@ def gpu_command(
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
     signal.signal(signal.SIGTERM, terminated)
-    given = {"sizes": sizes, "ways": ways, "routes": routes, "repetitions": repetitions}
-    chosen = {name: value for name, value in given.items() if value}
-    plan = dataclasses.replace(Plan.quick() if quick else Plan(), **chosen)  # type: ignore[arg-type] # each is of its field
+    chosen = {name: value for name, value in choices.items() if value}
+    plan = dataclasses.replace(Plan.quick() if quick else Plan(), **chosen)
     try:
         if plot_stem is not None:
             check_plotter()  # before the run, so that nobody learns minutes later that it is missing

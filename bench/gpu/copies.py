@@ -1,56 +1,247 @@
 """From host memory to the GPU, in one process: how much of it a second, and how long that holds the engine's loop up.
 
-**Bandwidth**: as many requests as may be in flight are there, in host memory; timed is bringing one after another to the GPU
-until the last one's data is usable on the engine's stream. Then each is checked, and the next are prepared, which is not timed.
+What is compared, each as its users do it:
 
-**Stall**: one request is brought while the loop does nothing but turn; the longest time between two turns, from before it is
-asked for until its data is usable, is what any other work of the loop would have waited at most. An idle loop's longest is
-taken beside it, as that of the machine.
+- **From a slot**, pinned or not: a frontend writes it into a slot, the engine claims it and calls ``claim.to``.
+- **From ``pin_memory()`` memory** that is there before: the ceiling, since nothing has to be done but the copy.
+- **From pageable memory** that is there before: what a tensor that was just made or received lies in.
+- **Cloned, then copied**, and **pinned, then copied**: what vLLM does with tensors that come in memory shared with another
+  process. It may not keep that memory, so it copies each tensor into memory of its own, pageable or page-locked, and that to
+  the GPU. torch has as many threads as it takes by itself, which is more than vLLM leaves it: cloning is the faster for it.
 
-torch has as many threads as it takes by itself, which is more than vLLM leaves it: cloning is the faster for it.
+**Bandwidth**: as many requests as may be in flight are in host memory; timed is bringing one after another to the GPU until the
+last one's data is usable on the engine's stream. Then each is checked, and the next are prepared, which is not timed.
+
+**Stall**: one request is brought while the loop does nothing but turn; the longest time between two turns is what any other
+work of the loop would have waited at most. An idle loop's longest is taken beside it, as that of the machine.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
+import functools
+import itertools
+import mmap
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
+import shmring
 from bench.children import described
-from bench.gpu.device import Gpu
-from bench.gpu.marks import check, sample
-from bench.gpu.processes import Carry, Opened, Ready, Setting
-from bench.gpu.ways import WAYS, Request, Way, in_flight
+from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
+from bench.gpu.processes import Opened, Setting
+from bench.peers.shmring_copy import see_to_its_end
 
-__all__ = ["Stall", "Stalls", "Transfer", "copying"]
+__all__ = ["CEILING", "CLONED", "PINNED_SLOT", "WAYS", "Stall", "Stalls", "Transfer", "copying", "in_flight"]
 
+#: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.
+_IN_FLIGHT, _IN_FLIGHT_NBYTES = 64, 256 << 20
+#: What a request takes of a lease or of staging memory beyond its tensor: a header and a rounding, in any case less than this.
+_SPARE_NBYTES = 8 << 10
+#: Of a slab, beside what is leased: its header, and replies, of which there are none.
+_SLAB_SPARE_NBYTES = 16 << 20
+_HOME_LIMIT_S, _LOOK_S = 20.0, 0.001  # for slots to come back after their last copy, and between two looks at them
 _MOST_PASSES = 50  # of a repetition: preparing small requests takes longer than bringing them
-_WARM_UP_PASSES = 1
 _IDLE_TURNS = 200  # a millisecond or less
 
 
-class Transfer(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the bandwidth of a way, in GB/s.
+def in_flight(nbytes: int) -> int:
+    """Returns how many requests of a size are in flight together: at least two, so that one can follow another."""
+    return max(2, min(_IN_FLIGHT, _IN_FLIGHT_NBYTES // nbytes))
+
+
+# -- the ways ------------------------------------------------------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    """A request whose data is in host memory.
 
     Attributes:
-        timed_s: seconds of copying, at least one pass.
+        number: what its marks hold.
+        source: whatever the way brings it from.
     """
+
+    number: int
+    source: Any
+
+
+class Way(abc.ABC):
+    """One way to the GPU, opened in one process and used with one size at a time."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+
+    @abc.abstractmethod
+    async def prepare(self, nbytes: int, requests: int) -> list[Request]:
+        """Returns so many requests, each with a tensor of so many bytes, marked with its number."""
+
+    @abc.abstractmethod
+    async def bring(self, request: Request) -> torch.Tensor:
+        """Returns a request's tensor on the GPU, to be used on this thread's current stream: ``int32 (n,)``."""
+
+    async def clear(self, requests: Sequence[Request]) -> None:
+        """Ends requests, brought or not. Their tensors on the GPU were dropped before."""
+        return
+
+
+class _FromSlot(Way):
+    def __init__(self, ring: shmring.Ring, client: shmring.RingClient) -> None:
+        super().__init__()
+        self._ring = ring
+        self._client = client
+
+    async def prepare(self, nbytes: int, requests: int) -> list[Request]:
+        prepared = []
+        for number in itertools.islice(self._numbers, requests):
+            async with self._client.slot(nbytes) as slot:
+                tensor = slot.tensor((nbytes // ITEM_NBYTES,), DTYPE)
+                marks(tensor).fill_(number)
+                submission = await self._client.submit({"x": tensor})
+                del tensor
+            prepared.append(Request(number, (await self._ring.claim(), submission)))
+        return prepared
+
+    async def bring(self, request: Request) -> torch.Tensor:
+        claim, _ = request.source
+        tensor: torch.Tensor = (await claim.to("cuda"))["x"]
+        return tensor
+
+    async def clear(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            claim, submission = request.source
+            claim.done()
+            await see_to_its_end(submission)
+        # The next ones, of another size, may not fit between slots that still are not free.
+        deadline_s = time.monotonic() + _HOME_LIMIT_S
+        while (now := self._client.statistics()).free_nbytes < now.leased_nbytes:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{now.leased_nbytes - now.free_nbytes} bytes of slots did not come back")
+            await asyncio.sleep(_LOOK_S)
+
+
+@contextlib.asynccontextmanager
+async def _open_slots(pin: str, gpu: Gpu, directory: str, footprint_nbytes: int) -> AsyncIterator[Way]:
+    leased = footprint_nbytes + _IN_FLIGHT * _SPARE_NBYTES
+    options = {
+        "slab_nbytes": leased * 9 // 8 + _SLAB_SPARE_NBYTES,  # a sixteenth is for replies
+        "max_lease_nbytes": leased,
+        "staging_nbytes": leased,
+        "pin": pin,
+    }
+    name = f"bench-pin-{pin}"
+    async with (
+        gpu.serve(name, socket_dir=directory, **options) as ring,
+        gpu.connect(name, socket_dir=directory, lease_nbytes=leased) as client,
+    ):
+        yield _FromSlot(ring, client)
+
+
+#: Brings a tensor, which starts so many bytes from the beginning of its memory, to the GPU.
+_Bring = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class _FromMemory(Way):
+    """From memory that is there before; all copies are ``non_blocking``."""
+
+    def __init__(self, memory: torch.Tensor, bring: _Bring) -> None:
+        super().__init__()
+        self._memory = memory.fill_(1)  # touched: a page's first use is not what is measured
+        self._bring = bring
+
+    async def prepare(self, nbytes: int, requests: int) -> list[Request]:
+        prepared = []
+        for place, number in enumerate(itertools.islice(self._numbers, requests)):
+            source = self._memory[place * nbytes : (place + 1) * nbytes].view(DTYPE)
+            marks(source).fill_(number)
+            prepared.append(Request(number, (source, place * nbytes)))
+        return prepared
+
+    async def bring(self, request: Request) -> torch.Tensor:
+        return self._bring(*request.source)
+
+
+@contextlib.asynccontextmanager
+async def _open_memory(
+    allocate: Callable[[Gpu, int], torch.Tensor],
+    bring: Callable[[Gpu, int], _Bring],
+    gpu: Gpu,
+    directory: str,
+    footprint_nbytes: int,
+) -> AsyncIterator[Way]:
+    yield _FromMemory(allocate(gpu, footprint_nbytes), bring(gpu, footprint_nbytes))
+
+
+def _page_locked(gpu: Gpu, nbytes: int) -> torch.Tensor:
+    return gpu.page_locked(nbytes)
+
+
+def _pageable(gpu: Gpu, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _shared(gpu: Gpu, nbytes: int) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))  # shared and anonymous
+
+
+def _to_reused(gpu: Gpu, footprint_nbytes: int) -> _Bring:
+    """Places on the GPU are there before, too."""
+    target = torch.empty(footprint_nbytes, dtype=torch.uint8, device=gpu.device)
+    return lambda source, start: target[start : start + source.nbytes].view(DTYPE).copy_(source, non_blocking=True)
+
+
+def _cloned(gpu: Gpu, footprint_nbytes: int) -> _Bring:
+    return lambda source, start: source.clone().to(gpu.device, non_blocking=True)
+
+
+def _pinned(gpu: Gpu, footprint_nbytes: int) -> _Bring:
+    return lambda source, start: gpu.pin(source).to(gpu.device, non_blocking=True)
+
+
+class Contender(NamedTuple):
+    """A way that is compared.
+
+    Attributes:
+        title: for people.
+        open: called with the GPU, a directory for sockets, and the bytes of all requests in flight.
+    """
+
+    title: str
+    open: Callable[[Gpu, str, int], AbstractAsyncContextManager[Way]]
+
+
+PINNED_SLOT, CEILING, CLONED = "slot-pinned", "pin-memory", "clone"
+
+WAYS: dict[str, Contender] = {
+    PINNED_SLOT: Contender("slot, pinned slab", functools.partial(_open_slots, "on")),
+    "slot-unpinned": Contender("slot, slab not pinned", functools.partial(_open_slots, "off")),
+    CEILING: Contender("pin_memory() memory", functools.partial(_open_memory, _page_locked, _to_reused)),
+    "pageable": Contender("pageable memory", functools.partial(_open_memory, _pageable, _to_reused)),
+    CLONED: Contender("cloned, then copied", functools.partial(_open_memory, _shared, _cloned)),
+    "pin": Contender("pinned each, then copied", functools.partial(_open_memory, _shared, _pinned)),
+}
+"""By name, in the order of tables."""
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------
+
+
+class Transfer(NamedTuple):
+    """Asks for the bandwidth of a way in GB/s, over so many seconds of copying and at least one pass."""
 
     way: str
     nbytes: int
     timed_s: float
 
 
-class Stall(msgspec.Struct, frozen=True, tag=True):
-    """Asks how long a way holds the loop up, in :class:`Stalls`.
-
-    Attributes:
-        requests: brought one after another.
-    """
+class Stall(NamedTuple):
+    """Asks how long a way holds the loop up while it brings so many requests, one after another; see :class:`Stalls`."""
 
     way: str
     nbytes: int
@@ -69,54 +260,42 @@ async def copying(gpu: Gpu, setting: Setting) -> AsyncIterator[Opened]:
     """The process that copies: opens all ways, and carries out :class:`Transfer` and :class:`Stall`."""
     ways: dict[str, Way] = {}
     absent: dict[str, str] = {}
+    footprint_nbytes = max(in_flight(nbytes) * nbytes for nbytes in setting.sizes)
+
+    async def carry_out(command: Transfer | Stall) -> float | Stalls:
+        if isinstance(command, Transfer):
+            return await _bandwidth(gpu, command.way, ways[command.way], command)
+        return await _stalls(gpu, command.way, ways[command.way], command)
+
     async with contextlib.AsyncExitStack() as stack:
         for name in setting.ways:
-            way = WAYS[name](gpu, setting.directory, setting.sizes)
             try:
-                await stack.enter_async_context(way.opened())
+                ways[name] = await stack.enter_async_context(WAYS[name].open(gpu, setting.directory, footprint_nbytes))
             except Exception as error:  # noqa: BLE001 # of CUDA or the system; it has its place among the results
                 absent[name] = described(error)
-            else:
-                ways[name] = way
-        yield Opened(Ready(gpu.describe(), absent), _carrying(gpu, ways))
+        yield Opened(absent, carry_out)
 
 
-def _carrying(gpu: Gpu, ways: Mapping[str, Way]) -> Carry:
-    async def carry_out(command: Transfer | Stall) -> float | Stalls:
-        way = ways[command.way]
-        if isinstance(command, Transfer):
-            return await bandwidth(gpu, way, command)
-        return await stalls(gpu, way, command)
-
-    return carry_out
-
-
-async def bandwidth(gpu: Gpu, way: Way, command: Transfer) -> float:
-    """Returns what a way brings to the GPU, in GB/s."""
+async def _bandwidth(gpu: Gpu, name: str, way: Way, command: Transfer) -> float:
     requests = in_flight(command.nbytes)
-    for _ in range(_WARM_UP_PASSES):
-        await _timed_pass(gpu, way, command.nbytes, requests)
+    await _timed_pass(gpu, name, way, command.nbytes, requests)  # to warm up
     passes, elapsed_s = 0, 0.0
     while not passes or (elapsed_s < command.timed_s and passes < _MOST_PASSES):
-        elapsed_s += await _timed_pass(gpu, way, command.nbytes, requests)
+        elapsed_s += await _timed_pass(gpu, name, way, command.nbytes, requests)
         passes += 1
     return passes * requests * command.nbytes / elapsed_s / 1e9
 
 
-async def _timed_pass(gpu: Gpu, way: Way, nbytes: int, requests: int) -> float:
+async def _timed_pass(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> float:
     async with _prepared(gpu, way, nbytes, requests) as prepared:
         started_s = time.perf_counter()
         arrived = [await way.bring(request) for request in prepared]
         gpu.finish()
         elapsed_s = time.perf_counter() - started_s
-        _check(way, prepared, arrived)
-        del arrived
+        for request, tensor in zip(prepared, arrived, strict=True):
+            check(sample(tensor).tolist(), request.number, WAYS[name].title)
+        del arrived, tensor
     return elapsed_s
-
-
-def _check(way: Way, requests: Sequence[Request], arrived: Sequence[torch.Tensor]) -> None:
-    for request, tensor in zip(requests, arrived, strict=True):
-        check(sample(tensor).tolist(), request.number, way.title)
 
 
 @contextlib.asynccontextmanager
@@ -131,10 +310,9 @@ async def _prepared(gpu: Gpu, way: Way, nbytes: int, requests: int) -> AsyncIter
         await asyncio.sleep(0)  # what was dropped on the GPU comes back by the loop
 
 
-async def stalls(gpu: Gpu, way: Way, command: Stall) -> Stalls:
-    """Returns how long a way holds the loop up."""
+async def _stalls(gpu: Gpu, name: str, way: Way, command: Stall) -> Stalls:
     longest = Stalls([], [])
-    await _timed_pass(gpu, way, command.nbytes, 1)
+    await _timed_pass(gpu, name, way, command.nbytes, 1)
     for _ in range(command.requests):
         async with _prepared(gpu, way, command.nbytes, 1) as (request,):
             with _Turns() as turns:
@@ -149,7 +327,7 @@ async def stalls(gpu: Gpu, way: Way, command: Stall) -> Stalls:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
             longest.brought_s.append(turns.longest_s)
-            _check(way, [request], [arrived])
+            check(sample(arrived).tolist(), request.number, WAYS[name].title)
             del arrived
     return longest
 
@@ -162,8 +340,7 @@ class _Turns:
     """
 
     def __init__(self) -> None:
-        self.longest_s = 0.0
-        self._last_s = 0.0
+        self.longest_s = self._last_s = 0.0
         self._loop = asyncio.get_running_loop()
 
     def _turn(self) -> None:

@@ -1,34 +1,34 @@
-"""The GPU that is measured: what it is, and the few calls by which it is measured.
+"""The GPU that is measured: what it is, the few calls by which it is measured, and how a tensor on it is checked.
 
-The calls are a protocol, so that all of the measuring can be run, and its bookkeeping tested, where no GPU is.
-
-Invariant: nothing here makes a CUDA context before a :class:`TorchGpu` is made; :func:`missing` only asks whether one could be.
+Invariant: nothing here makes a CUDA context before a :class:`Gpu` is made; :func:`missing` only asks whether one could be.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
 import shmring
+from bench.messages import CheckError
 from shmring.memory.cuda import TorchCuda
 
-__all__ = ["Accelerator", "Gpu", "TorchGpu", "missing"]
+__all__ = ["DTYPE", "ITEM_NBYTES", "MIN_NBYTES", "Accelerator", "Gpu", "check", "marks", "missing", "sample"]
 
 # torch annotates some of these and not others, and not the same in every version.
 _cuda: Any = torch.cuda
 
 _UNKNOWN = "unknown"
 _SMI_TIMEOUT_S = 20.0  # it loads the driver where nothing else keeps it loaded
-_MODULE = Path("/proc/driver/nvidia/version")
-_MODULE_VERSION = re.compile(r"\b\d{3,}\.\d+(?:\.\d+)?\b")
+
+DTYPE = torch.int32
+ITEM_NBYTES = DTYPE.itemsize
+_PLACES = 64
+MIN_NBYTES = _PLACES * ITEM_NBYTES
 
 
 class Accelerator(msgspec.Struct, frozen=True):
@@ -51,45 +51,21 @@ class Accelerator(msgspec.Struct, frozen=True):
     link: str = _UNKNOWN
 
 
-class Gpu(Protocol):
-    """What measuring asks of a GPU; all of it on the calling thread's current stream.
+class Gpu:
+    """The first GPU that this process sees, by way of torch; all on the calling thread's current stream. Makes a context on it.
+
+    All measuring is done by these calls, so that a test can put host memory in its place.
 
     Attributes:
         device: where tensors go.
     """
-
-    device: torch.device
-
-    def describe(self) -> Accelerator:
-        """Says what it is."""
-
-    def serve(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Ring]:
-        """Opens a ring whose claims go to this GPU; as :func:`shmring.serve`."""
-
-    def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.RingClient]:
-        """Attaches to a ring, with slots on this GPU if it has a device slab; as :func:`shmring.connect`."""
-
-    def page_locked(self, nbytes: int) -> torch.Tensor:
-        """Returns host memory that CUDA has allocated for copies: ``uint8 (nbytes,)``."""
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a tensor in such memory."""
-
-    def finish(self) -> None:
-        """Waits until what is queued is over. Spins, so that being woken is no part of what is measured."""
-
-    def watch(self) -> Callable[[], bool]:
-        """Returns what says, without waiting, whether all that is queued by now is over."""
-
-
-class TorchGpu:
-    """A GPU by way of torch: the first that this process sees. Making one makes a context on it."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)  # every thread's own, as long as none chooses another
         torch.zeros(1, device=self.device)
 
     def describe(self) -> Accelerator:
+        """Says what it is."""
         properties = _cuda.get_device_properties(self.device)
         driver, link = _driver(str(getattr(properties, "uuid", "")))
         return Accelerator(
@@ -102,21 +78,27 @@ class TorchGpu:
         )
 
     def serve(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.Ring]:
+        """Opens a ring whose claims go to this GPU."""
         return shmring.serve(name, **options)
 
     def connect(self, name: str, **options: Any) -> AbstractAsyncContextManager[shmring.RingClient]:
+        """Attaches to a ring, with slots on this GPU if it has a device slab."""
         return shmring.connect(name, **options)
 
     def page_locked(self, nbytes: int) -> torch.Tensor:
+        """Returns host memory that CUDA has allocated for copies: ``uint8 (nbytes,)``."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor in such memory."""
         return tensor.pin_memory()
 
     def finish(self) -> None:
+        """Waits until what is queued is over. Spins, so that being woken is no part of what is measured."""
         self._recorded().synchronize()
 
     def watch(self) -> Callable[[], bool]:
+        """Returns what says, without waiting, whether all that is queued by now is over."""
         event = self._recorded()
         return lambda: bool(event.query())
 
@@ -136,26 +118,46 @@ def missing() -> str | None:
 
 
 def _driver(uuid: str) -> tuple[str, str]:
-    """The driver's version and the link to a GPU, in words; each "unknown" where nobody says."""
+    """The driver's version and the link to a GPU, in words; each "unknown" where nvidia-smi does not say."""
     chosen = [f"--id=GPU-{uuid.removeprefix('GPU-')}"] if uuid else []
-    command = [
-        "nvidia-smi",
-        *chosen,
-        "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max",
-        "--format=csv,noheader",
-    ]
+    query = "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max"
+    command = ["nvidia-smi", *chosen, query, "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
         version, generation, width = (field.strip() for field in done.stdout.splitlines()[0].split(","))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # not installed, or it says something else
-        return _module_version(), _UNKNOWN
+        return _UNKNOWN, _UNKNOWN
     return version, f"PCIe {generation} x{width}"
 
 
-def _module_version() -> str:
-    """The version of the kernel's module."""
-    try:
-        version_text = _MODULE_VERSION.search(_MODULE.read_text())
-    except OSError:
-        return _UNKNOWN
-    return _UNKNOWN if version_text is None else version_text.group()
+# -- what tensors are checked by -----------------------------------------------------------------------------------------
+
+
+def marks(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns places all over a tensor that hold the number of its message, as a view ``int32 (64,)``.
+
+    They are as many whatever the size, so that checking 256 MB takes no longer than checking 64 KB.
+
+    Args:
+        tensor: ``int32 (n,)``, contiguous, of at least :data:`MIN_NBYTES`.
+    """
+    stride = (tensor.numel() - 1) // (_PLACES - 1)
+    return tensor[(tensor.numel() - 1) - (_PLACES - 1) * stride :: stride]
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor's marks: on a GPU, one small kernel that reads the data."""
+    return marks(tensor).clone()
+
+
+def check(samples: Sequence[int], number: int, what: str) -> None:
+    """Compares what :func:`sample` found with the number of the message.
+
+    Raises:
+        CheckError: it is not what was written.
+    """
+    wrong = [value for value in samples if value != number]
+    if wrong or len(samples) != _PLACES:
+        raise CheckError(
+            f"{what}: message {number} holds {wrong[:1]} in {len(wrong)} of {len(samples)} places: it is corrupted"
+        )

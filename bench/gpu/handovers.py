@@ -1,34 +1,216 @@
 """From a submission in one process until its data is usable on the engine's stream in another.
 
-The engine answers all routes for as long as it lives; the frontend is told which to go, and how often. A message is handed over
-when the one before was answered: what is measured is the hand-over's own time, and no queue.
+- **Host slot**: written into a slot of the pinned slab in place; the engine calls ``claim.to``.
+- **Device slab**: written into a slot on the GPU in place (``client.slot(nbytes, device="cuda")``); the engine's claim holds it
+  where it lies.
+- **CUDA IPC per tensor**: a new tensor on the GPU for each request, sent through ``torch.multiprocessing.Queue`` and
+  received by a thread that blocks in it, which is how vLLM's ``v1/engine/tensor_ipc.py`` does it. The frontend keeps the
+  tensor until the engine has answered. torch orders the streams, by an event for each tensor. The thread uses the tensor
+  itself, which spares this route the hop to the engine's loop.
+
+All write the marks, and wait until the GPU has, before the clock starts: making the content is no part of handing it over. A
+message is handed over when the one before was answered: what is measured is the hand-over's own time, and no queue.
 """
 
 from __future__ import annotations
 
+import abc
+import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
-from typing import Any
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple
 
-import msgspec
+import torch
+import torch.multiprocessing
 
+import shmring
 from bench.children import described
-from bench.gpu.device import Gpu
-from bench.gpu.processes import Opened, Ready, Setting
-from bench.gpu.routes import ROUTES, Ask
+from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
+from bench.gpu.processes import SPAWN, Opened, Setting
 
-__all__ = ["HandOver", "answering", "asking"]
+__all__ = ["DEVICE_SLAB", "HOST_SLOT", "ROUTES", "CudaIpc", "HandOver", "Route", "answering", "asking"]
 
+_torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
+
+_ANSWER_LIMIT_S = 30.0  # a thousand times what the slowest takes
+_STOP_S = 0.2  # between two looks of the engine's thread whether it is to end
+_SLOTS = 3  # that there is room for: the one that is being written, and those whose release is on its way
+_SLAB_SPARE_NBYTES = 16 << 20
 _WARM_UP = 5  # messages: a slot's first use, an event's first opening, a clock that had slowed down
 
+#: Hands so many bytes over, with this number, and returns how many nanoseconds later they were usable.
+Ask = Callable[[int, int], Awaitable[int]]
 
-class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """Asks how long hand-overs take, in nanoseconds each.
+
+class _Usable(NamedTuple):
+    """What the engine answers.
 
     Attributes:
-        messages: timed.
+        at_ns: when the data was usable, on the clock that all processes share.
+        samples: of the data.
     """
+
+    at_ns: int
+    samples: list[int]
+
+
+def _use(gpu: Gpu, tensor: torch.Tensor) -> _Usable:
+    """Reads a tensor with one small kernel, and waits for its end."""
+    samples = sample(tensor)
+    gpu.finish()
+    return _Usable(time.monotonic_ns(), samples.tolist())
+
+
+class Route(abc.ABC):
+    """One of them, by its title."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def create_shared(self) -> Any:
+        """Returns what both ends need; called by their parent."""
+        return None
+
+    @abc.abstractmethod
+    def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AbstractAsyncContextManager[None]:
+        """The engine's end, for the time of a ``with``.
+
+        Args:
+            gpu: that computes.
+            directory: for sockets.
+            shared: of :meth:`create_shared`.
+            nbytes: of the largest tensor.
+        """
+
+    @abc.abstractmethod
+    def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AbstractAsyncContextManager[Ask]:
+        """The frontend's end; the engine's is there."""
+
+
+class _Slots(Route):
+    """Slots of the pinned slab in host memory, or of the device slab."""
+
+    def __init__(self, title: str, *, on_gpu: bool) -> None:
+        super().__init__(title)
+        self._on_gpu = on_gpu
+        self._ring_name = f"bench-{'device' if on_gpu else 'host'}"
+
+    @contextlib.asynccontextmanager
+    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
+        async def answer(claim: shmring.Claim) -> None:
+            payload = claim.payload if self._on_gpu else await claim.to("cuda")
+            await claim.reply(_use(gpu, payload.pop("x")))
+
+        options: dict[str, Any] = {"device_slab_nbytes": _leased(nbytes), "slab_nbytes": 2 * _SLAB_SPARE_NBYTES, "pin": "off"}
+        if not self._on_gpu:
+            slab_nbytes = _leased(nbytes) * 9 // 8 + _SLAB_SPARE_NBYTES  # a sixteenth is for replies
+            options = {
+                "slab_nbytes": slab_nbytes, "max_lease_nbytes": _leased(nbytes), "staging_nbytes": _leased(nbytes), "pin": "on",
+            }  # fmt: skip
+        async with gpu.serve(self._ring_name, socket_dir=directory, **options) as ring:
+            running = asyncio.create_task(ring.run(answer, max_concurrency=1))
+            try:
+                yield
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
+        where: dict[str, Any] = {"device": "cuda"} if self._on_gpu else {}
+        # One lease for all slots: asking the engine for another one is no part of a hand-over.
+        async with gpu.connect(self._ring_name, lease_nbytes=_leased(nbytes), socket_dir=directory) as client:
+
+            async def ask(nbytes: int, number: int) -> int:
+                async with client.slot(nbytes, timeout=_ANSWER_LIMIT_S, **where) as slot:
+                    tensor = slot.tensor((nbytes // ITEM_NBYTES,), DTYPE)
+                    marks(tensor).fill_(number)
+                    if self._on_gpu:
+                        gpu.finish()
+                    started_ns = time.monotonic_ns()
+                    answer = await client.request({"x": tensor}, timeout=_ANSWER_LIMIT_S, reply_type=_Usable)
+                    del tensor  # or the slot would wait for the next message to let go of it
+                check(answer.samples, number, self.title)
+                return int(answer.at_ns - started_ns)
+
+            yield ask
+
+
+def _leased(nbytes: int) -> int:
+    return _SLOTS * nbytes + _SLAB_SPARE_NBYTES
+
+
+class CudaIpc(Route):
+    def create_shared(self) -> Any:
+        return _torch_multiprocessing.get_context("spawn").Queue(), *SPAWN.Pipe(duplex=False)
+
+    @contextlib.asynccontextmanager
+    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
+        tensors, _, answers = shared
+        stop = threading.Event()
+        receiving = asyncio.create_task(asyncio.to_thread(_receive, gpu, tensors, answers, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await receiving
+
+    @contextlib.asynccontextmanager
+    async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
+        tensors, answers, _ = shared
+
+        async def ask(nbytes: int, number: int) -> int:
+            tensor = torch.empty(nbytes // ITEM_NBYTES, dtype=DTYPE, device=gpu.device)
+            marks(tensor).fill_(number)
+            gpu.finish()
+            started_ns = time.monotonic_ns()
+            tensors.put(tensor, timeout=_ANSWER_LIMIT_S)
+            if not answers.poll(_ANSWER_LIMIT_S):  # nothing else is to be done here meanwhile
+                raise TimeoutError(f"no answer within {_ANSWER_LIMIT_S:g} s")
+            answer = answers.recv()
+            if not isinstance(answer, _Usable):
+                raise RuntimeError(f"the engine's thread: {answer}")
+            check(answer.samples, number, self.title)
+            return answer.at_ns - started_ns
+
+        yield ask
+
+
+def _receive(gpu: Gpu, tensors: Any, answers: Any, stop: threading.Event) -> None:
+    """The engine's thread."""
+    while not stop.is_set():
+        with contextlib.suppress(queue.Empty):
+            answers.send(_received(gpu, tensors))
+
+
+def _received(gpu: Gpu, tensors: Any) -> _Usable | str:
+    """What is to be said of the next tensor, which is dropped before it is said."""
+    try:
+        return _use(gpu, tensors.get(timeout=_STOP_S))
+    except RuntimeError as error:  # of CUDA: the frontend has to know
+        return described(error)
+
+
+HOST_SLOT, DEVICE_SLAB = "host-slot", "device-slab"
+
+ROUTES: dict[str, Route] = {
+    HOST_SLOT: _Slots("host slot, claim.to", on_gpu=False),
+    DEVICE_SLAB: _Slots("device slab", on_gpu=True),
+    "cuda-ipc": CudaIpc("torch CUDA IPC per tensor"),
+}
+"""By name, in the order of tables."""
+
+
+# -- the two processes ---------------------------------------------------------------------------------------------------
+
+
+class HandOver(NamedTuple):
+    """Asks how long so many hand-overs take, in nanoseconds each."""
 
     route: str
     nbytes: int
@@ -37,27 +219,18 @@ class HandOver(msgspec.Struct, frozen=True, tag=True):
 
 @contextlib.asynccontextmanager
 async def answering(gpu: Gpu, setting: Setting) -> AsyncIterator[Opened]:
-    """The engine's process. Has no commands."""
-    absent: dict[str, str] = {}
+    """The engine's process: answers all routes for as long as it lives, and has no commands."""
 
     async def carry_out(command: Any) -> Any:
         raise AssertionError("the engine is told nothing")
 
-    async with contextlib.AsyncExitStack() as stack:
-        for name in setting.routes:
-            end = ROUTES[name].answering(gpu, setting.directory, setting.shared.get(name), max(setting.sizes))
-            try:
-                await stack.enter_async_context(end)
-            except Exception as error:  # noqa: BLE001 # of CUDA or the system; it has its place among the results
-                absent[name] = described(error)
-        yield Opened(Ready(gpu.describe(), absent), carry_out)
+    async with _opened(Route.answering.__name__, gpu, setting) as (_, absent):
+        yield Opened(absent, carry_out)
 
 
 @contextlib.asynccontextmanager
 async def asking(gpu: Gpu, setting: Setting) -> AsyncIterator[Opened]:
     """The frontend's process: carries out :class:`HandOver`."""
-    asks: dict[str, Ask] = {}
-    absent: dict[str, str] = {}
     numbers = itertools.count(1)
 
     async def carry_out(command: HandOver) -> list[int]:
@@ -66,11 +239,20 @@ async def asking(gpu: Gpu, setting: Setting) -> AsyncIterator[Opened]:
             await ask(command.nbytes, next(numbers))
         return [await ask(command.nbytes, next(numbers)) for _ in range(command.messages)]
 
+    async with _opened(Route.asking.__name__, gpu, setting) as (asks, absent):
+        yield Opened(absent, carry_out)
+
+
+@contextlib.asynccontextmanager
+async def _opened(end: str, gpu: Gpu, setting: Setting) -> AsyncIterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Opens one end of all routes; yields what they gave, and why others could not be opened."""
+    ends: dict[str, Any] = {}
+    absent: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as stack:
         for name in setting.routes:
-            end = ROUTES[name].asking(gpu, setting.directory, setting.shared.get(name), max(setting.sizes))
+            opening = getattr(ROUTES[name], end)(gpu, setting.directory, setting.shared.get(name), max(setting.sizes))
             try:
-                asks[name] = await stack.enter_async_context(end)
+                ends[name] = await stack.enter_async_context(opening)
             except Exception as error:  # noqa: BLE001 # of CUDA or the system; it has its place among the results
                 absent[name] = described(error)
-        yield Opened(Ready(gpu.describe(), absent), carry_out)
+        yield ends, absent

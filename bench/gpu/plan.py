@@ -21,14 +21,14 @@ import numpy as np
 from bench.children import BenchError
 from bench.coverage import Coverage, Planned, Status
 from bench.gpu import copies, handovers
+from bench.gpu.copies import CEILING, WAYS
 from bench.gpu.device import Accelerator
-from bench.gpu.processes import Process, Refused, Setting, spawning
-from bench.gpu.routes import ROUTES
-from bench.gpu.ways import CEILING, WAYS
+from bench.gpu.handovers import ROUTES
+from bench.gpu.processes import Process, Refused, Setting
 from bench.machine import Machine
 from bench.results import Spread, format_nbytes
 
-__all__ = ["SIZES", "Absence", "HandedOver", "Plan", "Results", "Stalled", "Transferred", "run", "steps"]
+__all__ = ["SIZES", "HandedOver", "Plan", "Results", "Stalled", "Transferred", "run", "steps", "title_of"]
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 
@@ -100,19 +100,6 @@ class HandedOver(msgspec.Struct, frozen=True):
     p99_us: float
 
 
-class Absence(msgspec.Struct, frozen=True):
-    """What has no result, and why.
-
-    Attributes:
-        what: a way's or a route's name; or a part of the run.
-        nbytes: None stands for all sizes.
-    """
-
-    what: str
-    nbytes: int | None
-    reason: str
-
-
 class Results(msgspec.Struct, frozen=True):
     """A run."""
 
@@ -123,13 +110,12 @@ class Results(msgspec.Struct, frozen=True):
     transfers: list[Transferred]
     stalls: list[Stalled]
     handovers: list[HandedOver]
-    absences: list[Absence]
     coverage: Coverage | None = None
 
 
 _Progress = Callable[[str], None]
 _Cell = tuple[str, int]  # a way or a route, and a size
-_Found = TypeVar("_Found")
+_Run = TypeVar("_Run")
 
 
 def steps(plan: Plan) -> int:
@@ -147,145 +133,123 @@ def run(plan: Plan, progress: _Progress) -> Results:
     Raises:
         BenchError: the process that copies did not start; what fails later is among the results.
     """
+    rates: _Part[float] = _Part("bandwidth", plan, plan.ways)
+    stalls: _Part[copies.Stalls] = _Part("stalls", plan, plan.ways)
+    times: _Part[list[int]] = _Part("hand-overs", plan, plan.routes)
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         setting = Setting(directory, tuple(plan.sizes), tuple(plan.ways), tuple(plan.routes))
-        gpu, rates, stalls = _copy(plan, setting, progress)
-        times = _hand_over(plan, setting, progress)
-    parts: dict[str, tuple[Sequence[str], _Gathered[Any]]] = {
-        "bandwidth": (plan.ways, rates),
-        "stalls": (plan.ways, stalls),
-        "hand-overs": (plan.routes, times),
-    }
+        progress("starting: copies")
+        with Process("copies", copies.copying, setting) as process:
+            gpu, absent = process.open()
+            for part in (rates, stalls):
+                part.lacks(absent)
+            rates.measure(process, lambda way, nbytes: copies.Transfer(way, nbytes, plan.timed_s), progress)
+            stalls.measure(process, lambda way, nbytes: copies.Stall(way, nbytes, plan.stalls), progress)
+            with stalls.going():
+                process.finish()
+        progress("starting: engine and frontend")
+        with times.going():
+            _hand_over(times, setting, progress)
+    ceiling = {nbytes: runs for (way, nbytes), runs in rates.runs.items() if way == CEILING}
     return Results(
         machine=Machine.here(),
         gpu=gpu,
         repetitions=plan.repetitions,
         timed_s=plan.timed_s,
-        transfers=[_transferred(rates.found, *cell) for cell in rates.cells],
-        stalls=[_stalled(stalls.found[cell], *cell) for cell in stalls.cells],
-        handovers=[_handed_over(times.found[cell], *cell) for cell in times.cells],
-        absences=list(dict.fromkeys([*rates.absences, *stalls.absences, *times.absences])),
-        coverage=_coverage(plan, parts),
+        transfers=[_transferred(*cell, runs, ceiling.get(cell[1])) for cell, runs in rates.by_size()],
+        stalls=[_stalled(*cell, runs) for cell, runs in stalls.by_size()],
+        handovers=[_handed_over(*cell, runs) for cell, runs in times.by_size()],
+        coverage=_coverage([rates, stalls, times]),
     )
 
 
-def _coverage(plan: Plan, parts: Mapping[str, tuple[Sequence[str], _Gathered[Any]]]) -> Coverage:
-    planned: list[Planned] = []
-    measured: dict[tuple[str, str], int] = {}
-    reasons: dict[tuple[str, str], tuple[Status, str]] = {}
-    for part, (names, gathered) in parts.items():
-        cases = {nbytes: f"{part}, {format_nbytes(nbytes)}" for nbytes in plan.sizes}
-        planned += [Planned(case, list(names), plan.repetitions) for case in cases.values()]
-        measured |= {(cases[nbytes], name): len(runs) for (name, nbytes), runs in gathered.found.items()}
-        for absence in gathered.absences:
-            subjects = names if absence.what == part else (absence.what,)
-            sizes = plan.sizes if absence.nbytes is None else (absence.nbytes,)
-            keys = itertools.product((cases[nbytes] for nbytes in sizes), subjects)
-            reasons |= dict.fromkeys(keys, (Status.FAILED, absence.reason))
-    return Coverage.of(planned, measured, reasons)
+class _Part(Generic[_Run]):
+    """A part of a run: what commands have returned, by cell. A cell that failed has nothing, and is not tried again."""
 
+    def __init__(self, title: str, plan: Plan, names: Sequence[str]) -> None:
+        self.title = title
+        self.plan = plan
+        self.names = list(names)
+        self.runs: dict[_Cell, list[_Run]] = {}
+        self.reasons: dict[_Cell, str] = {}
 
-class _Gathered(Generic[_Found]):
-    """What commands have returned, by cell; a cell that failed has nothing, and is not tried again."""
-
-    def __init__(self) -> None:
-        self.found: dict[_Cell, list[_Found]] = {}
-        self._absent: dict[str, str] = {}
-        self._failed: dict[_Cell, str] = {}
-
-    def open(self, absent: dict[str, str]) -> None:
-        """Notes what could not be opened."""
-        self._absent |= absent
-
-    def ask(self, process: Process, cell: _Cell, command: object) -> None:
-        """Has a command carried out, unless it is known to fail."""
-        if cell[0] in self._absent or cell in self._failed:
-            return
-        answer = process.carry_out(command)
-        if isinstance(answer, Refused):
-            self._failed[cell] = answer.error
-            self.found.pop(cell, None)
-        else:
-            self.found.setdefault(cell, []).append(answer)
+    def lacks(self, absent: Mapping[str, str]) -> None:
+        """Notes what could not be opened, by name."""
+        self.reasons |= {(name, nbytes): reason for name, reason in absent.items() for nbytes in self.plan.sizes}
 
     @contextlib.contextmanager
-    def going(self, part: str) -> Iterator[None]:
-        """A part of the run; a process that ends or hangs in it takes nothing with it that was measured before."""
+    def going(self) -> Iterator[None]:
+        """A process that ends or hangs here takes nothing with it that was measured before."""
         try:
             yield
         except BenchError as error:
-            self._absent[part] = f"broken off: {error}"
+            for cell in itertools.product(self.names, self.plan.sizes):
+                self.reasons.setdefault(cell, f"broken off: {error}")
 
-    @property
-    def cells(self) -> list[_Cell]:
-        """Those that were measured, by size."""
-        return sorted(self.found, key=lambda cell: cell[1])
+    def measure(self, process: Process, command: Callable[[str, int], object], progress: _Progress) -> None:
+        """Measures A B C at each size, then all of it again."""
+        plan = self.plan
+        with self.going():
+            for repetition, nbytes, name in itertools.product(range(1, plan.repetitions + 1), plan.sizes, self.names):
+                progress(f"{self.title}: {title_of(name)}, {nbytes:,} bytes, {repetition} of {plan.repetitions}")
+                if (name, nbytes) in self.reasons:
+                    continue
+                answer = process.carry_out(command(name, nbytes))
+                if isinstance(answer, Refused):
+                    self.reasons[name, nbytes] = answer.error
+                    self.runs.pop((name, nbytes), None)
+                else:
+                    self.runs.setdefault((name, nbytes), []).append(answer)
 
-    @property
-    def absences(self) -> list[Absence]:
-        """All others."""
-        all_sizes = [Absence(name, None, reason) for name, reason in self._absent.items()]
-        return all_sizes + [Absence(name, nbytes, reason) for (name, nbytes), reason in self._failed.items()]
-
-
-def _copy(plan: Plan, setting: Setting, progress: _Progress) -> tuple[Accelerator, _Gathered[float], _Gathered[copies.Stalls]]:
-    rates, stalls = _Gathered[float](), _Gathered[copies.Stalls]()
-    progress("starting: copies")
-    with Process("copies", copies.copying, setting) as process:
-        ready = process.open()
-        rates.open(ready.absent)
-        stalls.open(ready.absent)
-        with rates.going("bandwidth"):
-            for repetition, nbytes, way in _interleaved(plan, plan.ways):
-                progress(f"bandwidth: {WAYS[way].title}, {nbytes:,} bytes, {repetition} of {plan.repetitions}")
-                rates.ask(process, (way, nbytes), copies.Transfer(way, nbytes, plan.timed_s))
-        with stalls.going("stalls"):
-            for repetition, nbytes, way in _interleaved(plan, plan.ways):
-                progress(f"stalls: {WAYS[way].title}, {nbytes:,} bytes, {repetition} of {plan.repetitions}")
-                stalls.ask(process, (way, nbytes), copies.Stall(way, nbytes, plan.stalls))
-            process.finish()
-    return ready.gpu, rates, stalls
+    def by_size(self) -> list[tuple[_Cell, list[_Run]]]:
+        """Returns what was measured."""
+        return sorted(self.runs.items(), key=lambda run: run[0][1])
 
 
-def _hand_over(plan: Plan, setting: Setting, progress: _Progress) -> _Gathered[list[int]]:
-    times = _Gathered[list[int]]()
-    progress("starting: engine and frontend")
-    shared = {name: ROUTES[name].create_shared(spawning()) for name in plan.routes}
-    setting = dataclasses.replace(setting, shared=shared)
-    with times.going("hand-overs"), contextlib.ExitStack() as stack:
-        engine = stack.enter_context(Process("engine", handovers.answering, setting))
-        absent = engine.open().absent
-        times.open(absent)
-        answered = tuple(name for name in plan.routes if name not in absent)
-        frontend = stack.enter_context(Process("frontend", handovers.asking, dataclasses.replace(setting, routes=answered)))
-        times.open(frontend.open().absent)
-        for repetition, nbytes, route in _interleaved(plan, plan.routes):
-            progress(f"hand-over: {ROUTES[route].title}, {nbytes:,} bytes, {repetition} of {plan.repetitions}")
-            times.ask(frontend, (route, nbytes), handovers.HandOver(route, nbytes, plan.messages))
-        frontend.finish()
+def title_of(name: str) -> str:
+    """Returns the title of a way or a route."""
+    return WAYS[name].title if name in WAYS else ROUTES[name].title
+
+
+def _hand_over(times: _Part[list[int]], setting: Setting, progress: _Progress) -> None:
+    setting = dataclasses.replace(setting, shared={name: ROUTES[name].create_shared() for name in setting.routes})
+    with Process("engine", handovers.answering, setting) as engine:
+        _, absent = engine.open()
+        times.lacks(absent)
+        answered = tuple(name for name in setting.routes if name not in absent)
+        with Process("frontend", handovers.asking, dataclasses.replace(setting, routes=answered)) as frontend:
+            times.lacks(frontend.open()[1])
+            messages = times.plan.messages
+            times.measure(frontend, lambda route, nbytes: handovers.HandOver(route, nbytes, messages), progress)
+            frontend.finish()
         engine.finish()
-    return times
 
 
-def _interleaved(plan: Plan, names: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-    """Yields the number of a repetition, a size, and a name: A B C at each size, then all of it again."""
-    return itertools.product(range(1, plan.repetitions + 1), plan.sizes, names)
+def _coverage(parts: Sequence[_Part[Any]]) -> Coverage:
+    planned: list[Planned] = []
+    measured: dict[tuple[str, str], int] = {}
+    reasons: dict[tuple[str, str], tuple[Status, str]] = {}
+    for part in parts:
+        cases = {nbytes: f"{part.title}, {format_nbytes(nbytes)}" for nbytes in part.plan.sizes}
+        planned += [Planned(case, part.names, part.plan.repetitions) for case in cases.values()]
+        measured |= {(cases[nbytes], name): len(runs) for (name, nbytes), runs in part.runs.items()}
+        reasons |= {(cases[nbytes], name): (Status.FAILED, reason) for (name, nbytes), reason in part.reasons.items()}
+    return Coverage.of(planned, measured, reasons)
 
 
-def _transferred(measured_runs: Mapping[_Cell, list[float]], way: str, nbytes: int) -> Transferred:
-    runs, ceiling = measured_runs[way, nbytes], measured_runs.get((CEILING, nbytes))
+def _transferred(way: str, nbytes: int, runs: list[float], ceiling: list[float] | None) -> Transferred:
     # Of the repetitions that both were measured in: the last of a run that was broken off may have one of them only.
     of_ceiling = Spread.of(ours / most for ours, most in zip(runs, ceiling, strict=False)) if ceiling else None
     return Transferred(way, nbytes, Spread.of(runs), of_ceiling, runs)
 
 
-def _stalled(measured_runs: Sequence[copies.Stalls], way: str, nbytes: int) -> Stalled:
-    brought = Spread.of(seconds * 1e6 for stalls in measured_runs for seconds in stalls.brought_s)
-    idle = Spread.of(seconds * 1e6 for stalls in measured_runs for seconds in stalls.idle_s)
+def _stalled(way: str, nbytes: int, runs: Sequence[copies.Stalls]) -> Stalled:
+    brought = Spread.of(seconds * 1e6 for stalls in runs for seconds in stalls.brought_s)
+    idle = Spread.of(seconds * 1e6 for stalls in runs for seconds in stalls.idle_s)
     return Stalled(way, nbytes, brought, idle)
 
 
-def _handed_over(measured_runs: Sequence[Sequence[int]], route: str, nbytes: int) -> HandedOver:
-    every = np.concatenate([np.asarray(times, np.float64) for times in measured_runs]) / 1e3
-    p50_us = Spread.of(statistics.median(times) / 1e3 for times in measured_runs)
-    return HandedOver(route, nbytes, len(every), p50_us, float(np.percentile(every, 99)))
+def _handed_over(route: str, nbytes: int, runs: Sequence[Sequence[int]]) -> HandedOver:
+    every_us = np.concatenate([np.asarray(times, np.float64) for times in runs]) / 1e3
+    p50_us = Spread.of(statistics.median(times) / 1e3 for times in runs)
+    return HandedOver(route, nbytes, len(every_us), p50_us, float(np.percentile(every_us, 99)))

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from bench.gpu.plan import Results
+from bench.gpu.copies import CEILING, PINNED_SLOT
+from bench.gpu.handovers import DEVICE_SLAB, HOST_SLOT
+from bench.gpu.plan import Results, title_of
 from bench.gpu.report import HAND_OVER_US
-from bench.gpu.routes import DEVICE_SLAB, HOST_SLOT, ROUTES
-from bench.gpu.ways import CEILING, PINNED_SLOT, WAYS
 from bench.plots import check_plotter
 from bench.results import Findings, format_nbytes
 
@@ -20,9 +20,6 @@ __all__ = ["draw"]
 _DPI = 110
 _OURS = {PINNED_SLOT: "#c1121f", HOST_SLOT: "#c1121f", DEVICE_SLAB: "#f77f00"}
 _OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
-
-#: Of each line: its numbers by size.
-_Lines = Mapping[str, Mapping[int, float]]
 
 
 def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
@@ -53,9 +50,15 @@ def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) 
         figure = Figure(figsize=(12.8, 5.2), layout="constrained")
         figure.suptitle(results.gpu.name, fontsize="large", fontweight="bold")
         bandwidth, hand_overs = figure.subplots(1, 2)
-        _draw_lines(bandwidth, _rates(results), {name: way.title for name, way in WAYS.items()})
+        rates: dict[str, dict[int, float]] = {}
+        for entry in results.transfers:
+            rates.setdefault(entry.way, {})[entry.nbytes] = entry.gb_per_s.median
+        _draw_lines(bandwidth, rates)
         bandwidth.set(title="from host memory to the GPU", ylabel="GB/s")
-        _draw_lines(hand_overs, _times(results), {name: route.title for name, route in ROUTES.items()})
+        times: dict[str, dict[int, float]] = {}
+        for handover in results.handovers:
+            times.setdefault(handover.route, {})[handover.nbytes] = handover.p50_us.median
+        _draw_lines(hand_overs, times)
         hand_overs.axhline(HAND_OVER_US, color="black", linewidth=0.8, linestyle=":")
         hand_overs.set(title="from submit until usable in the other process: lower is better", ylabel="median, microseconds")
         for path, kind in zip(paths, kinds, strict=True):
@@ -63,23 +66,14 @@ def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) 
     return paths
 
 
-def _rates(results: Results) -> _Lines:
-    names = dict.fromkeys(entry.way for entry in results.transfers)
-    return {name: {entry.nbytes: entry.gb_per_s.median for entry in results.transfers if entry.way == name} for name in names}
-
-
-def _times(results: Results) -> _Lines:
-    names = dict.fromkeys(entry.route for entry in results.handovers)
-    return {name: {entry.nbytes: entry.p50_us.median for entry in results.handovers if entry.route == name} for name in names}
-
-
-def _draw_lines(axes: Any, lines: _Lines, titles: Mapping[str, str]) -> None:
+def _draw_lines(axes: Any, lines: Mapping[str, Mapping[int, float]]) -> None:
+    """Draws a line for each: its numbers by size."""
     others = iter(_OTHERS)
     for name, numbers in lines.items():
         style: dict[str, Any] = {"color": _OURS[name], "linewidth": 3.0} if name in _OURS else {"color": next(others)}
         if name == CEILING:
             style = {"color": "black", "linestyle": "--"}
-        axes.plot(list(numbers), list(numbers.values()), marker="o", label=titles[name], **style)
+        axes.plot(list(numbers), list(numbers.values()), marker="o", label=title_of(name), **style)
     sizes = sorted({nbytes for numbers in lines.values() for nbytes in numbers})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -2,7 +2,7 @@
 
 The parent makes no CUDA context, and its progress bar takes no turn of a process that is measured. A child opens what it is to
 measure once, since pinning half a gigabyte takes longer than copying it; says so; and carries out one command after another,
-each bounded in time. What fails in a command is its result, in words: the next may still work.
+each bounded in time by the parent. What fails in a command is its result, in words: the next may still work.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from multiprocessing import get_context
-from multiprocessing.context import SpawnContext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bench.children import Child, Children, Parent, described
-from bench.gpu.device import Accelerator, Gpu, TorchGpu
+from bench.gpu.device import Accelerator, Gpu
 
-__all__ = ["Carry", "Opened", "Process", "Ready", "Refused", "Role", "Setting", "spawning"]
+__all__ = ["SPAWN", "Opened", "Process", "Refused", "Role", "Setting"]
 
 _OPEN_LIMIT_S = 180.0  # a context, and half a dozen buffers of half a GB, on a machine that does much else
 _COMMAND_LIMIT_S = 120.0  # hundreds of times what the slowest command takes
 _END_LIMIT_S = 30.0  # to unpin and unmap
 
-#: Carries a command out, and returns its result.
-Carry = Callable[[Any], Awaitable[Any]]
+SPAWN = get_context("spawn")  # CUDA can't be used in a process that was forked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,61 +47,38 @@ class Setting:
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ready:
+class Opened(NamedTuple):
     """What a child has opened.
 
     Attributes:
-        gpu: where.
         absent: what could not be, by name, and why.
+        carry_out: carries a command out, and returns its result.
     """
 
-    gpu: Accelerator
     absent: dict[str, str]
+    carry_out: Callable[[Any], Awaitable[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Opened:
-    """The same in the child, and what uses it."""
-
-    ready: Ready
-    carry_out: Carry
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """A command has failed.
-
-    Attributes:
-        error: what happened, in words.
-    """
+class Refused(NamedTuple):
+    """A command has failed: what happened, in words."""
 
     error: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Open:
-    """Everything is to be opened; each command is limited in time by the parent."""
+    """The one cell of a child; it has no limit of its own."""
 
     limit_s: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Over:
-    """Everything was closed again."""
 
 
 #: What a child does: opens something, for as long as it is measured.
 Role = Callable[[Gpu, Setting], AbstractAsyncContextManager[Opened]]
 
 
-def spawning() -> SpawnContext:
-    """Returns how processes are made here: CUDA can't be used in one that was forked."""
-    return get_context("spawn")
-
-
 class Process(Children):
-    """One of the processes. Use it with ``with``: :meth:`open`, :meth:`carry_out`, :meth:`finish`.
+    """One of the processes. Use it with ``with``: :meth:`open`, :meth:`carry_out`, :meth:`finish`; each raises
+    :class:`~bench.children.BenchError` if the process failed, died or took too long.
 
     Args:
         name: for people.
@@ -113,56 +88,40 @@ class Process(Children):
 
     def __init__(self, name: str, role: Role, setting: Setting) -> None:
         super().__init__("GPU")
-        self._children.append(Child(spawning(), name, "gpu", functools.partial(_play, role, setting)))
+        self._children.append(Child(SPAWN, name, "gpu", functools.partial(_play, role, setting)))
 
-    def open(self) -> Ready:
-        """Waits until it has opened everything.
-
-        Raises:
-            BenchError: it could not.
-        """
+    def open(self) -> tuple[Accelerator, dict[str, str]]:
+        """Waits until it has opened everything; returns its GPU, and what could not be opened, by name."""
         self.start()
-        ready = self._asked(_Open(), _OPEN_LIMIT_S, "opening")
-        assert isinstance(ready, Ready)
-        return ready
+        gpu, absent = self._answer(_Open(), _OPEN_LIMIT_S, "opening")
+        return gpu, absent
 
     def carry_out(self, command: object) -> Any:
-        """Has a command carried out; returns its result, or that it was :class:`Refused`.
-
-        Raises:
-            BenchError: the process died, or took too long.
-        """
-        return self._asked(command, _COMMAND_LIMIT_S, str(command))
+        """Has a command carried out; returns its result, or that it was :class:`Refused`."""
+        return self._answer(command, _COMMAND_LIMIT_S, str(command))
 
     def finish(self) -> None:
-        """Has everything closed.
+        """Has everything closed."""
+        self._answer(None, _END_LIMIT_S, "closing")
 
-        Raises:
-            BenchError: it could not be.
-        """
-        self._asked(None, _END_LIMIT_S, "closing")
-
-    def _asked(self, message: object, limit_s: float, what: str) -> Any:
+    def _answer(self, message: object, limit_s: float, what: str) -> Any:
         with self._playing(limit_s) as deadline:
             self._tell(self._children, message, what)
             (answer,) = self._hear(self._children, deadline, what)
         return answer
 
 
-# -- in the child ------------------------------------------------------------------------------------------------------
+# -- in the child --------------------------------------------------------------------------------------------------------
 
 
-async def _play(role: Role, setting: Setting, parent: Parent, _: _Open) -> _Over:
+async def _play(role: Role, setting: Setting, parent: Parent, _: _Open) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # what a clone takes by itself; vLLM leaves it less
-    async with role(TorchGpu(), setting) as opened:
-        parent.tell(opened.ready)
+    gpu = Gpu()
+    async with role(gpu, setting) as opened:
+        parent.tell((gpu.describe(), opened.absent))
         while (command := await parent.hear()) is not None:
-            parent.tell(await _result(opened.carry_out, command))
-    return _Over()
-
-
-async def _result(carry_out: Carry, command: object) -> Any:
-    try:
-        return await carry_out(command)
-    except Exception as error:  # noqa: BLE001 # it is the command's result
-        return Refused(described(error))
+            try:
+                result = await opened.carry_out(command)
+            except Exception as error:  # noqa: BLE001 # it is the command's result
+                result = Refused(described(error))
+            parent.tell(result)

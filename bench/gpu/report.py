@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
-from bench.gpu.device import Accelerator
-from bench.gpu.plan import Absence, Results, Stalled
-from bench.gpu.routes import DEVICE_SLAB, ROUTES
-from bench.gpu.ways import CEILING, CLONED, PINNED_SLOT, WAYS
+from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, WAYS
+from bench.gpu.handovers import DEVICE_SLAB, ROUTES
+from bench.gpu.plan import Results, Stalled
 from bench.results import Findings, Table, Verdict, deviation, format_nbytes
 from bench.targets import judge
 
-__all__ = ["HAND_OVER_US", "described", "report"]
+__all__ = ["HAND_OVER_US", "report"]
 
 _MB = 1 << 20
 #: The targets, and where they hold.
@@ -33,14 +32,6 @@ def report(results: Results, command: str = "") -> Findings:
         results=results,
         command=command,
         coverage=results.coverage,
-    )
-
-
-def described(gpu: Accelerator) -> str:
-    """Returns a GPU in words."""
-    return (
-        f"{gpu.name}, {gpu.memory_nbytes / 2**30:.0f} GiB, {gpu.link} to the host; driver {gpu.driver}, "
-        f"torch {gpu.torch} for CUDA {gpu.cuda}"
     )
 
 
@@ -96,15 +87,11 @@ def _hand_overs_table(results: Results) -> Table:
     )
 
 
-def _title(name: str) -> str:
-    if name in WAYS:
-        return WAYS[name].title
-    return ROUTES[name].title if name in ROUTES else name
-
-
 def _notes(results: Results) -> list[str]:
+    gpu = results.gpu
     return [
-        f"{described(results.gpu)}.",
+        f"{gpu.name}, {gpu.memory_nbytes / 2**30:.0f} GiB, {gpu.link} to the host; driver {gpu.driver}, "
+        f"torch {gpu.torch} for CUDA {gpu.cuda}.",
         f"Bandwidth: up to 64 requests and 256 MB in flight (at least two requests), one after another, {results.timed_s:g} s "
         "of copying in each repetition; spread: the slowest and the fastest repetition against the median. All copies are "
         "non_blocking.",
@@ -115,13 +102,7 @@ def _notes(results: Results) -> list[str]:
         "Hand-over: one message at a time, from before it is submitted until the end of a small kernel that reads it on the "
         "engine's stream has been noticed. Its content was written before, on the GPU or in host memory.",
         "torch CUDA IPC per tensor: through torch.multiprocessing.Queue to a thread of the engine, which uses it at once.",
-        *map(_absent, results.absences),
     ]
-
-
-def _absent(entry: Absence) -> str:
-    size = "" if entry.nbytes is None else f", {format_nbytes(entry.nbytes)}"
-    return f"Not measured: {_title(entry.what)}{size}: {entry.reason}"
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
@@ -150,12 +131,10 @@ def _of_ceiling(results: Results) -> Iterator[tuple[int, float]]:
 
 
 def _of_cloned(results: Results) -> Iterator[tuple[int, float]]:
-    """The median of the ratios within each repetition."""
-    runs_by_way = {entry.way: entry.runs for entry in results.transfers if entry.nbytes == _CLONED_NBYTES}
-    if PINNED_SLOT in runs_by_way and CLONED in runs_by_way:
-        pairs = zip(
-            runs_by_way[PINNED_SLOT], runs_by_way[CLONED], strict=False
-        )  # of a run that was broken off, one may have less
+    """The median of the ratios within each repetition; of a run that was broken off, one may have fewer."""
+    runs = {entry.way: entry.runs for entry in results.transfers if entry.nbytes == _CLONED_NBYTES}
+    if PINNED_SLOT in runs and CLONED in runs:
+        pairs = zip(runs[PINNED_SLOT], runs[CLONED], strict=False)
         yield _CLONED_NBYTES, statistics.median(ours / theirs for ours, theirs in pairs)
 
 

@@ -23,12 +23,11 @@ import torch
 import shmring
 from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
-from bench.gpu.device import Accelerator
-from bench.gpu.marks import check, marks, sample
-from bench.gpu.plan import Plan, run, steps
-from bench.gpu.processes import Process, Refused, Setting, spawning
-from bench.gpu.routes import ROUTES, CudaIpc
-from bench.gpu.ways import WAYS, in_flight
+from bench.gpu.copies import WAYS, in_flight
+from bench.gpu.device import Accelerator, Gpu, check, marks, sample
+from bench.gpu.handovers import ROUTES, CudaIpc
+from bench.gpu.plan import Plan, Results, run, steps
+from bench.gpu.processes import Process, Refused, Setting
 from bench.messages import CheckError
 from shmring.client import Connecting, RingClient
 from shmring.config import ClientConfig, RingConfig
@@ -50,12 +49,11 @@ def fakes() -> Any:
     return module
 
 
-class HostMemory:
+class HostMemory(Gpu):
     """What measuring asks of a GPU, of host memory."""
 
-    device = torch.device("cpu")
-
     def __init__(self, module: Any) -> None:
+        self.device = torch.device("cpu")
         self.cuda = module.FakeCuda()
         self.memory = module.FakeMemory()
         self.lag = 0  # how often what watches says no before it says yes
@@ -122,8 +120,7 @@ def test_a_mark_that_is_not_there_is_noticed(place: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, setting: Setting) -> None:
     async with copies.copying(gpu, dataclasses.replace(setting, ways=(way,))) as opened:
-        assert opened.ready.gpu.name == NAME
-        assert opened.ready.absent == {}
+        assert opened.absent == {}
         for nbytes in setting.sizes:
             assert await opened.carry_out(copies.Transfer(way, nbytes, timed_s=0.0)) > 0
             gpu.lag = 3
@@ -195,14 +192,20 @@ class ChildThread:
 def threads(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are threads, and all of them have that GPU."""
     monkeypatch.setattr(processes, "Child", ChildThread)
-    monkeypatch.setattr(processes, "TorchGpu", lambda: gpu)
+    monkeypatch.setattr(processes, "Gpu", lambda: gpu)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(CudaIpc, "create_shared", lambda self, context: (queue.Queue(), *context.Pipe(duplex=False)))
+    monkeypatch.setattr(CudaIpc, "create_shared", lambda self: (queue.Queue(), *processes.SPAWN.Pipe(duplex=False)))
 
 
 TINY = Plan(
     sizes=(4 * KB, 64 * KB), repetitions=2, timed_s=0.001, stalls=1, messages=3, ways=("slot-pinned", "pin-memory", "clone")
 )  # fmt: skip
+
+
+def gaps(results: Results) -> dict[tuple[str, str], str]:
+    """The reasons of what was planned and not measured, by case and name."""
+    assert results.coverage is not None
+    return {(gap.case, gap.subject): gap.reason for gap in results.coverage.gaps}
 
 
 @pytest.mark.usefixtures("threads")
@@ -211,7 +214,7 @@ def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
     results = run(TINY, lines.append)
     assert len(lines) == steps(TINY)
     assert results.gpu.name == NAME
-    assert results.absences == []
+    assert gaps(results) == {}
     cells = [(way, nbytes) for nbytes in TINY.sizes for way in TINY.ways]
     assert [(one.way, one.nbytes) for one in results.transfers] == cells
     assert [(one.way, one.nbytes) for one in results.stalls] == cells
@@ -240,9 +243,9 @@ def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory)
     gpu.cuda.fail("host_register", 9)
     gpu.memory.failing = "allocate"
     results = run(TINY, lambda line: None)
-    absent = {one.what: one.reason for one in results.absences}
-    assert {one.nbytes for one in results.absences} == {None}
+    absent = {name: reason for (_, name), reason in gaps(results).items()}
     assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
+    assert len(gaps(results)) == 2 * (2 + 1 + 1), "at each size: a way in two parts, and two routes"
     assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
     assert "CudaError: allocate failed" in absent["device-slab"]
     assert {one.way for one in results.transfers} == {"pin-memory", "clone"}
@@ -258,8 +261,8 @@ def test_what_fails_at_a_size_is_absent_there(gpu: HostMemory) -> None:
 
     gpu.pin = pin
     results = run(dataclasses.replace(TINY, ways=("pin",), routes=()), lambda line: None)
-    assert {(one.what, one.nbytes) for one in results.absences} == {("pin", 64 * KB)}
-    assert all(one.reason.startswith("RuntimeError: out of memory (pin, line ") for one in results.absences)
+    assert set(gaps(results)) == {("bandwidth, 64 KB", "pin"), ("stalls, 64 KB", "pin")}
+    assert all(reason.startswith("RuntimeError: out of memory (pin, line ") for reason in gaps(results).values())
     assert [one.nbytes for one in results.transfers] == [4 * KB]
     assert [one.of_ceiling for one in results.transfers] == [None]
 
@@ -272,8 +275,8 @@ def test_an_engine_whose_gpu_fails_says_so_to_the_frontend(gpu: HostMemory, monk
 
     monkeypatch.setattr(gpu, "finish", finish)
     results = run(dataclasses.replace(TINY, sizes=(4 * KB,), ways=()), lambda line: None)
-    reasons = {one.what: one.reason for one in results.absences}
-    assert set(reasons) == set(ROUTES)
+    reasons = gaps(results)
+    assert {name for _, name in reasons} == set(ROUTES)
     assert all("an illegal memory access" in reason for reason in reasons.values())
 
 
@@ -291,10 +294,9 @@ def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPat
     carried_out = Process.carry_out
     monkeypatch.setattr(Process, "carry_out", carry_out)
     results = run(dataclasses.replace(TINY, repetitions=1), lambda line: None)
-    assert {one.what: one.reason for one in results.absences} == {
-        "stalls": "broken off: GPU: its processes were ended after a failure",
-        "hand-overs": "broken off: GPU: its processes were ended after a failure",
-    }
+    missing = {(f"stalls, {size}", way) for size in ("4 KB", "64 KB") for way in TINY.ways}
+    missing |= {("hand-overs, 64 KB", route) for route in ROUTES}
+    assert gaps(results) == dict.fromkeys(missing, "broken off: GPU: its processes were ended after a failure")
     assert len(results.transfers) == 6
     assert results.stalls == []
     assert {one.nbytes for one in results.handovers} == {4 * KB}
@@ -314,7 +316,7 @@ def test_a_command_that_fails_is_a_result() -> None:
 def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
     plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, stalls=1, messages=3)
     results = run(plan, lambda line: None)
-    assert results.absences == []
+    assert gaps(results) == {}
     assert len(results.transfers) == len(results.stalls) == 2 * len(WAYS)
     assert len(results.handovers) == 2 * len(ROUTES)
 
@@ -322,7 +324,7 @@ def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_process_without_a_gpu_can_not_start() -> None:
     """A real one: all that it is to have gets there, what it says comes back, and it is gone."""
-    shared = {name: route.create_shared(spawning()) for name, route in ROUTES.items()}
+    shared = {name: route.create_shared() for name, route in ROUTES.items()}
     with Process("copies", copies.copying, Setting("/nonexistent", sizes=(4 * KB,), shared=shared)) as process:
         with pytest.raises(BenchError, match="GPU, opening: the copies failed: "):
             process.open()
