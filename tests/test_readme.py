@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -52,6 +54,7 @@ def test_the_transport_example_is_about_twenty_lines() -> None:
     assert len(code) <= 24
 
 
+@pytest.mark.slow
 def test_the_servers_examples_run(tmp_path: Path) -> None:
     embed, chat = block("client.embeddings.create("), block("client.chat.completions.create(")
     assert run_against("fingerprints", embed, tmp_path) == "1 512\n"

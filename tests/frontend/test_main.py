@@ -20,6 +20,8 @@ import shmring
 from engine.supervision import FrontendState, Orders
 from frontend.settings import ProcessSettings
 
+pytestmark = pytest.mark.slow  # each starts a frontend
+
 ROOT = Path(__file__).resolve().parents[2]
 
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]

@@ -47,6 +47,7 @@ def check_operation(operation: Any, mode: str, headers: dict[str, str]) -> int:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 async def test_every_answer_is_as_documented(open_core: Any, open_server: Any, mode: str) -> None:
     import schemathesis  # here: it takes a second, which every run of any test would wait for

@@ -51,8 +51,10 @@ class Nursery:
 
     def close(self) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(LIMIT_S)
+        self._process.stdout.close()
 
 
 class Forked:

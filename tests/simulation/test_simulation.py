@@ -51,7 +51,9 @@ def test_a_walk_is_what_its_seed_says() -> None:
     assert walks[0].actions != walks[2].actions
 
 
-@pytest.mark.parametrize("name", ["crowded", "idle", "lives"])
+@pytest.mark.parametrize(
+    "name", ["idle", pytest.param("crowded", marks=pytest.mark.slow), pytest.param("lives", marks=pytest.mark.slow)]
+)
 def test_every_state_of_a_small_scenario_is_sound(name: str) -> None:
     found = explore(name, max_states=20_000)
     assert found.failure is None
@@ -308,6 +310,7 @@ def one_event_in_the_midst_of_another(patch: Patch) -> None:
     patch.setattr(Session, "carry_out", mutated)
 
 
+@pytest.mark.slow  # seconds of computing each
 @pytest.mark.parametrize(
     "mutation",
     [

@@ -65,11 +65,13 @@ def printed() -> dict[str, dict[str, list[str]]]:
     return {name: json.loads(output) for name, output in outputs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_threads_gives_equal_bits(printed: dict[str, dict[str, list[str]]], kind: str) -> None:
     assert printed["1"][kind] == printed["2"][kind] == printed["4"][kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_processor_gives_nearly_equal_numbers(printed: dict[str, dict[str, list[str]]], kind: str) -> None:
     for here, there in zip(printed["1"][kind], printed["another processor"][kind], strict=True):
