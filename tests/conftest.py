@@ -56,14 +56,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a test has logged may hold what is no text, a lone surrogate; a worker could not tell of it."""
-    report = yield
-    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
-    return report
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     if item.get_closest_marker("both_loops") is not None:
