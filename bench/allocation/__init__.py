@@ -5,9 +5,3 @@ See :mod:`bench.allocation.traces` for what is replayed, :mod:`bench.allocation.
 :mod:`bench.allocation.fill`, :mod:`bench.allocation.speed` and :mod:`bench.allocation.bandwidth` for what is measured. What
 follows from it is written down in ``docs/decisions/0008-allocation-policy.md``.
 """
-
-from __future__ import annotations
-
-from bench.allocation.command import allocator_command
-
-__all__ = ["allocator_command"]

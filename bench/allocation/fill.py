@@ -44,6 +44,9 @@ class Fill(msgspec.Struct, frozen=True):
         ordered = sorted(shares)
         return cls(statistics.fmean(ordered), ordered[len(ordered) // 100], ordered[0], len(ordered))
 
+    def __str__(self) -> str:
+        return f"{self.mean:.1%} / {self.p1:.1%} / {self.minimum:.1%}"
+
 
 def first_failure(create: PolicyFactory, sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seed: int) -> float:
     """Replays a trace until a slot finds no place, and returns how full the slab is then."""

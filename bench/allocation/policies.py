@@ -18,7 +18,6 @@ from shmring.core.blocks import RunAllocator
 
 __all__ = [
     "POLICIES",
-    "BestFit",
     "BinnedFit",
     "Buddy",
     "Compacting",
@@ -95,29 +94,6 @@ class NextFit(_AddressOrdered):
                 self.cursor = start + length
                 return start
         return None
-
-
-class BestFit(_AddressOrdered):
-    """The shortest free run that is long enough; of equal ones that which was freed last, as its memory is the warmest."""
-
-    def __init__(self, start: int, length: int) -> None:
-        super().__init__(start, length)
-        self.freed_at: dict[int, int] = {}  # by start of a run
-        self.frees = 0
-
-    def allocate(self, length: int) -> int | None:
-        fitting = [
-            (free, -self.freed_at.get(self.starts[position], 0), position)
-            for position, free in enumerate(self.lengths)
-            if free >= length
-        ]
-        return self.take(min(fitting)[2], length) if fitting else None
-
-    def free(self, start: int, length: int) -> None:
-        super().free(start, length)
-        self.frees += 1
-        position = bisect_left(self.starts, start + 1) - 1  # the run that it is part of now
-        self.freed_at[self.starts[position]] = self.frees
 
 
 class BinnedFit:
@@ -286,7 +262,6 @@ class Contender:
 
 POLICIES: Mapping[str, Contender] = {
     "shmring": Contender("shmring", lambda start, length, largest: RunAllocator(start, length)),
-    "best-fit": Contender("best fit, freed last", lambda start, length, largest: BestFit(start, length)),
     "first-fit": Contender("first fit", lambda start, length, largest: FirstFit(start, length)),
     "next-fit": Contender("next fit (cursor)", lambda start, length, largest: NextFit(start, length), slack=2.0),
     "tlsf": Contender("bins (TLSF)", lambda start, length, largest: BinnedFit(start, length, rounded=False), slack=1.5),

@@ -32,7 +32,7 @@ SUBJECTS: Mapping[str, Contender] = {
 """What is timed, by name: the policies, and the lease book that a frontend's every slot goes through."""
 
 
-class Cost(msgspec.Struct, frozen=True):
+class Cost(msgspec.Struct, frozen=True, tag_field="kind", tag="cost"):
     """What an operation of a subject costs with so many slots live; median, minimum and maximum over batches."""
 
     subject: str

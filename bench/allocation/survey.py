@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bench.allocation import bandwidth, speed
-from bench.allocation.bandwidth import Bandwidth, Extremes
+from bench.allocation.bandwidth import Bandwidth
 from bench.allocation.fill import Fill, PolicyFactory, evicting, fills
 from bench.allocation.leased import Leased
 from bench.allocation.policies import POLICIES, Compacting, Contender
@@ -30,7 +30,6 @@ MANY_LIVE = 10_000
 _BY_SLAB = [OURS, "first-fit", LIMIT]  # what is measured at several sizes of the slab
 _NOT_EVICTING = "leases-3"  # there a place that one frontend has freed may not be the next one's
 _EVICTING = "fill: by Mooncake's method"
-_EXTREMES = "one slot, and around the slab"
 
 _FIRST = 1  # the first leasable block; the header is before it
 
@@ -46,6 +45,9 @@ FILLED: Mapping[str, tuple[str, PolicyFactory]] = {
     LIMIT: ("limit: moved together", lambda length, largest: Compacting(_FIRST, length)),
 }
 """What slabs are filled with, by name: a title and how one is made."""
+
+
+# -- what is measured ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,6 @@ class Plan:
     repetitions: int = 5
     copy_s: float = 0.1
 
-    def copied_at_light_load(self, in_flight: int) -> list[int]:
-        """The sizes of which so many take a quarter of the memory at most, so that they fit however a policy rounds them."""
-        return [nbytes for nbytes in self.copied_sizes if in_flight * nbytes <= self.copy_slab_nbytes // 4]
-
     @classmethod
     def quick(cls) -> Plan:
         """The same in half a minute of processor time, with larger spreads."""
@@ -97,8 +95,25 @@ class Plan:
             copy_s=0.03,
         )
 
+    def fills(self) -> Iterator[tuple[str, int, int, str]]:
+        """Yields the sizes of a trace, the slab's, the number of traces, and what fills it; each once."""
+        for sizes in SIZES:
+            for name in FILLED:
+                yield sizes, self.slab_nbytes, self.seeds, name
+        for slab_nbytes in self.slab_sizes:
+            # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
+            seeds = max(10, min(self.seeds, self.seeds * self.slab_nbytes // slab_nbytes))
+            for name in _BY_SLAB if slab_nbytes != self.slab_nbytes else ():
+                yield "log-uniform", slab_nbytes, seeds, name
 
-class _Filled(msgspec.Struct, frozen=True):
+    def copied_at_light_load(self, in_flight: int) -> list[int]:
+        """The sizes of which so many take a quarter of the memory at most, so that they fit however a policy rounds them."""
+        return [nbytes for nbytes in self.copied_sizes if in_flight * nbytes <= self.copy_slab_nbytes // 4]
+
+
+class Filled(msgspec.Struct, frozen=True, tag_field="kind", tag="filled"):
+    """How full a slab gets with a policy, until the first slot that finds no place."""
+
     policy: str
     sizes: str
     lifetime: str
@@ -106,28 +121,29 @@ class _Filled(msgspec.Struct, frozen=True):
     fill: Fill
 
 
-class _Evicting(msgspec.Struct, frozen=True):
+class Evicted(msgspec.Struct, frozen=True, tag_field="kind", tag="evicting"):
+    """How full a slab stays with a policy by Mooncake's method."""
+
     policy: str
     fill: Fill
 
 
 def steps(plan: Plan) -> int:
     """Returns how often :func:`run` reports progress."""
-    fill = len(SIZES) * len(FILLED) + len(plan.slab_sizes) + len(FILLED)
-    return fill + len(plan.live) * len(SUBJECTS) + 1 + len(plan.in_flight)
+    return len(list(plan.fills())) + len(FILLED) - 1 + len(plan.live) * len(SUBJECTS) + len(plan.in_flight)
 
 
 def planned(plan: Plan) -> list[Planned]:
     """Returns the cases of a plan; in each, a policy is measured once."""
-    fills_ = [(sizes, plan.slab_nbytes, list(FILLED)) for sizes in SIZES]
-    fills_ += [("log-uniform", slab_nbytes, _BY_SLAB) for slab_nbytes in plan.slab_sizes]
-    cases = [(_fill_case(sizes, lifetime, slab), names) for sizes, slab, names in fills_ for lifetime in LIFETIMES]
-    cases.append((_EVICTING, [name for name in FILLED if name != _NOT_EVICTING]))
-    cases += [(_cost_case(live), list(SUBJECTS)) for live in plan.live]
-    cases += [(_copy_case(nbytes, 0), [_EXTREMES]) for nbytes in plan.copied_sizes]
+    cases: dict[str, list[str]] = {}
+    for sizes, slab_nbytes, _, name in plan.fills():
+        for lifetime in LIFETIMES:
+            cases.setdefault(_fill_case(sizes, lifetime, slab_nbytes), []).append(name)
+    cases[_EVICTING] = [name for name in FILLED if name != _NOT_EVICTING]
+    cases |= {_cost_case(live): list(SUBJECTS) for live in plan.live}
     for in_flight in plan.in_flight:
-        cases += [(_copy_case(nbytes, in_flight), list(POLICIES)) for nbytes in plan.copied_at_light_load(in_flight)]
-    return [Planned(case, names, 1) for case, names in dict(cases).items()]
+        cases |= {_copy_case(nbytes, in_flight): list(POLICIES) for nbytes in plan.copied_at_light_load(in_flight)}
+    return [Planned(case, names, 1) for case, names in cases.items()]
 
 
 def coverage(cases: Sequence[Planned], results: Sequence[Mapping[str, Any]]) -> Coverage:
@@ -135,12 +151,12 @@ def coverage(cases: Sequence[Planned], results: Sequence[Mapping[str, Any]]) -> 
 
     Args:
         cases: of a plan.
-        results: as they are stored.
+        results: as they are stored; of kinds that are no more, too.
     """
-    return Coverage.of(cases, dict.fromkeys(map(_key, results), 1))
+    return Coverage.of(cases, {key: 1 for result in results if (key := _key(result)) is not None})
 
 
-def _key(result: Mapping[str, Any]) -> tuple[str, str]:
+def _key(result: Mapping[str, Any]) -> tuple[str, str] | None:
     match result["kind"]:
         case "filled":
             return _fill_case(result["sizes"], result["lifetime"], result["slab_nbytes"]), result["policy"]
@@ -148,15 +164,13 @@ def _key(result: Mapping[str, Any]) -> tuple[str, str]:
             return _EVICTING, result["policy"]
         case "cost":
             return _cost_case(result["live"]), result["subject"]
-        case "extremes":
-            return _copy_case(result["nbytes"], 0), _EXTREMES
-        case kind:
-            assert kind == "bandwidth"
+        case "bandwidth":
             return _copy_case(result["nbytes"], result["in_flight"]), result["policy"]
+    return None
 
 
 def _fill_case(sizes: str, lifetime: str, slab_nbytes: int) -> str:
-    return f"fill: {SIZES[sizes].title}, {LIFETIMES[lifetime].title}, slab of {_gib(slab_nbytes)}"
+    return f"fill: {SIZES[sizes].title}, {LIFETIMES[lifetime].title}, slab of {_size(slab_nbytes)}"
 
 
 def _cost_case(live: int) -> str:
@@ -164,7 +178,7 @@ def _cost_case(live: int) -> str:
 
 
 def _copy_case(nbytes: int, in_flight: int) -> str:
-    return f"copies of {_size(nbytes)}{f', {in_flight} in flight' * bool(in_flight)}"
+    return f"copies of {_size(nbytes)}, {in_flight} in flight"
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
@@ -174,12 +188,19 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
         plan: what to measure.
         progress: called with a line before each step; :func:`steps` says how many there are.
     """
-    filled = _fill(plan, progress)
-    by_slab = _fill_by_slab(plan, progress)
-    evicted = _evict(plan, progress)
+    filled = []
+    for sizes, slab_nbytes, seeds, name in plan.fills():
+        title, create = FILLED[name]
+        progress(f"fill: {SIZES[sizes].title}, {title}, a slab of {_size(slab_nbytes)}")
+        for lifetime in LIFETIMES:
+            fill = fills(create, SIZES[sizes], LIFETIMES[lifetime], slab_nbytes, range(seeds))
+            filled.append(Filled(name, sizes, lifetime, slab_nbytes, fill))
+    evicted = []
+    for name, (title, create) in FILLED.items():
+        if name != _NOT_EVICTING:
+            progress(f"fill by Mooncake's method: {title}")
+            evicted.append(Evicted(name, evicting(create, plan.placements, seed=1)))
     costs = [cost for live in plan.live for cost in speed.costs(list(SUBJECTS), live, plan.batches, progress)]
-    progress("copies into one slot, and around the slab")
-    ends = bandwidth.extremes(plan.copied_sizes, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s)
     copied = []
     for in_flight in plan.in_flight:
         progress(f"copies with {in_flight} in flight")
@@ -187,74 +208,36 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
             copied += bandwidth.bandwidths(
                 list(POLICIES), nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s
             )
-    targets = list(_targets(filled, by_slab, costs))
-    structs: list[msgspec.Struct] = [*filled, *by_slab, *evicted, *costs, *ends, *copied]
-    raw = [_raw(struct) for struct in structs]
+    results = msgspec.to_builtins([*filled, *evicted, *costs, *copied])
     return Findings(
         mode="allocator",
         machine=Machine.here(),
         tables=[
             *(_fill_table(plan, filled, sizes) for sizes in SIZES),
-            _slabs_table(by_slab),
-            _evicting_table(evicted),
+            _slabs_table(filled),
+            _evicted_table(evicted),
             _costs_table(plan, costs),
-            _extremes_table(ends),
             *(_bandwidth_table(copied, in_flight) for in_flight in plan.in_flight),
         ],
         notes=_notes(plan),
-        results=raw,
-        targets=targets,
-        coverage=coverage(planned(plan), raw),
+        results=results,
+        targets=list(_targets(plan, filled, costs)),
+        coverage=coverage(planned(plan), results),
     )
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+# -- how it is shown -----------------------------------------------------------------------------------------------------
 
 
-def _fill(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
-    measured = []
-    for sizes_name, sizes in SIZES.items():
-        for name, (title, create) in FILLED.items():
-            progress(f"fill: {sizes.title}, {title}")
-            for lifetime_name, lifetime in LIFETIMES.items():
-                fill = fills(create, sizes, lifetime, plan.slab_nbytes, range(plan.seeds))
-                measured.append(_Filled(name, sizes_name, lifetime_name, plan.slab_nbytes, fill))
-    return measured
-
-
-def _fill_by_slab(plan: Plan, progress: Callable[[str], None]) -> list[_Filled]:
-    measured = []
-    for slab_nbytes in plan.slab_sizes:
-        progress(f"fill: a slab of {_gib(slab_nbytes)}")
-        # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
-        seeds = range(max(10, min(plan.seeds, plan.seeds * plan.slab_nbytes // slab_nbytes)))
-        for name in _BY_SLAB:
-            for lifetime_name, lifetime in LIFETIMES.items():
-                fill = fills(FILLED[name][1], SIZES["log-uniform"], lifetime, slab_nbytes, seeds)
-                measured.append(_Filled(name, "log-uniform", lifetime_name, slab_nbytes, fill))
-    return measured
-
-
-def _evict(plan: Plan, progress: Callable[[str], None]) -> list[_Evicting]:
-    measured = []
-    for name, (title, create) in FILLED.items():
-        progress(f"fill by Mooncake's method: {title}")
-        if name != _NOT_EVICTING:
-            measured.append(_Evicting(name, evicting(create, plan.placements, seed=1)))
-    return measured
-
-
-# -- tables --------------------------------------------------------------------------------------------------------------
-
-
-def _targets(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Sequence[Cost]) -> Iterator[Verdict]:
-    ours = [result for result in filled if result.policy == OURS and result.sizes == "log-uniform"]
-    largest = max((result.slab_nbytes for result in by_slab), default=0)
-    ours += [result for result in by_slab if result.policy == OURS and result.slab_nbytes == largest]
-    for result in ours:
-        at = f"log-uniform, {LIFETIMES[result.lifetime].title}, slab of {_gib(result.slab_nbytes)}"
+def _targets(plan: Plan, filled: Sequence[Filled], costs: Sequence[Cost]) -> Iterator[Verdict]:
+    slabs = (plan.slab_nbytes, max(result.slab_nbytes for result in filled))
+    for result in filled:
+        if (result.policy, result.sizes) != (OURS, "log-uniform") or result.slab_nbytes not in slabs:
+            continue
+        at = f"log-uniform, {LIFETIMES[result.lifetime].title}, slab of {_size(result.slab_nbytes)}"
         for part, share, target in (("mean", result.fill.mean, MEAN_FILL), ("minimum", result.fill.minimum, MINIMUM_FILL)):
-            yield Verdict(f"{part} fill at the first failure", at, f">= {target:.0%}", _share(share), share >= target)
+            what = f"{part} fill at the first failure"
+            yield Verdict(what, at, f">= {target:.0%}", f"{share:.1%}", share >= target)
     for cost in costs:
         if cost.subject in (OURS, "book") and cost.live == MANY_LIVE:
             at, met = f"{MANY_LIVE:,} slots live", cost.median_us <= OPERATION_US
@@ -262,37 +245,36 @@ def _targets(filled: Sequence[_Filled], by_slab: Sequence[_Filled], costs: Seque
             yield Verdict(what, at, f"<= {OPERATION_US:g} us", f"{cost.median_us:.2f} us", met)
 
 
-def _fill_table(plan: Plan, filled: Sequence[_Filled], sizes: str) -> Table:
-    rows = []
-    for name, (title, _) in FILLED.items():
-        measured = [result for result in filled if result.policy == name and result.sizes == sizes]
-        rows.append([title, *(_fill_text(result.fill) for result in measured)])
+def _fill_table(plan: Plan, filled: Sequence[Filled], sizes: str) -> Table:
+    measured = [result for result in filled if (result.sizes, result.slab_nbytes) == (sizes, plan.slab_nbytes)]
     return Table(
-        f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_gib(plan.slab_nbytes)}, "
+        f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_size(plan.slab_nbytes)}, "
         f"{plan.seeds} traces each",
         ["policy", *(lifetime.title for lifetime in LIFETIMES.values())],
-        rows,
+        [[title, *(str(result.fill) for result in measured if result.policy == name)] for name, (title, _) in FILLED.items()],
     )
 
 
-def _slabs_table(by_slab: Sequence[_Filled]) -> Table:
-    rows = []
-    for slab_nbytes in dict.fromkeys(result.slab_nbytes for result in by_slab):
-        for name in dict.fromkeys(result.policy for result in by_slab):
-            measured = [result for result in by_slab if (result.slab_nbytes, result.policy) == (slab_nbytes, name)]
-            rows.append([f"{_gib(slab_nbytes)}, {FILLED[name][0]}", *(_fill_text(result.fill) for result in measured)])
+def _slabs_table(filled: Sequence[Filled]) -> Table:
+    rows: dict[tuple[int, str], list[str]] = {}
+    for result in filled:
+        if result.sizes == "log-uniform" and result.policy in _BY_SLAB:
+            rows.setdefault((result.slab_nbytes, result.policy), []).append(str(result.fill))
     return Table(
         f"fill at the first failure by the size of the slab, mean / p1 / min: {SIZES['log-uniform'].title}",
         ["slab", *(lifetime.title for lifetime in LIFETIMES.values())],
-        rows,
+        [
+            [f"{_size(slab_nbytes)}, {FILLED[name][0]}", *rows[slab_nbytes, name]]
+            for slab_nbytes, name in sorted(rows, key=lambda row: row[0])
+        ],
     )
 
 
-def _evicting_table(evicted: Sequence[_Evicting]) -> Table:
+def _evicted_table(evicted: Sequence[Evicted]) -> Table:
     return Table(
         "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min",
         ["policy", "fill"],
-        [[FILLED[result.policy][0], _fill_text(result.fill)] for result in evicted],
+        [[FILLED[result.policy][0], str(result.fill)] for result in evicted],
     )
 
 
@@ -308,29 +290,15 @@ def _costs_table(plan: Plan, costs: Sequence[Cost]) -> Table:
     )
 
 
-def _extremes_table(ends: Sequence[Extremes]) -> Table:
-    rows = [
-        [
-            _size(result.nbytes),
-            f"{result.same_slot_gb_per_s:.1f}",
-            f"{result.rotating_gb_per_s:.1f}",
-            f"{result.same_slot_gb_per_s / result.rotating_gb_per_s:.2f} x",
-        ]
-        for result in ends
-    ]
-    return Table("copies into the slab, GB/s", ["size", "the same slot", "round the slab", "ratio"], rows)
-
-
 def _bandwidth_table(copied: Sequence[Bandwidth], in_flight: int) -> Table:
     copied = [result for result in copied if result.in_flight == in_flight]
-    sizes = list(dict.fromkeys(result.nbytes for result in copied))
     rows = []
     for name, contender in POLICIES.items():
         measured = [result for result in copied if result.policy == name]
         rows.append([contender.title, *(f"{result.gb_per_s:.1f} ({_size(result.touched_nbytes)})" for result in measured)])
     return Table(
         f"copies into the places of a policy, {in_flight} in flight, GB/s (memory touched in all)",
-        ["policy", *(_size(nbytes) for nbytes in sizes)],
+        ["policy", *map(_size, dict.fromkeys(result.nbytes for result in copied))],
         rows,
     )
 
@@ -348,23 +316,6 @@ def _notes(plan: Plan) -> list[str]:
         f"Copies go into {_size(plan.copy_slab_nbytes)} of touched shared memory, from a buffer of the slot's size, "
         "and what is in flight is a quarter of it at most. Under a policy its own time is in them, which tells at 64 KiB.",
     ]
-
-
-def _raw(result: msgspec.Struct) -> dict[str, Any]:
-    kind = type(result).__name__.lstrip("_").lower()
-    return {"kind": kind, **msgspec.to_builtins(result)}
-
-
-def _fill_text(fill: Fill) -> str:
-    return f"{fill.mean:.1%} / {fill.p1:.1%} / {fill.minimum:.1%}"
-
-
-def _share(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):g} GiB"
 
 
 def _size(nbytes: int) -> str:
