@@ -66,13 +66,13 @@ class Check:
     Attributes:
         name: what was looked at.
         status: ``"ok"``, ``"warning"`` or ``"problem"``.
-        found: what it is like.
+        finding: what the check found.
         advice: what to do; empty if there is nothing to do.
     """
 
     name: str
     status: Status
-    found: str
+    finding: str
     advice: str = ""
 
 
@@ -121,7 +121,7 @@ def show(checks: list[Check], console: Console) -> None:
         table.add_column(heading, overflow="fold")
     for check in checks:
         # As text: what was found may hold brackets, which would be taken for markup.
-        table.add_row(check.name, Text(check.status, _STYLES[check.status]), Text(check.found), Text(check.advice))
+        table.add_row(check.name, Text(check.status, _STYLES[check.status]), Text(check.finding), Text(check.advice))
     console.print(table, highlight=False)
 
 
@@ -146,8 +146,8 @@ def _size(nbytes: float) -> str:
 
 def check_kernel(release: str) -> Check:
     """Looks at the kernel's version, as ``uname -r`` says it."""
-    found = re.match(r"(\d+)\.(\d+)", release)
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < _OLDEST_KERNEL:
         return Check("kernel", "problem", release, "Linux 5.3 or later is needed: proof that a process is dead is a pidfd")
     if version < _POPULATING_KERNEL:
@@ -159,11 +159,11 @@ def check_shm_mount(mounts: str, directory: Path) -> Check:
     """Looks at what is mounted where slabs are made; ``mounts`` is the text of ``/proc/self/mounts``."""
     name = f"{directory} mount"
     places = [os.fspath(place) for place in (directory, *directory.parents)]
-    found = [line.split(" ")[1:4] for line in mounts.splitlines() if line.split(" ")[1] in places]
-    if not found:
+    candidates = [line.split(" ")[1:4] for line in mounts.splitlines() if line.split(" ")[1] in places]
+    if not candidates:
         return Check(name, "problem", "nothing is mounted there", f"mount -t tmpfs tmpfs {directory}")
     # The nearest decides, and of several at one place the last, which hides the others.
-    _, kind, options = max(reversed(found), key=lambda mount: len(mount[0]))
+    _, kind, options = max(reversed(candidates), key=lambda mount: len(mount[0]))
     described = f"{kind} ({options})"
     if kind not in ("tmpfs", "devtmpfs"):
         return Check(name, "problem", described, f"the slab must be memory: mount a tmpfs at {directory}")
@@ -180,15 +180,15 @@ def check_shm_space(filesystem: os.statvfs_result | None, slab_nbytes: int) -> C
     size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
     if not size:  # mounted without a limit; the machine's memory is one, and has a check of its own
         return Check(name, "ok", "not limited")
-    found = f"{_size(free)} of {_size(size)} are free; the slab takes {_size(slab_nbytes)}"
+    finding = f"{_size(free)} of {_size(size)} are free; the slab takes {_size(slab_nbytes)}"
     if slab_nbytes <= free:
-        return Check(name, "ok", found)
+        return Check(name, "ok", finding)
     larger = "docker run --shm-size=, in Kubernetes an emptyDir with medium: Memory, else mount -o remount,size="
     if slab_nbytes <= size:
         return Check(
-            name, "problem", found, f"remove what fills {SHM_DIRECTORY}, lower --slab-nbytes, or enlarge it ({larger})"
+            name, "problem", finding, f"remove what fills {SHM_DIRECTORY}, lower --slab-nbytes, or enlarge it ({larger})"
         )
-    return Check(name, "problem", found, f"lower --slab-nbytes, or enlarge {SHM_DIRECTORY} ({larger})")
+    return Check(name, "problem", finding, f"lower --slab-nbytes, or enlarge {SHM_DIRECTORY} ({larger})")
 
 
 def check_shm_inodes(filesystem: os.statvfs_result | None) -> Check:
@@ -198,30 +198,30 @@ def check_shm_inodes(filesystem: os.statvfs_result | None) -> Check:
         return Check(name, "problem", f"{SHM_DIRECTORY} does not exist", "mount a tmpfs there")
     if not filesystem.f_files:
         return Check(name, "ok", "not limited")
-    found = f"{filesystem.f_favail} of {filesystem.f_files} are free"
+    finding = f"{filesystem.f_favail} of {filesystem.f_files} are free"
     if filesystem.f_favail < _SEGMENT_INODES:
-        return Check(name, "problem", found, f"remove what fills {SHM_DIRECTORY}, or mount it with a larger nr_inodes=")
-    return Check(name, "ok", found)
+        return Check(name, "problem", finding, f"remove what fills {SHM_DIRECTORY}, or mount it with a larger nr_inodes=")
+    return Check(name, "ok", finding)
 
 
 def check_memory(meminfo: str, slab_nbytes: int) -> Check:
     """Compares the machine's memory with the slab; ``meminfo`` is the text of ``/proc/meminfo``."""
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
-    if "MemAvailable" not in found:
+    sizes_kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
+    if "MemAvailable" not in sizes_kib:
         return Check("memory", "warning", "/proc/meminfo does not say what is available", "mount /proc")
-    available, total = int(found["MemAvailable"]) << 10, int(found.get("MemTotal", 0)) << 10
+    available, total = int(sizes_kib["MemAvailable"]) << 10, int(sizes_kib.get("MemTotal", 0)) << 10
     text = f"{_size(available)} of {_size(total)} are available"
     return Check("memory", *_compare(text, available, slab_nbytes, "lower --slab-nbytes, or take a machine with more"))
 
 
-def _compare(found: str, available_nbytes: int, slab_nbytes: int, advice: str) -> tuple[Status, str, str]:
+def _compare(finding: str, available_nbytes: int, slab_nbytes: int, advice: str) -> tuple[Status, str, str]:
     """What to say of memory that slab and processes come from."""
     if available_nbytes < slab_nbytes:
-        return "problem", f"{found}; the slab takes {_size(slab_nbytes)}", advice
+        return "problem", f"{finding}; the slab takes {_size(slab_nbytes)}", advice
     if available_nbytes < slab_nbytes + _PRIVATE_NBYTES:
         more = f"beside the slab of {_size(slab_nbytes)}, {_size(available_nbytes - slab_nbytes)} are left for the processes"
-        return "warning", f"{found}; {more}", advice
-    return "ok", found, ""
+        return "warning", f"{finding}; {more}", advice
+    return "ok", finding, ""
 
 
 def check_cgroup(membership: Path, root: Path, slab_nbytes: int) -> Check:
@@ -279,12 +279,12 @@ def check_memlock(limit_nbytes: int, slab_nbytes: int, *, cuda: bool) -> Check:
     name = "locked memory"
     if limit_nbytes == resource.RLIM_INFINITY:
         return Check(name, "ok", "not limited")
-    found = f"limited to {_size(limit_nbytes)}"
+    finding = f"limited to {_size(limit_nbytes)}"
     if not cuda:
-        return Check(name, "ok", f"{found}; nothing is pinned without a GPU")
+        return Check(name, "ok", f"{finding}; nothing is pinned without a GPU")
     if limit_nbytes >= slab_nbytes:
-        return Check(name, "ok", found)
-    return Check(name, "warning", found, "if pinning the slab fails: ulimit -l unlimited, docker run --ulimit memlock=-1")
+        return Check(name, "ok", finding)
+    return Check(name, "warning", finding, "if pinning the slab fails: ulimit -l unlimited, docker run --ulimit memlock=-1")
 
 
 def check_open_files(limit: int) -> Check:
@@ -292,11 +292,11 @@ def check_open_files(limit: int) -> Check:
     name = "open files"
     if limit == resource.RLIM_INFINITY:
         return Check(name, "ok", "not limited")
-    found = f"limited to {limit}"
+    finding = f"limited to {limit}"
     advice = f"ulimit -n {max(_FEW_FILES, 65536)}: 2 for each frontend, and in a frontend 1 for each connection"
     if limit < _FEW_FILES:
-        return Check(name, "problem" if limit < _TOO_FEW_FILES else "warning", found, advice)
-    return Check(name, "ok", found)
+        return Check(name, "problem" if limit < _TOO_FEW_FILES else "warning", finding, advice)
+    return Check(name, "ok", finding)
 
 
 # -- what frontends and engine know each other by ---------------------------------------------------------------------
@@ -364,16 +364,16 @@ def check_socket_directory(directory: Path) -> Check:
         return _check_parent(name, directory)
     except OSError as error:
         return Check(name, "problem", str(error), "give --socket-dir another place")
-    found = f"{directory} (mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
+    finding = f"{directory} (mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
     if not stat.S_ISDIR(status.st_mode):
         return Check(name, "problem", f"{directory} is no directory", "remove it, or give --socket-dir another place")
     if status.st_uid != os.getuid():
-        return Check(name, "problem", found, f"it must belong to uid {os.getuid()}; give --socket-dir another place")
+        return Check(name, "problem", finding, f"it must belong to uid {os.getuid()}; give --socket-dir another place")
     if status.st_mode & 0o022:
-        return Check(name, "problem", found, f"others could put a socket there: chmod 700 {directory}")
+        return Check(name, "problem", finding, f"others could put a socket there: chmod 700 {directory}")
     if status.st_mode & 0o077:
-        return Check(name, "ok", found, "other users can see which engines run; only allowed ones can connect")
-    return Check(name, "ok", found)
+        return Check(name, "ok", finding, "other users can see which engines run; only allowed ones can connect")
+    return Check(name, "ok", finding)
 
 
 def _check_parent(name: str, directory: Path) -> Check:

@@ -33,12 +33,12 @@ def read_keys(options: Iterable[str], variable: str | None, file: str | os.PathL
     for number, key in enumerate(keys, 1):
         _check(key, "--api-key" if len(keys) == 1 else f"--api-key number {number}")
     if variable is not None:
-        found = variable.split()
-        if not found:
+        variable_keys = variable.split()
+        if not variable_keys:
             raise ValueError(f"{KEYS_VARIABLE} is set and holds no key; unset it to serve without keys")
-        for number, key in enumerate(found, 1):
-            _check(key, KEYS_VARIABLE if len(found) == 1 else f"{KEYS_VARIABLE}, key {number}")
-        keys += found
+        for number, key in enumerate(variable_keys, 1):
+            _check(key, KEYS_VARIABLE if len(variable_keys) == 1 else f"{KEYS_VARIABLE}, key {number}")
+        keys += variable_keys
     if file is not None:
         keys += _read_file(Path(file))
     return tuple(dict.fromkeys(keys))

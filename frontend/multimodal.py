@@ -140,17 +140,17 @@ class MediaIntake:
         """Does this for all, a few at a time: what they may be together is known only one by one."""
         at_a_time = asyncio.Semaphore(self._settings.decode_threads)
 
-        async def one(source: MediaSource) -> _Loaded:
+        async def load_in_turn(source: MediaSource) -> _Loaded:
             async with at_a_time:
                 return await load(source)
 
-        results = await asyncio.gather(*map(one, sources), return_exceptions=True)
+        results = await asyncio.gather(*map(load_in_turn, sources), return_exceptions=True)
         _raise_first(results, sources)
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _acquire(self, prepared: Sequence[PreparedMedium], stack: contextlib.AsyncExitStack) -> list[torch.Tensor]:
         """Returns memory for each, of a slot that is the stack's to leave."""
-        shapes = [(one.shape, one.dtype) for one in prepared]
+        shapes = [(medium.shape, medium.dtype) for medium in prepared]
         if self._settings.disable_mm_shm:
             return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         nbytes = shmring.nbytes_for(*shapes)
@@ -163,7 +163,7 @@ class MediaIntake:
         return [slot.tensor(shape, dtype) for shape, dtype in shapes]
 
     async def _decode(self, prepared: Sequence[PreparedMedium], targets: Sequence[torch.Tensor]) -> list[Medium]:
-        decoding = (self._loader.decode(one, target) for one, target in zip(prepared, targets, strict=True))
+        decoding = (self._loader.decode(medium, target) for medium, target in zip(prepared, targets, strict=True))
         results = await asyncio.gather(*decoding, return_exceptions=True)
         try:
             _raise_first(results, prepared)

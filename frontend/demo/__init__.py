@@ -88,10 +88,10 @@ def _find_originals(client: Client, families: Sequence[list[Sample]]) -> tuple[T
         _add_row(table, original, originals[original.name], *_nearest(originals[original.name], originals, but=original.name))
         for sample in copies:
             answer = client.embed(sample)
-            found, similarity = _nearest(answer, originals)
-            _add_row(table, sample, answer, found, similarity)
-            if found != sample.name:
-                problems.append(f"{sample.name}, {sample.alteration}: its nearest neighbour is {found}")
+            nearest, similarity = _nearest(answer, originals)
+            _add_row(table, sample, answer, nearest, similarity)
+            if nearest != sample.name:
+                problems.append(f"{sample.name}, {sample.alteration}: its nearest neighbour is {nearest}")
             if answer.copies or not answer.slab_nbytes:
                 problems.append(
                     f"{sample.name}, {sample.alteration}: {answer.copies} copies, {answer.slab_nbytes} bytes through the slab"
@@ -120,11 +120,11 @@ def _table(kind: Kind) -> Table:
     return table
 
 
-def _add_row(table: Table, sample: Sample, answer: Answer, found: str, similarity: float) -> None:
+def _add_row(table: Table, sample: Sample, answer: Answer, nearest: str, similarity: float) -> None:
     if not sample.alteration:
-        shown = f"[dim]other:[/] {found}"
+        shown = f"[dim]other:[/] {nearest}"
     else:
-        shown = f"{'[green]✓[/]' if found == sample.name else '[bold red]✗[/]'} {found}"
+        shown = f"{'[green]✓[/]' if nearest == sample.name else '[bold red]✗[/]'} {nearest}"
     table.add_row(
         sample.name,
         sample.alteration or "original",

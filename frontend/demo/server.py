@@ -54,11 +54,11 @@ def _wait_until_ready(process: subprocess.Popen[str]) -> Server:
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         line = process.stdout.readline() if selector.select(_START_TIMEOUT_S) else ""
-    found = _READY.search(line)
-    if found is None:
+    match = _READY.search(line)
+    if match is None:
         raise RuntimeError(f"the server did not start within {_START_TIMEOUT_S:g} s; its own message is above")
-    pids = [process.pid, int(found["engine"]), *map(int, found["frontends"].split())]
-    return Server(process, found["url"], pids)
+    pids = [process.pid, int(match["engine"]), *map(int, match["frontends"].split())]
+    return Server(process, match["url"], pids)
 
 
 def left_behind(server: Server) -> list[str]:

@@ -127,7 +127,7 @@ def embedding_of() -> Callable[[Pixels], list[float]]:
 
 async def _embed(claim: shmring.Claim) -> None:
     request: EncodeRequest = claim.payload
-    pictures = [one for one in request.inputs if isinstance(one, Picture)]
+    pictures = [medium for medium in request.inputs if isinstance(medium, Picture)]
     await claim.reply(EncodeReply(torch.tensor([_embedding(picture.pixels.numpy()) for picture in pictures])))
 
 

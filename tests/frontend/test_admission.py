@@ -20,7 +20,7 @@ class Caller:
         given = {b"content-type": b"application/json"} | (headers or {})
         self.scope: Any = {"type": "http", "path": "/", "headers": list(given.items())}
         self.received: list[Any] = []
-        self.asked = 0
+        self.receives = 0
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         for index, chunk in enumerate(chunks):
             last = complete and index == len(chunks) - 1
@@ -30,7 +30,7 @@ class Caller:
         self._messages.put_nowait({"type": "http.disconnect"})
 
     async def receive(self) -> Any:
-        self.asked += 1
+        self.receives += 1
         return await self._messages.get()
 
     async def send(self, message: Any) -> None:
@@ -186,13 +186,13 @@ async def test_a_body_that_does_not_arrive_is_a_408_and_frees_its_turn(run: Run)
 async def test_a_body_announced_too_large_is_refused_unread(run: Run) -> None:
     caller = Caller(b"x" * 11, headers={b"content-length": b"11"})
     error = await refusal(run(Admission(FrontendSettings(max_body_nbytes=10)), caller, Handler()))
-    assert (error.status, error.code, caller.asked) == (413, "body_too_large", 0)
+    assert (error.status, error.code, caller.receives) == (413, "body_too_large", 0)
 
 
 async def test_a_body_that_grows_too_large_is_refused_while_it_comes(run: Run) -> None:
     caller = Caller(*[b"x" * 4] * 10)
     error = await refusal(run(Admission(FrontendSettings(max_body_nbytes=10)), caller, Handler()))
-    assert (error.status, caller.asked) == (413, 3)
+    assert (error.status, caller.receives) == (413, 3)
 
 
 async def test_requests_in_flight_are_bounded(run: Run, eventually: Any) -> None:
@@ -241,7 +241,7 @@ async def test_bodies_that_come_slowly_take_no_place_and_no_turn(run: Run, event
     admission, handler = Admission(FrontendSettings(max_concurrent_requests=1, max_concurrent_media=1)), Handler()
     slow = [Caller(b"slow", headers={b"content-length": b"1000000"}, complete=False) for _ in range(40)]
     tasks = [run(admission, caller, handler) for caller in slow]
-    await eventually(lambda: all(caller.asked == 2 for caller in slow))
+    await eventually(lambda: all(caller.receives == 2 for caller in slow))
     await asyncio.wait_for(run(admission, Caller(b"body"), handler), 1)
     assert handler.bodies == [b"body"]
     for caller in slow:

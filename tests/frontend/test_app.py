@@ -249,11 +249,11 @@ async def test_a_bug_is_500_and_tells_nothing(
     assert "a secret" in caplog.text
 
 
-@pytest.mark.parametrize(("asked", "kept"), [("my-id:42", True), ("x" * 129, False), ("with space", False), (None, False)])
-async def test_requests_have_an_id(open_engine: Any, open_app: OpenApp, asked: str | None, kept: bool) -> None:
+@pytest.mark.parametrize(("request_id", "kept"), [("my-id:42", True), ("x" * 129, False), ("with space", False), (None, False)])
+async def test_requests_have_an_id(open_engine: Any, open_app: OpenApp, request_id: str | None, kept: bool) -> None:
     http = await open_app(await open_engine())
-    response = await http.get("/nothing", headers={"x-request-id": asked} if asked else {})
-    assert (response.headers["x-request-id"] == asked) is kept
+    response = await http.get("/nothing", headers={"x-request-id": request_id} if request_id else {})
+    assert (response.headers["x-request-id"] == request_id) is kept
     assert response.headers["x-request-id"]
 
 

@@ -18,7 +18,7 @@ class Sender:
     """A caller that sends pieces when it is told to."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.receives = 0
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     def send(self, body: bytes, *, more: bool = True) -> None:
@@ -28,7 +28,7 @@ class Sender:
         self._messages.put_nowait({"type": "http.disconnect"})
 
     async def receive(self) -> Any:
-        self.asked += 1
+        self.receives += 1
         return await self._messages.get()
 
 
@@ -100,8 +100,8 @@ async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_orde
     for reading in readings:
         reading.sender.send(b"x" * 10)
     first, second, third, fourth, fifth, sixth = readings
-    await eventually(lambda: fourth.sender.asked == 2)  # the fourth overdraws
-    assert [reading.sender.asked for reading in readings] == [2, 2, 2, 2, 1, 1]
+    await eventually(lambda: fourth.sender.receives == 2)  # the fourth overdraws
+    assert [reading.sender.receives for reading in readings] == [2, 2, 2, 2, 1, 1]
     first.sender.send(b"x" * 10)  # it has to wait behind those
     fourth.sender.send(b"x" * 100, more=False)
     await fourth.task
@@ -109,16 +109,16 @@ async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_orde
     second.task.cancel()
     await asyncio.wait([second.task])
     second.share.release()
-    assert fifth.sender.asked == 1, "only what makes room lets others in"
+    assert fifth.sender.receives == 1, "only what makes room lets others in"
     fourth.share.release()
-    await eventually(lambda: (fifth.sender.asked, sixth.sender.asked) == (2, 2))
-    assert first.sender.asked == 2
+    await eventually(lambda: (fifth.sender.receives, sixth.sender.receives) == (2, 2))
+    assert first.sender.receives == 2
     for reading in (third, fifth, sixth):
         reading.sender.hang_up()
         with pytest.raises(HungUp):
             await reading.task
         reading.share.release()
-    await eventually(lambda: first.sender.asked == 3)
+    await eventually(lambda: first.sender.receives == 3)
     first.sender.send(b"", more=False)
     assert len(await first.task) == 20
     first.share.release()
@@ -131,13 +131,13 @@ async def test_whoever_gives_up_waiting_for_memory_leaves_the_line(begin: Begin,
     for reading in readings:
         reading.sender.send(b"x" * 10)
     full, overdrawing, leaving, waiting = readings
-    await eventually(lambda: overdrawing.sender.asked == 2)
+    await eventually(lambda: overdrawing.sender.receives == 2)
     leaving.task.cancel()
     overdrawing.task.cancel()
     await asyncio.wait([leaving.task, overdrawing.task])
     for reading in (leaving, overdrawing):
         reading.share.release()
-    await eventually(lambda: waiting.sender.asked == 2)
+    await eventually(lambda: waiting.sender.receives == 2)
     assert reader.memory.nbytes == 20
     for reading in (full, waiting):
         reading.task.cancel()

@@ -87,13 +87,13 @@ async def test_an_answer_comes_in_events(open_core: Any, open_app: OpenApp, chat
 
 
 async def test_the_engine_is_asked_what_the_caller_asked(open_engine: Any, open_app: OpenApp, chat_of: Any) -> None:
-    asked: list[GenerateRequest] = []
+    requests: list[GenerateRequest] = []
 
     async def note(claim: shmring.Claim) -> None:
         request: GenerateRequest = claim.payload
         assert [medium.pixels.sum() for medium in request.media] == [pixels.sum() for pixels in PIXELS]
         request.media = []
-        asked.append(request)
+        requests.append(request)
         await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
 
     http = await open_app(await open_engine(note, GENERATING))
@@ -101,7 +101,7 @@ async def test_the_engine_is_asked_what_the_caller_asked(open_engine: Any, open_
     body["messages"].insert(0, {"role": "developer", "content": "Be brief."})
     response = await http.post("/v1/chat/completions", json=body | {"max_tokens": 1, "ignore_eos": True})
     assert response.json()["choices"][0]["finish_reason"] == "stop"
-    [request] = asked
+    [request] = requests
     sampling = request.sampling
     assert (sampling.seed, sampling.stop, sampling.temperature, sampling.top_p) == (5, ["a", "b"], 0, 0.5)
     assert (sampling.max_tokens, sampling.ignore_eos, request.priority) == (9, True, -2)

@@ -34,8 +34,8 @@ def filesystem(blocks: int, free: int, files: int = 1000, free_files: int = 900)
 def test_this_machine_passes_and_the_self_test_is_timed() -> None:
     checks = {check.name: check for check in doctor.run_checks(8 << 20)}
     assert not doctor.has_problem(list(checks.values())), checks
-    assert "us (median)" in checks["self-test"].found
-    assert checks["torch"].found.startswith("2.")
+    assert "us (median)" in checks["self-test"].finding
+    assert checks["torch"].finding.startswith("2.")
 
 
 def test_the_command_prints_json_and_fails_for_a_problem() -> None:
@@ -85,7 +85,7 @@ def test_kernels(release: str, status: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mounts", "status", "found"),
+    ("mounts", "status", "finding"),
     [
         ("tmpfs /dev/shm tmpfs rw,nosuid,noexec,size=65536k 0 0\n", "ok", "tmpfs (rw,nosuid,noexec,size=65536k)"),
         ("shm /dev/shm tmpfs rw 0 0\n/dev/sda /dev/shm ext4 rw 0 0\n", "problem", "ext4 (rw)"),
@@ -96,15 +96,15 @@ def test_kernels(release: str, status: str) -> None:
         ("", "problem", "nothing is mounted there"),
     ],
 )
-def test_mounts(mounts: str, status: str, found: str) -> None:
+def test_mounts(mounts: str, status: str, finding: str) -> None:
     check = doctor.check_shm_mount(mounts, SHM)
-    assert (check.status, check.found) == (status, found)
+    assert (check.status, check.finding) == (status, finding)
 
 
 def test_docker_s_64_mb_are_a_problem_with_its_remedy() -> None:
     check = doctor.check_shm_space(filesystem(16384, 16384), GIB)
     assert check.status == "problem"
-    assert check.found == "64 MiB of 64 MiB are free; the slab takes 1 GiB"
+    assert check.finding == "64 MiB of 64 MiB are free; the slab takes 1 GiB"
     assert "--shm-size" in check.advice
 
 
@@ -113,7 +113,7 @@ def test_a_full_tmpfs_is_told_from_a_small_one() -> None:
     assert full.status == "problem"
     assert "remove what fills /dev/shm" in full.advice
     assert doctor.check_shm_space(filesystem(GIB // 4096, GIB // 4096), GIB).status == "ok"
-    assert doctor.check_shm_space(filesystem(0, 0), GIB).found == "not limited"
+    assert doctor.check_shm_space(filesystem(0, 0), GIB).finding == "not limited"
     assert doctor.check_shm_space(None, GIB).status == "problem"
 
 
@@ -129,7 +129,7 @@ def test_memory(available_kib: int, status: str) -> None:
     )
     check = doctor.check_memory(meminfo, GIB)
     assert check.status == status
-    assert "of 16 GiB are available" in check.found
+    assert "of 16 GiB are available" in check.finding
     assert bool(check.advice) == (status != "ok")
 
 
@@ -150,7 +150,7 @@ def test_the_smallest_limit_of_all_groups_above_us_counts(tmp_path: Path) -> Non
     write(root / "pod" / "memory.max", f"{GIB // 2}\n")
     write(root / "pod" / "container" / "memory.max", "max\n")
     check = doctor.check_cgroup(membership, root, GIB)
-    assert (check.status, check.found) == ("problem", "limited to 512 MiB; the slab takes 1 GiB")
+    assert (check.status, check.finding) == ("problem", "limited to 512 MiB; the slab takes 1 GiB")
     assert "--memory=" in check.advice
     write(root / "pod" / "memory.max", f"{GIB + (GIB >> 1)}\n")
     assert doctor.check_cgroup(membership, root, GIB).status == "warning"
@@ -163,7 +163,7 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
     limit = write(tmp_path / "fs" / "memory" / "docker" / "x" / "memory.limit_in_bytes", f"{GIB // 4}\n")
     assert doctor.check_cgroup(membership, tmp_path / "fs", GIB).status == "problem"
     limit.write_text("9223372036854771712\n")  # what it says instead of "max"
-    assert doctor.check_cgroup(membership, tmp_path / "fs", GIB).found == "not limited"
+    assert doctor.check_cgroup(membership, tmp_path / "fs", GIB).finding == "not limited"
 
 
 def test_no_control_groups(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_no_control_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "advised"),
+    ("text", "finding", "advised"),
     [
         ("always within_size advise [never] deny force\n", "never", True),
         ("always within_size [advise] never deny force\n", "advise", False),
@@ -179,10 +179,10 @@ def test_no_control_groups(tmp_path: Path) -> None:
         (None, "the kernel has none", False),
     ],
 )
-def test_huge_pages_are_never_a_problem(text: str | None, found: str, advised: bool) -> None:
+def test_huge_pages_are_never_a_problem(text: str | None, finding: str, advised: bool) -> None:
     check = doctor.check_huge_pages(text)
     assert check.status == "ok"
-    assert check.found.startswith(found)
+    assert check.finding.startswith(finding)
     assert bool(check.advice) == advised
 
 
@@ -223,7 +223,7 @@ def test_an_older_kernel_has_a_way_round_so_peerpidfd(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "_SO_PEERPIDFD", 9999)  # unknown to any kernel, as 77 is to one before 6.5
     check = doctor.check_peer_pidfd()
     assert check.status == "warning"
-    assert "the peer's pid is opened instead" in check.found
+    assert "the peer's pid is opened instead" in check.finding
 
 
 def test_descriptors_that_do_not_arrive_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_directory_that_others_can_write_to_is_not(tmp_path: Path) -> None:
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert doctor.check_socket_directory(tmp_path / "link").status == "problem"
-    assert "is made by the first engine" in doctor.check_socket_directory(tmp_path / "a" / "b").found
+    assert "is made by the first engine" in doctor.check_socket_directory(tmp_path / "a" / "b").finding
     write(tmp_path / "file", "")
     assert doctor.check_socket_directory(tmp_path / "file" / "a").status == "problem"
 
@@ -265,7 +265,7 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
 def test_a_directory_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
     check = doctor.check_socket_directory(tmp_path / "a" / "b")
-    assert (check.status, check.found) == ("problem", f"{tmp_path}/a/b can't be made: {tmp_path} is not writable")
+    assert (check.status, check.finding) == ("problem", f"{tmp_path}/a/b can't be made: {tmp_path} is not writable")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
@@ -287,7 +287,7 @@ def test_what_dead_engines_left_is_told_from_what_living_ones_hold(tmp_path: Pat
     with living.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         check = doctor.check_leftovers(tmp_path)
-    assert (check.status, check.found) == ("warning", f"8 KiB in {left.name}")
+    assert (check.status, check.finding) == ("warning", f"8 KiB in {left.name}")
     assert left.exists()  # it only looks
 
 
@@ -295,7 +295,7 @@ def test_what_dead_engines_left_is_told_from_what_living_ones_hold(tmp_path: Pat
 
 
 def test_packages() -> None:
-    assert doctor.check_package("msgspec").found == __import__("msgspec").__version__
+    assert doctor.check_package("msgspec").finding == __import__("msgspec").__version__
     missing = doctor.check_package("a-package-that-is-not")
     assert (missing.status, missing.advice) == ("problem", "pip install a-package-that-is-not")
 
@@ -314,4 +314,4 @@ def test_a_machine_on_which_nothing_works_is_a_row_and_no_traceback(monkeypatch:
     monkeypatch.setattr(doctor, "_TEST_SLAB_NBYTES", 4000 * GIB)
     check = doctor.check_exchange()
     assert check.status == "problem"
-    assert "reserving 4294967296000 bytes in /dev/shm failed" in check.found
+    assert "reserving 4294967296000 bytes in /dev/shm failed" in check.finding

@@ -24,15 +24,15 @@ def references(node: Any) -> set[str]:
 
 def test_everything_that_it_refers_to_is_there() -> None:
     document = openapi_document(keys_needed=False)
-    found = references(document)
-    assert {f"#/components/schemas/{name}" for name in document["components"]["schemas"]} >= found
-    assert "#/components/schemas/ErrorEnvelope" in found
+    referenced = references(document)
+    assert {f"#/components/schemas/{name}" for name in document["components"]["schemas"]} >= referenced
+    assert "#/components/schemas/ErrorEnvelope" in referenced
     json.dumps(document)
 
 
 def test_keys_are_asked_for_where_they_are_needed() -> None:
     paths = openapi_document(keys_needed=True)["paths"]
-    protected = {path for path, operations in paths.items() for one in operations.values() if "security" in one}
+    protected = {path for path, operations in paths.items() for operation in operations.values() if "security" in operation}
     assert protected == {"/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name}"}
     assert "security" not in json.dumps(openapi_document(keys_needed=False))
 

@@ -55,9 +55,9 @@ async def open_service() -> AsyncIterator[Any]:
     intakes: list[MediaIntake] = []
 
     def make(engine: Any, **settings: Any) -> EmbeddingService:
-        told = FrontendSettings(**settings)
-        intakes.append(MediaIntake(engine.client, told))
-        return EmbeddingService(engine.client, ServedModel(engine.client, None), intakes[-1], told)
+        frontend_settings = FrontendSettings(**settings)
+        intakes.append(MediaIntake(engine.client, frontend_settings))
+        return EmbeddingService(engine.client, ServedModel(engine.client, None), intakes[-1], frontend_settings)
 
     yield make
     for intake in intakes:
@@ -84,8 +84,8 @@ async def test_all_pictures_share_one_slot_and_none_is_copied(
 async def test_texts_and_media_stay_in_order(open_engine: Any, open_service: Any, request_of: Any, admitted: Admitted) -> None:
     async def note(claim: shmring.Claim) -> None:
         request: EncodeRequest = claim.payload
-        kinds = [one.text if isinstance(one, Text) else one.pixels.sum().item() for one in request.inputs]
-        assert all(isinstance(one, Text | Picture) for one in request.inputs)
+        kinds = [item.text if isinstance(item, Text) else item.pixels.sum().item() for item in request.inputs]
+        assert all(isinstance(item, Text | Picture) for item in request.inputs)
         seen.append(kinds)
         await claim.reply(EncodeReply(torch.eye(2)[[0, 1, 0]], 5))
 

@@ -28,9 +28,9 @@ def test_a_file_that_others_can_read_is_refused_with_the_remedy(file: Path, mode
     file.chmod(mode)
     with pytest.raises(
         ValueError, match=rf"{file} can be read by others .*\(mode {mode:04o}\): chmod 600 {file}, or give"
-    ) as told:
+    ) as raised:
         read_keys([], None, file)
-    assert "a-secret" not in str(told.value)
+    assert "a-secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
@@ -43,9 +43,9 @@ def test_a_file_of_one_s_own_is_taken(file: Path, mode: int) -> None:
 @pytest.mark.parametrize("line", [b"two words", "schl\u00fcssel".encode(), b"\xff\xfe", b"a\x07bell"])
 def test_what_is_no_key_is_told_by_file_and_line_and_is_not_shown(file: Path, line: bytes) -> None:
     file.write_bytes(b"fine\n\n" + line + b"\n")
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as raised:
         read_keys([], None, file)
-    assert str(told.value) == f"{file}, line 3: a key has visible ASCII characters only, and no spaces"
+    assert str(raised.value) == f"{file}, line 3: a key has visible ASCII characters only, and no spaces"
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_what_is_no_key_is_told_by_file_and_line_and_is_not_shown(file: Path, li
     ],
 )
 def test_what_is_no_key_is_told_by_its_place(options: list[str], variable: str | None, place: str) -> None:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as raised:
         read_keys(options, variable, None)
-    assert str(told.value) == f"{place}: a key has visible ASCII characters only, and no spaces"
+    assert str(raised.value) == f"{place}: a key has visible ASCII characters only, and no spaces"
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])

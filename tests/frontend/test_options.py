@@ -17,11 +17,11 @@ from frontend.settings import FrontendSettings, MediaCounts, ProcessSettings
 
 
 def understood(arguments: list[str], environment: dict[str, str] | None = None) -> FrontendSettings:
-    found: list[FrontendSettings] = []
-    command = click.Command("test", params=list(FRONTEND_OPTIONS), callback=lambda **values: found.append(settings_of(values)))
+    parsed: list[FrontendSettings] = []
+    command = click.Command("test", params=list(FRONTEND_OPTIONS), callback=lambda **values: parsed.append(settings_of(values)))
     result = CliRunner(env={"SHMRING_API_KEY": None, **(environment or {})}).invoke(command, arguments)
     assert result.exit_code == 0, result.output
-    return found[0]
+    return parsed[0]
 
 
 def refused(*arguments: str, environment: dict[str, str] | None = None) -> str:

@@ -22,10 +22,10 @@ from shmring.config import RingConfig
 @pytest.fixture
 def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``options_of("--port=1")``: what the supervisor would be told."""
-    told: list[ServeOptions] = []
+    received: list[ServeOptions] = []
 
     def tell(options: ServeOptions) -> None:
-        told.append(options)
+        received.append(options)
         raise ServeError("that was all")
 
     monkeypatch.setattr(serve_command, "run_server", tell)
@@ -33,7 +33,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*arguments: str) -> ServeOptions:
         result = CliRunner().invoke(main, ["serve", *arguments])
         assert (result.exit_code, result.output) == (1, "shmring: that was all\n")
-        return told[-1]
+        return received[-1]
 
     return run
 

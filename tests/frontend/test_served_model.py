@@ -14,18 +14,18 @@ from frontend.served_model import ServedModel
 
 async def test_an_engine_is_asked_once(open_core: Any) -> None:
     engine = await open_core()
-    asked = 0
+    calls = 0
     call = engine.client.ring.call
 
     async def counting(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         return await call(*arguments, **keywords)
 
     engine.client.ring.call = counting
     model = ServedModel(engine.client, None)
     descriptions = await asyncio.gather(*(model.check("shmring-synthetic", "generate") for _ in range(200)))
-    assert asked == 1
+    assert calls == 1
     assert {description.model for description in descriptions} == {"shmring-synthetic"}
 
 

@@ -15,8 +15,8 @@ from frontend.openai.messages import MAX_PARTS
 
 
 def parse(messages: list[Any] | None = None, **fields: object) -> ChatRequest:
-    told = [{"role": "user", "content": "x"}] if messages is None else messages
-    return CHAT_PARSER.parse(msgspec.json.encode({"model": "m", "messages": told, **fields}))
+    given_messages = [{"role": "user", "content": "x"}] if messages is None else messages
+    return CHAT_PARSER.parse(msgspec.json.encode({"model": "m", "messages": given_messages, **fields}))
 
 
 def test_media_are_numbered_over_all_messages() -> None:
@@ -34,8 +34,8 @@ def test_media_are_numbered_over_all_messages() -> None:
         {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "c"}}]},
     ]
     request = parse(messages)
-    asked, sources = engine_request(request)
-    assert asked.messages == [
+    generate_request, sources = engine_request(request)
+    assert generate_request.messages == [
         ChatMessage("system", [TextPart("be brief")]),
         ChatMessage("user", [MediumPart(0), TextPart("or"), MediumPart(1)]),
         ChatMessage("assistant", [TextPart("this")]),
@@ -58,8 +58,8 @@ def test_parts_are_counted_over_all_messages() -> None:
 
 
 def test_without_wishes_it_is_sampled_as_openai_does() -> None:
-    asked, _ = engine_request(parse())
-    assert (asked.sampling, asked.priority, asked.media) == (SamplingParams(), 0, [])
+    generate_request, _ = engine_request(parse())
+    assert (generate_request.sampling, generate_request.priority, generate_request.media) == (SamplingParams(), 0, [])
 
 
 def test_how_tokens_are_filtered_reaches_the_engine() -> None:
