@@ -84,13 +84,13 @@ def _hash_ngrams(text: str) -> npt.NDArray[np.uint64]:
     # Lone surrogates are no characters, but Python's strings can hold them.
     characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
     rolling = characters
-    found = []
+    hashes = []
     for length in range(2, _LONGEST + 1):
         # Arrays wrap around, as they should; NumPy warns of scalars only.
         rolling = rolling[:-1] * np.uint64(_MULTIPLIER) + characters[length - 1 :]
         if length >= _SHORTEST:
-            found.append(_mix(rolling + np.uint64(length * _WEYL & _WORD)))
-    return np.concatenate(found)
+            hashes.append(_mix(rolling + np.uint64(length * _WEYL & _WORD)))
+    return np.concatenate(hashes)
 
 
 def _mix(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

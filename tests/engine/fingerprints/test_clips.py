@@ -152,8 +152,8 @@ def test_altered_copy_is_nearest_to_its_original(
 
 def test_clips_of_the_same_pictures_are_near_but_told_apart_by_their_order(originals: dict[str, torch.Tensor]) -> None:
     orders = [originals[name] for name in ("slides", "slides-reversed", "slides-in-another-order")]
-    for one, other in itertools.combinations(orders, 2):
-        assert 0.2 < float(one @ other) < 0.85
+    for order, other in itertools.combinations(orders, 2):
+        assert 0.2 < float(order @ other) < 0.85
 
 
 def test_direction_of_a_movement_is_told(originals: dict[str, torch.Tensor]) -> None:

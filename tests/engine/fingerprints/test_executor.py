@@ -148,18 +148,18 @@ def test_in_one_index_the_nearest_is_of_the_same_kind() -> None:
         -((bands - 40.0 - 20 * torch.sin(pace * time)) ** 2) / width for pace, width in [(1, 9), (3, 30), (9, 9), (14, 60)]
     ]
     things = {
-        "picture": [fingerprint_picture(one) for one in (*pixels, picture().pixels, black)],
+        "picture": [fingerprint_picture(image) for image in (*pixels, picture().pixels, black)],
         "sound": [fingerprint_sound(spectrogram) for spectrogram in (*hills, torch.full((50, 80), -30.0))],
-        "clip": [fingerprint_clip(torch.stack([one, one.flip(0)]), [0.0, 1.0], 2.0) for one in (*pixels, black)],
+        "clip": [fingerprint_clip(torch.stack([image, image.flip(0)]), [0.0, 1.0], 2.0) for image in (*pixels, black)],
         "text": [
             fingerprint_text(text)
             for text in ("the cat sat on the mat", "the dog sat on a log", "the cats and the dogs sat", "a")
         ],
     }
     crossing = max(
-        float((torch.stack(one) @ torch.stack(other).T).max())
-        for kind, one in things.items()
-        for other_kind, other in things.items()
+        float((torch.stack(fingerprints) @ torch.stack(other_fingerprints).T).max())
+        for kind, fingerprints in things.items()
+        for other_kind, other_fingerprints in things.items()
         if kind != other_kind
     )
     assert crossing < 0.2

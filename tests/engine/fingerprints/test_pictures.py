@@ -98,8 +98,8 @@ def ramp(degrees: float) -> torch.Tensor:
     return grey.round().to(torch.uint8).unsqueeze(2).repeat(1, 1, 3)
 
 
-def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(fingerprint_picture(one) @ fingerprint_picture(other))
+def cosine(picture_pixels: torch.Tensor, other_pixels: torch.Tensor) -> float:
+    return float(fingerprint_picture(picture_pixels) @ fingerprint_picture(other_pixels))
 
 
 def margin_of(name: str, altered: Image.Image, originals: dict[str, torch.Tensor]) -> float:
@@ -171,7 +171,7 @@ def test_rounding_noise_is_not_blown_up_into_a_pattern() -> None:
 
 def test_slightly_different_colours_are_not_torn_apart_by_a_bin_edge() -> None:
     shades = [constant(120 + step, 120, 120) for step in range(40)]
-    assert min(cosine(one, other) for one, other in itertools.pairwise(shades)) > 0.97
+    assert min(cosine(shade, next_shade) for shade, next_shade in itertools.pairwise(shades)) > 0.97
 
 
 def test_brightness_cancels_out_even_when_halved() -> None:

@@ -233,8 +233,8 @@ def test_altered_copy_is_nearest_to_its_original(
 # -- what the parts are for -----------------------------------------------------------------------------------------------
 
 
-def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(fingerprint_sound(one) @ fingerprint_sound(other))
+def cosine(spectrogram: torch.Tensor, other: torch.Tensor) -> float:
+    return float(fingerprint_sound(spectrogram) @ fingerprint_sound(other))
 
 
 def random_log_mel(frames: int, seed: int = 1) -> torch.Tensor:
@@ -267,7 +267,7 @@ def test_backwards_is_another_sound() -> None:
 
 def test_pitches_are_told_apart() -> None:
     tones = [log_mel(tone(frequency)) for frequency in (220, 440, 660, 880, 1320)]
-    assert max(cosine(one, other) for one, other in itertools.combinations(tones, 2)) < 0.8
+    assert max(cosine(tone, other_tone) for tone, other_tone in itertools.combinations(tones, 2)) < 0.8
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 7, 8, 50, 3000])

@@ -36,8 +36,8 @@ ALTERATIONS: dict[str, Callable[[str], str]] = {
 MARGIN = 0.4
 
 
-def cosine(one: str, other: str) -> float:
-    return float(fingerprint_text(one) @ fingerprint_text(other))
+def cosine(text: str, other: str) -> float:
+    return float(fingerprint_text(text) @ fingerprint_text(other))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -54,14 +54,14 @@ def test_case_white_space_and_compatibility_forms_do_not_matter(same: str) -> No
 
 def test_unrelated_texts_are_far_apart() -> None:
     strangers = itertools.combinations([TEXTS[index] for index in (0, 2, 3, 6, 8, 9)], 2)
-    assert max(cosine(one, other) for one, other in strangers) < 0.25
+    assert max(cosine(text, other) for text, other in strangers) < 0.25
 
 
 def test_long_texts_without_a_word_in_common_are_far_apart() -> None:
     # Thousands of n-grams share 511 places: only that their signs cancel out keeps them apart.
     letters = torch.randint(97, 123, (6, 3000), generator=torch.Generator().manual_seed(1))
     texts = [bytes(row).decode() for row in letters.tolist()]
-    assert max(abs(cosine(one, other)) for one, other in itertools.combinations(texts, 2)) < 0.25
+    assert max(abs(cosine(text, other)) for text, other in itertools.combinations(texts, 2)) < 0.25
 
 
 def test_how_often_something_is_said_counts_but_does_not_drown_the_rest() -> None:
@@ -82,7 +82,7 @@ def test_any_text_gives_a_unit_vector(text: str) -> None:
 
 
 def test_short_texts_are_told_apart() -> None:
-    assert max(cosine(one, other) for one, other in itertools.combinations("abcdefghij", 2)) < 0.5
+    assert max(cosine(letter, other) for letter, other in itertools.combinations("abcdefghij", 2)) < 0.5
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t\u3000"])

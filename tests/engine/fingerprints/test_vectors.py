@@ -15,8 +15,8 @@ def test_within_a_space_cosines_stay_and_between_spaces_they_vanish() -> None:
     vectors = np.concatenate([vectors / np.linalg.norm(vectors, axis=1, keepdims=True), np.eye(FINGERPRINT_SIZE)[:20]])
     here, there = (np.stack([place_in_space(space, vector) for vector in vectors]) for space in ("here", "there"))
     assert np.allclose(here @ here.T, vectors @ vectors.T)
-    for one, other in ((here, there), (here, vectors), (there, vectors)):
-        assert np.abs(one @ other.T).max() < 0.25
+    for space, other in ((here, there), (here, vectors), (there, vectors)):
+        assert np.abs(space @ other.T).max() < 0.25
 
 
 def test_a_space_is_the_same_for_ever() -> None:
