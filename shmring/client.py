@@ -287,15 +287,15 @@ class RingClient:
             How many were in flight; an unknown one is none, it may just have ended.
         """
         names = {request_id} if isinstance(request_id, str) else set(request_id)
-        preparing = [one for one in self._preparing if one.name in names and not one.aborted]
-        for one in preparing:
-            one.abort()
+        preparing = [request for request in self._preparing if request.name in names and not request.aborted]
+        for request in preparing:
+            request.abort()
         if self._session is None:
             return len(preparing)
-        found = [pending for pending in self._session.pending.values() if pending.name in names and not pending.ended]
-        for pending in found:
+        in_flight = [pending for pending in self._session.pending.values() if pending.name in names and not pending.ended]
+        for pending in in_flight:
             Submission(self, pending).abort()
-        return len(preparing) + len(found)
+        return len(preparing) + len(in_flight)
 
     async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
         """Calls a control method of the engine (see ``calls`` of :func:`shmring.serve`) and returns its result.

@@ -770,7 +770,7 @@ class Ring:
             self._frontends[frontend.client_id] = frontend
             frontend.watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
             if self._device is not None:
-                self._device.told(frontend.client_id)
+                self._device.announced(frontend.client_id)
             try:
                 send_welcome(peer, self._welcome(frontend.client_id, base_lease), self._slab.fd)
             except PeerLostError:  # it never got the slab, so nothing of it needs a proof that it does not write

@@ -432,7 +432,7 @@ class Session:
 
     def _no_space(self, nbytes: int, book: LeaseBook) -> WouldBlock:
         """What a caller that does not wait is told; a lease is asked for in passing."""
-        self._carry_out(book.wish(nbytes))
+        self._carry_out(book.prefetch(nbytes))
         return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
 
     def hold(self, record: SlotRecord, *, drain: bool) -> Slot:
@@ -672,10 +672,10 @@ class Session:
         in_place: list[SlotRecord] = []
 
         def locate(address: int, nbytes: int) -> tuple[int, int] | None:
-            found = self._find_held(address, nbytes)
-            if found is None:
+            place = self._find_held(address, nbytes)
+            if place is None:
                 return None
-            record, offset = found
+            record, offset = place
             if record not in in_place:
                 in_place.append(record)
             return in_place.index(record) + 1, offset

@@ -78,7 +78,7 @@ def _children(process: str | int = "self") -> dict[int, str]:
 
     The process that forks decoders is for all tests, and ends with this one; the decoders themselves end before.
     """
-    found = {}
+    children = {}
     for thread in Path(f"/proc/{process}/task").iterdir():
         for pid in (thread / "children").read_text().split():
             try:
@@ -86,10 +86,10 @@ def _children(process: str | int = "self") -> dict[int, str]:
             except FileNotFoundError:
                 continue
             if _DECODERS in command and process == "self":
-                found |= _children(int(pid))
+                children |= _children(int(pid))
             elif "multiprocessing.resource_tracker" not in command:
-                found[int(pid)] = command
-    return found
+                children[int(pid)] = command
+    return children
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -140,7 +140,7 @@ GUARDS = (
     Guard(
         "device memory that somebody may map is not freed",
         "shmring/memory/device_claims.py",
-        "if self._told",
+        "if self._announced_to",
         "if False",
         "tests/memory/test_device_slots.py::test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it",
     ),

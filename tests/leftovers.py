@@ -16,14 +16,14 @@ _GRACE_S = 10.0  # a server of forks ends when it sees that its parent has, and 
 
 def leftovers() -> list[str]:
     """Returns a line for each thing that should not be there."""
-    found = [f"memory: {path}" for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-*")]
+    lines = [f"memory: {path}" for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-*")]
     for process in psutil.process_iter(["pid", "exe", "cmdline", "cwd", "status"]):
         command = " ".join(process.info["cmdline"] or [])
         is_ours = str(ROOT / ".venv") in command or (process.info["cwd"] or "").startswith(str(ROOT / "tests"))
         ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
         if is_ours and process.info["pid"] not in ancestors and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(f"process {process.info['pid']}: {command}")
-    return found
+            lines.append(f"process {process.info['pid']}: {command}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ async def test_a_storm(client: shmring.RingClient, ring: shmring.Ring, connect: 
     clients = [client, await connect(copy_offload_nbytes=20_000, lease_idle_s=600.0)]
     right = 0
 
-    async def one(number: int) -> None:
+    async def send_request(number: int) -> None:
         nonlocal right
         mine = clients[number % 2]
         kind = random_.randrange(4)
@@ -171,7 +171,7 @@ async def test_a_storm(client: shmring.RingClient, ring: shmring.Ring, connect: 
                 await turns(random_.randrange(5))
         right += 1
 
-    tasks = [asyncio.create_task(one(number)) for number in range(400)]
+    tasks = [asyncio.create_task(send_request(number)) for number in range(400)]
     doomed = random_.sample(range(400), 200)
     for number in doomed:
         await turns(random_.randrange(3))

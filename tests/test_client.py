@@ -164,13 +164,13 @@ async def test_a_request_with_several_replies_needs_stream(client: shmring.RingC
 
 
 async def test_many_requests_are_in_flight_at_once(client: shmring.RingClient) -> None:
-    async def one(number: int) -> None:
+    async def echo(number: int) -> None:
         nbytes = (0, 100, 3000, 20_000)[number % 4]
         answer = await client.request({"do": "echo", "n": number, "x": tensor(nbytes, number % 251)}, timeout=20)
         assert answer["n"] == number
         assert answer["x"].tolist() == [number % 251] * nbytes
 
-    await asyncio.gather(*(one(number) for number in range(300)))
+    await asyncio.gather(*(echo(number) for number in range(300)))
 
 
 async def test_more_than_max_inflight_wait_for_their_turn(serve: Any, connect: Any, eventually: Any) -> None:
@@ -303,9 +303,9 @@ async def test_unread_replies_are_bounded(
 
 
 def resident_kib(address: int) -> int:
-    found = re.search(rf"^0*{address:x}-.*?^Rss: +([0-9]+) kB", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return int(found[1])
+    match = re.search(rf"^0*{address:x}-.*?^Rss: +([0-9]+) kB", Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return int(match[1])
 
 
 async def test_wait_prefaulted_ends_when_every_page_is_mapped(serve: Any, connect: Any) -> None:

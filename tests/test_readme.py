@@ -16,8 +16,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 
 
 def block(containing: str) -> str:
-    [found] = [code for code in BLOCKS if containing in code]
-    return found
+    [example] = [code for code in BLOCKS if containing in code]
+    return example
 
 
 def test_the_example_runs_in_two_processes(tmp_path: Path, socket_dir: Path) -> None:
@@ -73,9 +73,9 @@ def run_against(executor: str, code: str, tmp_path: Path) -> str:
     )
     try:
         assert server.stdout is not None
-        found = re.search(r"http://\S+", server.stdout.readline())
-        assert found is not None
-        code = code.replace("http://127.0.0.1:8000", found[0])
+        match = re.search(r"http://\S+", server.stdout.readline())
+        assert match is not None
+        code = code.replace("http://127.0.0.1:8000", match[0])
         example = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
         )

@@ -406,8 +406,8 @@ async def test_a_payload_of_the_wrong_type_fails_its_request_and_the_ring_goes_o
 
 
 async def test_calls(serve: Any, connect: Any, caplog: pytest.LogCaptureFixture) -> None:
-    async def add(one: int, two: int) -> int:
-        return one + two
+    async def add(first: int, second: int) -> int:
+        return first + second
 
     async def fail() -> None:
         raise ValueError("no \udcff")
@@ -589,25 +589,25 @@ async def test_as_many_frontends_as_are_allowed_may_come_at_once(
     serve: Any, socket_dir: Path, settled: Any, eventually: Any
 ) -> None:
     ring = await serve(max_clients=2)
-    both = [socket.socket(socket.AF_UNIX) for _ in range(2)]
-    for one in both:
-        one.connect(os.fspath(socket_dir / "test.sock"))
-        one.sendall(encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096))
+    connections = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for connection in connections:
+        connection.connect(os.fspath(socket_dir / "test.sock"))
+        connection.sendall(encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096))
     await eventually(lambda: ring.statistics().clients == 2)
     assert ring.statistics().refused == 0
-    for one in both:
-        one.sendall(encode_frame(encode_message(Goodbye()), 4096))
-        one.close()
+    for connection in connections:
+        connection.sendall(encode_frame(encode_message(Goodbye()), 4096))
+        connection.close()
     await settled(ring)
 
 
 async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_many(
     serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def one() -> int:
+    async def get_one() -> int:
         return 1
 
-    ring = await serve(calls={"one": one}, max_calls=1)
+    ring = await serve(calls={"one": get_one}, max_calls=1)
     client = await connect()
     [frontend] = ring._frontends.values()
     send = frontend.connection.send

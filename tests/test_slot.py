@@ -208,8 +208,8 @@ async def test_what_is_not_contiguous_in_a_slot_is_copied_as_it_looks(client: sh
 
 
 async def test_a_payload_may_lie_in_several_slots_and_beside_them(client: shmring.RingClient) -> None:
-    async with client.slot(5000) as one, client.slot(6000) as two:
-        a, b = one.tensor((5000,), torch.uint8), two.tensor((6000,), torch.uint8)
+    async with client.slot(5000) as first, client.slot(6000) as second:
+        a, b = first.tensor((5000,), torch.uint8), second.tensor((6000,), torch.uint8)
         a.fill_(1)
         b.fill_(2)
         for beside in (torch.full((3000,), 3, dtype=torch.uint8), torch.full((30,), 3, dtype=torch.uint8)):
@@ -285,8 +285,8 @@ async def test_a_view_of_a_slot_that_was_left_is_copied(client: shmring.RingClie
 
 async def test_bytes_that_reach_beyond_a_slot_are_copied(client: shmring.RingClient) -> None:
     """A view made by other means over the slab may span two slots: it must not be described as lying in one."""
-    async with client.slot(5000) as one, client.slot(5000) as two:
-        a, b = one.tensor((5000,), torch.uint8).fill_(1), two.tensor((5000,), torch.uint8).fill_(2)
+    async with client.slot(5000) as first, client.slot(5000) as second:
+        a, b = first.tensor((5000,), torch.uint8).fill_(1), second.tensor((5000,), torch.uint8).fill_(2)
         low, high = sorted((a, b), key=lambda view: view.data_ptr())
         session = client._session
         assert session is not None

@@ -134,7 +134,7 @@ class LeaseBook:
         self._recalls = 0  # leases that were recalled and are still held
         self._token = 0
         self._requested_nbytes = 0  # of the lease request that is outstanding
-        self._wished = 0  # bytes that a caller who does not wait would have liked to find
+        self._prefetch_nbytes = 0  # bytes that a caller wanted that did not wait; 0: none
         self._next_generation = (limits.client_id << GENERATION_BITS) + 1
 
     # -- leases ----------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class LeaseBook:
             raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of the slab")
         self.leases[grant.lease_id] = HeldLease(grant.lease_id, grant.token == 0, RunAllocator(start, blocks), now)
         if grant.token == self._token:
-            self._requested_nbytes = self._wished = 0
+            self._requested_nbytes = self._prefetch_nbytes = 0
         return self._serve_waiters()
 
     def recalled(self, lease_ids: Collection[int]) -> list[Effect]:
@@ -204,9 +204,9 @@ class LeaseBook:
         self._waiters[ticket] = Waiter(nbytes, held)
         return self._serve_waiters()
 
-    def wish(self, nbytes: int) -> list[Effect]:
+    def prefetch(self, nbytes: int) -> list[Effect]:
         """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one."""
-        self._wished = nbytes
+        self._prefetch_nbytes = nbytes
         return self._serve_waiters()
 
     def cancel(self, ticket: int) -> list[Effect]:
@@ -250,7 +250,7 @@ class LeaseBook:
 
     def _serve_waiters(self) -> list[Effect]:
         """Serves waiters in order; asks for, withdraws and returns leases as the first of the rest needs."""
-        if not (self._waiters or self._wished or self._requested_nbytes or self._recalls):
+        if not (self._waiters or self._prefetch_nbytes or self._requested_nbytes or self._recalls):
             return []
         effects: list[Effect] = []
         while self._waiters:
@@ -261,7 +261,7 @@ class LeaseBook:
             del self._waiters[ticket]
             effects.append(Acquired(ticket, slot))
         first = next(iter(self._waiters.values()), None)
-        needed = self._wished if first is None else first.nbytes
+        needed = self._prefetch_nbytes if first is None else first.nbytes
         # What is empty can't hold what the first waiter needs, or it would have it.
         effects += self._return(
             [lease for lease in self.leases.values() if lease.slots.is_empty and (lease.recalled or first is not None)]

@@ -1,4 +1,4 @@
-"""What the engine's book writes down: leases, slots, requests, wishes, clients. The :mod:`.ledger` alone changes them."""
+"""What the engine's book writes down: leases, slots, requests, waiters, clients. Only the :mod:`.ledger` changes them."""
 
 from __future__ import annotations
 

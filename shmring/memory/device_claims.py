@@ -58,7 +58,7 @@ class DeviceClaims:
         self._start = start
         self._views: DeviceViews[tuple[int, int]] = DeviceViews(cuda, slab.device, wake)  # by client and generation
         self._opened: dict[int, OpenedFences] = {}
-        self._told: set[int] = set()
+        self._announced_to: set[int] = set()
         self._in_use: set[tuple[int, int]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -89,13 +89,13 @@ class DeviceClaims:
 
     # -- frontends -----------------------------------------------------------------------------------------------------
 
-    def told(self, client_id: int) -> None:
-        """A frontend is told of the slab, and may map it at any moment."""
-        self._told.add(client_id)
+    def announced(self, client_id: int) -> None:
+        """A frontend learns of the slab now, and may map it at any moment."""
+        self._announced_to.add(client_id)
 
     def unmapped(self, client_id: int) -> None:
         """A frontend has said that it does not map the slab, or is dead."""
-        self._told.discard(client_id)
+        self._announced_to.discard(client_id)
 
     def gone(self, client_id: int) -> None:
         """Nothing of a frontend is left in the books."""
@@ -215,8 +215,8 @@ class DeviceClaims:
             reason = (
                 "a GPU has not said that it is done with it"
                 if not is_over
-                else f"{len(self._told)} frontends were told of it, and have neither said goodbye nor died"
-                if self._told
+                else f"{len(self._announced_to)} frontends were told of it, and have neither said goodbye nor died"
+                if self._announced_to
                 else "views of it are alive"
                 if not self._slab.close()
                 else None

@@ -349,10 +349,10 @@ class Uploads:
 
 def _cut_off(error: BaseException) -> None:
     """Takes the frames off an error: whoever keeps it would keep them, and they staging memory and slots."""
-    one: BaseException | None = error
-    while one is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
+    chained: BaseException | None = error
+    while chained is not None:
+        chained.__traceback__ = None
+        chained = chained.__cause__ or chained.__context__
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -281,7 +281,7 @@ def test_taken_runs_are_those_of_a_set_of_units(actions: list[tuple[int, int, bo
     taken, runs = TakenRuns(), set[tuple[int, int]]()
     for start, length, gives_back in actions:
         if gives_back and runs:
-            run = min(runs, key=lambda one: abs(one[0] - start))
+            run = min(runs, key=lambda candidate: abs(candidate[0] - start))
             taken.remove(*run)
             runs.remove(run)
             continue

@@ -354,20 +354,20 @@ def test_at_max_leases_the_need_is_asked_for_when_a_lease_has_gone_back() -> Non
     assert book.give_up(slot, NOW) == [gives_back(1), asks(1, 3)]
 
 
-def test_a_wish_asks_for_a_lease_without_waiting() -> None:
+def test_a_prefetch_asks_for_a_lease_without_waiting() -> None:
     book = base_book(2)
     take(book, 2)
-    assert book.wish(content(3)) == [asks(1, 3)]
-    assert book.wish(content(3)) == []
+    assert book.prefetch(content(3)) == [asks(1, 3)]
+    assert book.prefetch(content(3)) == []
     assert book.waiting == 0
     assert grant(book, 2, 10, 3) == []
     assert take(book, 3).lease.lease_id == 2
 
 
-def test_a_wish_is_fulfilled_once() -> None:
+def test_a_prefetch_is_fulfilled_once() -> None:
     book = base_book(2)
     take(book, 2)
-    book.wish(content(3))
+    book.prefetch(content(3))
     grant(book, 2, 10, 3)
     slot = take(book, 3)
     assert book.give_up(slot, NOW) == []
@@ -375,10 +375,10 @@ def test_a_wish_is_fulfilled_once() -> None:
     assert book.recalled([]) == []
 
 
-def test_who_waits_comes_before_a_wish() -> None:
+def test_a_waiter_comes_before_a_prefetch() -> None:
     book = base_book(2)
     take(book, 2)
-    assert book.wish(content(3)) == [asks(1, 3)]
+    assert book.prefetch(content(3)) == [asks(1, 3)]
     assert book.queue(1, content(4), held=False) == [asks(2, 4)]
     assert tickets(grant(book, 2, 10, 4)) == [1]
 

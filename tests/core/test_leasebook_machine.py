@@ -32,13 +32,13 @@ def content(blocks: int) -> int:
 
 def runs(blocks: Iterable[int]) -> list[tuple[int, int]]:
     """The maximal runs of a set of blocks, as (start, length)."""
-    found: list[tuple[int, int]] = []
+    maximal_runs: list[tuple[int, int]] = []
     for block in sorted(blocks):
-        if found and sum(found[-1]) == block:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if maximal_runs and sum(maximal_runs[-1]) == block:
+            maximal_runs[-1] = (maximal_runs[-1][0], maximal_runs[-1][1] + 1)
         else:
-            found.append((block, 1))
-    return found
+            maximal_runs.append((block, 1))
+    return maximal_runs
 
 
 def fits(free: Iterable[int], blocks: int) -> bool:
@@ -73,7 +73,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
         self.waiters: dict[int, int] = {}  # blocks, by ticket, in order
         self.request: LeaseRequest | None = None  # outstanding at the engine
         self.crossed: LeaseRequest | None = None  # granted by the engine before it saw that it was replaced
-        self.wished = 0
+        self.prefetched_blocks = 0
         self.last_token = 0
         self.last_generation = 3 << GENERATION_BITS
         self.next_ticket = 1
@@ -150,8 +150,8 @@ class LeaseBookMachine(RuleBasedStateMachine):
 
     # -- the callers -------------------------------------------------------------------------------------------------------
 
-    @rule(blocks=st.integers(1, 8), held=st.booleans(), wish=st.booleans(), send=st.booleans())
-    def acquire(self, blocks: int, held: bool, wish: bool, send: bool) -> None:
+    @rule(blocks=st.integers(1, 8), held=st.booleans(), prefetch=st.booleans(), send=st.booleans())
+    def acquire(self, blocks: int, held: bool, prefetch: bool, send: bool) -> None:
         expected = not self.waiters and self.can_acquire(blocks)
         slot = self.book.acquire(content(blocks), held=held)
         assert (slot is not None) == expected
@@ -159,9 +159,9 @@ class LeaseBookMachine(RuleBasedStateMachine):
             self.took(slot, blocks)
             if send:
                 self.submit_slot(slot)
-        elif wish:
-            self.wished = blocks
-            self.carry_out(self.book.wish(content(blocks)))
+        elif prefetch:
+            self.prefetched_blocks = blocks
+            self.carry_out(self.book.prefetch(content(blocks)))
 
     @rule(blocks=st.integers(1, LEASABLE), held=st.booleans())
     def queue(self, blocks: int, held: bool) -> None:
@@ -256,7 +256,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
         self.leases[lease_id] = ModelLease(set(range(start, start + blocks)), request.token == 0, self.now)
         if request is self.request:
-            self.request, self.wished = None, 0
+            self.request, self.prefetched_blocks = None, 0
         else:
             self.crossed = None
         grant = LeaseGrant(request.token, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
@@ -306,9 +306,9 @@ class LeaseBookMachine(RuleBasedStateMachine):
         if self.waiters:
             first = next(iter(self.waiters.values()))
             assert not self.can_acquire(first), "the first could be served"
-            asked = self.request is not None and self.request.nbytes == first * BLOCK_NBYTES
-            assert asked or len(self.leases) >= MAX_LEASES, "nobody asks for what the first needs"
-        elif not self.wished:
+            is_requested = self.request is not None and self.request.nbytes == first * BLOCK_NBYTES
+            assert is_requested or len(self.leases) >= MAX_LEASES, "nobody asks for what the first needs"
+        elif not self.prefetched_blocks:
             assert self.request is None, "a lease is asked for that nobody needs"
 
     @invariant()

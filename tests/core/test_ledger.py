@@ -1044,9 +1044,9 @@ def test_a_slots_header_is_compared_with_its_descriptor() -> None:
     ledger = make_ledger()
     slot = SlotRef(1, BLOCK_NBYTES, 100, FIRST)
     ledger.verify(FIRST, 100, slot)
-    for found, nbytes in ((FIRST + 1, 100), (FIRST, 99), (0, 0)):
-        with pytest.raises(StaleDescriptorError, match=f"holds generation {found} with {nbytes} bytes"):
-            ledger.verify(found, nbytes, slot)
+    for generation, nbytes in ((FIRST + 1, 100), (FIRST, 99), (0, 0)):
+        with pytest.raises(StaleDescriptorError, match=f"holds generation {generation} with {nbytes} bytes"):
+            ledger.verify(generation, nbytes, slot)
 
 
 def lose_a_block(ledger: Ledger) -> None:

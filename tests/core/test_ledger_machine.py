@@ -476,7 +476,7 @@ class LedgerMachine(RuleBasedStateMachine):
             del client.slots[generation]
         self.carry_out(self.ledger.abort(client_id, request_id), expected)
 
-    def told(self, client_id: int, released: Sequence[int]) -> list[Effect]:
+    def expected_release(self, client_id: int, released: Sequence[int]) -> list[Effect]:
         return [Released(client_id, tuple(released))] if released and self.clients[client_id].connected else []
 
     @precondition(lambda self: self.slots_in(EngineSlot.CLAIMED))
@@ -492,7 +492,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 client.slots[generation].state = EngineSlot.DRAINING
             else:
                 del client.slots[generation]
-        expected = self.told(client_id, [g for g in generations if g not in viewed])
+        expected = self.expected_release(client_id, [g for g in generations if g not in viewed])
         self.carry_out(self.ledger.release_slots(client_id, generations, viewed), expected)
 
     @precondition(lambda self: self.slots_in(EngineSlot.DRAINING))
@@ -502,7 +502,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def drain(self, client_id: int, generation: int) -> None:
         del self.clients[client_id].slots[generation]
-        self.carry_out(self.ledger.last_view_gone(client_id, generation), self.told(client_id, [generation]))
+        self.carry_out(self.ledger.last_view_gone(client_id, generation), self.expected_release(client_id, [generation]))
 
     # -- replies -------------------------------------------------------------------------------------------------------------
 

@@ -20,16 +20,16 @@ async def storm(launch: Launch, socket_dir: Path, name: str, requests: int, abor
         launch("storm", "frontend", name, str(socket_dir), str(seed), str(requests), str(aborted_percent))
         for seed in range(FRONTENDS)
     ]
-    found = dict.fromkeys(("answered", "aborted", "seconds"), 0.0)
+    outcomes = dict.fromkeys(("answered", "aborted", "seconds"), 0.0)
     for frontend in frontends:
         words = await frontend.said(120)
         for key, value in zip(words[::2], words[1::2], strict=True):
-            found[key] = max(found[key], float(value)) if key == "seconds" else found[key] + float(value)
+            outcomes[key] = max(outcomes[key], float(value)) if key == "seconds" else outcomes[key] + float(value)
     words = await engine.said()
-    told = dict(zip(words[::2], words[1::2], strict=True))
-    assert (told["errors"], told["whole"]) == ("0", "True")
-    assert int(told["steps"]) > 10
-    return {**found, "aborted in the engine": float(told["aborted"])}
+    engine_report = dict(zip(words[::2], words[1::2], strict=True))
+    assert (engine_report["errors"], engine_report["whole"]) == ("0", "True")
+    assert int(engine_report["steps"]) > 10
+    return {**outcomes, "aborted in the engine": float(engine_report["aborted"])}
 
 
 async def test_an_abort_storm_leaks_nothing_and_the_rest_are_right(
@@ -37,11 +37,11 @@ async def test_an_abort_storm_leaks_nothing_and_the_rest_are_right(
 ) -> None:
     calm = await storm(launch, socket_dir, "calm", REQUESTS // 5, 0)
     assert (calm["answered"], calm["aborted"]) == (FRONTENDS * REQUESTS // 5, 0)
-    found = await storm(launch, socket_dir, "storm", REQUESTS, 90)
-    assert found["answered"] + found["aborted"] == FRONTENDS * REQUESTS
-    assert found["answered"] >= 0.08 * FRONTENDS * REQUESTS
-    assert found["aborted"] > 0.5 * FRONTENDS * REQUESTS  # the answer was faster than some aborts
-    assert found["aborted in the engine"] > 0
+    stormy = await storm(launch, socket_dir, "storm", REQUESTS, 90)
+    assert stormy["answered"] + stormy["aborted"] == FRONTENDS * REQUESTS
+    assert stormy["answered"] >= 0.08 * FRONTENDS * REQUESTS
+    assert stormy["aborted"] > 0.5 * FRONTENDS * REQUESTS  # the answer was faster than some aborts
+    assert stormy["aborted in the engine"] > 0
     # How many requests come to their end in a second, of which kind ever. Not asserted: that would time a test.
-    rates = [(run["answered"] + run["aborted"]) / run["seconds"] for run in (calm, found)]
+    rates = [(run["answered"] + run["aborted"]) / run["seconds"] for run in (calm, stormy)]
     record_property("ends per second: calm, storm", rates)

@@ -89,12 +89,12 @@ class Forger:
         with contextlib.suppress(ConnectionResetError):
             while data := await asyncio.get_running_loop().sock_recv(self._socket, 65536):
                 received += data
-        found = []
+        messages = []
         while received:
             (length,) = PREFIX.unpack_from(received)
-            found.append(decode_engine_message(received[4 : 4 + length]))
+            messages.append(decode_engine_message(received[4 : 4 + length]))
             received = received[4 + length :]
-        return found
+        return messages
 
     def close(self) -> None:
         self._socket.close()

@@ -59,11 +59,11 @@ class Server:
 
 def children_of(pid: int) -> dict[int, str]:
     """The children of a process, with their command lines."""
-    found = {}
+    children = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(FileNotFoundError):
-            found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
+            children[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return children
 
 
 def lives(pid: int) -> bool:
@@ -96,11 +96,11 @@ def serving(socket_dir: Path, *options: str) -> Iterator[Server]:
             selector.register(process.stdout, selectors.EVENT_READ)
             assert selector.select(90), "the server did not say that it is ready"
         line = process.stdout.readline()
-        found = READY.search(line)
-        assert found is not None, line or process.communicate()[1]
-        pids = [int(found["engine"]), *map(int, found["frontends"].split())]
+        match = READY.search(line)
+        assert match is not None, line or process.communicate()[1]
+        pids = [int(match["engine"]), *map(int, match["frontends"].split())]
         [metrics_dir] = socket_dir.glob("shmring-metrics-*")
-        yield Server(process, found["url"], pids[0], pids[1:], metrics_dir)
+        yield Server(process, match["url"], pids[0], pids[1:], metrics_dir)
     finally:
         if process.poll() is None:
             pids += children_of(process.pid)
@@ -172,10 +172,10 @@ async def settled(http: httpx.AsyncClient, timeout: float = 15.0) -> dict[str, f
     deadline = time.monotonic() + timeout
     names = ("shmring_frontend_slots_in_use", "shmring_engine_ring_slots_in_use", "shmring_frontend_slot_waiters")
     while True:
-        found = await numbers(http)
-        if found["shmring_http_in_flight"] == 1 and not any(found[name] for name in names):
-            return found
-        assert time.monotonic() < deadline, found
+        metrics = await numbers(http)
+        if metrics["shmring_http_in_flight"] == 1 and not any(metrics[name] for name in names):
+            return metrics
+        assert time.monotonic() < deadline, metrics
         await asyncio.sleep(0.05)
 
 
@@ -263,8 +263,8 @@ def test_sounds_clips_and_texts_find_their_like(server: Server) -> None:
             *({"type": "text", "text": text} for text in texts),
         ]
         messages = {"messages": [{"role": "user", "content": parts}]}
-        found = client.embeddings.create(model=MODEL, input=[], extra_body=messages).data
-        originals = np.array([item.embedding for item in found])
+        embeddings = client.embeddings.create(model=MODEL, input=[], extra_body=messages).data
+        originals = np.array([item.embedding for item in embeddings])
         recording = base64.b64encode(recordings[0]).decode("ascii")
         audio = {"type": "input_audio", "input_audio": {"data": recording, "format": "wav"}}
         messages = {"messages": [{"role": "user", "content": [audio]}]}
@@ -478,9 +478,9 @@ async def test_hanging_up_on_a_stream_ends_it_in_the_engine(chat_http: httpx.Asy
     after = await settled(chat_http)
     assert after["shmring_http_aborted_total"] == before["shmring_http_aborted_total"] + 5
     deadline = time.monotonic() + 10
-    while (found := await numbers(chat_http))["shmring_engine_running_requests"]:  # texts have no slots that `settled` sees
+    while (metrics := await numbers(chat_http))["shmring_engine_running_requests"]:  # texts have no slots that `settled` sees
         assert time.monotonic() < deadline
-    assert found["shmring_engine_ring_aborted"] == before["shmring_engine_ring_aborted"] + 5
+    assert metrics["shmring_engine_ring_aborted"] == before["shmring_engine_ring_aborted"] + 5
 
 
 def test_an_engine_that_is_killed_ends_streams_with_an_error(socket_dir: Path) -> None:
@@ -530,12 +530,12 @@ async def test_a_frontend_that_is_killed_is_replaced_and_the_other_loses_nothing
 
     await asyncio.to_thread(until, replaced)
     deadline = time.monotonic() + 30
-    while (found := await numbers(http))["shmring_engine_ring_clients"] < 2:
-        assert time.monotonic() < deadline, found
+    while (metrics := await numbers(http))["shmring_engine_ring_clients"] < 2:
+        assert time.monotonic() < deadline, metrics
         await asyncio.sleep(0.05)
-    found = await settled(http)
-    assert found["shmring_engine_ring_departed_clients"] == 0
-    assert found["shmring_engine_ring_quarantined_nbytes"] == 0
+    metrics = await settled(http)
+    assert metrics["shmring_engine_ring_departed_clients"] == 0
+    assert metrics["shmring_engine_ring_quarantined_nbytes"] == 0
     assert (await http.post("/v1/embeddings", content=body)).status_code == 200
 
 

@@ -56,11 +56,11 @@ def nothing_stays(device_memory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def pretend_to_be_elsewhere(ring: Ring) -> None:
     """Has clients in this process find a ring's device slab as those in another one do: not made here, so to be opened."""
     slab = ring._device._slab  # type: ignore[union-attr]
-    told = slab.handle
-    slab.handle = msgspec.structs.replace(told, memory=b"own" + told.memory[:61])
-    device_module._mappings[slab.handle.memory] = device_module._mappings.pop(told.memory)
+    own_handle = slab.handle
+    slab.handle = msgspec.structs.replace(own_handle, memory=b"own" + own_handle.memory[:61])
+    device_module._mappings[slab.handle.memory] = device_module._mappings.pop(own_handle.memory)
     welcome = ring._welcome
-    ring._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device=told)  # type: ignore[method-assign]
+    ring._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device=own_handle)  # type: ignore[method-assign]
 
 
 class Ends:

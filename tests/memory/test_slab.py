@@ -43,16 +43,16 @@ def descriptors() -> int:
 
 def mapping(address: int) -> dict[str, str]:
     """What the kernel says of the mapping that starts at an address; empty if there is none."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith((f"{address:x}-", f"{address:012x}-")):
-            found["range"] = line
-        elif "-" in line.split()[0] and found:
+            fields["range"] = line
+        elif "-" in line.split()[0] and fields:
             break
-        elif found:
+        elif fields:
             key, _, value = line.partition(":")
-            found[key] = value.strip()
-    return found
+            fields[key] = value.strip()
+    return fields
 
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
@@ -87,14 +87,14 @@ def test_a_forked_child_does_not_get_the_mapping(slab: Slab) -> None:
 
 
 def test_a_full_shm_is_a_clear_error_and_leaves_nothing() -> None:
-    asked = os.statvfs(SHM_DIRECTORY).f_blocks * os.statvfs(SHM_DIRECTORY).f_frsize + (64 << 20)
+    too_large_nbytes = os.statvfs(SHM_DIRECTORY).f_blocks * os.statvfs(SHM_DIRECTORY).f_frsize + (64 << 20)
     before = descriptors()
     with pytest.raises(SlabError) as caught:
-        Slab.create("unit", asked, epoch=1, prefault=True)
+        Slab.create("unit", too_large_nbytes, epoch=1, prefault=True)
     assert caught.value.errno == errno.ENOSPC
-    assert caught.value.nbytes == asked
+    assert caught.value.nbytes == too_large_nbytes
     assert caught.value.path == f"/{PREFIX}unit-{1:016x}"
-    for part in (f"reserving {asked} bytes", "are free", "lower slab_nbytes", "--shm-size"):
+    for part in (f"reserving {too_large_nbytes} bytes", "are free", "lower slab_nbytes", "--shm-size"):
         assert part in str(caught.value)
     assert segments() == []
     assert descriptors() == before

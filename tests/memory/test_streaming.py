@@ -72,5 +72,5 @@ def test_a_payload_arrives_with_and_without_streaming_stores(processor_streams: 
     packed.copy_into(region, int(region.ctypes.data))
     for part in packed.parts:
         expected = part.source.contiguous().numpy() if isinstance(part.source, torch.Tensor) else part.source
-        found = region[part.offset : part.offset + part.nbytes]
-        assert found.tobytes() == expected.tobytes()
+        copied = region[part.offset : part.offset + part.nbytes]
+        assert copied.tobytes() == expected.tobytes()

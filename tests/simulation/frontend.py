@@ -184,7 +184,7 @@ class Session:
         if slot is not None:
             self._take(slot)
         else:
-            self.carry_out(self.book.wish(content_nbytes(blocks)), now)
+            self.carry_out(self.book.prefetch(content_nbytes(blocks)), now)
 
     def cancel(self, index: int) -> None:
         """The task of a waiter is cancelled; it will run later."""

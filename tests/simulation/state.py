@@ -116,7 +116,7 @@ class _Encoding:
             waiters,
             book._recalls,
             book._requested_nbytes,
-            book._wished,
+            book._prefetch_nbytes,
             self._reach(session),
             [[self._requests[session.client_id, request], given_up] for request, given_up in session.pending.items()],
             0 if self._world.scenario.max_requests is None else session.next_request,

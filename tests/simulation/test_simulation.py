@@ -141,7 +141,8 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         "_lent_replies", "late_aborts", "stale_releases",
     }  # fmt: skip
     assert set(vars(session.book)) - of_scenario == {
-        "leases", "_waiters", "_submitted", "_others", "_recalls", "_token", "_requested_nbytes", "_wished", "_next_generation"
+        "leases", "_waiters", "_submitted", "_others", "_recalls", "_token", "_requested_nbytes", "_prefetch_nbytes",
+        "_next_generation",
     }  # fmt: skip
     assert fields(leasebook.HeldLease) == {"lease_id", "is_base", "slots", "empty_since", "recalled"}
     assert fields(leasebook.SlotRecord) == {

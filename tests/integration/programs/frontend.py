@@ -51,7 +51,7 @@ async def stream(client: shmring.RingClient) -> None:
             say("streaming")
 
 
-async def one(client: shmring.RingClient, seed: int) -> None:
+async def check_answer(client: shmring.RingClient, seed: int) -> None:
     nbytes = (10, 900, 5_000, 70_000, 300_000)[seed % 5] + seed % 7
     data = tensor(nbytes, seed)
     expected = int(data.sum())
@@ -73,7 +73,7 @@ async def load(client: shmring.RingClient) -> None:
     async def worker(number: int) -> None:
         nonlocal done
         for seed in range(number, 1 << 30, 8):
-            await one(client, seed)
+            await check_answer(client, seed)
             done += 1
             if done % 20 == 0:
                 say(done)

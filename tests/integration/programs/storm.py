@@ -67,7 +67,7 @@ async def frontend(name: str, socket_dir: str, seed: str, requests: str, aborted
     outcomes = {"answered": 0, "aborted": 0}
     async with shmring.connect(name, socket_dir=socket_dir, connect_timeout_s=30) as client:
 
-        async def one(number: int) -> None:
+        async def send_request(number: int) -> None:
             value = chance.randrange(256)
             nbytes = chance.choice((100, 5_000, 40_000))
             payload = {"x": torch.full((nbytes,), value, dtype=torch.uint8)}
@@ -86,7 +86,7 @@ async def frontend(name: str, socket_dir: str, seed: str, requests: str, aborted
 
         async def worker() -> None:
             for number in numbers:
-                await one(number)
+                await send_request(number)
 
         started = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(IN_FLIGHT)))
