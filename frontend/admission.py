@@ -1,16 +1,18 @@
 """Admission: how many requests a process takes, how many it decodes at a time, and what happens when a caller hangs up.
 
-A request passes these in order, and whoever waits for one holds none of those behind it, so nobody waits in a circle:
+A request passes these steps in order. A request that waits for one step holds nothing of a later step, so there is no deadlock:
 
-1. Its body is read (:mod:`frontend.bodies`). However slowly it comes, it keeps nobody waiting.
-2. It takes a *place* among the requests in flight, and keeps it to its end, which of a stream may be minutes away:
-   ``max_concurrent_requests``.
-3. If it has media, it takes a *turn* once they are about to be decoded: ``max_concurrent_media``. When all is in the slab and
-   the engine is about to be asked, it gives back both the turn and the body's memory. A request without media needs no turn.
+1. Its body is read (:mod:`frontend.bodies`). A slow body keeps nobody waiting.
+2. It takes a *place* among the requests in flight, and keeps it to its end: ``max_concurrent_requests``. A stream may end
+   minutes later.
+3. If it has media, it takes a *turn* once they are about to be decoded: ``max_concurrent_media``. When all media are in the
+   slab and the request is about to be sent to the engine, it gives back the turn and the body's memory. A request without
+   media needs no turn.
 
-The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So somebody must listen:
-while the body arrives that is the reading itself, afterwards a watcher beside the handler, which is cancelled when its caller
-has gone. A caller that hangs up while it waits for memory or a place is noticed when it has it; it costs no more than that.
+The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So somebody must listen.
+While the body arrives, its reader listens. Afterwards a watcher beside the handler listens, and cancels the handler when the
+caller is gone. If a caller hangs up while it waits for memory or a place, this is noticed once it gets them. It costs nothing
+else.
 
 After a refusal the rest of the body is read and dropped by the server, not cut off: closing a connection that still
 receives would reset it, and the caller would see that instead of the reason.
@@ -33,7 +35,7 @@ __all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
 
 
 class _Line:
-    """Requests that wait for a place or a turn: so many, and for so long."""
+    """Requests that wait for a place or a turn: bounded in number and in time."""
 
     def __init__(self, settings: FrontendSettings) -> None:
         self._max_waiting = settings.max_queued_requests
@@ -41,7 +43,7 @@ class _Line:
         self._waiting = 0
 
     def check_length(self, semaphore: asyncio.Semaphore) -> None:
-        """Refuses whoever would have to wait where too many do.
+        """Refuses a request if it would have to wait and too many wait already.
 
         Raises:
             ApiError: 503.
@@ -71,7 +73,7 @@ def _overloaded(message: str) -> ApiError:
 
 
 class Admitted:
-    """What a request's handler has of its admission.
+    """The admission of one request, as its handler sees it.
 
     Attributes:
         deadline: when its last byte must have been sent, as a time of the loop's clock.
@@ -97,7 +99,7 @@ class Admitted:
             self.has_turn = True
 
     def release_turn(self) -> None:
-        """Lets the next one: what takes memory was let go of, or is in the slab. Twice is once."""
+        """Passes the turn on: the request holds no more media, or they are in the slab. A second call does nothing."""
         self.body_share.release()
         if self.has_turn:
             self.has_turn = False
@@ -105,7 +107,7 @@ class Admitted:
 
 
 def admitted_of(scope: Scope) -> Admitted:
-    """Returns what :class:`Admission` says of a request."""
+    """Returns the :class:`Admitted` of a request."""
     admitted: Admitted = scope["state"]["admitted"]
     return admitted
 
@@ -123,7 +125,7 @@ class AdmissionMiddleware:
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admits a request, and has it answered."""
+        """Admits a request, and lets the application answer it."""
         await self._admission.handle(scope, receive, send, self._app)
 
 
@@ -175,7 +177,7 @@ class Admission:
 
 
 class _Responding:
-    """Sends, and knows when nothing more is to come: then ``http.disconnect`` says only that."""
+    """Sends, and knows when the answer is complete: after that, ``http.disconnect`` means only that."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -188,7 +190,7 @@ class _Responding:
 
 
 def _replay(body: list[bytes]) -> Receive:
-    """A ``receive`` that hands out what was read, and lets go of it."""
+    """A ``receive`` that hands out the body that was read, and keeps no reference to it."""
 
     async def receive() -> Any:
         if not body:

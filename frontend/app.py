@@ -2,11 +2,11 @@
 
 How failures become statuses: :mod:`frontend.errors`, whose table is also what the OpenAPI document says.
 
-Answers that come whole say what they took: ``X-Shmring-Slab-Bytes``, the bytes of tensors that crossed through the slab, and
-``X-Shmring-Copies``, how many tensors this process copied for sending while the request was with the engine (other
-requests' included, so it is exact for a request that was alone, and an upper bound otherwise). ``X-Shmring-Synthetic: true``
-is on all answers that are made up, for load tests. ``X-Shmring-Ignored-Fields`` names what the request had and this server does
-not know.
+Answers that are not streamed have headers about their cost. ``X-Shmring-Slab-Bytes`` is the number of bytes of tensors that
+crossed through the slab. ``X-Shmring-Copies`` is how many tensors this process copied for sending while the request was with
+the engine. It includes copies for other requests: it is exact for a request that was alone, and an upper bound otherwise.
+``X-Shmring-Synthetic: true`` is on all made-up answers (for load tests). ``X-Shmring-Ignored-Fields`` names the fields of the
+request that this server does not know.
 
 What ``/health`` and ``/ready`` say: :mod:`frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
 ``/docs``.
@@ -76,7 +76,7 @@ class Application:
         await self._app(scope, receive, send)
 
     def begin_shutdown(self) -> None:
-        """Says to whoever asks that it is not ready any more. What is in flight, or still comes, is answered."""
+        """Makes ``/ready`` say that the process is shutting down. Requests in flight, and new ones, are still answered."""
         self._routes.health.shutting_down = True
 
 
@@ -88,7 +88,7 @@ def create_app(
     Args:
         engine: who computes; its owner closes it after the application.
         settings: limits, and the model's name.
-        frontends: returns how all frontends of the server are, for ``/health``.
+        frontends: returns the states of all frontends of the server, for ``/health``.
     """
     routes = _Routes(engine, settings, frontends)
     keys = Middleware(Authentication, settings.api_keys)

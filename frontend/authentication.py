@@ -1,7 +1,7 @@
 """Keys that callers must have: ``Authorization: Bearer KEY``, as OpenAI's clients send it.
 
-Only ``/v1`` is protected, as in vLLM: whoever watches over the server (``/health``, ``/ready``, ``/metrics``, ``/version``) and
-whoever reads its documentation (``/docs``) needs no key.
+Only ``/v1`` is protected, as in vLLM. Monitoring (``/health``, ``/ready``, ``/metrics``, ``/version``) and the documentation
+(``/docs``) need no key.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Authentication:
     """Middleware of routes that need a key.
 
     Args:
-        app: what answers whoever has one.
-        keys: each of them will do; if there are none, no key is needed.
+        app: answers callers that have a key.
+        keys: a caller needs one of them; if there are none, no key is needed.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
@@ -41,7 +41,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _is_known(self, token: bytes | None) -> bool:
-        """Takes as long for a key that is nearly right as for any other, and as for any of several."""
+        """Takes the same time for every key, so that the time says nothing about how nearly right a key is."""
         digest = _digest(token or b"")
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return token is not None and any(matches)

@@ -1,16 +1,16 @@
 """Reading the bodies of requests: how large they may be, how slow, and how much memory all of them take together.
 
-What has *arrived* of a body counts, not what was announced: a caller that announces much and sends little takes nothing from
-anybody. While memory is full, bodies wait in their sockets, in order, where flow control bounds them. Bodies that are half
-read could fill it, and then none of them would ever be complete; so one at a time may overdraw it. That one must come quickly,
-or it is refused.
+Only the bytes of a body that have *arrived* count, not the announced length: a caller that announces much and sends little
+takes nothing from others. While memory is full, bodies wait in their sockets, in order, and flow control bounds them.
+Half-read bodies could fill the memory, and then none of them would ever be complete. So one body at a time may overdraw it.
+This body must come quickly, or it is refused.
 
 The first kilobytes of a body are free, since the server reads them ahead anyway: so a conversation without media never waits
 for pictures. The bound is thus the limit, one more body, and for each connection what the server had read when it began to wait
 (64 KiB, and up to 256 KiB that came with them).
 
-A body has a least rate and may not stand still. Time in which it waits for memory does not count: that is not its caller's
-fault.
+A body has a lowest rate and must not stand still. Time in which it waits for memory does not count, because that is not the
+caller's fault.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HungUp(Exception):
 
 
 class BodyShare:
-    """What one body takes of the memory. Whoever lets go of the body releases it."""
+    """The memory that one body takes. Whoever drops the body must release its share."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
@@ -52,15 +52,15 @@ class BodyShare:
 
     @property
     def overdraws(self) -> bool:
-        """Whether this is the body that may grow though there is no room."""
+        """Whether this is the body that may grow although there is no room."""
         return self._memory.overdrawing is self
 
     async def grow(self, nbytes: int) -> None:
-        """Waits until there is room. If it is cancelled, it may have grown all the same."""
+        """Waits until there is room, and grows. If the call is cancelled, the share may have grown nevertheless."""
         await self._memory.take(self, nbytes)
 
     def release(self) -> None:
-        """Gives everything back. Twice is once."""
+        """Gives everything back. A second call does nothing."""
         self._memory.release(self)
 
 
@@ -68,8 +68,8 @@ class BodyMemory:
     """The memory of all bodies together, those that are complete and wait for their turn included.
 
     Attributes:
-        nbytes: what they take now.
-        overdrawing: whose body may grow though there is no room; None while there is.
+        nbytes: how much they take now.
+        overdrawing: the share of the body that may grow although there is no room; None while there is room.
     """
 
     def __init__(self, limit_nbytes: int) -> None:
@@ -79,7 +79,7 @@ class BodyMemory:
         self._waiters: deque[tuple[BodyShare, int, asyncio.Future[None]]] = deque()
 
     async def take(self, share: BodyShare, nbytes: int) -> None:
-        """Adds to a share when there is room, and nobody waits who came before."""
+        """Adds to a share when there is room and no earlier body waits."""
         if (not self._waiters or share.overdraws) and self._try_take(share, nbytes):
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,7 +93,7 @@ class BodyMemory:
                     self._waiters.remove(waiter)
 
     def release(self, share: BodyShare) -> None:
-        """Takes back what a share has, and lets go on who waits for it."""
+        """Takes a share back, and lets waiting bodies go on."""
         self.nbytes -= share.nbytes
         share.nbytes = 0
         if self.overdrawing is share:
@@ -130,10 +130,11 @@ class BodyReader:
         self._wait_timeout_s = settings.queue_timeout_s
 
     def check_head(self, scope: Scope) -> None:
-        """Refuses a body by what the request's head says of it.
+        """Refuses a body if the request's head shows that it can't be accepted.
 
-        Only JSON is taken that says so. A browser lets any web page post what says anything else, or nothing, to a server on
-        the user's own machine; for ``application/json`` it asks that server first, which does not agree.
+        A body must say that it is ``application/json``. A browser lets any web page post a body of another type, or of none,
+        to a server on the user's own machine. Before it posts ``application/json``, it asks that server, and this server does
+        not agree.
 
         Raises:
             ApiError: 413, it is too large; 415, it is something else.
@@ -171,7 +172,7 @@ class BodyReader:
                 async with asyncio.timeout_at(pace.deadline(share.overdraws)):
                     message = await receive()
             except TimeoutError:
-                # Closing the connection is all that keeps who is slow from sending on.
+                # Only closing the connection stops a slow caller from sending more.
                 raise ApiError(408, pace.complaint, code="body_timeout", headers={"connection": "close"}) from None
             if message["type"] != "http.request":
                 raise HungUp
@@ -230,7 +231,7 @@ class _Pace:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Does not count what time the block takes."""
+        """Does not count the time that the block takes."""
         before = self._now()
         yield
         self._started_at += self._now() - before

@@ -1,7 +1,7 @@
-"""Answering a conversation: its media through the slab, the answer whole or as it is made.
+"""Answering a conversation: its media go through the slab, and the answer comes whole or in pieces.
 
-The slot is left when the first piece has come. The request has been sent by then, and the engine, which needs its media for
-the first step only, gives their memory back when that is done. What is left of the request meanwhile are texts.
+The slot is left when the first piece has come. By then the request has been sent. The engine needs the media only for the first
+step, and gives their memory back after it. From then on, only the texts of the request are kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["Answer", "ChatService", "Completed", "events_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completed:
-    """A whole answer, and what it took: as :class:`frontend.embedding_service.Embedded`."""
+    """A whole answer, and its cost: as :class:`frontend.embedding_service.Embedded`."""
 
     response: ChatCompletion
     slab_nbytes: int
@@ -147,7 +147,7 @@ class ChatService:
 
 
 async def events_of(answer: Answer, request: ChatRequest) -> AsyncGenerator[bytes, None]:
-    """Yields an answer as OpenAI's events: its role, its text as it comes, why it ended, and what it took if wanted.
+    """Yields an answer as OpenAI's events: its role, its text as it comes, why it ended, and its usage if wanted.
 
     Args:
         answer: stays its owner's, who closes it.

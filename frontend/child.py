@@ -32,8 +32,8 @@ class Child:
         process: the process.
         started_at: when, by the loop's clock.
         ready: it has said that it serves.
-        silent_heartbeats: how many it has not shown, one after the other.
-        informed_of: how frontends are, as it was told last.
+        silent_heartbeats: how many heartbeats in a row it has missed.
+        informed_of: the states of the frontends that we sent to it last.
         killed_because: why we killed it; empty: we did not.
     """
 
@@ -64,7 +64,7 @@ class Child:
         Args:
             title: what to call it.
             command: its arguments; the descriptor of its end of the socket is added to the last one.
-            orders: what it is told first.
+            orders: the first message to it.
             pass_fds: descriptors that it inherits.
             environment: what its environment has besides ours. Keys are not in it: nobody there needs them.
         """
@@ -127,7 +127,7 @@ class Child:
         self._heard = False
 
     def inform_of(self, states: list[FrontendState]) -> None:
-        """Tells it how frontends are, unless it knows, or has not read yet what it was told before."""
+        """Sends it the states of the frontends, unless they have not changed, or it has not read the last message yet."""
         if (
             self.lives
             and self.ready.is_set()
@@ -138,7 +138,7 @@ class Child:
             self.informed_of = states
 
     def close(self) -> None:
-        """Lets go of the socket; a living process takes that for our end."""
+        """Closes the socket; a living process then believes that we have ended."""
         if self._listening is not None:
             self._listening.cancel()
         self._writer.close()
@@ -161,7 +161,7 @@ class Child:
 
 
 async def end_children(children: Iterable[Child], deadline: float, hurry: asyncio.Event) -> None:
-    """Tells children to end, and kills those that have not by a time of the loop's clock, or when there is a hurry."""
+    """Tells children to end. Kills those that still live at a time of the loop's clock, or when there is a hurry."""
     living = [child for child in children if child.lives]
     if not living:
         return

@@ -1,4 +1,4 @@
-"""The command ``shmring``: its commands, and what they need only when they are run.
+"""The command ``shmring`` and its subcommands, which import what they need only when they run.
 
 Importing torch takes seconds, so nothing here does, and no command does before its options are known to make sense.
 """
@@ -72,7 +72,7 @@ def demo() -> None:
 @click.option("--slab-nbytes", default="1GiB", show_default=True, type=NBYTES, help="The slab that an engine is to have here.")
 @click.option("--socket-dir", default=None, help="Where its socket is to lie.  [default: the user's runtime directory]")
 def doctor(as_json: bool, slab_nbytes: int, socket_dir: str | None) -> None:
-    """Checks whether this machine is fit for an engine, and says what to do where it is not.
+    """Checks whether this machine is fit for an engine, and says what to do if it is not.
 
     Ends with exit code 1 if there is a problem.
     """

@@ -1,8 +1,8 @@
 """``shmring doctor``: what this machine offers to an engine, before one fails on it.
 
-Each check looks at one thing and returns a row: what was found, and what to do about it. What a check reads is an argument (a
-file's text, a limit, a directory), so that each can be tried with what other machines have; :func:`run_checks` reads it here. A
-check never raises for what it finds: a machine that lacks something is what this is for.
+Each check looks at one thing and returns a row: its finding, and what to do about it. A check gets its input as an argument
+(a file's text, a limit, a directory), so tests can give it the input of another machine; :func:`run_checks` reads the input
+of this machine. A check never raises because of its finding: it is made for machines that lack something.
 
 A *problem* keeps an engine from starting or from being safe; a *warning* costs speed, or will be a problem under load.
 """
@@ -44,7 +44,7 @@ Status = Literal["ok", "warning", "problem"]
 _OLDEST_KERNEL = (5, 3)  # pidfd_open
 _POPULATING_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 _SO_PEERPIDFD = 77  # Linux 6.5, from the kernel's asm-generic/socket.h
-_SEGMENT_INODES = 16  # a slab is one file; the rest is for whatever else lives there
+_SEGMENT_INODES = 16  # a slab is one file; the others are for other programs
 _FEW_FILES = 1024  # 2 for each of 256 frontends (RingConfig.max_clients) or one for each HTTP connection, and some to spare
 _TOO_FEW_FILES = 128  # an engine with two frontends, and torch's own
 _PRIVATE_NBYTES = 1 << 30  # what the processes take beside the slab: some 250 MB each for an engine and three frontends
@@ -54,7 +54,7 @@ _TEST_REPETITIONS = 20
 _TEST_TIMEOUT_S = 10.0
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
-# What is imported under another name than it is installed by is listed by the latter. Only the last two can be missing.
+# The names of distributions, also where a module has another name. Only the last two can be missing.
 _PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", "av", "pillow")
 _FOR_MEDIA = frozenset({"av", "pillow"})
 
@@ -120,13 +120,13 @@ def show(checks: list[Check], console: Console) -> None:
     for heading in ("check", "status", "found", "what to do"):
         table.add_column(heading, overflow="fold")
     for check in checks:
-        # As text: what was found may hold brackets, which would be taken for markup.
+        # As text: a finding may hold brackets, which rich would take for markup.
         table.add_row(check.name, Text(check.status, _STYLES[check.status]), Text(check.finding), Text(check.advice))
     console.print(table, highlight=False)
 
 
 def _text_of(path: Path) -> str | None:
-    """Returns a file's text, or None where the kernel has no such file, or does not show it."""
+    """Returns a file's text, or None if the kernel has no such file or does not show it."""
     try:
         return path.read_text()
     except OSError:
@@ -162,7 +162,7 @@ def check_shm_mount(mounts: str, directory: Path) -> Check:
     candidates = [line.split(" ")[1:4] for line in mounts.splitlines() if line.split(" ")[1] in places]
     if not candidates:
         return Check(name, "problem", "nothing is mounted there", f"mount -t tmpfs tmpfs {directory}")
-    # The nearest decides, and of several at one place the last, which hides the others.
+    # The nearest mount decides. If several are at one place, the last one hides the others.
     _, kind, options = max(reversed(candidates), key=lambda mount: len(mount[0]))
     described = f"{kind} ({options})"
     if kind not in ("tmpfs", "devtmpfs"):
@@ -215,7 +215,7 @@ def check_memory(meminfo: str, slab_nbytes: int) -> Check:
 
 
 def _compare(finding: str, available_nbytes: int, slab_nbytes: int, advice: str) -> tuple[Status, str, str]:
-    """What to say of memory that slab and processes come from."""
+    """Returns status, finding and advice about memory that must hold the slab and the processes."""
     if available_nbytes < slab_nbytes:
         return "problem", f"{finding}; the slab takes {_size(slab_nbytes)}", advice
     if available_nbytes < slab_nbytes + _PRIVATE_NBYTES:
@@ -225,7 +225,7 @@ def _compare(finding: str, available_nbytes: int, slab_nbytes: int, advice: str)
 
 
 def check_cgroup(membership: Path, root: Path, slab_nbytes: int) -> Check:
-    """Compares what a container may take with the slab, which is charged to whoever touches it first: the engine.
+    """Compares a container's memory limit with the slab. The process that touches it first is charged for it: the engine.
 
     Args:
         membership: ``/proc/self/cgroup``.
@@ -299,7 +299,7 @@ def check_open_files(limit: int) -> Check:
     return Check(name, "ok", finding)
 
 
-# -- what frontends and engine know each other by ---------------------------------------------------------------------
+# -- how frontends and engine identify each other ---------------------------------------------------------------------
 
 
 def check_pidfd() -> Check:
@@ -313,7 +313,7 @@ def check_pidfd() -> Check:
 
 
 def check_peer_pidfd() -> Check:
-    """Tries whether a socket tells the very process at its other end."""
+    """Tries whether a socket gives a pidfd of the process at its other end."""
     name = "SO_PEERPIDFD"
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -433,7 +433,7 @@ def check_torch(*, cuda: bool) -> Check:
 
 
 def check_exchange() -> Check:
-    """Sends a tensor from a client to an engine, both in this process, and compares what comes back with what it is."""
+    """Sends tensors from a client to an engine, both in this process, and checks the sums that the engine returns."""
     name = "self-test"
     try:
         with tempfile.TemporaryDirectory(prefix="shmring-doctor-") as place:

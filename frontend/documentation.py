@@ -1,11 +1,11 @@
 """The OpenAPI document, and a page that shows it.
 
-The document is made of the very types that requests are decoded into and answers are encoded from, so it can't say otherwise
-than the server does. Statuses and headers are said here; tests generate requests from the document and compare every answer
-with it.
+The document is generated from the types that the server decodes requests into and encodes answers from, so the two can't
+differ. Statuses and headers are written here; tests generate requests from the document and compare every answer with it.
 
-The page works without any other server: Swagger UI's files come with the package ``offapi``, where most such pages load
-them from a CDN and stay blank in a cluster without internet. Its content security policy keeps it from asking anybody else.
+The page works without any other server, because Swagger UI's files come with the package ``offapi``. Most such pages load
+them from a CDN and stay blank in a cluster without internet. The content security policy forbids the page to load from
+anywhere else.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Documentation:
 
     Args:
         keys_needed: whether callers of ``/v1`` need a key.
-        model: whose name stands in the examples, so that they can be tried as they are.
+        model: the examples use its name, so that they can be tried as they are.
     """
 
     def __init__(self, keys_needed: bool, model: ServedModel) -> None:

@@ -31,7 +31,7 @@ __all__ = ["Embedded", "EmbeddingService"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """An answer, and what it took.
+    """An answer, and its cost.
 
     Attributes:
         response: for the caller.
@@ -93,7 +93,7 @@ class EmbeddingService:
     async def _filled(
         self, inputs: list[Text | MediaSource], spec: InputSpec, admitted: Admitted, param: str
     ) -> AsyncIterator[tuple[list[Text | Medium], int]]:
-        """Has media instead of their sources, and how many bytes of the slab those take; emptied when the block is left."""
+        """Yields the inputs with media in place of sources, and the media's bytes in the slab; empties the list at the end."""
         sources = [item for item in inputs if isinstance(item, MediaSource)]
         texts = [item if isinstance(item, Text) else None for item in inputs]
         inputs.clear()

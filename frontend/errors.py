@@ -1,4 +1,4 @@
-"""How failures become statuses, and terminal events of streams; and what a caller is told, in the form of OpenAI's API.
+"""How failures become statuses, terminal events of streams, and messages to the caller, in the form of OpenAI's API.
 
 ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, for every error of every route, so that clients made
 for that API show the message instead of a parse error of their own.
@@ -7,7 +7,7 @@ for that API show the message instead of a parse error of their own.
 failure                                                status  code
 =====================================================  ======  =====================================
 not JSON; not such a request; bad media                400     invalid_json, invalid_value, invalid_image, ...
-what would change the answer, and is not built         400     unsupported_value, unsupported_input
+a field that is not implemented but changes an answer  400     unsupported_value, unsupported_input
 a task that the model does not do                      400     unsupported_task
 ``ValueError`` or ``ValidationError`` of the executor  400     rejected_by_engine
 prompt and ``max_tokens`` longer than the model takes  400     context_length_exceeded
@@ -17,7 +17,7 @@ no such method                                         405     method_not_allowe
 the body did not arrive in time                        408     body_timeout
 body too large; media too large together               413     body_too_large, media_too_large
 media, or an answer, that never fit the slab           413     slab_too_small
-the body is not said to be JSON; it is compressed      415     unsupported_media_type, unsupported_content_encoding
+the body does not say it is JSON; it is compressed     415     unsupported_media_type, unsupported_content_encoding
 any other failure of the executor; a bug               500     engine_error, internal_error
 no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
 no space in the slab in time                           503     slab_full (``Retry-After``)
@@ -28,8 +28,8 @@ the server shuts down, and its grace is over           503     shutting_down (``
 the request took too long                              504     request_timeout
 =====================================================  ======  =====================================
 
-503 says that the same request may succeed a moment later, 413 that it never will, 504 that trying again would most likely
-take as long again. All have OpenAI's error envelope. A caller that hangs up gets nothing, and its request is aborted.
+503 means that the same request may succeed a moment later, 413 that it never will, and 504 that a second try would most likely
+take as long. All have OpenAI's error envelope. A caller that hangs up gets nothing, and its request is aborted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger("frontend.errors")
 RETRY_AFTER_S = 1
 
 _CODES_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
-# What the engine says of itself rather than of the request, by the name of the exception there.
+# Errors of the engine itself and not of the request, by the name of the exception there.
 _UNAVAILABLE = {"OverloadedError": "overloaded", "PausedError": "paused", "ClosedError": "engine_unavailable"} | dict.fromkeys(
     ("AbortedError", "EngineDeadError", "ExecutorDeadError"), "engine_unavailable"
 )
@@ -79,7 +79,7 @@ class ErrorEnvelope(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """A request failed in a way that its caller is told.
+    """A request failed, and its caller gets this error.
 
     Attributes:
         status: of HTTP.
@@ -114,7 +114,7 @@ class ApiError(Exception):
 
 
 def api_error_of(error: Exception) -> ApiError:
-    """Returns what the caller is told; the table is at the head of this file."""
+    """Returns the error that the caller gets; the table is at the head of this file."""
     match error:
         case ApiError():
             return error
@@ -147,16 +147,16 @@ def _unavailable(message: str, code: str) -> ApiError:
 
 
 def report(error: Exception, request_id: str) -> ApiError:
-    """Returns what the caller is told; what is the server's own fault is logged."""
+    """Returns the error that the caller gets. Logs errors that are the server's own fault."""
     answer = api_error_of(error)
     if answer.status >= 500:
         known = isinstance(error, ApiError | shmring.ShmringError | TimeoutError)
-        # As text: a log handler that keeps the exception would keep its frames, and they the views of the request's slot.
+        # As text: a log handler that keeps the exception would keep its frames, and these keep views of the request's slot.
         text = str(error) or type(error).__name__ if known else "".join(traceback.format_exception(error))
         if not known:
             logger.error("the request %s failed by a bug of this server: %s", request_id, text)
         else:
-            # What says only that there is too much to do or too little time, or that somebody is ending us, is counted anyway.
+            # Errors of overload, of timeouts and of a shutdown are counted anyway.
             level = logging.INFO if answer.code in _EXPECTED else logging.WARNING
             logger.log(level, "the request %s failed: %s", request_id, text)
     return answer

@@ -1,10 +1,10 @@
-"""What ``/health`` and ``/ready`` say: the facts, and who collects them.
+"""The answers of ``/health`` and ``/ready``: the facts, and the class that collects them.
 
-``/health`` says whether the engine works, ``/ready`` whether a request would be answered now: a paused engine is well and not
-ready. So is a process in which media have been waiting for a decoder for seconds: a balancer should send its traffic elsewhere,
-but restarting it would only lose what it does, as the work of each medium is bounded. Whoever knows a further fact about this
-process or its neighbours adds a field to :class:`Health` and fills it in :meth:`HealthReporter.check_health`. A process that is
-not well answers 503 with the envelope of errors instead.
+``/health`` says whether the engine works. ``/ready`` says whether a request would be answered now. A paused engine is healthy
+but not ready. The same holds for a process in which media have been waiting for a decoder for seconds: a load balancer should
+send its traffic elsewhere, but a restart would only lose work, because the work of each medium is bounded. To report a further
+fact about this process or its neighbours, add a field to :class:`Health` and fill it in :meth:`HealthReporter.check_health`. A
+process that is not healthy answers 503 with the envelope of errors instead.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MAX_WAITING_S = 5.0  # for a decoder. Photographs take a quarter of a second; w
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to `GET /health` and `GET /ready` of a process that is well.
 
-    `frontends` is how the supervisor sees all frontends of the server, this one included; empty without a supervisor. One that
-    is `unresponsive` or `restarting` makes no other unhealthy: the supervisor replaces it, and whoever restarted the server for
-    it would end what the others do.
+    `frontends` are the states of all frontends of the server as the supervisor sees them, this one included; empty without a
+    supervisor. A frontend that is `unresponsive` or `restarting` does not make the others unhealthy: the supervisor replaces
+    it, and a restart of the server would end the requests of the others.
     """
 
     engine: Literal["running", "paused"]
@@ -49,7 +49,7 @@ class HealthReporter:
         decoders: says how busy this process' decoders are.
 
     Attributes:
-        shutting_down: whether this process was told to end. It still answers what comes.
+        shutting_down: whether this process was told to end. It still answers requests.
     """
 
     def __init__(

@@ -1,18 +1,18 @@
-"""uvicorn's HTTP protocol, with the bounds that it leaves to a proxy.
+"""uvicorn's HTTP protocol, with the bounds that uvicorn leaves to a proxy.
 
-Without them, one connection that has shown no key can take a process' memory: by a header, URL, chunk extension or trailer
-that does not end, or by requests sent one behind the other whose answers it does not read. And a thousand that send nothing,
-or read nothing, keep as many descriptors and answers for ever.
+Without these bounds, one connection without a key can take all memory of a process. It can send a header, URL, chunk extension
+or trailer that does not end. It can also send requests one after another and never read the answers. And a thousand connections
+that send nothing, or read nothing, keep a thousand descriptors and answers for ever.
 
-uvicorn stops reading while requests are queued behind the one that is being answered, and tells the last one alone when a
-connection ends. Here reading goes on, as their number is bounded, and all are told: nobody computes for who has gone.
+When a connection ends, uvicorn tells only the last request; and while requests are queued behind the one that is being
+answered, uvicorn does not read, so it does not see the end. Here reading goes on, because the number of queued requests is
+bounded, and all requests learn of the end. So nobody computes for a caller that is gone.
 
-It also refuses what RFC 9112 has servers refuse and the parser lets through, since a proxy in front may read it otherwise: a
-request of HTTP/1.1 without a ``Host`` or with two, and codings of a transfer other than ``chunked``. Upgrades (WebSocket, h2c)
-are not taken: the request is answered as it is, and the connection ends.
+The protocol also refuses requests that RFC 9112 tells servers to refuse but the parser accepts, because a proxy in front may
+read them differently: a request of HTTP/1.1 without a ``Host`` or with two, and transfer codings other than ``chunked``.
+Upgrades (WebSocket, h2c) are ignored: the request is answered without the upgrade, and the connection ends.
 
-What a parser is fed is counted from the last piece of progress: a head that is complete, a part of a body, the end of a
-message.
+The bytes that the parser gets are counted from the last progress: a complete head, a part of a body, or the end of a message.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LINGER_S = 5.0  # for the last of an answer to be taken after the connection wa
 
 
 class _RefusedHead(ApiError):
-    """A request that is not even looked at."""
+    """A request that is refused because of its head."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(status, message, code=code)
@@ -86,7 +86,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells whoever answers, and lets go of what was not answered: only the collector would find it."""
+        """Tells all requests that the connection ended, and drops unanswered ones, which only the collector would find."""
         self._lost = True
         self._head_came()
         self.resume_writing()
@@ -98,7 +98,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, unless the peer has overdone it."""
+        """Feeds the parser, unless the peer has sent too much without progress."""
         if self.transport.is_closing():
             return
         self._overhead_nbytes += len(data)
@@ -122,7 +122,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif len(self.pipeline) > _MAX_PIPELINED:
             self._end()
         elif self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._await_head()  # uvicorn waits for nothing any more, whatever it was that came
+            self._await_head()  # uvicorn stops its keep-alive timer, whatever bytes came
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -185,7 +185,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stall_timer = self.loop.call_later(_STALL_TIMEOUT_S, self._check_for_a_stall, nbytes)
 
     def _check_for_a_stall(self, before_nbytes: int) -> None:
-        """Ends a connection that took nothing since; a slow one is watched on."""
+        """Ends a connection that has read nothing since the last look. Goes on watching a slow one."""
         nbytes = self.transport.get_write_buffer_size()
         if nbytes >= before_nbytes:
             self._abort()

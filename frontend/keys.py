@@ -1,6 +1,6 @@
-"""Keys that callers must send, from where operators keep them. No message ever shows one.
+"""Reads the keys that callers must send from the places where operators keep them. No message ever shows a key.
 
-Silence is never an open server: a variable or a file that is there and holds no key is an error.
+A mistake never opens the server: a variable or a file that exists but holds no key is an error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def read_keys(options: Iterable[str], variable: str | None, file: str | os.PathL
         file: its path; one key in a line.
 
     Raises:
-        OSError: the file can't be read.
-        ValueError: something is no key, or holds none; or others than its owner may read the file. Says where, and what to do.
+        OSError: the file can't be read. ValueError: a text is no key, or a place holds no keys, or users other than its owner
+        may read the file. The message says
+            where, and what to do.
     """
     keys = list(options)
     for number, key in enumerate(keys, 1):

@@ -1,8 +1,9 @@
 """Making malloc give memory back.
 
-A frontend takes tens of megabytes for a picture and lets go of them a moment later, hundreds of times, on several threads.
-Left alone, glibc keeps much of that: each freed block raises the size from which blocks get a mapping of their own (up to
-32 MiB, so that bodies and decoded pictures end up in heaps), heaps only shrink at their top, and there is one for every thread.
+A frontend takes tens of megabytes for a picture and frees them a moment later, hundreds of times, on several threads. With
+its defaults, glibc keeps much of that: each freed block raises the size from which blocks get a mapping of their own (up to
+32 MiB, so that bodies and decoded pictures end up in heaps), heaps only shrink at their top, and there is one for every
+thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def make_malloc_return_memory() -> bool:
     """Sets up glibc's malloc for a process that takes and frees large blocks. Call it before threads are started.
 
     Returns:
-        Whether that worked; other C libraries have no such settings, and other habits.
+        Whether that worked; other C libraries have no such settings.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,8 +1,8 @@
-"""What a frontend counts, for Prometheus. Requests are counted by :mod:`frontend.observation`.
+"""A frontend's counters, for Prometheus. :mod:`frontend.observation` counts requests.
 
-Several frontends share one port, so any of them may be asked: under the supervisor, ``prometheus_client`` runs in its
-multi-process mode (files in ``PROMETHEUS_MULTIPROC_DIR``), and each answers for all. What the engine says of itself is fetched
-when asked, as ``shmring_engine_*``.
+Several frontends share one port, so a scrape may reach any of them. Under the supervisor, ``prometheus_client`` therefore
+runs in its multi-process mode (files in ``PROMETHEUS_MULTIPROC_DIR``), and each frontend answers for all. For each scrape,
+the engine's own numbers are fetched, as ``shmring_engine_*``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FrontendMetrics:
         return Gauge(name, documentation, registry=self.registry, multiprocess_mode="livesum")
 
     def take_over(self, statistics: shmring.ClientStatistics) -> None:
-        """Brings what the ring's client counts up to date."""
+        """Updates the counters of the ring's client."""
         for field, counter in self._counters.items():
             value = getattr(statistics, field)
             counter.inc(value - self._seen[field])

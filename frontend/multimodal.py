@@ -1,12 +1,13 @@
-"""The media of a request, from where they come from to the slab: load, acquire, decode in place.
+"""The media of a request, from their source to the slab: load, acquire, decode in place.
 
-In this order: files from other hosts are fetched, which may take long and keeps nobody else waiting; then the request has a
-turn, if its files are large; decoders say how much memory all of them need, one slot is acquired, and each is decoded and
-copied into it. So memory of the slab is what waits, and not decoded pictures in private memory.
+The order is this. First, files from other hosts are fetched, which may take long and keeps nobody else waiting. Then the
+request takes a turn, if its files are large. Decoders say how much memory all media need, one slot is acquired, and each
+medium is decoded and copied into it. So a request waits for memory of the slab before it decodes, and holds no decoded
+pictures in private memory.
 
-The views that were written through are in one list, which the engine's request shares and which is emptied when the block is
-left: a slot that was left drains until its last view has died, and the answer may go on for minutes. By then the request must
-have been sent.
+The views of the slot are in one list, which the engine's request shares. The list is emptied when the block is left: a slot
+that was left drains until its last view has died, and the answer may go on for minutes. By then the request must have been
+sent.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class MediaIntake:
     async def take(
         self, sources: list[MediaSource], spec: InputSpec, admitted: Admitted, param: str
     ) -> AsyncIterator[list[Medium]]:
-        """Has media in the slab for as long as the block lasts.
+        """Keeps the media in the slab for as long as the block lasts.
 
         Args:
             sources: where they come from; emptied, because ``data:`` URLs hold the files once more.
             spec: what the executor takes.
-            admitted: the request; it has a turn from when its files are there until the block begins.
-            param: what errors about all of them together name.
+            admitted: the request; it has a turn from the time when its files have arrived until the block begins.
+            param: the parameter that errors about all media together name.
 
         Yields:
             The media in the order of their sources, with checksums if the executor wants them. The list is emptied when the
@@ -117,7 +118,7 @@ class MediaIntake:
     async def _load(
         self, sources: Sequence[MediaSource], spec: InputSpec, admitted: Admitted, param: str
     ) -> list[PreparedMedium]:
-        """Has all files, and a turn to decode them, and knows what memory they need."""
+        """Brings all files, takes a turn to decode them, and returns how much memory each medium needs."""
         files = _Files(self._settings.max_media_nbytes, param)
 
         async def fetch(source: MediaSource) -> bytes:
@@ -137,7 +138,7 @@ class MediaIntake:
         return await self._each(prepare, sources)
 
     async def _each(self, load: Callable[[MediaSource], Awaitable[_Loaded]], sources: Sequence[MediaSource]) -> list[_Loaded]:
-        """Does this for all, a few at a time: what they may be together is known only one by one."""
+        """Loads all sources, a few at a time: only then is it known whether they are too large together."""
         at_a_time = asyncio.Semaphore(self._settings.decode_threads)
 
         async def load_in_turn(source: MediaSource) -> _Loaded:
@@ -149,7 +150,7 @@ class MediaIntake:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _acquire(self, prepared: Sequence[PreparedMedium], stack: contextlib.AsyncExitStack) -> list[torch.Tensor]:
-        """Returns memory for each, of a slot that is the stack's to leave."""
+        """Returns memory for each medium, in a slot that the stack leaves at its end."""
         shapes = [(medium.shape, medium.dtype) for medium in prepared]
         if self._settings.disable_mm_shm:
             return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -179,7 +180,7 @@ class MediaIntake:
 
 
 class _Files:
-    """How large the files of a request are together, as far as they are there."""
+    """The size of all files of a request together, as far as they have arrived."""
 
     def __init__(self, max_nbytes: int, param: str) -> None:
         self.nbytes = 0
@@ -200,7 +201,7 @@ class _Files:
 
 
 def _raise_first(results: Sequence[object], media: Sequence[MediaSource | PreparedMedium]) -> None:
-    """Raises the error of the first medium that has one; which of several fails first is chance."""
+    """Raises the error of the first medium in order that failed, and not of the first in time, which is chance."""
     for result, medium in zip(results, media, strict=True):
         if isinstance(result, MediaError):
             param = medium.param if isinstance(medium, MediaSource) else medium.source_param

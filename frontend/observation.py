@@ -1,4 +1,4 @@
-"""The outermost middleware: it names, counts and times every request, also those without a route."""
+"""The outermost middleware: it names, counts and times every request, even one without a route."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Observation:
             try:
                 await self._app(scope, receive, observed_send)
             except asyncio.CancelledError:
-                # Only the server does that, when it shuts down and the grace for what is in flight is over.
+                # Only the server cancels a request, when it shuts down and the time for running requests is over.
                 if status == _HUNG_UP:
                     await error_response(_SHUTTING_DOWN)(scope, receive, observed_send)
                 elif streaming:

@@ -1,8 +1,8 @@
 """The frontend as a process: attaches to an engine, serves HTTP, ends on SIGTERM and SIGINT and with its supervisor.
 
-Its end: it stops listening at once; requests may go on for ``shutdown_timeout_s``; then those that still run are cancelled,
-and have a moment to say so (503, or a last event of a stream). A second signal ends the waiting. Last, it leaves the engine,
-and ends without unloading what it imported.
+When it ends, it stops listening at once. Requests may go on for ``shutdown_timeout_s``. Then those that still run are
+cancelled, and have a moment to tell their callers (503, or a last event of a stream). A second signal ends the waiting. Last,
+the process leaves the engine, and ends without unloading its imports.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
 def _leave() -> NoReturn:
     """Ends the process without unloading torch (half a second, and twice that on busy cores) and without waiting for threads.
 
-    Everything of ours is closed by now, and the engine takes back what a thread may still be writing to when we are dead.
+    Everything of ours is closed by now. A thread may still write to a slot; the engine takes that memory back when we are dead.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -82,6 +82,6 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
 
 
 def _orphaned() -> None:
-    # The supervisor made it, and can't remove it any more; whoever of us is first does.
+    # The supervisor made it, and can't remove it any more; the first frontend that ends removes it.
     shutil.rmtree(os.environ.get("PROMETHEUS_MULTIPROC_DIR", ""), ignore_errors=True)
     signal.raise_signal(signal.SIGTERM)

@@ -23,5 +23,5 @@ class JsonResponse(Response):
 
 
 def error_response(error: ApiError) -> Response:
-    """Returns what a caller is told."""
+    """Returns the response of an error."""
     return JsonResponse(error.envelope(), error.status, error.headers)

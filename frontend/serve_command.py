@@ -1,4 +1,4 @@
-"""``shmring serve``: its options, and what of them goes to whom.
+"""``shmring serve``: its options, and which process each of them is for.
 
 The supervisor's own options are here; those of the engine are in :mod:`engine.options`, those of frontends in
 :mod:`frontend.options`. All are checked here, before a process is started.

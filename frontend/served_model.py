@@ -1,7 +1,7 @@
 """The model that is served: what it is called, and what it does.
 
-Asked of the engine when a request needs it, never at the start: an engine that is slow to say so keeps no frontend from
-starting, and one that is replaced may say something else.
+The frontend asks the engine when a request needs to know it, and never at the start. So a slow engine does not keep a frontend
+from starting, and an engine that replaces another may have another model.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TASK_NAMES = {"encode": "embeddings", "generate": "chat completions"}
 
 
 class ServedModel:
-    """What requests can be made of.
+    """The model that requests may name.
 
     Args:
-        engine: who says so.
-        name: what requests must call it; None: as the engine does.
+        engine: describes the model.
+        name: the name that requests must use; None: the engine's name for it.
     """
 
     def __init__(self, engine: EngineClientProtocol, name: str | None) -> None:
@@ -49,15 +49,15 @@ class ServedModel:
         return self._last
 
     async def check(self, name: str, task: str) -> ModelDescription:
-        """Returns the description of the model that a request names, if it does what is asked for.
+        """Returns the description of the model that a request names, if the model can do the task.
 
         Args:
             name: what the request calls it.
             task: ``"encode"`` or ``"generate"``.
 
         Raises:
-            ApiError: it is called otherwise, or does not do that.
-            shmring.ShmringError, TimeoutError: the engine does not say.
+            ApiError: the model has another name, or can't do the task.
+            shmring.ShmringError, TimeoutError: the engine does not answer.
         """
         description = await self.describe()
         served = self._name or description.model
@@ -70,7 +70,7 @@ class ServedModel:
         return description
 
     async def list(self) -> ModelList:
-        """Returns the list of models. Without an engine, what the last one said.
+        """Returns the list of models. Without an engine, it is the list of the last engine.
 
         Raises:
             shmring.ShmringError, TimeoutError: there is none, and there never was one.

@@ -1,7 +1,7 @@
-"""The HTTP server of a frontend process: uvicorn, with another beginning and another end.
+"""The HTTP server of a frontend process: uvicorn, with a start and a shutdown of our own.
 
-It stops listening at once when it is told to end; requests may go on for a while; then those that still run are cancelled, and
-have a moment to say so (503, or a last event of a stream). Told a second time, it waits no longer.
+When it is told to end, it stops listening at once. Requests may go on for a while. Then those that still run are cancelled, and
+have a moment to tell their callers (503, or a last event of a stream). When it is told a second time, it no longer waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_S = 0.01
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, except that it says when it is ready, ends by returning, and does not lose what it cancels.
+    """uvicorn's server, but it says when it is ready, ends by returning, and lets cancelled requests answer.
 
     uvicorn's own signal handling raises the signal once more after the shutdown, which would end the process before the
     engine's client has said goodbye. Its own shutdown takes whole seconds only, and goes on at once after it has cancelled
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Ends it: what is in flight may end first. Called again, it may not."""
+        """Ends the server after the requests in flight. A second call no longer waits for them."""
         now = time.monotonic()
         # `timeout` and `tini -g` signal a process and then its group: that is one request to end, not two.
         self.force_exit = self.should_exit and now - self._told_at > _SAME_SIGNAL_S

@@ -1,4 +1,4 @@
-"""What a frontend process can be told: frozen objects, every limit with its reason. They travel to it as JSON."""
+"""The settings of a frontend process: frozen objects, every limit with its reason. They travel to it as JSON."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MediaCounts:
         What is not named keeps its default.
 
         Raises:
-            ValueError: it is neither, or it names a modality that there is not.
+            ValueError: the text has neither form, or names a modality that does not exist.
         """
         counts = _json_counts(text) if text.lstrip().startswith("{") else _listed_counts(text)
         known = [field.name for field in dataclasses.fields(cls)]

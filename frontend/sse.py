@@ -1,8 +1,8 @@
 """Answers as streams of events (``text/event-stream``), in OpenAI's form: ``data: {...}``, and ``data: [DONE]`` at the end.
 
-A failure before the first event is an ordinary answer with an error's status: the head is sent with the first event. Afterwards
-it is a last event with the envelope of errors, ``data: {"error": {...}}``, without a ``[DONE]`` behind it: the stream did not
-end as it should. The official ``openai`` client raises ``APIError`` for it.
+The head is sent with the first event. So a failure before the first event is an ordinary answer with an error's status. A
+later failure is a last event with the envelope of errors, ``data: {"error": {...}}``, without a ``[DONE]`` after it, because
+the stream did not end normally. The official ``openai`` client raises ``APIError`` for it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def event(content: object) -> bytes:
 class EventStream(Response):
     """An answer that is sent as it is made.
 
-    ``receive`` is not looked at: whoever admitted the request notices that its caller hangs up.
+    ``receive`` is not used: the admission of the request notices when the caller hangs up.
 
     Args:
         events: as :func:`event` makes them.
-        close: called in the end, however that comes, also if it comes before the first event was asked for.
+        close: is always called at the end, even if the first event was never asked for.
         deadline: when the last of them must have been sent, as a time of the loop's clock.
-        report: what becomes of a failure of theirs: what the caller is told.
+        report: turns a failure of the events into the error that the caller gets.
         headers: further ones.
     """
 
@@ -65,7 +65,7 @@ class EventStream(Response):
         self._report = report
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the head, the events, and what went wrong if something did."""
+        """Sends the head, the events, and an error if one occurs."""
         try:
             try:
                 async with asyncio.timeout_at(self._deadline), aclosing(self._events):

@@ -3,23 +3,24 @@
 The supervisor binds the port and hands the listening socket to every frontend, so the kernel gives each new connection
 to one of them, and a frontend that dies takes no port with it. It does nothing else with requests.
 
-What happens when somebody dies:
+What happens when a process dies:
 
 - a frontend: it is started again, after a pause that doubles each time and starts anew once one has lived for a while;
-- a frontend before it ever served, or anybody who is not ready in time: everything ends with an error;
+- a frontend before it ever served, or a process that is not ready in time: everything ends with an error;
 - a frontend whose event loop shows no sign of life (it was stopped, or hangs): it is killed after ``heartbeat_timeout_s``, so
-  that its callers learn of it, and replaced. The others say so in ``/health``, from a third of that time on;
-- the engine, or its event loop: everything ends with an error. Its slab and all requests are gone with it, and whoever started
-  the server decides whether to start another one. (A long step is no death: it runs on a thread beside the loop.);
+  that its callers get an error, and replaced. The other frontends show this in ``/health``, from a third of that time on;
+- the engine, or its event loop: everything ends with an error. The slab and all requests are lost with it, and the program that
+  started the server decides whether to start another one. (During a long step the loop lives: the step runs on a thread.);
 - the supervisor, even by SIGKILL: engine and frontends see the end of the socket that it holds (:mod:`engine.supervision`), and
   end themselves. What it leaves on the disk, the next one removes.
 
 Children are started so that nothing is imported from the working directory, whatever lies there (``python -P``), and get their
 settings as JSON through that socket: command lines and environments can be read by others.
 
-A stop (SIGTERM, SIGINT) closes the port, lets frontends finish what is in flight for as long as they are allowed to, then ends
-the engine, and takes at most three seconds more than that: who is not done by then is killed. A second signal kills at once.
-Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which ends them in that order.
+A stop (SIGTERM, SIGINT) closes the port, lets frontends finish what is in flight for as long as they are allowed to, then
+ends the engine. It takes at most three seconds more than that: a process that still runs then is killed. A second signal
+kills at once. Children have process groups of their own: Ctrl-C in a terminal reaches the supervisor alone, which ends them
+in that order.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _METRICS_DIRECTORY = re.compile(rf"{_METRICS_PREFIX}(\d+)-.+")
 
 
 class ServeError(Exception):
-    """The server can't start, or can't go on; the text is for whoever started it."""
+    """The server can't start, or can't go on; the text is for the user who started it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +257,7 @@ class _Supervisor:
             await end_children([self._engine], deadline + _GRACE_S, self._hurry)
 
     async def _watch_start(self, engine: Child) -> None:
-        """Says how the start goes, and when the server is ready; fails if that takes too long."""
+        """Prints the progress of the start, and that the server is ready; fails if the start takes too long."""
         timeout_s = self._options.start_timeout_s
         progress = asyncio.create_task(self._say_progress(engine))
         try:
@@ -298,7 +299,7 @@ class _Supervisor:
         raise ServeError(f"{engine.describe_end()}{hint}")
 
     async def _watch_heartbeats(self) -> None:
-        """Kills who shows no sign of life. Heartbeats are counted, not timed: while we stand still, nobody misses any."""
+        """Kills processes without signs of life. It counts heartbeats, not time: while we are stopped, none is missed."""
         heartbeat_s = self._options.heartbeat_s
         if not heartbeat_s:
             await self._stop.wait()

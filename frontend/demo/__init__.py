@@ -2,9 +2,9 @@
 
 First, embeddings: altered copies of each find their originals. Then, an answer about a picture, a recording and a clip,
 streamed by the synthetic executor. Everything is what a user would run: ``shmring serve`` with two frontends as a process of
-its own, and the official ``openai`` client. What the tables show was measured: the similarity from the embeddings, bytes and
-copies from the frontends' counters before and after each request, the milliseconds by the clock of this process, encoding and
-decoding of HTTP included.
+its own, and the official ``openai`` client. The tables show measured values: the similarity comes from the embeddings, bytes
+and copies from the frontends' counters before and after each request, and the milliseconds from the clock of this process.
+They include encoding and decoding of HTTP.
 
 The demonstration fails, with exit code 1, unless every altered copy finds its original first, no tensor was copied, the
 slab is empty at the end, and nothing is left: no process, nothing in ``/dev/shm``.
@@ -36,7 +36,7 @@ def run_demo() -> int:
     """Runs the demonstration.
 
     Returns:
-        The exit code: 0 if all of it went as it must.
+        The exit code: 0 if there was no problem.
     """
     console = Console(width=None if sys.stdout.isatty() else 132)
     try:
@@ -80,7 +80,7 @@ def _find_originals(client: Client, families: Sequence[list[Sample]]) -> tuple[T
     """Embeds originals and copies of one kind of medium.
 
     Returns:
-        A table of what was found, and what went wrong.
+        A table of the nearest originals, and a list of problems.
     """
     originals = {family[0].name: client.embed(family[0]) for family in families}
     table, problems = _table(families[0][0].kind), []
@@ -139,7 +139,7 @@ def _add_row(table: Table, sample: Sample, answer: Answer, nearest: str, similar
 
 
 def _account(console: Console, client: Client) -> list[str]:
-    """Says what crossed, and returns what should not be."""
+    """Prints how many bytes crossed, and returns a list of problems."""
     counters = client.settled()
     console.print(
         f"{counters[SLAB_BYTES]:,.0f} bytes crossed through the slab, in {counters[IN_PLACE]:.0f} "

@@ -29,7 +29,7 @@ _PART_TYPES = {"picture": "image_url", "recording": "audio_url", "video": "video
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """What one request for an embedding gave, and what it took."""
+    """The result of one request for an embedding, and its cost."""
 
     embedding: NDArray[np.float64]
     slab_nbytes: int
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclasses.dataclass(slots=True)
 class Chat:
-    """What one streamed answer gave, and what it took."""
+    """One streamed answer, and its cost."""
 
     text: str
     prompt_tokens: int

@@ -62,7 +62,7 @@ def _wait_until_ready(process: subprocess.Popen[str]) -> Server:
 
 
 def left_behind(server: Server) -> list[str]:
-    """Returns what should have gone with a server and has not."""
+    """Returns a line for each process and each segment that a server left behind."""
     problems = []
     if server.process.returncode != 0:
         problems.append(f"the server ended with exit code {server.process.returncode}")

@@ -1,6 +1,6 @@
-"""OpenAI's JSON, as far as it is served: what requests and answers look like, and nothing that answers them.
+"""The part of OpenAI's JSON that is served: the types of requests and answers. No code here answers a request.
 
-The types are also what the OpenAPI document is made of (:mod:`frontend.documentation`), so their docstrings and descriptions
-are for callers. Fields that are not named are ignored unless they would change the answer, and callers are told so
+The OpenAPI document is generated from these types (:mod:`frontend.documentation`), so their docstrings and descriptions are for
+callers. Fields that are not named here are ignored unless they would change the answer, and the answer names the ignored fields
 (:mod:`frontend.openai.parsing`).
 """

@@ -1,7 +1,7 @@
 """Chats: requests and answers of ``POST /v1/chat/completions``, whole and in pieces.
 
-What a caller may ask for and this server does not do is in :data:`_UNSUPPORTED`, with the values that ask for nothing: clients
-often send those. Everything else that is not named here is ignored, and callers are told so.
+:data:`_UNSUPPORTED` has the fields that this server does not implement, with the values that change nothing: clients often send
+those. Every other field that is not named here is ignored, and the answer names it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ChatRequest(msgspec.Struct):
     reasoning_effort: _NotBuilt = None
 
 
-#: What is not built, by field: the values that ask for nothing. (``None`` always does.)
+#: The fields that are not implemented, each with the values that change nothing. (``None`` never changes anything.)
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "tools": ([],),
@@ -218,13 +218,13 @@ CHAT_PARSER = BodyParser(ChatRequest)
 
 
 def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSource]]:
-    """Takes a request apart, which is left without its messages: they are the bulk of its memory.
+    """Takes a request apart, and empties its messages, which are most of its memory.
 
     Returns:
-        What the engine is asked, its media still missing, and where those come from, in order.
+        The request for the engine, still without its media, and the sources of the media, in order.
 
     Raises:
-        ApiError: it asks for what is not built.
+        ApiError: the request asks for something that is not implemented.
     """
     _check_supported(request)
     messages, request.messages = request.messages, []

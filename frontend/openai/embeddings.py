@@ -6,8 +6,8 @@ The official ``openai`` client sends ``encoding_format="base64"`` unless told ot
 
 One request has one embedding for each of its parts, media or text, in the order in which they appear. (vLLM gives one for a
 whole conversation, which is the same where it has one part: docs/decisions/0011-an-embedding-for-each-part.md.) A text of
-``input`` that is a ``data:`` URL of a picture, a recording or a clip is that medium. What the model does not embed is refused
-and not ignored: an embedding that leaves out half of what was sent is a wrong answer.
+``input`` that is a ``data:`` URL of a picture, a recording or a clip is that medium. Inputs that the model can't embed are
+refused and not ignored: an embedding that leaves out half of the input is a wrong answer.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ EMBEDDING_PARSER = BodyParser(EmbeddingRequest)
 
 
 def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | MediaSource]:
-    """Takes the inputs out of a request, which is left without them: they are the bulk of its memory.
+    """Takes the inputs out of a request, and empties the request, because they are most of its memory.
 
     Raises:
         ApiError: there are none, too many, or some that can't be embedded.

@@ -1,11 +1,12 @@
-"""From a request's body to its type. Whatever is wrong with the bytes is a 400, and says where.
+"""From a request's body to its type. Every error in the bytes is a 400 that says where the error is.
 
-A name that stands twice in an object has its last value, as nearly every JSON parser does it; what is not known is skipped
-without being looked into, but for its nesting.
+If a name is twice in an object, its last value counts, as in nearly every JSON parser. Unknown fields are skipped, and only
+their nesting is checked.
 
-Fields that are not known are ignored, as other servers of this API do, but their callers are told their names. Nearly all
-bodies have none, and msgspec can say so while it decodes: each type has a strict double, a subclass whose fields are strict as
-well, which is tried first. Only a body that it refuses is decoded as it is, and looked through for names.
+Unknown fields are ignored, as in other servers of this API, but the answer names them. Nearly all bodies have no such fields,
+and msgspec can detect this while it decodes: each type has a strict double, a subclass whose fields are strict too. The
+strict double is tried first. Only if it refuses a body, the body is decoded as its own type and searched for the names of
+unknown fields.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class BodyParser(Generic[_Request]):
             raise ApiError(400, f"the request's body is not valid JSON: {error}", code="invalid_json") from None
 
     def ignored_fields(self, request: _Request, body: bytes) -> list[str]:
-        """Returns the first names of fields that are not known and were ignored, as paths; such as ``messages[0].name``.
+        """Returns the first names of unknown fields, which were ignored, as paths such as ``messages[0].name``.
 
         Their text is safe for logs and headers: anything but the usual characters of names is percent-encoded.
 
         Args:
-            request: what :meth:`parse` returned.
-            body: of what.
+            request: the result of :meth:`parse`.
+            body: the body that was parsed.
         """
         if type(request) is not self._kind:  # it passed the strict double
             return []
@@ -122,7 +123,7 @@ def _unknown_fields(value: memoryview | msgspec.Raw, kind: Any, path: str) -> It
 
 
 def _members(kind: Any) -> list[Any]:
-    """Returns what a type may be, of all that has fields: structs, and lists of such."""
+    """Returns the types with fields that a type may be: structs, and lists of structs."""
     if get_origin(kind) is Annotated:
         return _members(kind.__origin__)
     if get_origin(kind) in (Union, types.UnionType):
