@@ -113,7 +113,7 @@ class Submission:
         raise LocalProtocolError(f"request {self.request_id} has more than one reply; use stream() for such requests")
 
     def abort(self) -> None:
-        """Gives the request up; whoever waits for it gets :class:`AbortedError`. Twice is once."""
+        """Gives the request up; a task that waits for it gets :class:`AbortedError`. A second call does nothing."""
         error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
         self._pending.session.abort(self._pending, error)
         self._pending.drop_replies()
@@ -281,7 +281,7 @@ class RingClient:
         return Submission(self, self._ready_nowait().submit_nowait(payload, request_id))
 
     def abort(self, request_id: str | Iterable[str]) -> int:
-        """Aborts the requests of these names; whoever waits for them gets :class:`AbortedError`.
+        """Aborts the requests of these names; tasks that wait for them get :class:`AbortedError`.
 
         Returns:
             How many were in flight; an unknown one is none, it may just have ended.
@@ -495,7 +495,7 @@ class RingClient:
                 return
 
     async def close(self) -> None:
-        """Aborts what is pending, says goodbye, and detaches. Twice is once."""
+        """Aborts pending requests, says goodbye, and detaches. A second call does nothing."""
         if self._closed or self._origin.forked:
             return  # a forked child must not say goodbye for its parent
         self._closed = True
@@ -527,7 +527,7 @@ class RingClient:
         return decoder
 
     def statistics(self) -> ClientStatistics:
-        """Returns counts of what there is and what has been."""
+        """Returns gauges of the present state, and counters since the start."""
         session, counters = self._session, self._counters
         book = session.book if session is not None else None
         device = session.device if session is not None else None

@@ -66,7 +66,7 @@ class WouldBlock(ShmringError):
 
 
 class CapacityError(ShmringError):
-    """What was asked for can never fit; retrying is useless.
+    """The requested size can never fit; retrying is useless.
 
     Attributes:
         needed: what was asked for, in bytes (or items, where the text says so).

@@ -907,7 +907,7 @@ class Ring:
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
     async def close(self, reason: str = "the engine is closing") -> None:
-        """Ends all connections, aborts what is running, and gives the slab and the name up. Twice is once.
+        """Ends all connections, aborts running requests, and gives the slab and the name up. A second call does nothing.
 
         Args:
             reason: what frontends are told.
@@ -967,7 +967,7 @@ class Ring:
             raise ClosedError(f"ring {self.name!r} belongs to process {pid}, which forked this one; serve your own")
 
     def statistics(self) -> RingStatistics:
-        """Returns counts of what there is and what has been."""
+        """Returns gauges of the present state, and counters since the start."""
         ledger, counters = self._ledger, self._counters
         connected = sum(client.connected for client in ledger.clients.values())
         return RingStatistics(

@@ -431,7 +431,7 @@ class Session:
         return slot
 
     def _no_space(self, nbytes: int, book: LeaseBook) -> WouldBlock:
-        """What a caller that does not wait is told; a lease is asked for in passing."""
+        """Returns the error for a caller that does not wait, and asks for a lease, so that its next try may succeed."""
         self._carry_out(book.prefetch(nbytes))
         return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
 

@@ -317,7 +317,7 @@ class LeaseBook:
         return self._serve_waiters(), unknown
 
     def give_up(self, slot: SlotRecord, now: float) -> list[Effect]:
-        """The caller lets a slot go. What the engine still has comes back with its release; twice is once."""
+        """The caller lets a slot go. If the engine still has it, it comes back with its release. A second call does nothing."""
         slot.held = False
         if slot.state is ClientSlot.WRITING:
             self._leave(slot, ClientSlotEvent.DISCARD, ClientSlotEvent.DISCARD_VIEWED, now)

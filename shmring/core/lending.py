@@ -90,7 +90,7 @@ class Lending:
         self._window = None
 
     def take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
-        """Frees a lease's blocks. Whoever waits for them is to be served next."""
+        """Frees a lease's blocks. The caller must then serve those that wait for blocks."""
         del client.leases[lease.lease_id]
         client.leased_blocks[self.memory] -= lease.blocks
         self._free.free(lease.start, lease.blocks)

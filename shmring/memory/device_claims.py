@@ -65,7 +65,7 @@ class DeviceClaims:
 
     @property
     def handle(self) -> DeviceHandle:
-        """What a frontend is told, so that it can attach."""
+        """Returns what a frontend needs to attach."""
         return self._slab.handle
 
     @property

@@ -98,7 +98,7 @@ class DeviceViews(Generic[_Key]):
         return over
 
     def abandon(self) -> None:
-        """Nothing will be reported any more; but whoever is to be woken is woken by each death of a view that is alive now."""
+        """Nothing will be reported any more; but each death of a view that is alive now still wakes the loop."""
         for key in self._views.living():
             self._views.expect(key)
 

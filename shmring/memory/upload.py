@@ -348,7 +348,7 @@ class Uploads:
 
 
 def _cut_off(error: BaseException) -> None:
-    """Takes the frames off an error: whoever keeps it would keep them, and they staging memory and slots."""
+    """Takes the frames off an error and its causes: a kept error keeps its frames, and these keep staging memory and slots."""
     chained: BaseException | None = error
     while chained is not None:
         chained.__traceback__ = None

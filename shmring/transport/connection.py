@@ -53,7 +53,7 @@ class ConnectionOwner(Protocol[_Incoming]):
         """The peer broke the rules; nothing more is delivered. The owner closes."""
 
     def connection_lost(self) -> None:
-        """The connection has ended, whoever ended it. Called once, last."""
+        """The connection has ended, from either end. This is called once, as the last call."""
 
 
 class Connection(asyncio.Protocol, Generic[_Incoming]):

@@ -93,7 +93,7 @@ def _peer_credentials(peer: socket.socket) -> tuple[int, int]:
 
 
 def describe_peer(peer: socket.socket) -> str:
-    """Returns who is at the other end of a Unix socket, for logs."""
+    """Describes the process at the other end of a Unix socket, for logs."""
     try:
         pid, uid = _peer_credentials(peer)
     except OSError as error:
