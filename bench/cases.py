@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.messages import Cell
-from bench.peers import PEERS
+from bench.peers import BASELINE
 from bench.results import format_nbytes
 
 __all__ = [
-    "BASELINE",
     "IN_FLIGHT_NBYTES",
     "QUICK_SIZES",
     "SIZES",
@@ -30,9 +29,6 @@ __all__ = [
     "quick_without",
     "sweeps",
 ]
-
-#: What the others are compared with.
-BASELINE = next(iter(PEERS))
 
 #: The sizes of the full benchmark, and of the quick one.
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)

@@ -14,7 +14,7 @@ from bench import cases, command_line, plots, tables, targets, transport
 from bench.children import BenchError
 from bench.command_line import NotMeasured, shown_progress, terminated
 from bench.messages import DTYPES, ITEM_NBYTES
-from bench.peers import PEERS
+from bench.peers import BASELINE, PEERS
 from bench.records import Results
 from bench.results import write_json
 
@@ -106,7 +106,7 @@ def quick_command(repetitions: int | None, seconds: float | None, json_path: Pat
 
 
 def _peers(chosen: Sequence[str]) -> list[str]:
-    return [name for name in PEERS if not chosen or name in chosen or name == cases.BASELINE]
+    return [name for name in PEERS if not chosen or name in chosen or name == BASELINE]
 
 
 def _quick_base(chosen: dict[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:

@@ -2,7 +2,7 @@
 
 Two processes that wait for each other also pay for waking and for cold caches, and on a crowded machine for each other. In
 one process nobody waits: what is left is the work itself, so that a change of it shows, however small. Engine and frontend are
-those of ``bench transport`` (:mod:`bench.peers.shmring_copy`), on one event loop, with 16 messages in flight.
+those of ``bench transport`` (:mod:`bench.peers.shmring_ring`), on one event loop, with 16 messages in flight.
 
 CPU is that of all threads of the process, user and system time, over the messages of the timed phase; the benchmark's own
 stamps and checks are in it. Cases are interleaved, and each has a fresh ring in each repetition.

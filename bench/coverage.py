@@ -62,7 +62,7 @@ class Coverage(msgspec.Struct, frozen=True):
     """What was planned, and the gaps in it.
 
     Attributes:
-        derived: whether the plan was read from the recorded command, since the result itself has none.
+        derived: whether the plan was read from the recorded command: a run that is older than this record did not keep it.
     """
 
     planned: list[Planned]

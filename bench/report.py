@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -21,7 +21,6 @@ from bench.coverage import Coverage, checkout
 from bench.gpu import plot as gpu_plot
 from bench.machine import Machine
 from bench.peers import PEERS
-from bench.recorded import recorded_coverage
 from bench.records import Result, Results
 from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
 from bench.tables import absences_table, gaps_table, peer_title, transport_tables
@@ -153,24 +152,14 @@ def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Findings]]:
         content = path.read_bytes()
         try:
             if msgspec.json.decode(content, type=_Mode).mode == "transport":
-                transports[path.stem] = _covered(msgspec.json.decode(content, type=Results), content)
+                transports[path.stem] = msgspec.json.decode(content, type=Results)
             else:
-                others[path.stem] = _covered(msgspec.json.decode(content, type=Findings), content)
+                others[path.stem] = msgspec.json.decode(content, type=Findings)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
     if not transports and not others:
         raise ReportError(f"no results in {directory}: python -m bench transport --json {directory / 'transport.json'}")
     return transports, others
-
-
-_AnyResult = TypeVar("_AnyResult", Results, Findings)
-
-
-def _covered(result: _AnyResult, content: bytes) -> _AnyResult:
-    """The result with its plan: what it records, or what its command says."""
-    if result.coverage is not None or not result.command:
-        return result
-    return msgspec.structs.replace(result, coverage=recorded_coverage(result.command, msgspec.json.decode(content)))
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from bench.cases import BASELINE, Case
+from bench.cases import Case
 from bench.coverage import Coverage
 from bench.machine import Machine
-from bench.peers import PEERS
+from bench.peers import BASELINE, PEERS
 from bench.records import Absence, Limit, Result, Results, Side
 from bench.results import Findings, Spread, Table, Verdict, format_rate, format_times
 

@@ -21,12 +21,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from bench.cases import BASELINE, Case, Round
+from bench.cases import Case, Round
 from bench.children import BenchError
 from bench.coverage import Coverage, Planned, Status
 from bench.machine import CopyLimits, Machine, torch_resident_nbytes
 from bench.messages import Cell, Measurement
-from bench.peers import PEERS
+from bench.peers import BASELINE, PEERS
 from bench.processes import Group
 from bench.records import Absence, Limit, Reason, Result, Results
 from bench.results import Spread

@@ -37,7 +37,7 @@ import shmring
 from bench.children import described
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
 from bench.gpu.processes import Opened, Setting
-from bench.peers.shmring_copy import see_to_its_end
+from bench.peers.shmring_ring import see_to_its_end
 
 __all__ = ["CEILING", "CLONED", "PINNED_SLOT", "WAYS", "Stall", "Stalls", "Transfer", "copying", "in_flight"]
 

@@ -41,9 +41,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.messages import DTYPES, Cell, Header, Sink, Source
+from bench.peers.in_flight import Acknowledgements
 from bench.peers.memory import shared_memory_shortage
 from bench.peers.peer import Peer
-from bench.peers.window import Acknowledgements
 from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["Iceoryx2", "Iceoryx2Loaned"]

@@ -1,19 +1,33 @@
-"""What an adapter of a transport implements."""
+"""What an adapter of a transport implements: for streams of messages, or for requests and their replies."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import warnings
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from importlib import metadata
 from multiprocessing.context import SpawnContext
 from typing import Any, ClassVar
 
+import torch
+
 from bench.messages import Cell, Sink, Source
+from bench.request import questions
+from bench.request.questions import Answer, Desk
 
-__all__ = ["Adapter", "Peer"]
+__all__ = ["Ask", "Peer", "RequestPeer", "allow_read_only_tensors"]
+
+#: Sends a question and waits for its answer. Called by many tasks at a time; the tensor is not written in between.
+Ask = Callable[[questions.Header, torch.Tensor], Awaitable[Answer]]
 
 
-class Adapter:
+def allow_read_only_tensors() -> None:
+    """Has torch not warn that it can't enforce it, where a tensor views memory that nobody writes to."""
+    warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)
+
+
+class _Adapter(abc.ABC):
     """A transport that may not be installed, whatever is measured of it.
 
     Attributes:
@@ -42,7 +56,7 @@ class Adapter:
             return None
 
 
-class Peer(Adapter, abc.ABC):
+class Peer(_Adapter):
     """A transport, used the way its users use it.
 
     ``produce`` runs in each of a cell's producer processes, ``consume`` in its one consumer process, all on uvloop, once for
@@ -84,3 +98,27 @@ class Peer(Adapter, abc.ABC):
         Args:
             listening: to be called once, when producers may start.
         """
+
+
+class RequestPeer(_Adapter):
+    """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell."""
+
+    def limits(self, cell: questions.Cell) -> str | None:
+        """Returns why a cell can't be measured with it; None if it can."""
+        return None
+
+    def create_shared(self, context: SpawnContext, clients: int) -> Any:
+        """Makes what all processes must inherit, in their parent, once for the life of all. Nothing, usually."""
+        return None
+
+    @abc.abstractmethod
+    async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+        """The engine: has the desk answer what clients ask, until it is cancelled, after the last client has gone.
+
+        Args:
+            listening: to be called once, when clients may connect.
+        """
+
+    @abc.abstractmethod
+    def connect(self, cell: questions.Cell, shared: Any, client: int) -> AbstractAsyncContextManager[Ask]:
+        """A client: connects, and disconnects when it is left, with nothing in flight unless something has failed."""

@@ -29,7 +29,6 @@ import shutil
 import signal
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
@@ -40,9 +39,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.messages import Cell, Header, Sink, Source
+from bench.peers.in_flight import Acknowledgements
 from bench.peers.memory import meminfo_nbytes
-from bench.peers.peer import Peer
-from bench.peers.window import Acknowledgements
+from bench.peers.peer import Peer, allow_read_only_tensors
 from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["RayStore"]
@@ -107,9 +106,9 @@ class RayStore(Peer):
 
     async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
         mailbox = _start(shared).get_actor(_MAILBOX)
+        allow_read_only_tensors()
         listening()
-        with _tolerant_of_views():
-            await _receive(cell, shared, sink, mailbox)
+        await _receive(cell, shared, sink, mailbox)
 
 
 def _start(shared: _Shared) -> Any:
@@ -252,11 +251,3 @@ def _store_nbytes() -> int:
 
 def _address_path(shared: _Shared) -> Path:
     return Path(shared.directory, "address")
-
-
-@contextlib.contextmanager
-def _tolerant_of_views() -> Iterator[None]:
-    """Within it torch does not warn that a view of the store can't be written to, which nobody wants to do."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        yield

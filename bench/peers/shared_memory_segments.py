@@ -24,10 +24,10 @@ import msgspec
 import torch
 
 from bench.messages import DTYPES, Cell, Header, Sink, Source
+from bench.peers.in_flight import Window
 from bench.peers.memory import shared_memory_shortage
 from bench.peers.peer import Peer
 from bench.peers.unix_stream import connected, consumed
-from bench.peers.window import Window
 from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["SharedMemorySegments"]

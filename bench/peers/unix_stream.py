@@ -13,14 +13,14 @@ import contextlib
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
 from bench.messages import Header, Phase
-from bench.peers.window import Window
+from bench.peers.in_flight import Window
 
-__all__ = ["Messages", "Sender", "connected", "consumed"]
+__all__ = ["Messages", "Sender", "connected", "consumed", "dialled", "served"]
 
 _PREFIX = struct.Struct("<I")
 _SCRATCH_NBYTES = 256 << 10  # what uvloop, too, reads at a time
@@ -117,33 +117,48 @@ class Messages(_Writing, asyncio.BufferedProtocol):
 # -- one-way streams -----------------------------------------------------------------------------------------------------
 
 
+_Protocol = TypeVar("_Protocol", bound=asyncio.BaseProtocol)
+
+
 @contextlib.asynccontextmanager
-async def connected(path: Path, window: Window) -> AsyncIterator[Sender]:
-    """A producer's end for the time of a ``with``; what is acknowledged is given back to the window."""
-    transport, sender = await asyncio.get_running_loop().create_unix_connection(lambda: Sender(window), str(path))
+async def dialled(path: Path, end: Callable[[], _Protocol]) -> AsyncIterator[_Protocol]:
+    """A connection to whoever serves at a path, for the time of a ``with``."""
+    transport, protocol = await asyncio.get_running_loop().create_unix_connection(end, str(path))
     try:
-        yield sender
+        yield protocol
     finally:
         transport.close()
+
+
+async def served(
+    path: Path, end: Callable[[], asyncio.BaseProtocol], finished: asyncio.Future[None], listening: Callable[[], None]
+) -> None:
+    """Accepts connections at a path until ``finished`` is done; the path is there no more when this returns."""
+    server = await asyncio.get_running_loop().create_unix_server(end, str(path))
+    try:
+        listening()
+        await finished
+    finally:
+        server.close()
+        path.unlink(missing_ok=True)  # noqa: ASYNC240 # a name in a directory of our own is gone at once
+
+
+def connected(path: Path, window: Window) -> contextlib.AbstractAsyncContextManager[Sender]:
+    """A producer's end for the time of a ``with``; what is acknowledged is given back to the window."""
+    return dialled(path, lambda: Sender(window))
 
 
 async def consumed(path: Path, producers: int, take: Callable[[memoryview], Header], listening: Callable[[], None]) -> None:
     """The consumer: returns when so many producers have sent their last message and have gone.
 
     Args:
-        path: of the socket; it is there no more when this returns.
+        path: of the socket.
         producers: how many connect.
         take: called with each body; returns the message's header.
         listening: called when producers may connect.
     """
     consumption = _Consumption(producers, take)
-    server = await asyncio.get_running_loop().create_unix_server(lambda: _Receiver(consumption), str(path))
-    try:
-        listening()
-        await consumption.finished
-    finally:
-        server.close()
-        path.unlink(missing_ok=True)  # noqa: ASYNC240 # a name in a directory of our own is gone at once
+    await served(path, lambda: _Receiver(consumption), consumption.finished, listening)
 
 
 class Sender(_Writing, asyncio.Protocol):

@@ -23,15 +23,13 @@ and their parent removes them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import os
 import shutil
 import struct
 import tempfile
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,9 +37,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.messages import Cell, Header, Sink, Source
+from bench.peers.in_flight import Acknowledgements
 from bench.peers.memory import shared_memory_shortage
-from bench.peers.peer import Peer
-from bench.peers.window import Acknowledgements
+from bench.peers.peer import Peer, allow_read_only_tensors
 
 __all__ = ["ZenohShm"]
 
@@ -108,9 +106,10 @@ class ZenohShm(Peer):
 
     async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
         zenoh: Any = importlib.import_module("zenoh")
+        allow_read_only_tensors()
         reception = _Reception(cell, shared, sink)
         callback = zenoh.handlers.Callback(reception.deliver, indirect=False)
-        with zenoh.open(_config(zenoh, cell, "listen")) as session, _tolerant_of_bytes():
+        with zenoh.open(_config(zenoh, cell, "listen")) as session:
             session.declare_subscriber(_KEY, callback)
             listening()
             await reception.finished
@@ -208,11 +207,3 @@ def _record(shared: _Shared) -> None:
     lines = Path("/proc/self/maps").read_text().splitlines()
     segments = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and line.endswith(".zenoh")}
     Path(shared.records, str(os.getpid())).write_text("\n".join(segments))
-
-
-@contextlib.contextmanager
-def _tolerant_of_bytes() -> Iterator[None]:
-    """Within it torch does not warn that ``bytes`` can't be written to, which nobody wants to do."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        yield

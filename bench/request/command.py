@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import msgspec
 
 from bench import command_line
 from bench.children import BenchError
-from bench.request.peers import BASELINE, PEERS
-from bench.request.plan import Plan, run, steps
+from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
+from bench.request.plan import Plan, Results, run, steps
 from bench.request.questions import ITEM_NBYTES, MAX_CLIENTS
 from bench.request.report import report, scaling_report
-from bench.request.scaling import MAX_SCALING_NBYTES, ScalingPlan, run_scaling, scaling_steps
-from bench.results import Findings, write_json
+from bench.request.scaling import MAX_SCALING_NBYTES, VARIANTS
+from bench.results import write_json
 from bench.tables import show
 from shmring.config import parse_nbytes
 
@@ -44,7 +45,7 @@ _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYT
 )
 @click.option("--clients", multiple=True, type=click.IntRange(1, MAX_CLIENTS), help="Processes; repeatable.  [default: 1, 4]")
 @_size_option("--reply-size", "reply_nbytes", text="Of a reply's tensor.", default="64")
-@command_line.peer_option(PEERS)
+@command_line.peer_option(REQUEST_PEERS)
 @command_line.repetitions_option("Interleaved.  [default: 7; 5 if quick]")
 @command_line.seconds_option("1; 0.2 if quick")
 @click.option("--quick", is_flag=True, help="Up to 1 MiB, 16 in flight, 1 client, 5 repetitions of 0.2 s.")
@@ -53,16 +54,18 @@ _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYT
 def request_command(json_path: Path | None, **choices: Any) -> None:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
     signal.signal(signal.SIGTERM, command_line.terminated)
-    plan = request_plan(**choices)
+    plan, summarize = request_plan(**choices), scaling_report if choices["scaling"] else report
+
+    def keep(results: Results) -> None:
+        if json_path is not None:
+            write_json(msgspec.structs.replace(summarize(results), command=command_line.typed()), json_path)
+
     try:
-        if isinstance(plan, ScalingPlan):
-            findings = _scaling(plan)
-            _keep(findings, json_path)
-        else:
-            findings = _comparison(plan, json_path)
+        with command_line.shown_progress(steps(plan)) as progress:
+            results = run(plan, progress, keep)
     except BenchError as error:
         raise command_line.NotMeasured(str(error)) from error
-    show(findings, command_line.console(_PIPE_WIDTH))
+    show(summarize(results), command_line.console(_PIPE_WIDTH))
 
 
 def request_plan(
@@ -75,29 +78,24 @@ def request_plan(
     seconds: float | None,
     quick: bool,
     scaling: bool,
-) -> Plan | ScalingPlan:
+) -> Plan:
     """Returns what the options of ``bench request`` mean."""
-    repetitions = repetitions or (5 if quick else 7)
-    timed_s, warm_up_s = seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.25
     if scaling:
         _check_scaling(sizes, peers, clients)
-        return ScalingPlan(
-            sizes=sizes or _SCALING_SIZES,
-            in_flight=in_flight or _SCALING_IN_FLIGHT,
-            reply_nbytes=reply_nbytes,
-            repetitions=repetitions,
-            timed_s=timed_s,
-            warm_up_s=warm_up_s,
-        )
+        groups: Sequence[Sequence[RequestPeer]] = VARIANTS
+        sizes, in_flight, clients = sizes or _SCALING_SIZES, in_flight or _SCALING_IN_FLIGHT, (1,)
+    else:
+        chosen = [peer for name, peer in REQUEST_PEERS.items() if not peers or name in peers or name == BASELINE]
+        groups = [chosen]
     return Plan(
-        peers=[name for name in PEERS if not peers or name in peers or name == BASELINE],
+        groups=groups,
         sizes=sizes or (_QUICK_SIZES if quick else _SIZES),
         in_flight=in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT),
         clients=clients or (_QUICK_CLIENTS if quick else _CLIENTS),
         reply_nbytes=reply_nbytes,
-        repetitions=repetitions,
-        timed_s=timed_s,
-        warm_up_s=warm_up_s,
+        repetitions=repetitions or (5 if quick else 7),
+        timed_s=seconds or (0.2 if quick else 1.0),
+        warm_up_s=0.1 if quick else 0.25,
     )
 
 
@@ -106,18 +104,3 @@ def _check_scaling(sizes: tuple[int, ...], peers: tuple[str, ...], clients: tupl
         raise click.UsageError("--scaling measures shmring alone, and sets the clients itself: no --peer, no --clients")
     if max(sizes, default=0) > MAX_SCALING_NBYTES:
         raise click.UsageError(f"--scaling takes sizes up to {MAX_SCALING_NBYTES:,} bytes, of which 20,000 slots fit its slab")
-
-
-def _scaling(plan: ScalingPlan) -> Findings:
-    with command_line.shown_progress(scaling_steps(plan)) as progress:
-        return scaling_report(run_scaling(plan, progress))
-
-
-def _comparison(plan: Plan, json_path: Path | None) -> Findings:
-    with command_line.shown_progress(steps(plan)) as progress:
-        return report(run(plan, progress, lambda results: _keep(report(results), json_path)))
-
-
-def _keep(findings: Findings, json_path: Path | None) -> None:
-    if json_path is not None:
-        write_json(msgspec.structs.replace(findings, command=command_line.typed()), json_path)

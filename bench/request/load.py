@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from bench.meter import Cost, Meter
-from bench.request.peers.peer import Ask
+from bench.peers import Ask
 from bench.request.questions import Cell, Header, Question
 
 __all__ = ["Load", "Phases", "come_to_rest"]

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from bench.coverage import Coverage, Planned, Status
 from bench.machine import Machine
+from bench.peers import RequestPeer
 from bench.peers.memory import available_nbytes
-from bench.request.peers import BASELINE, PEERS, Peer
 from bench.request.processes import Group, Measurement
 from bench.request.questions import Cell, checks_us
 from bench.results import Spread, format_nbytes
 
-__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "Unmeasured", "coverage", "measured", "planned", "run", "steps"]
+__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "Unmeasured", "coverage", "planned", "run", "steps"]
 
 _COPIES_IN_FLIGHT = 3  # of all questions at a time: at their client, on their way, at the engine
 
@@ -35,7 +36,7 @@ class Plan:
     """What to measure: every combination of these.
 
     Attributes:
-        peers: keys of :data:`bench.request.peers.PEERS`; the baseline is among them.
+        groups: of peers; the first of each is what the others of the group are compared with.
         sizes: of a question's tensor in bytes, multiples of 4.
         in_flight: requests of each client.
         clients: processes that ask.
@@ -45,7 +46,7 @@ class Plan:
         limit_s: after which a repetition has failed.
     """
 
-    peers: Sequence[str]
+    groups: Sequence[Sequence[RequestPeer]]
     sizes: Sequence[int]
     in_flight: Sequence[int]
     clients: Sequence[int]
@@ -54,6 +55,11 @@ class Plan:
     timed_s: float
     warm_up_s: float
     limit_s: float = 120.0
+
+    @property
+    def peers(self) -> list[RequestPeer]:
+        """Of all groups."""
+        return list(itertools.chain.from_iterable(self.groups))
 
     def cells(self, clients: int, directory: str) -> Iterator[Cell]:
         """The cells of a number of clients, in the order in which they are measured."""
@@ -83,14 +89,17 @@ class Result(msgspec.Struct, frozen=True):
     """A peer in a cell.
 
     Attributes:
-        shmring_ratio: requests a second of the baseline over those of this peer, in the same repetition.
+        baseline: the peer that it is compared with, in the same repetition.
+        shmring_ratio: requests a second of the baseline over those of this peer.
         round_trip_p50_us, round_trip_p99_us, round_trip_p999_us: from before the request was handed over until its reply
             was there, with ``in_flight`` requests of each client on the way; over all repetitions.
         engine_us, client_us: microseconds of CPU for each request in the engine's process and in its client's, copies and
             the checks of the benchmark included.
+        engine_ratio, client_ratio, cpu_ratio: of them, and of both together, to those of the baseline.
     """
 
     peer: str
+    baseline: str
     nbytes: int
     reply_nbytes: int
     in_flight: int
@@ -103,6 +112,9 @@ class Result(msgspec.Struct, frozen=True):
     round_trip_p999_us: float
     engine_us: Spread
     client_us: Spread
+    engine_ratio: Spread
+    client_ratio: Spread
+    cpu_ratio: Spread
     repetitions: list[Repetition]
 
 
@@ -140,7 +152,7 @@ class Results(msgspec.Struct, frozen=True):
 def planned(plan: Plan) -> list[Planned]:
     """Returns the cases of a plan."""
     return [
-        Planned(_title(nbytes, in_flight, clients), list(plan.peers), plan.repetitions)
+        Planned(_title(nbytes, in_flight, clients), [peer.name for peer in plan.peers], plan.repetitions)
         for clients in plan.clients
         for in_flight in plan.in_flight
         for nbytes in plan.sizes
@@ -177,9 +189,8 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
     Raises:
         BenchError: a request or a reply was not what was sent, or a process died or took too long.
     """
-    chosen = [PEERS[name] for name in plan.peers]
-    unmeasured = [Unmeasured(peer.name, reason) for peer in chosen if (reason := peer.missing()) is not None]
-    peers = [peer for peer in chosen if peer.missing() is None]
+    unmeasured = [Unmeasured(peer.name, reason) for peer in plan.peers if (reason := peer.missing()) is not None]
+    peers = [peer for peer in plan.peers if peer.missing() is None]
     versions = {peer.name: found for peer in peers if (found := peer.version()) is not None}
     results: list[Result] = []
     checks: dict[int, Checks] = {}
@@ -201,7 +212,7 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
                         Unmeasured(peer.name, reason, cell.nbytes, cell.in_flight, clients) for peer, reason in reasons.items()
                     ]
                     able = {peer: group for peer, group in groups.items() if peer not in reasons}
-                    results += _results(cell, measured(able, cell, plan.repetitions, progress))
+                    results += _results(plan, cell, _measured(able, cell, plan.repetitions, progress))
                     if keep is not None:
                         keep(so_far())
     return so_far()
@@ -213,7 +224,7 @@ def steps(plan: Plan) -> int:
 
 
 @contextlib.contextmanager
-def started(peers: Sequence[Peer], clients: int) -> Iterator[dict[Peer, Group]]:
+def started(peers: Sequence[RequestPeer], clients: int) -> Iterator[dict[RequestPeer, Group]]:
     """The processes of these peers, all started at the same time; they end when this is left."""
     with contextlib.ExitStack() as stack:
         groups = {peer: stack.enter_context(Group(peer, clients)) for peer in peers}
@@ -222,11 +233,11 @@ def started(peers: Sequence[Peer], clients: int) -> Iterator[dict[Peer, Group]]:
         yield groups
 
 
-def measured(
-    groups: dict[Peer, Group], cell: Cell, repetitions: int, progress: Callable[[str], None]
-) -> dict[Peer, list[Measurement]]:
+def _measured(
+    groups: dict[RequestPeer, Group], cell: Cell, repetitions: int, progress: Callable[[str], None]
+) -> dict[RequestPeer, list[Measurement]]:
     """Runs a cell on all groups in turn, again and again."""
-    measurements: dict[Peer, list[Measurement]] = {peer: [] for peer in groups}
+    measurements: dict[RequestPeer, list[Measurement]] = {peer: [] for peer in groups}
     for repetition in range(repetitions):
         for peer, group in groups.items():
             progress(
@@ -242,7 +253,7 @@ def _checks(cell: Cell) -> Checks:
     return Checks(cell.nbytes, engine_us, client_us)
 
 
-def _reason(peer: Peer, cell: Cell) -> str | None:
+def _reason(peer: RequestPeer, cell: Cell) -> str | None:
     """Why a cell can't be measured with a peer."""
     needed, available = _COPIES_IN_FLIGHT * cell.total_nbytes, available_nbytes()
     if needed > available:
@@ -250,35 +261,36 @@ def _reason(peer: Peer, cell: Cell) -> str | None:
     return peer.limits(cell)
 
 
-def _results(cell: Cell, measurements: dict[Peer, list[Measurement]]) -> list[Result]:
-    baseline = [
-        measurement.requests_per_s
-        for peer, repeated in measurements.items()
-        if peer.name == BASELINE
-        for measurement in repeated
-    ]
-    return [_result(cell, peer, repeated, baseline) for peer, repeated in measurements.items()]
+def _results(plan: Plan, cell: Cell, measurements: Mapping[RequestPeer, list[Measurement]]) -> Iterator[Result]:
+    for first, *others in plan.groups:
+        for peer in (first, *others):
+            if peer in measurements:
+                yield _result(cell, peer, measurements[peer], first, measurements[first])
 
 
-def _result(cell: Cell, peer: Peer, measurements: list[Measurement], baseline: list[float]) -> Result:
-    speeds = [measurement.requests_per_s for measurement in measurements]
-    latencies_us = np.concatenate([measurement.latencies_ns for measurement in measurements]) / 1e3
+def _result(cell: Cell, peer: RequestPeer, ours: list[Measurement], first: RequestPeer, theirs: list[Measurement]) -> Result:
+    latencies_us = np.concatenate([measurement.latencies_ns for measurement in ours]) / 1e3
     p50, p99, p999 = np.percentile(latencies_us, [50, 99, 99.9])
+    pairs = list(zip(ours, theirs, strict=True))
     return Result(
         peer=peer.name,
+        baseline=first.name,
         nbytes=cell.nbytes,
         reply_nbytes=cell.reply_nbytes,
         in_flight=cell.in_flight,
         clients=cell.clients,
-        requests=sum(measurement.requests for measurement in measurements),
-        requests_per_s=Spread.of(speeds),
-        shmring_ratio=Spread.of([ours / theirs for ours, theirs in zip(baseline, speeds, strict=True)]),
+        requests=sum(measurement.requests for measurement in ours),
+        requests_per_s=Spread.of(measurement.requests_per_s for measurement in ours),
+        shmring_ratio=Spread.of(base.requests_per_s / measurement.requests_per_s for measurement, base in pairs),
         round_trip_p50_us=float(p50),
         round_trip_p99_us=float(p99),
         round_trip_p999_us=float(p999),
-        engine_us=Spread.of([measurement.engine_us for measurement in measurements]),
-        client_us=Spread.of([measurement.client_us for measurement in measurements]),
+        engine_us=Spread.of(measurement.engine_us for measurement in ours),
+        client_us=Spread.of(measurement.client_us for measurement in ours),
+        engine_ratio=Spread.of(measurement.engine_us / base.engine_us for measurement, base in pairs),
+        client_ratio=Spread.of(measurement.client_us / base.client_us for measurement, base in pairs),
+        cpu_ratio=Spread.of(measurement.cpu_us / base.cpu_us for measurement, base in pairs),
         repetitions=[
-            Repetition(measurement.requests_per_s, measurement.engine_us, measurement.client_us) for measurement in measurements
+            Repetition(measurement.requests_per_s, measurement.engine_us, measurement.client_us) for measurement in ours
         ],
     )

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from bench.children import BenchError, Child, Children, Parent
 from bench.meter import Cost
+from bench.peers import RequestPeer
 from bench.request.load import Load, Phases, come_to_rest
-from bench.request.peers import Peer
 from bench.request.questions import Cell, Desk
 
 __all__ = ["Group", "Measurement"]
@@ -85,6 +85,11 @@ class Measurement:
         """Microseconds of CPU that a request takes in its client's process."""
         return sum(client.cpu_s for client in self.clients) / self.requests * 1e6
 
+    @property
+    def cpu_us(self) -> float:
+        """Of both."""
+        return self.engine_us + self.client_us
+
 
 class Group(Children):
     """The processes of one peer.
@@ -94,7 +99,7 @@ class Group(Children):
         clients: how many processes ask.
     """
 
-    def __init__(self, peer: Peer, clients: int) -> None:
+    def __init__(self, peer: RequestPeer, clients: int) -> None:
         context = get_context("spawn")
         super().__init__(peer.title)
         self._shared = peer.create_shared(context, clients)  # kept: what the children inherit is ours to remove
@@ -143,14 +148,14 @@ class Group(Children):
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-async def _play(peer: Peer, shared: Any, client: int | None, parent: Parent, cell: Cell) -> _Finished:
+async def _play(peer: RequestPeer, shared: Any, client: int | None, parent: Parent, cell: Cell) -> _Finished:
     """A child's part of a cell. The engine has no number."""
     if client is None:
         return await _answer(peer, shared, parent, cell)
     return await _ask(peer, shared, client, parent, cell)
 
 
-async def _answer(peer: Peer, shared: Any, parent: Parent, cell: Cell) -> _Finished:
+async def _answer(peer: RequestPeer, shared: Any, parent: Parent, cell: Cell) -> _Finished:
     desk = Desk(cell)
     phases = Phases(cell, lambda: desk.answered)
     async with asyncio.TaskGroup() as tasks:
@@ -162,12 +167,12 @@ async def _answer(peer: Peer, shared: Any, parent: Parent, cell: Cell) -> _Finis
     return _Finished(cost, desk.answered, np.empty(0, np.int64))
 
 
-async def _serve(peer: Peer, cell: Cell, shared: Any, desk: Desk, parent: Parent) -> None:
+async def _serve(peer: RequestPeer, cell: Cell, shared: Any, desk: Desk, parent: Parent) -> None:
     await peer.serve(cell, shared, desk, lambda: parent.tell(_Step.CONNECTED))
     raise RuntimeError("the engine has stopped answering by itself")
 
 
-async def _ask(peer: Peer, shared: Any, client: int, parent: Parent, cell: Cell) -> _Finished:
+async def _ask(peer: RequestPeer, shared: Any, client: int, parent: Parent, cell: Cell) -> _Finished:
     load = Load(cell, client)
     async with peer.connect(cell, shared, client) as ask:
         await come_to_rest()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.request.peers import BASELINE, PEERS
+from bench.peers import BASELINE, REQUEST_PEERS
 from bench.request.plan import Result, Results, Unmeasured
-from bench.request.scaling import ScalingResults
+from bench.request.scaling import VARIANTS
 from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_times
 
 __all__ = ["report", "scaling_report"]
@@ -20,6 +20,7 @@ _TARGET_SCALING_RATIO = 1.2
 _COLUMNS = ["request", "transport", "requests/s", "spread", "shmring is"]
 _COLUMNS += ["p50 us", "p99 us", "p99.9 us", "engine us", "client us"]
 _SCALING_COLUMNS = ["request", "in flight", "variant", "requests/s", "engine us", "client us", "engine", "client", "both"]
+_VARIANT_TITLES = {peer.name: peer.title for group in VARIANTS for peer in group}
 _TEXT_COLUMNS = ("transport", "variant")  # to the left
 
 
@@ -47,8 +48,8 @@ def report(results: Results) -> Findings:
         f"client {entry.client_us:.1f}."
         for entry in results.checks
     ]
-    notes += [f"{PEERS[name].requires} {version}" for name, version in results.versions.items()]
-    notes += [f"{PEERS[entry.peer].title}: {entry.reason}" for entry in results.unmeasured if entry.nbytes is None]
+    notes += [f"{REQUEST_PEERS[name].requires} {version}" for name, version in results.versions.items()]
+    notes += [f"{REQUEST_PEERS[entry.peer].title}: {entry.reason}" for entry in results.unmeasured if entry.nbytes is None]
     return Findings(
         mode="request",
         machine=results.machine,
@@ -60,21 +61,21 @@ def report(results: Results) -> Findings:
     )
 
 
-def scaling_report(results: ScalingResults) -> Findings:
+def scaling_report(results: Results) -> Findings:
     """Returns the report of a run of ``--scaling``."""
     rows = [
         [
             format_nbytes(result.nbytes),
             str(result.in_flight),
-            result.title,
+            _VARIANT_TITLES[result.peer],
             _number(result.requests_per_s.median),
             f"{result.engine_us.median:.1f}",
             f"{result.client_us.median:.1f}",
-            *(f"{ratio.median:.2f} x" for ratio in (result.engine_ratio, result.client_ratio, result.ratio)),
+            *(f"{ratio.median:.2f} x" for ratio in (result.engine_ratio, result.client_ratio, result.cpu_ratio)),
         ]
         for result in results.results
     ]
-    title = f"cost of a request by what else there is, medians of {results.repetitions} interleaved runs"
+    title = f"cost of a request by what else there is, medians of interleaved repetitions of {results.timed_s:g} s"
     notes = [
         "CPU microseconds of each request, checks and copies included; engine, client, both: ratio to 1 client, or to 10 slots "
         "in use, in the same repetition.",
@@ -102,7 +103,7 @@ def _row(result: Result) -> list[str]:
     speed = result.requests_per_s
     return [
         format_nbytes(result.nbytes),
-        PEERS[result.peer].title,
+        REQUEST_PEERS[result.peer].title,
         _number(speed.median),
         deviation(speed),
         format_times(result.shmring_ratio.median),
@@ -117,7 +118,7 @@ def _row(result: Result) -> list[str]:
 def _unmeasured_row(entry: Unmeasured) -> list[str]:
     size = "all" if entry.nbytes is None else format_nbytes(entry.nbytes)
     reason = "missing" if entry.nbytes is None else "not measured"
-    return [size, PEERS[entry.peer].title, reason, *[""] * (len(_COLUMNS) - 3)]
+    return [size, REQUEST_PEERS[entry.peer].title, reason, *[""] * (len(_COLUMNS) - 3)]
 
 
 def _targets(results: Results) -> list[Verdict]:
@@ -156,15 +157,15 @@ def _targets(results: Results) -> list[Verdict]:
     return verdicts
 
 
-def _scaling_targets(results: ScalingResults) -> Iterator[Verdict]:
+def _scaling_targets(results: Results) -> Iterator[Verdict]:
     for result in results.results:
-        if result.variant != result.baseline:
+        if result.peer != result.baseline:
             yield Verdict(
-                f"CPU time per request with {result.title}",
+                f"CPU time per request with {_VARIANT_TITLES[result.peer]}",
                 format_nbytes(result.nbytes),
                 f"<= {_TARGET_SCALING_RATIO} x",
-                format_times(result.ratio.median),
-                result.ratio.median <= _TARGET_SCALING_RATIO,
+                format_times(result.cpu_ratio.median),
+                result.cpu_ratio.median <= _TARGET_SCALING_RATIO,
                 f"engine {format_times(result.engine_ratio.median)}, client {format_times(result.client_ratio.median)}",
             )
 

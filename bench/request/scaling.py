@@ -16,34 +16,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 import torch
 
 import shmring
-from bench.coverage import Coverage, Planned
-from bench.machine import Machine
-from bench.request.peers.peer import Ask, Peer
-from bench.request.peers.shmring_request import RING, answer, request
-from bench.request.plan import measured, started
-from bench.request.processes import Measurement
+from bench.peers import Ask, RequestPeer
+from bench.peers.shmring_ring import RING, answer, request
 from bench.request.questions import ITEM_NBYTES, Answer, Cell, Desk, Header
-from bench.results import Spread, format_nbytes
 from shmring.client import Connecting
 
-__all__ = [
-    "MAX_SCALING_NBYTES",
-    "ScalingPlan",
-    "ScalingResult",
-    "ScalingResults",
-    "planned_scaling",
-    "run_scaling",
-    "scaling_title",
-    "scaling_steps",
-]
+__all__ = ["MAX_SCALING_NBYTES", "VARIANTS", "ConnectedClients", "SlotsInUse"]
 
 #: Of a question's tensor: so that slots are of two blocks at most.
 MAX_SCALING_NBYTES = 8 * 1000
@@ -57,7 +41,7 @@ _SLOTS = 10_000
 _FEW_SLOTS = 10
 
 
-class _Variant(Peer):
+class _Variant(RequestPeer):
     """shmring, with everything as in the other variants; see the head of this file."""
 
     async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
@@ -148,135 +132,7 @@ def _connect(cell: Cell) -> Connecting:
 
 
 #: Groups of variants; the first of each is what the others of the group are compared with.
-_VARIANTS: tuple[tuple[Peer, ...], ...] = (
+VARIANTS: tuple[tuple[RequestPeer, ...], ...] = (
     (ConnectedClients(1, 1), ConnectedClients(_CLIENTS, 1), ConnectedClients(_CLIENTS, _CLIENTS)),
     (SlotsInUse(_FEW_SLOTS), SlotsInUse(_SLOTS)),
 )
-
-
-class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
-
-    Attributes:
-        sizes: of a question's tensor in bytes, multiples of 4, up to :data:`MAX_SCALING_NBYTES`.
-        in_flight: requests of all connections together.
-        reply_nbytes: size of a reply's tensor, a multiple of 4.
-        repetitions: of each variant.
-        timed_s, warm_up_s: of each repetition.
-        limit_s: after which a repetition has failed.
-    """
-
-    sizes: Sequence[int]
-    in_flight: Sequence[int]
-    reply_nbytes: int
-    repetitions: int
-    timed_s: float
-    warm_up_s: float
-    limit_s: float = 120.0
-
-
-class ScalingResult(msgspec.Struct, frozen=True):
-    """A variant in a cell.
-
-    Attributes:
-        engine_us, client_us: microseconds of CPU for each request, at each end.
-        engine_ratio, client_ratio, ratio: of the ends' and of both together to those of the group's first variant, in the
-            same repetition.
-    """
-
-    variant: str
-    title: str
-    baseline: str
-    nbytes: int
-    in_flight: int
-    requests: int
-    requests_per_s: Spread
-    engine_us: Spread
-    client_us: Spread
-    engine_ratio: Spread
-    client_ratio: Spread
-    ratio: Spread
-
-
-class ScalingResults(msgspec.Struct, frozen=True):
-    """A run."""
-
-    machine: Machine
-    reply_nbytes: int
-    repetitions: int
-    timed_s: float
-    results: list[ScalingResult]
-    coverage: Coverage | None = None
-
-
-def run_scaling(plan: ScalingPlan, progress: Callable[[str], None]) -> ScalingResults:
-    """Measures what a plan says. When this returns or raises, no process and no file of it is left.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line before each step; :func:`scaling_steps` says how many there are.
-
-    Raises:
-        BenchError: a request or a reply was not what was sent, or a process died or took too long.
-    """
-    variants = [*itertools.chain(*_VARIANTS)]
-    results: list[ScalingResult] = []
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        progress(f"starting {2 * len(variants)} processes")
-        with started(variants, 1) as groups:
-            for nbytes, in_flight in itertools.product(plan.sizes, plan.in_flight):
-                cell = Cell(
-                    nbytes=nbytes,
-                    reply_nbytes=plan.reply_nbytes,
-                    in_flight=in_flight,
-                    clients=1,
-                    warm_up_s=plan.warm_up_s,
-                    timed_s=plan.timed_s,
-                    limit_s=plan.limit_s,
-                    directory=directory,
-                )
-                measurements = measured(groups, cell, plan.repetitions, progress)
-                for first, *others in _VARIANTS:
-                    results += [_result(cell, peer, first, measurements) for peer in (first, *others)]
-    there = {(scaling_title(result.nbytes, result.in_flight), result.variant): plan.repetitions for result in results}
-    coverage = Coverage.of(planned_scaling(plan), there)
-    return ScalingResults(Machine.here(), plan.reply_nbytes, plan.repetitions, plan.timed_s, results, coverage)
-
-
-def planned_scaling(plan: ScalingPlan) -> list[Planned]:
-    """Returns the cases of a plan."""
-    return [
-        Planned(scaling_title(*case), [peer.name for peer in itertools.chain(*_VARIANTS)], plan.repetitions)
-        for case in itertools.product(plan.sizes, plan.in_flight)
-    ]
-
-
-def scaling_title(nbytes: int, in_flight: int) -> str:
-    """Returns a case in words."""
-    return f"{format_nbytes(nbytes)}, {in_flight} in flight"
-
-
-def scaling_steps(plan: ScalingPlan) -> int:
-    """Returns how often :func:`run_scaling` reports progress."""
-    return 1 + len(plan.sizes) * len(plan.in_flight) * plan.repetitions * sum(map(len, _VARIANTS))
-
-
-def _result(cell: Cell, peer: Peer, first: Peer, measurements: dict[Peer, list[Measurement]]) -> ScalingResult:
-    ours, theirs = measurements[peer], measurements[first]
-    pairs = list(zip(ours, theirs, strict=True))
-    return ScalingResult(
-        variant=peer.name,
-        title=peer.title,
-        baseline=first.name,
-        nbytes=cell.nbytes,
-        in_flight=cell.in_flight,
-        requests=sum(measurement.requests for measurement in ours),
-        requests_per_s=Spread.of([measurement.requests_per_s for measurement in ours]),
-        engine_us=Spread.of([measurement.engine_us for measurement in ours]),
-        client_us=Spread.of([measurement.client_us for measurement in ours]),
-        engine_ratio=Spread.of([measurement.engine_us / base.engine_us for measurement, base in pairs]),
-        client_ratio=Spread.of([measurement.client_us / base.client_us for measurement, base in pairs]),
-        ratio=Spread.of(
-            [(measurement.engine_us + measurement.client_us) / (base.engine_us + base.client_us) for measurement, base in pairs]
-        ),
-    )

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +22,13 @@ import pytest
 
 from bench.children import Failed, play_cell
 from bench.messages import Cell, Measurement
-from bench.peers import PEERS, pyzmq_multipart
+from bench.peers import PEERS, shmring_ring
 from bench.processes import Part, consume, produce
 from shmring.memory.slab import SHM_DIRECTORY
 
-NAMES = ("pyzmq", "shared-memory", "spinning-ring", "spinning-arena", "multiprocessing-queue")
+BOUNDED = ("pyzmq", "shared-memory", "spinning-ring", "spinning-arena", "multiprocessing-queue")
+OWN = ("shmring", "shmring-in-place", "shmring-busy-poll", "inline-msgpack", "torch-queue")
+NAMES = (*OWN, *BOUNDED)  # the other torch queue leaves a daemon to its process
 SIZES = (4 << 10, 1 << 20)
 SMALL = Cell(nbytes=4 << 10, window=4, warm_up_s=0.01, timed_s=0.03, limit_s=20.0, directory="")
 LISTENING_S = 10.0  # for a consumer to listen, on a machine that does much else
@@ -39,7 +38,7 @@ LISTENING_S = 10.0  # for a consumer to listen, on a machine that does much else
 def cell() -> Iterator[Cell]:
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         yield dataclasses.replace(SMALL, directory=directory)
-        assert os.listdir(directory) == []
+        assert list(Path(directory).glob("*.sock")) == []
 
 
 @contextlib.contextmanager
@@ -85,6 +84,7 @@ def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options:
     assert not [end for end in (outcome, *others) if isinstance(end, Failed | BaseException)]
     measurement: Measurement = outcome.measurement
     assert measurement.messages >= cell.window
+    assert all(end.cost.messages > 2 * cell.window for end in others)
     assert (measurement.latencies_ns > 0).all()
 
 
@@ -104,7 +104,15 @@ def test_a_consumer_that_nobody_sends_to_gives_up(cell: Cell, name: str) -> None
     assert outcome == Failed("it took longer than 0.1 s")
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_busy_polling_ends_say_what_they_take_when_nothing_comes(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shmring_ring, "_IDLE_S", 0.3)
+    outcome, producer = run("shmring-busy-poll", dataclasses.replace(cell, window=1))
+    for cost in (outcome.measurement.consumer, producer.cost):
+        assert 0 < cost.idle_share < 0.5  # of a core, by both ends, which are one process here; they would take two
+    assert run("shmring-busy-poll", cell)[1].cost.idle_share is None  # of a larger window
+
+
+@pytest.mark.parametrize("name", BOUNDED)
 def test_what_does_not_fit_is_said_beforehand(cell: Cell, name: str) -> None:
     assert PEERS[name].limits(cell) is None
     reason = PEERS[name].limits(dataclasses.replace(cell, nbytes=1 << 40))
@@ -132,15 +140,4 @@ def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", version)
     assert PEERS["pyzmq"].missing() == "not installed: pip install pyzmq"
-    assert [PEERS[name].missing() for name in NAMES[1:]] == [None] * 4  # the standard library
-
-
-def test_an_adapter_can_be_imported_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", None)  # importing it fails
-    spec = importlib.util.spec_from_file_location("imported_anew", pyzmq_multipart.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # msgspec looks types up there
-    spec.loader.exec_module(module)
-    assert module.PyzmqMultipart.name == "pyzmq"
+    assert [PEERS[name].missing() for name in BOUNDED[1:]] == [None] * 4  # the standard library

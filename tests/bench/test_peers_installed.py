@@ -34,10 +34,16 @@ MODULES = {
     "iceoryx2": "iceoryx2_slices",
     "iceoryx2-loaned": "iceoryx2_slices",
     "zenoh": "zenoh_shm",
-    "faster-fifo": "faster_fifo_queue",
+    "faster-fifo": "queues",
     "ray": "ray_store",
 }
-PACKAGES = {"iceoryx2_slices": "iceoryx2", "zenoh_shm": "zenoh", "faster_fifo_queue": "faster_fifo", "ray_store": "ray"}
+PACKAGES = {
+    "iceoryx2_slices": "iceoryx2",
+    "zenoh_shm": "zenoh",
+    "queues": "faster_fifo",
+    "ray_store": "ray",
+    "pyzmq_sockets": "zmq",
+}
 PRODUCERS = 2
 REPORT_S = 60.0  # for a process to report, on a machine that does much else; Ray starts a cluster in it
 END_S = 10.0  # for a process to end
@@ -226,5 +232,6 @@ def test_an_adapter_can_be_imported_without_its_package(monkeypatch: pytest.Monk
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # msgspec looks types up there
     spec.loader.exec_module(module)
     assert module.__all__

@@ -15,8 +15,8 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,16 +27,15 @@ from bench.children import BenchError
 from bench.machine import Machine
 from bench.messages import CheckError
 from bench.meter import Cost
+from bench.peers import BASELINE, REQUEST_PEERS, Ask, RequestPeer
+from bench.peers.in_flight import Pending
 from bench.request.command import request_command
 from bench.request.load import Load, Phases, come_to_rest
-from bench.request.peers import BASELINE, PEERS
-from bench.request.peers.peer import Ask, Peer
-from bench.request.peers.pending import Pending
 from bench.request.plan import Checks, Plan, Repetition, Result, Results, Unmeasured, run
 from bench.request.processes import Group, Measurement
 from bench.request.questions import Answer, Cell, Desk, Header, Question, checks_us
 from bench.request.report import report, scaling_report
-from bench.request.scaling import ConnectedClients, ScalingResult, ScalingResults, SlotsInUse
+from bench.request.scaling import VARIANTS, ConnectedClients, SlotsInUse
 from bench.results import Spread
 
 SMALL = Cell(nbytes=4096, reply_nbytes=64, in_flight=4, clients=1, warm_up_s=0.01, timed_s=0.05, limit_s=60.0, directory="")
@@ -130,7 +129,7 @@ async def test_a_reply_that_nobody_waits_for_fails_whoever_waits() -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(peer: Peer, cell: Cell, desk: Desk) -> AsyncIterator[Ask]:
+async def connected(peer: RequestPeer, cell: Cell, desk: Desk) -> AsyncIterator[Ask]:
     """Both ends of a peer in this process; what the engine raises comes out of this."""
     shared = peer.create_shared(multiprocessing.get_context("spawn"), 1)
     listening = asyncio.Event()
@@ -142,7 +141,7 @@ async def connected(peer: Peer, cell: Cell, desk: Desk) -> AsyncIterator[Ask]:
         serving.cancel()
 
 
-async def asked(peer: Peer, cell: Cell) -> tuple[Load, Desk, Cost]:
+async def asked(peer: RequestPeer, cell: Cell) -> tuple[Load, Desk, Cost]:
     """The load of a cell, in this process."""
     load, desk = Load(cell, 0), Desk(cell)
     async with connected(peer, cell, desk) as ask, asyncio.TaskGroup() as tasks:
@@ -158,16 +157,16 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-@pytest.fixture(params=PEERS)
-def peer(request: pytest.FixtureRequest) -> Peer:
-    found = PEERS[request.param]
+@pytest.fixture(params=REQUEST_PEERS)
+def peer(request: pytest.FixtureRequest) -> RequestPeer:
+    found = REQUEST_PEERS[request.param]
     if (reason := found.missing()) is not None:
         pytest.skip(reason)
     return found
 
 
 @pytest.mark.parametrize(("nbytes", "reply_nbytes"), [(4096, 64), (1 << 20, 4), (4, 256 << 10)])
-async def test_every_peer_answers_every_question(peer: Peer, cell: Cell, nbytes: int, reply_nbytes: int) -> None:
+async def test_every_peer_answers_every_question(peer: RequestPeer, cell: Cell, nbytes: int, reply_nbytes: int) -> None:
     load, desk, cost = await asked(peer, dataclasses.replace(cell, nbytes=nbytes, reply_nbytes=reply_nbytes))
     assert desk.answered == load.answered >= 8  # a window in each phase
     assert 4 <= cost.messages == len(load.latencies_ns) <= load.answered
@@ -178,7 +177,7 @@ async def test_every_peer_answers_every_question(peer: Peer, cell: Cell, nbytes:
 
 
 @pytest.mark.parametrize("spoiled", ["corrupt_question", "corrupt_answer"])
-async def test_what_a_peer_corrupts_is_noticed(peer: Peer, cell: Cell, spoiled: str) -> None:
+async def test_what_a_peer_corrupts_is_noticed(peer: RequestPeer, cell: Cell, spoiled: str) -> None:
     what = "request" if spoiled == "corrupt_question" else "reply"
     with pytest.raises(BaseExceptionGroup) as caught:
         await asked(peer, dataclasses.replace(cell, **{spoiled: 5}))
@@ -187,12 +186,12 @@ async def test_what_a_peer_corrupts_is_noticed(peer: Peer, cell: Cell, spoiled: 
 
 
 def test_a_package_that_is_not_installed_is_missing() -> None:
-    class Absent(type(PEERS["pyzmq"])):  # type: ignore[misc]
+    class Absent(type(REQUEST_PEERS["pyzmq"])):  # type: ignore[misc]
         requires = "shmring-absent"
 
     assert Absent().missing() == "not installed: pip install shmring-absent"
     assert Absent().version() is None
-    assert PEERS[BASELINE].missing() is None
+    assert REQUEST_PEERS[BASELINE].missing() is None
 
 
 # -- the meter -----------------------------------------------------------------------------------------------------------
@@ -270,7 +269,7 @@ async def test_so_many_slots_are_in_use_and_as_many_holes_between_them(cell: Cel
 @pytest.mark.slow
 def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
     two = dataclasses.replace(cell, clients=2)
-    with Group(PEERS["shmring"], 2) as group:
+    with Group(REQUEST_PEERS["shmring"], 2) as group:
         group.start()
         for in_flight in (1, 8):
             measurement = group.run(dataclasses.replace(two, in_flight=in_flight))
@@ -293,7 +292,7 @@ def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_new_segments")
 def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(PEERS["pyzmq"]), "requires", "shmring-absent")
+    monkeypatch.setattr(type(REQUEST_PEERS["pyzmq"]), "requires", "shmring-absent")
     path = tmp_path / "results.json"
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
     options = ["--size", "4KiB", "--size", "64KiB", "--in-flight", "16", "--clients", "1", "--peer", "pyzmq"]
@@ -342,13 +341,13 @@ def test_options_that_make_no_sense_are_refused(options: list[str], message: str
 
 
 def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(peers: list[Peer], clients: int) -> contextlib.AbstractContextManager[dict[Peer, None]]:
+    def nothing(peers: list[RequestPeer], clients: int) -> contextlib.AbstractContextManager[dict[RequestPeer, None]]:
         return contextlib.nullcontext(dict.fromkeys(peers))
 
     monkeypatch.setattr("bench.request.plan.available_nbytes", lambda: 1 << 30)
     monkeypatch.setattr("bench.request.plan.started", nothing)
     plan = Plan(
-        peers=[BASELINE],
+        groups=[[REQUEST_PEERS[BASELINE]]],
         sizes=[1 << 30, 2 << 30],
         in_flight=[16],
         clients=[1],
@@ -380,6 +379,7 @@ def same(value: float) -> Spread:
 def result(peer: str, per_s: float, ratio: float, clients: int = 1) -> Result:
     return Result(
         peer=peer,
+        baseline=BASELINE,
         nbytes=65536,
         reply_nbytes=64,
         in_flight=16,
@@ -392,6 +392,9 @@ def result(peer: str, per_s: float, ratio: float, clients: int = 1) -> Result:
         round_trip_p999_us=2000.0,
         engine_us=same(20.04),
         client_us=same(21.0),
+        engine_ratio=same(ratio),
+        client_ratio=same(ratio),
+        cpu_ratio=same(ratio),
         repetitions=[Repetition(per_s, 20.0, 21.0)],
     )
 
@@ -446,19 +449,16 @@ def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
     assert measurement.client_us == pytest.approx(40)
 
 
-def scaled(variant: str, baseline: str, ratio: float) -> ScalingResult:
-    speeds: dict[str, Any] = dict.fromkeys(("requests_per_s", "engine_us", "client_us"), same(10.0))
-    ratios: dict[str, Any] = dict.fromkeys(("engine_ratio", "client_ratio", "ratio"), same(ratio))
-    return ScalingResult(
-        variant=variant, title=variant, baseline=baseline, nbytes=4096, in_flight=32, requests=9, **speeds, **ratios
-    )
-
-
 def test_the_report_of_scaling_compares_with_the_first_of_each_group() -> None:
-    some = [scaled("1", "1", 1.0), scaled("32", "1", 1.21), scaled("10,000", "10", 1.2)]
-    found = scaling_report(ScalingResults(Machine.here(), 64, 5, 1.0, some))
+    peers = [[peer.name for peer in group] for group in VARIANTS]
+    (one, _, many), (few_slots, many_slots) = peers
+    some = [
+        msgspec.structs.replace(result(peer, 100.0, 1.0), baseline=baseline, cpu_ratio=same(ratio))
+        for peer, baseline, ratio in ((one, one, 1.0), (many, one, 1.21), (many_slots, few_slots, 1.2))
+    ]
+    found = scaling_report(results(*some))
     assert [(target.what, target.measured, target.met) for target in found.targets] == [
-        ("CPU time per request with 32", "1.21 x", False),
-        ("CPU time per request with 10,000", "1.20 x", True),
+        ("CPU time per request with 32 clients connected, all ask", "1.21 x", False),
+        ("CPU time per request with 10,000 slots in use", "1.20 x", True),
     ]
     assert [len(row) for row in found.tables[0].rows] == [len(found.tables[0].columns)] * 3

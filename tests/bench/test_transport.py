@@ -1,25 +1,14 @@
-"""``bench transport``: the peers made here pass their checks, what can't be measured is said, the commands end as they should.
-
-The ends of a peer run on threads with a loop of their own, where that shows as much as processes would; the command is run once
-with processes, and stopped once.
-"""
+"""``bench transport``: what can't be measured is said, and the commands end as they should."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -29,81 +18,14 @@ from click.testing import CliRunner
 from bench import cases, commands, transport
 from bench.__main__ import main
 from bench.cases import Case, Choice, Round
-from bench.children import BenchError, Failed, play_cell
+from bench.children import BenchError
 from bench.messages import Cell, Measurement
 from bench.meter import Cost
-from bench.peers import PEERS, shmring_busy_poll
-from bench.processes import Part, consume, produce
+from bench.peers import PEERS
 from bench.records import Reason, Results
 from bench.transport import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = Cell(nbytes=4096, window=4, warm_up_s=0.01, timed_s=0.03, limit_s=20.0, directory="")
-OWN = (
-    "shmring",
-    "shmring-in-place",
-    "shmring-busy-poll",
-    "inline-msgpack",
-    "torch-queue",
-)  # the other torch queue leaves a daemon to its process
-
-
-@pytest.fixture
-def cell() -> Iterator[Cell]:
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        yield dataclasses.replace(SMALL, directory=directory)
-        assert list(Path(directory).glob("*.sock")) == []
-
-
-def played(name: str, cell: Cell) -> list[Any]:
-    """Returns what the consumer and each producer of a peer report of a cell, all played in this process."""
-    context, peer = get_context("spawn"), PEERS[name]
-    part = Part(name, peer.create_shared(context, cell.producers), context.RawArray("q", 2), cell.producers)
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1 + cell.producers) as threads:
-        pipes = [[stack.enter_context(end) for end in context.Pipe()] for _ in range(1 + cell.producers)]
-        reports = [threads.submit(play_cell, functools.partial(consume, part), pipes[0][1], cell)]
-        assert pipes[0][0].poll(10), "the consumer does not listen"
-        for producer, (_, control) in enumerate(pipes[1:]):
-            role = dataclasses.replace(part, producer=producer)
-            reports.append(threads.submit(play_cell, functools.partial(produce, role), control, cell))
-        if isinstance(reports[0].result(), Failed):
-            for ours, _ in pipes[1:]:
-                ours.close()  # that their parent is gone ends them in the middle of a cell
-        return [report.exception() or report.result() for report in reports]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"producers": 2, "dtype": "bfloat16"},
-        {"window": 1, "copies_out": True, "dtype": "uint8", "nbytes": 1 << 20},
-    ],
-)
-@pytest.mark.parametrize("name", OWN)
-def test_every_peer_made_here_passes_its_checks(cell: Cell, name: str, options: dict[str, Any]) -> None:
-    reports = played(name, dataclasses.replace(cell, **options))
-    assert not [report for report in reports if isinstance(report, Failed | BaseException)]
-    measurement: Measurement = reports[0].measurement
-    assert measurement.messages > 0
-    assert (measurement.latencies_ns > 0).all()
-    assert all(report.cost.messages > 2 * options.get("window", cell.window) for report in reports[1:])
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_a_corrupted_message_is_detected(cell: Cell, name: str) -> None:
-    report = played(name, dataclasses.replace(cell, corrupt_sequence=10))[0]
-    assert isinstance(report, Failed)
-    assert "message 10 holds" in report.error
-    assert "corrupted" in report.error
-
-
-def test_busy_polling_ends_say_what_they_take_when_nothing_comes(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shmring_busy_poll, "_IDLE_S", 0.3)
-    reports = played("shmring-busy-poll", dataclasses.replace(cell, window=1))
-    for cost in (reports[0].measurement.consumer, reports[1].cost):
-        assert 0 < cost.idle_share < 0.5  # of a core, by both ends, which are one process here; they would take two
-    (other,) = (report.cost for report in played("shmring-busy-poll", cell)[1:])  # of a larger window
-    assert other.idle_share is None
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.messages import Header, Phase
+from bench.peers.in_flight import Window
 from bench.peers.unix_stream import Messages, connected, consumed
-from bench.peers.window import Window
 
 BODIES = [b"", b"a", bytes(range(256)) * 3, b"x" * 300_000, b"end"]  # one of them larger than what is read at a time
 LIMIT_S = 10.0

@@ -1,0 +1,187 @@
+"""shmring: ``client.submit`` for streams, copied or in place or with busy polling, and ``client.request`` for requests.
+
+How its users use it: a frontend submits payloads and awaits the end of each (here: of the oldest, once the window is
+full); an engine iterates over the ring, reads ``claim.payload`` in place, and leaves the claim, which releases the slot and
+tells the frontend that the request is done. Both ends have the default configuration, but for the size of the slab: twice
+what is in flight. By default a tensor of up to 8 KiB travels in the message, as it does here.
+
+- ``shmring``: ``client.submit(payload)`` copies the tensor into a slot. This is what every other peer is compared with.
+- ``shmring-in-place``: a decoder asks for ``client.slot(nbytes)``, writes its result into ``slot.tensor(...)``, submits that
+  and leaves the slot. A slot for each message, as a server has one for each picture. Only the stamps are written here: this is
+  what the transport costs where the content is produced in place.
+- ``shmring-busy-poll``: ``busy_poll_s`` in both configurations, with the 200 microseconds that the configuration recommends,
+  where latency counts for more than a core. What it must not cost is a core that has nothing to do, so in the smallest cell
+  both ends stay connected for a while after the last message and say what CPU time that takes.
+
+Requests: a frontend awaits ``client.request`` from as many tasks as it has requests; the engine replies and leaves the claim. A
+reply of up to 8 KiB travels in the message, a larger one in a slot of the reply reserve, where the client views it. The slab is
+no larger than the default, so that the largest cells wait for space, as they do in a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, ClassVar
+
+import torch
+
+import shmring
+from bench import messages
+from bench.messages import Sink, Source
+from bench.peers.peer import Ask, Peer, RequestPeer
+from bench.request import questions
+from bench.request.questions import Answer, Desk
+
+__all__ = [
+    "RING", "ShmringBusyPoll", "ShmringCopy", "ShmringInPlace", "ShmringRequest", "answer", "request", "see_to_its_end",
+]  # fmt: skip
+
+RING = "bench"
+
+_MIN_SLAB_NBYTES = 64 << 20
+_MAX_REQUEST_SLAB_NBYTES = 1 << 30  # shmring's default
+_BLOCK_NBYTES = 4096  # of a slot; its header takes part of the first
+
+_IDLE_S = 2.0  # long enough for what happens once a second to be seen; each repetition takes so much longer
+_IDLE_NBYTES = 4 << 10  # of the messages before it, on which it does not depend
+_LEAVE_POLL_S = 0.01  # a hundred times a second, when nothing is measured any more
+
+
+# -- streams -------------------------------------------------------------------------------------------------------------
+
+
+class ShmringCopy(Peer):
+    """See the head of this file.
+
+    Attributes:
+        busy_poll_s: of both ends' configurations.
+    """
+
+    name = "shmring"
+    title = "shmring, one copy"
+    busy_poll_s: ClassVar[float] = 0.0
+
+    def idle_s(self, cell: messages.Cell) -> float:
+        """Returns for how long both ends stay connected after the last message, to see what that costs."""
+        return 0.0
+
+    def submit(self, client: shmring.RingClient, cell: messages.Cell, source: Source) -> Awaitable[shmring.Submission]:
+        """Stamps the next message and sends it."""
+        header = source.stamp()
+        return client.submit({"header": header, "tensor": source.tensor})
+
+    async def produce(self, cell: messages.Cell, shared: Any, source: Source) -> None:
+        started_s = time.perf_counter()
+        async with shmring.connect(RING, socket_dir=cell.directory, busy_poll_s=self.busy_poll_s) as client:
+            source.meter.connect_s = time.perf_counter() - started_s
+            await client.wait_prefaulted()  # some 0.2 s per GB once: a server runs for days
+            in_flight: deque[shmring.Submission] = deque()
+            while not source.finished:
+                if len(in_flight) == cell.window:
+                    await see_to_its_end(in_flight.popleft())
+                in_flight.append(await self.submit(client, cell, source))
+            for submission in in_flight:
+                await see_to_its_end(submission)
+            if idle_s := self.idle_s(cell):
+                await source.meter.watch_idling(idle_s)
+
+    async def consume(self, cell: messages.Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
+        slab_nbytes = max(_MIN_SLAB_NBYTES, 2 * cell.producers * cell.window * cell.nbytes)
+        async with shmring.serve(
+            RING, slab_nbytes=slab_nbytes, socket_dir=cell.directory, busy_poll_s=self.busy_poll_s
+        ) as ring:
+            listening()
+            finished = False
+            while not finished:
+                with await ring.claim() as claim:
+                    finished = sink.take(messages.Header(*claim.payload["header"]), claim.payload["tensor"])
+            if idle_s := self.idle_s(cell):
+                await sink.meter.watch_idling(idle_s)
+                while ring.statistics().clients:  # noqa: ASYNC110 # until the producers, which began a moment later, have idled
+                    await asyncio.sleep(_LEAVE_POLL_S)
+
+
+class ShmringInPlace(ShmringCopy):
+    """See the head of this file. The consumer is that of :class:`ShmringCopy`."""
+
+    name = "shmring-in-place"
+    title = "shmring, in place"
+    in_place = True
+
+    async def submit(self, client: shmring.RingClient, cell: messages.Cell, source: Source) -> shmring.Submission:
+        async with client.slot(cell.nbytes) as slot:
+            tensor = slot.tensor(cell.shape, cell.torch_dtype)
+            header = source.stamp(tensor)
+            submission = await client.submit({"header": header, "tensor": tensor})
+            del tensor  # or the slot would wait for the next message to let go of it
+        return submission
+
+
+class ShmringBusyPoll(ShmringCopy):
+    """See the head of this file."""
+
+    name = "shmring-busy-poll"
+    title = "shmring, busy polling"
+    busy_poll_s = 0.0002
+
+    def idle_s(self, cell: messages.Cell) -> float:
+        return _IDLE_S if (cell.nbytes, cell.window, cell.producers) == (_IDLE_NBYTES, 1, 1) else 0.0
+
+
+async def see_to_its_end(submission: shmring.Submission) -> None:
+    """Waits until the engine has left the claim of a submission that has no reply."""
+    try:
+        await submission.next()
+    except StopAsyncIteration:
+        return
+    raise RuntimeError("the benchmark's engine replies to nothing")
+
+
+# -- requests ------------------------------------------------------------------------------------------------------------
+
+
+class ShmringRequest(RequestPeer):
+    """See the head of this file."""
+
+    name = "shmring"
+    title = "shmring, client.request"
+
+    async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+        async with shmring.serve(RING, _configuration(cell)) as ring:
+            listening()
+            async for claim in ring:
+                with claim:
+                    await claim.reply(answer(claim.payload, desk))
+
+    @contextlib.asynccontextmanager
+    async def connect(self, cell: questions.Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
+        async with shmring.connect(RING, socket_dir=cell.directory) as connected:
+            yield lambda header, tensor: request(connected, header, tensor)
+
+
+def _configuration(cell: questions.Cell) -> shmring.RingConfig:
+    """Sizes of the slab, and of its reserve for replies: twice what is in flight, within reason, but two of each at least."""
+
+    def twice(nbytes: int) -> int:
+        each = 2 * cell.clients * (nbytes + _BLOCK_NBYTES)
+        return max(each, min(each * cell.in_flight, _MAX_REQUEST_SLAB_NBYTES))
+
+    reply_nbytes = max(_MIN_SLAB_NBYTES // 16, twice(cell.reply_nbytes))
+    slab_nbytes = max(_MIN_SLAB_NBYTES, twice(cell.nbytes)) + reply_nbytes
+    return shmring.RingConfig(slab_nbytes=slab_nbytes, reply_nbytes=reply_nbytes, socket_dir=cell.directory)
+
+
+def answer(payload: Any, desk: Desk) -> dict[str, Any]:
+    """Returns the reply to a payload. A function, so that no view of the slot outlives its claim."""
+    header = payload["header"]
+    return {"header": header, "tensor": desk.answer(questions.Header(*header), payload["tensor"])}
+
+
+async def request(client: shmring.RingClient, header: questions.Header, tensor: torch.Tensor) -> Answer:
+    """Asks one question."""
+    reply = await client.request({"header": header, "tensor": tensor})
+    return Answer(questions.Header(*reply["header"]), reply["tensor"])
