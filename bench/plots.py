@@ -1,13 +1,12 @@
 """The results of ``bench transport`` as plots: by size, by number of producers, and what a gigabyte costs.
 
 Each plot is for one question, with one line or bar for a peer. Ours are thick and in colour; of the others each has its own
-hue and marker, and its name at the end of its line rather than in a legend far from it. The plots need matplotlib, which
-is imported when one is drawn.
+hue and marker. The plots need matplotlib, which is imported when one is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ _PALETTE = (
 )  # fmt: skip
 _MARKERS = "sD^vPX*<>phd8H"
 _OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00", "shmring-busy-poll": "#b5179e"}
-_LABEL_GAP = 0.047  # of an axis's height, between two names at line ends
 _DPI = 110
 
 
@@ -62,23 +60,13 @@ def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) ->
     paths = []
     # Text stays text, and the same results give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9}):
-        for name, figure in _figures(results):
-            for kind in kinds:
+        figures = {"throughput": _throughput, "latency": _latency, "scaling": _scaling, "cpu": _cpu}
+        for name, figure in ((name, make(results)) for name, make in figures.items()):
+            for kind in kinds if figure is not None else ():
                 path = stem.with_name(f"{stem.name}-{name}.{kind}")
                 figure.savefig(path, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
                 paths.append(path)
     return paths
-
-
-def _figures(results: Results) -> Iterator[tuple[str, Any]]:
-    for name, figure in (
-        ("throughput", _throughput(results)),
-        ("latency", _latency(results)),
-        ("scaling", _scaling(results)),
-        ("cpu", _cpu(results)),
-    ):
-        if figure is not None:
-            yield name, figure
 
 
 def _style(peer: str) -> dict[str, Any]:
@@ -107,87 +95,66 @@ def _base(results: Results, window: int) -> list[Result]:
 
 
 def _lines(axes: Any, selected: Sequence[Result], across: Callable[[Result], float], up: Callable[[Result], float]) -> None:
-    """Draws a line for each peer, its name at its end."""
-    ends = []
+    """Draws a line for each peer."""
     for peer in dict.fromkeys(result.peer for result in selected):
         points = sorted((across(result), up(result)) for result in selected if result.peer == peer)
-        axes.plot(*zip(*points, strict=True), **_style(peer))
-        ends.append((points[-1], peer))
-    _name_ends(axes, ends)
+        axes.plot(*zip(*points, strict=True), label=peer, **_style(peer))
+    axes.set_yscale("log")
     axes.grid(which="major", alpha=0.25)
 
 
-def _name_ends(axes: Any, ends: Sequence[tuple[tuple[float, float], str]]) -> None:
-    """Writes names right of the axes, each at the height of its line's end, or as near to it as there is room.
-
-    Nothing that would change the range of the axes may be drawn afterwards.
-    """
-    axes.autoscale_view()  # which otherwise waits until it is drawn
-    to_axes = (axes.transData + axes.transAxes.inverted()).transform
-    wanted = sorted((float(to_axes(point)[1]), float(to_axes(point)[0]), peer) for point, peer in ends)
-    heights: list[float] = []
-    for height, _, _ in wanted:
-        heights.append(max(height, heights[-1] + _LABEL_GAP) if heights else height)
-    excess = max(0.0, heights[-1] - 1.0) if heights else 0.0
-    for place in reversed(range(len(heights))):  # what was pushed out at the top pushes back down
-        above = heights[place + 1] - _LABEL_GAP if place + 1 < len(heights) else 1.0
-        heights[place] = min(heights[place], above) if excess else heights[place]
-    for (end, across, peer), height in zip(wanted, heights, strict=True):
-        colour = _style(peer)["color"]
-        axes.annotate(
-            peer, xy=(across, end), xytext=(1.03, height), xycoords="axes fraction", textcoords="axes fraction",
-            color=colour, va="center", fontsize="small", fontweight="bold" if peer in _OURS else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3},
-            annotation_clip=False,
-        )  # fmt: skip
+def _named(figure: Any, axes: Any) -> Any:
+    """The figure with the names of lines beside it, as they are in one of its panels, those that end highest first."""
+    lines = sorted(axes.get_lines(), key=lambda line: line.get_ydata()[-1], reverse=True)
+    figure.legend(handles=lines, loc="outside right center", fontsize="small")
+    return figure
 
 
-def _size_axis(axes: Any, selected: Sequence[Result]) -> None:
+def _by_size(
+    results: Results, window: int, title: str, panels: Sequence[tuple[str, Callable[[Result], float]]]
+) -> tuple[Any, list[Any]] | None:
+    """A panel for each number, over the size of a tensor; None if nothing was measured with that window."""
+    if not (selected := _base(results, window)):
+        return None
+    figure, all_axes = _panels(len(panels), title)
     sizes = sorted({result.case.nbytes for result in selected})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [format_nbytes(nbytes) for nbytes in sizes])
-    axes.minorticks_off()
-    axes.set_xlabel("size of a tensor")
+    for axes, (label, number) in zip(all_axes, panels, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [format_nbytes(nbytes) for nbytes in sizes])
+        axes.minorticks_off()
+        axes.set(xlabel="size of a tensor", ylabel=label)
+        _lines(axes, selected, lambda result: result.case.nbytes, number)
+    return figure, all_axes
 
 
 def _throughput(results: Results) -> Any:
-    selected = _base(results, window=16)
-    if not selected:
+    title = "Throughput, one producer, 16 messages in flight (at most 1 GB of them)"
+    speeds = (
+        ("messages per second", lambda result: result.messages_per_s.median),
+        ("GB/s, counted as what the consumer can read", lambda result: result.gb_per_s),
+    )
+    if (drawn := _by_size(results, 16, title, speeds)) is None:
         return None
-    figure, (messages, bandwidth) = _panels(2, "Throughput, one producer, 16 messages in flight (at most 1 GB of them)")
+    figure, (messages, bandwidth) = drawn
     limits = sorted(results.limits, key=lambda limit: limit.nbytes)
     sizes = [limit.nbytes for limit in limits]
-    for speeds, label, dashes in (
-        ([limit.copies_hot_per_s.median for limit in limits], "memcpy, hot", (1, 1)),
-        ([limit.copies_cold_per_s.median for limit in limits], "memcpy, cold", (4, 2)),
+    for copies, label, dashes in (
+        ([limit.copies_hot_per_s for limit in limits], "memcpy, hot", (1, 1)),
+        ([limit.copies_cold_per_s for limit in limits], "memcpy, cold", (4, 2)),
     ):
-        gb_per_s = [speed * nbytes / 1e9 for speed, nbytes in zip(speeds, sizes, strict=True)]
+        gb_per_s = [speed.median * nbytes / 1e9 for speed, nbytes in zip(copies, sizes, strict=True)]
         bandwidth.plot(sizes, gb_per_s, color="black", linewidth=1.2, dashes=dashes, label=label)
-    if limits:
-        bandwidth.legend(loc="upper left", fontsize="small", title="limits of the machine", title_fontsize="small")
-    for axes, up, label in (
-        (messages, lambda result: result.messages_per_s.median, "messages per second"),
-        (bandwidth, lambda result: result.gb_per_s, "GB/s, counted as what the consumer can read"),
-    ):
-        _size_axis(axes, selected)
-        axes.set(yscale="log", ylabel=label)
-        _lines(axes, selected, lambda result: result.case.nbytes, up)
-    return figure
+    return _named(figure, bandwidth if limits else messages)
 
 
 def _latency(results: Results) -> Any:
-    selected = _base(results, window=1)
-    if not selected:
-        return None
-    figure, panels = _panels(2, "One-way latency, one producer, one message in flight: lower is better")
-    for axes, up, label in (
-        (panels[0], lambda result: result.latency_p50_us.median, "median, microseconds"),
-        (panels[1], lambda result: result.latency_p99_us, "99th percentile, microseconds"),
-    ):
-        _size_axis(axes, selected)
-        axes.set(yscale="log", ylabel=label)
-        _lines(axes, selected, lambda result: result.case.nbytes, up)
-    return figure
+    title = "One-way latency, one producer, one message in flight: lower is better"
+    latencies = (
+        ("median, microseconds", lambda result: result.latency_p50_us.median),
+        ("99th percentile, microseconds", lambda result: result.latency_p99_us),
+    )
+    drawn = _by_size(results, 1, title, latencies)
+    return None if drawn is None else _named(drawn[0], drawn[1][-1])
 
 
 def _scaling(results: Results) -> Any:
@@ -207,9 +174,9 @@ def _scaling(results: Results) -> Any:
         here = [result for result in here if result.peer in scaled]
         axes.set_xscale("log", base=2)
         axes.set_xticks(numbers, [str(number) for number in numbers])
-        axes.set(yscale="log", ylabel="messages per second", xlabel="producers", title=format_nbytes(nbytes))
+        axes.set(ylabel="messages per second", xlabel="producers", title=format_nbytes(nbytes))
         _lines(axes, here, lambda result: result.case.producers, lambda result: result.messages_per_s.median)
-    return figure
+    return _named(figure, panels[-1])
 
 
 def _cpu(results: Results) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,15 +57,3 @@ def test_the_same_results_give_the_same_file(tmp_path: Path, made_results: Make,
         plots.draw(results, tmp_path / name)
     assert (tmp_path / "x-latency.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "x-latency.svg").read_bytes() == (tmp_path / "y-latency.svg").read_bytes()
-
-
-def test_names_at_line_ends_keep_their_distance(made_results: Make, made_result: Make) -> None:
-    from matplotlib.text import Annotation
-
-    same = [made_result(name, Case(nbytes), [1e9 / nbytes]) for name in PEERS for nbytes in SIZES]
-    figure = plots._throughput(made_results(same))
-    axes = figure.axes[0]
-    heights = sorted(child.xyann[1] for child in axes.get_children() if isinstance(child, Annotation))
-    assert len(heights) == len(PEERS)
-    assert all(b - a >= 0.04 for a, b in itertools.pairwise(heights))
-    assert heights[-1] <= 1.0 + 1e-9
