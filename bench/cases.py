@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bench.coverage import Key
 from bench.messages import Cell
 from bench.peers import BASELINE
 from bench.results import format_nbytes
@@ -140,14 +141,15 @@ def quick(peers: Sequence[str]) -> list[Round]:
     return [*rounds, Round((scaled, Case(_QUICK_SCALING_NBYTES)), (BASELINE,))]
 
 
-def quick_without(peers: Sequence[str]) -> list[tuple[str, Case | None, str]]:
-    """Returns what a quick run leaves out of those peers: the peer, the case or None for all, and why."""
-    left_out: list[tuple[str, Case | None, str]] = [
-        (name, None, "left out: it starts a cluster for every case") for name in peers if name in _QUICK_WITHOUT
-    ]
+def quick_without(peers: Sequence[str]) -> dict[Key, str]:
+    """Returns what a quick run leaves out of those peers, by case and peer, and why."""
+    left_out = {}
     for case in _quick_cases():
-        without = [name for name in peers if name not in (*_QUICK_WITHOUT, *_quick_peers(case, peers))]
-        left_out += [(name, case, "left out: no target is about it in this case") for name in without]
+        for name in peers:
+            if name in _QUICK_WITHOUT:
+                left_out[case.title, name] = "left out: it starts a cluster for every case"
+            elif name not in _quick_peers(case, peers):
+                left_out[case.title, name] = "left out: no target is about it in this case"
     return left_out
 
 

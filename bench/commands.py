@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 from bench import cases, command_line, plots, tables, targets, transport
 from bench.children import BenchError
 from bench.command_line import NotMeasured, shown_progress, terminated
+from bench.coverage import Key
 from bench.messages import DTYPES, ITEM_NBYTES
 from bench.peers import BASELINE, PEERS
 from bench.records import Results
@@ -80,7 +81,7 @@ def transport_plan(
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
     choice = cases.Choice(**_quick_base(chosen) if quick else chosen)  # type: ignore[arg-type] # each is of its field
-    return _plan((cases.product if product else cases.sweeps)(choice, names), quick, repetitions, seconds, ())
+    return _plan((cases.product if product else cases.sweeps)(choice, names), quick, repetitions, seconds, {})
 
 
 def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> transport.Plan:
@@ -122,7 +123,7 @@ def _plan(
     quick: bool,
     repetitions: int | None,
     seconds: float | None,
-    left_out: Sequence[tuple[str, cases.Case | None, str]],
+    left_out: Mapping[Key, str],
 ) -> transport.Plan:
     base = _QUICK if quick else _FULL
     return transport.Plan(
@@ -154,9 +155,9 @@ def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | Non
     for table in tables.transport_tables(results):
         shown.print(table.rich())
     shown.print(f"{tables.machine_line(results.machine)}; load {results.load_before:.1f} before the run.", highlight=False)
-    if results.absences:
-        shown.print(tables.absences_table(results.absences).rich())
     if results.coverage is not None:
+        if not results.coverage.complete:
+            shown.print(tables.gaps_table(results.coverage).rich())
         shown.print(f"{results.coverage.summary()}.", highlight=False)
     if plot_stem is not None:
         plots.draw(results, plot_stem)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-__all__ = ["Coverage", "Gap", "Planned", "Status", "checkout"]
+__all__ = ["Coverage", "Gap", "Key", "Planned", "Status", "checkout"]
 
 #: A case and a subject.
 Key = tuple[str, str]
@@ -105,7 +105,7 @@ class Coverage(msgspec.Struct, frozen=True):
         return f"{len(expected) - len(self.gaps)} of {len(expected)} measurements in {in_cases}{rest}{source}"
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yields a row for each case and reason: the case, the subjects that it lacks, what became of them."""
+        """Yields rows: the cases, the subjects that they lack, what became of them; cases that lack the same share a row."""
         sizes = collections.Counter(case for case, _ in _expected(self.planned))
         grouped: dict[tuple[str, str], list[str]] = {}
         for gap in self.gaps:
@@ -113,6 +113,7 @@ class Coverage(msgspec.Struct, frozen=True):
             if gap.measured:
                 outcome += f"; {gap.measured} repetitions are there"
             grouped.setdefault((gap.case, outcome), []).append(gap.subject)
+        rows: dict[tuple[str, str], list[str]] = {}
         for (case, outcome), subjects in grouped.items():
             if len(subjects) == sizes[case] and len(subjects) > 1:
                 shown = f"all {len(subjects)}"
@@ -120,7 +121,10 @@ class Coverage(msgspec.Struct, frozen=True):
                 shown = f"{', '.join(subjects[:_SHOWN_SUBJECTS])} and {len(subjects) - _SHOWN_SUBJECTS} more"
             else:
                 shown = ", ".join(subjects)
-            yield case, shown, outcome
+            rows.setdefault((shown, outcome), []).append(case)
+        cases = {planned.case for planned in self.planned}
+        for (shown, outcome), lacking in rows.items():
+            yield "all" if 1 < len(cases) == len(lacking) else "; ".join(lacking), shown, outcome
 
 
 def checkout(commit: str | None) -> str:

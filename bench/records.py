@@ -1,11 +1,10 @@
-"""The records of a transport run: what each peer did in each case, what it cost, what the machine allows, what is absent.
+"""The records of a transport run: what each peer did in each case, what it cost, what the machine allows, what is missing.
 
 They are written to JSON as they are, with the machine and the versions they come from, and read back by ``bench report``.
 """
 
 from __future__ import annotations
 
-import enum
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +13,13 @@ import msgspec
 import numpy as np
 
 from bench.cases import Case
-from bench.coverage import Coverage
+from bench.coverage import Coverage, Gap, Status
 from bench.machine import Machine
 from bench.messages import Measurement
 from bench.meter import Cost
 from bench.results import Spread
 
-__all__ = ["Absence", "Limit", "Reason", "Result", "Results", "Side", "read_json"]
+__all__ = ["Limit", "Result", "Results", "Side", "read_json"]
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -134,28 +133,6 @@ class Limit(msgspec.Struct, frozen=True):
     copies_cold_runs: list[float]
 
 
-class Reason(enum.Enum):
-    """Why there is no result."""
-
-    MISSING = "missing"  # it is not installed
-    LIMIT = "limit"  # it can't do that
-    FAILED = "failed"  # it was tried
-
-
-class Absence(msgspec.Struct, frozen=True):
-    """A peer, or a peer in a case, without a result.
-
-    Attributes:
-        case: None stands for all.
-        text: what happened, or what to do about it.
-    """
-
-    peer: str
-    case: Case | None
-    reason: Reason
-    text: str
-
-
 class Results(msgspec.Struct, frozen=True):
     """A run.
 
@@ -177,14 +154,13 @@ class Results(msgspec.Struct, frozen=True):
     timed_s: float
     results: list[Result]
     limits: list[Limit]
-    absences: list[Absence]
     command: str = ""
     coverage: Coverage | None = None
 
     @property
-    def failed(self) -> list[Absence]:
+    def failed(self) -> list[Gap]:
         """What was tried and went wrong."""
-        return [absence for absence in self.absences if absence.reason is Reason.FAILED]
+        return [gap for gap in self.coverage.gaps if gap.status is Status.FAILED] if self.coverage is not None else []
 
     def find(self, peer: str, case: Case) -> Result | None:
         """Returns a peer's result in a case, if there is one."""

@@ -23,7 +23,7 @@ from bench.machine import Machine
 from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
-from bench.tables import absences_table, gaps_table, peer_title, transport_tables
+from bench.tables import gaps_table, peer_title, transport_tables
 
 __all__ = ["ReportError", "build", "status"]
 
@@ -197,8 +197,6 @@ def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[s
     yield from _not_best(results)
     yield "### Not measured\n"
     yield from _missing(results.coverage)
-    if results.absences:
-        yield absences_table(results.absences).markdown()
     yield "### Every case\n"
     yield "CPU, memory, descriptors and lag: producers, then consumer.\n"
     for table in transport_tables(results):

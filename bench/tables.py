@@ -11,12 +11,11 @@ from bench.cases import Case
 from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.peers import BASELINE, PEERS
-from bench.records import Absence, Limit, Result, Results, Side
+from bench.records import Limit, Result, Results, Side
 from bench.results import Findings, Spread, Table, Verdict, format_rate, format_times
 
 __all__ = [
     "TABLE_WIDTH",
-    "absences_table",
     "gaps_table",
     "machine_line",
     "peer_title",
@@ -85,16 +84,6 @@ def _speed(speed: Spread, nbytes: int) -> tuple[str, str, str]:
         f"{format_rate(speed.minimum)} .. {format_rate(speed.maximum)}",
         f"{speed.median * nbytes / 1e9:.2f}",
     )
-
-
-def absences_table(absences: Iterable[Absence]) -> Table:
-    """Returns a table of what has no result, and why; what is the same for several cases stands in one row."""
-    cases: dict[tuple[str, str], list[str]] = {}
-    for absence in absences:
-        reason = f"{absence.reason.value}: {absence.text}"
-        cases.setdefault((peer_title(absence.peer), reason), []).append(absence.case.title if absence.case else "all")
-    rows = [[peer, "; ".join(titles), reason] for (peer, reason), titles in cases.items()]
-    return Table("not measured", ["transport", "case", "reason"], rows, texts=("case", "reason"))
 
 
 def targets_table(verdicts: Iterable[Verdict]) -> RichTable:

@@ -15,23 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from bench.cases import Case, Round
 from bench.children import BenchError
-from bench.coverage import Coverage, Planned, Status
+from bench.coverage import Coverage, Key, Planned, Status
 from bench.machine import CopyLimits, Machine, torch_resident_nbytes
 from bench.messages import Cell, Measurement
 from bench.peers import BASELINE, PEERS
 from bench.processes import Group
-from bench.records import Absence, Limit, Reason, Result, Results
+from bench.records import Limit, Result, Results
 from bench.results import Spread
 
-__all__ = ["Plan", "coverage", "planned", "run", "steps"]
+__all__ = ["Plan", "planned", "run", "steps"]
 
 _LIMITS_S = 0.1  # for each of the three, in each repetition
 _PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
@@ -46,7 +47,7 @@ class Plan:
         rounds: cases and peers; see :mod:`bench.cases`.
         repetitions: of each case and peer.
         timed_s, warm_up_s: of each repetition.
-        left_out: peers and cases that are not in the rounds on purpose, and why; to be said with the results.
+        left_out: cases and peers that are not in the rounds on purpose, and why; to be said with the results.
         limit_s: after which a repetition has failed. A peer that moves 1 GB/s takes some 20 s for the largest case.
     """
 
@@ -54,7 +55,7 @@ class Plan:
     repetitions: int
     timed_s: float
     warm_up_s: float
-    left_out: Sequence[tuple[str, Case | None, str]] = ()
+    left_out: Mapping[Key, str] = dataclasses.field(default_factory=dict)
     limit_s: float = 60.0
 
 
@@ -77,17 +78,8 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
 
 def planned(plan: Plan) -> list[Planned]:
     """Returns the cases of a plan."""
-    return [Planned(case.title, list(part.peers), plan.repetitions) for part in plan.rounds for case in part.cases]
-
-
-def coverage(cases: Sequence[Planned], results: Sequence[Result], absences: Sequence[Absence]) -> Coverage:
-    """Returns what there is of planned cases."""
-    reasons = {}
-    for absence in absences:
-        outcome = (Status.FAILED if absence.reason is Reason.FAILED else Status.EXCLUDED, absence.text)
-        titles = [case.case for case in cases] if absence.case is None else [absence.case.title]
-        reasons.update({(title, absence.peer): outcome for title in titles})
-    return Coverage.of(cases, {(result.case.title, result.peer): len(result.runs) for result in results}, reasons)
+    cases = [Planned(case.title, list(part.peers), plan.repetitions) for part in plan.rounds for case in part.cases]
+    return cases + [Planned(case, [name], plan.repetitions) for case, name in plan.left_out]
 
 
 def _results(plan: Plan, running: _Run, started: datetime, load: float) -> Results:
@@ -104,8 +96,9 @@ def _results(plan: Plan, running: _Run, started: datetime, load: float) -> Resul
         timed_s=plan.timed_s,
         results=results,
         limits=running.limits,
-        absences=[*running.absences, *(Absence(name, case, Reason.LIMIT, why) for name, case, why in plan.left_out)],
-        coverage=coverage(planned(plan), results, running.absences),
+        coverage=Coverage.of(
+            planned(plan), {(result.case.title, result.peer): len(result.runs) for result in results}, running.reasons
+        ),
     )
 
 
@@ -130,12 +123,13 @@ class _Run(contextlib.AbstractContextManager["_Run", None]):
 
     def __init__(self, plan: Plan, directory: str, progress: Callable[[str], None]) -> None:
         self.limits: list[Limit] = []
-        self.absences: list[Absence] = []
+        self.reasons: dict[Key, tuple[Status, str]] = {  # why something has no result
+            key: (Status.EXCLUDED, why) for key, why in plan.left_out.items()
+        }
         self._plan = plan
         self._directory = directory
         self._progress = progress
         self._groups: dict[tuple[str, int], Group] = {}
-        self._missing: set[str] = set()
         # With what the baseline did in the same repetition, since a round may be measured in chunks.
         self._measured: dict[tuple[Case, str], list[tuple[Measurement, float]]] = defaultdict(list)
 
@@ -155,26 +149,16 @@ class _Run(contextlib.AbstractContextManager["_Run", None]):
 
     def play(self, part: Round) -> None:
         """Measures a round."""
-        peers = [name for name in part.peers if not self._is_missing(name)]
-        for chunk in _chunks(dataclasses.replace(part, peers=tuple(peers))):
-            pairs = [(case, name) for case in chunk.cases for name in chunk.peers if self._can(case, name)]
-            pairs = self._start(pairs)
+        peers = tuple(name for name in part.peers if PEERS[name].missing() is None)
+        for case, name in itertools.product(part.cases, part.peers):
+            if (reason := PEERS[name].missing() or PEERS[name].limits(self._cell(case))) is not None:
+                self.reasons[case.title, name] = Status.EXCLUDED, reason
+        for chunk in _chunks(dataclasses.replace(part, peers=peers)):
+            every = itertools.product(chunk.cases, chunk.peers)
+            pairs = self._start([(case, name) for case, name in every if (case.title, name) not in self.reasons])
             with contextlib.ExitStack() as stack:
                 limits = stack.enter_context(CopyLimits(chunk.cases[0].nbytes)) if chunk.limits else None
                 self._repeat(pairs, limits)
-
-    def _is_missing(self, name: str) -> bool:
-        missing = PEERS[name].missing()
-        if missing is not None and name not in self._missing:
-            self._missing.add(name)
-            self.absences.append(Absence(name, None, Reason.MISSING, missing))
-        return missing is not None
-
-    def _can(self, case: Case, name: str) -> bool:
-        limit = PEERS[name].limits(self._cell(case))
-        if limit is not None:
-            self.absences.append(Absence(name, case, Reason.LIMIT, limit))
-        return limit is None
 
     def _cell(self, case: Case) -> Cell:
         plan = self._plan
@@ -223,7 +207,7 @@ class _Run(contextlib.AbstractContextManager["_Run", None]):
 
     def _fail(self, case: Case, name: str, error: BenchError) -> None:
         """A peer has no result in a case."""
-        self.absences.append(Absence(name, case, Reason.FAILED, str(error)))
+        self.reasons[case.title, name] = Status.FAILED, str(error)
 
     def _repeat(self, pairs: list[tuple[Case, str]], limits: CopyLimits | None) -> None:
         """Measures cases of one size, interleaved."""

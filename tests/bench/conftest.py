@@ -57,9 +57,9 @@ def made_result() -> Callable[..., Result]:
 
 @pytest.fixture
 def made_results() -> Callable[..., Results]:
-    """``made_results(results, limits={nbytes: copies a second}, absences=())``."""
+    """``made_results(results, limits={nbytes: copies a second})``."""
 
-    def make(results: Sequence[Result], limits: dict[int, float] | None = None, absences: Sequence[Any] = ()) -> Results:
+    def make(results: Sequence[Result], limits: dict[int, float] | None = None) -> Results:
         return Results(
             mode="transport",
             started="2026-01-02T03:04:05+00:00",
@@ -77,7 +77,6 @@ def made_results() -> Callable[..., Results]:
                 Limit(nbytes, Spread.of([speed]), Spread.of([2 * speed]), Spread.of([speed]), [speed] * 3)
                 for nbytes, speed in (limits or {}).items()
             ],
-            absences=list(absences),
         )  # fmt: skip
 
     return make

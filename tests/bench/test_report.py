@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from bench import plots, records, report
 from bench.__main__ import main
 from bench.cases import Case
-from bench.records import Absence, Reason
+from bench.coverage import Coverage, Planned, Status
 from bench.results import Spread, write_json
 
 Make = Callable[..., Any]
@@ -35,8 +35,10 @@ def stored(tmp_path: Path, made_result: Make, made_results: Make) -> Path:
                 made_result("inline-msgpack", case, [inline] * 3, ratio=100 / inline),
                 made_result("iceoryx2-loaned", case, [103.0] * 3, ratio=100 / 103, cpu_us=30.0),
             ]
-    absences = [Absence("zenoh", None, Reason.MISSING, "not installed: pip install eclipse-zenoh")]
-    write_json(made_results(found, {4 * KB: 1e6, 64 * KB: 1e5}, absences), directory / "transport.json")
+    key, reason = (Case(4 * KB).title, "zenoh"), "not installed: pip install eclipse-zenoh"
+    coverage = Coverage.of([Planned(key[0], ["zenoh"], 3)], {}, {key: (Status.EXCLUDED, reason)})
+    results = msgspec.structs.replace(made_results(found, {4 * KB: 1e6, 64 * KB: 1e5}), coverage=coverage)
+    write_json(results, directory / "transport.json")
     return directory
 
 

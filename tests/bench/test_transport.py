@@ -22,7 +22,7 @@ from bench.children import BenchError
 from bench.messages import Cell, Measurement
 from bench.meter import Cost
 from bench.peers import PEERS
-from bench.records import Reason, Results
+from bench.records import Results
 from bench.transport import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,13 +49,13 @@ def test_a_quick_run_says_what_it_leaves_out() -> None:
     names = list(PEERS)
     rounds = cases.quick(names)
     asked = {(name, case) for one in rounds for case in one.cases for name in one.peers}
-    without = {(name, case) for name, case, _ in cases.quick_without(names)}
+    without = cases.quick_without(names)
     latencies = [Case(nbytes, window=1) for nbytes in cases.QUICK_SIZES[:-1]]
     for name in names:
         for case in [*map(Case, cases.QUICK_SIZES), *latencies]:
-            assert ((name, case) in asked) is not bool({(name, case), (name, None)} & without)
+            assert ((name, case) in asked) is not ((case.title, name) in without)
     assert {("shmring", Case(64 << 20)), ("shmring-in-place", Case(8 << 20, window=1))} <= asked
-    assert ("pyzmq", Case(8 << 20, window=1)) in without
+    assert (Case(8 << 20, window=1).title, "pyzmq") in without
     limits = [one.cases[0].nbytes for one in rounds if one.limits]
     assert limits == sorted(set(limits)) == list(cases.QUICK_SIZES)
 
@@ -160,8 +160,8 @@ def test_a_peer_that_fails_is_reported_and_the_others_go_on(
 ) -> None:
     monkeypatch.setattr(pretended, "fails", [("inline-msgpack", 4096)])
     results = transport.run(plan(4096, 8192), lambda line: None)
-    assert [(one.peer, one.case, one.text) for one in results.failed] == [
-        ("inline-msgpack", Case(4096), "inline-msgpack broke")
+    assert [(one.subject, one.case, one.reason) for one in results.failed] == [
+        ("inline-msgpack", Case(4096).title, "inline-msgpack broke")
     ]
     assert results.find("inline-msgpack", Case(4096)) is None
     assert results.find("torch-queue", Case(4096)) is not None
@@ -175,10 +175,10 @@ def test_without_the_baseline_a_case_has_no_result_and_the_others_go_on(
     monkeypatch.setattr(pretended, "fails", [("shmring", 4096)])
     results = transport.run(plan(4096, 8192), lambda line: None)
     assert {one.case.nbytes for one in results.results} == {8192}
-    assert [(one.peer, one.case.nbytes) for one in results.failed if one.case] == [
-        ("shmring", 4096), ("inline-msgpack", 4096), ("torch-queue", 4096),
-    ]  # fmt: skip
-    assert results.failed[0].text == "shmring broke"
+    assert [(one.subject, one.case) for one in results.failed] == [
+        (name, Case(4096).title) for name in ("shmring", "inline-msgpack", "torch-queue")
+    ]
+    assert results.failed[0].reason == "shmring broke"
     assert results.coverage is not None
     assert results.coverage.summary() == "3 of 6 measurements in 2 cases, 3 failed"
 
@@ -187,9 +187,10 @@ def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended
     monkeypatch.setattr(PEERS["torch-queue"], "requires", "no-such-distribution", raising=False)
     monkeypatch.setattr(PEERS["inline-msgpack"], "limits", lambda cell: "too large" if cell.nbytes > 4096 else None)
     results = transport.run(plan(4096, 8192), lambda line: None)
-    assert [(one.peer, one.case, one.reason, one.text) for one in results.absences] == [
-        ("torch-queue", None, Reason.MISSING, "not installed: pip install no-such-distribution"),
-        ("inline-msgpack", Case(8192), Reason.LIMIT, "too large"),
+    assert results.coverage is not None
+    assert list(results.coverage.lines()) == [
+        ("all", "torch-queue", "not possible: not installed: pip install no-such-distribution"),
+        (Case(8192).title, "inline-msgpack", "not possible: too large"),
     ]
     assert pretended.started == ["shmring", "inline-msgpack"]
     assert not results.failed
