@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from bench.coverage import Coverage, Planned, Status
+from bench.coverage import Coverage, Key, Planned, Status
 from bench.machine import Machine
 from bench.peers import RequestPeer
 from bench.peers.memory import available_nbytes
@@ -26,7 +26,7 @@ from bench.request.processes import Group, Measurement
 from bench.request.questions import Cell, checks_us
 from bench.results import Spread, format_nbytes
 
-__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "Unmeasured", "coverage", "planned", "run", "steps"]
+__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "planned", "run", "steps"]
 
 _COPIES_IN_FLIGHT = 3  # of all questions at a time: at their client, on their way, at the engine
 
@@ -118,16 +118,6 @@ class Result(msgspec.Struct, frozen=True):
     repetitions: list[Repetition]
 
 
-class Unmeasured(msgspec.Struct, frozen=True):
-    """What was not measured, and why. Without a size: nothing of that peer."""
-
-    peer: str
-    reason: str
-    nbytes: int | None = None
-    in_flight: int | None = None
-    clients: int | None = None
-
-
 class Checks(msgspec.Struct, frozen=True):
     """What stamping and checking take of each request's CPU, in microseconds, whatever the transport."""
 
@@ -144,37 +134,22 @@ class Results(msgspec.Struct, frozen=True):
     timed_s: float
     versions: dict[str, str]
     results: list[Result]
-    unmeasured: list[Unmeasured]
     checks: list[Checks]
-    coverage: Coverage | None = None
+    coverage: Coverage
 
 
 def planned(plan: Plan) -> list[Planned]:
     """Returns the cases of a plan."""
     return [
-        Planned(_title(nbytes, in_flight, clients), [peer.name for peer in plan.peers], plan.repetitions)
+        Planned(title(nbytes, in_flight, clients), [peer.name for peer in plan.peers], plan.repetitions)
         for clients in plan.clients
         for in_flight in plan.in_flight
         for nbytes in plan.sizes
     ]
 
 
-def coverage(cases: Sequence[Planned], results: Sequence[Result], unmeasured: Sequence[Unmeasured]) -> Coverage:
-    """Returns what there is of planned cases."""
-    reasons = {}
-    for absence in unmeasured:
-        if absence.nbytes is None or absence.in_flight is None or absence.clients is None:
-            titles = [case.case for case in cases]
-        else:
-            titles = [_title(absence.nbytes, absence.in_flight, absence.clients)]
-        reasons.update({(title, absence.peer): (Status.EXCLUDED, absence.reason) for title in titles})
-    there = {
-        (_title(result.nbytes, result.in_flight, result.clients), result.peer): len(result.repetitions) for result in results
-    }
-    return Coverage.of(cases, there, reasons)
-
-
-def _title(nbytes: int, in_flight: int, clients: int) -> str:
+def title(nbytes: int, in_flight: int, clients: int) -> str:
+    """Returns a case in words."""
     return f"{format_nbytes(nbytes)}, {in_flight} in flight of {clients} client{'s' * (clients > 1)}"
 
 
@@ -189,7 +164,10 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
     Raises:
         BenchError: a request or a reply was not what was sent, or a process died or took too long.
     """
-    unmeasured = [Unmeasured(peer.name, reason) for peer in plan.peers if (reason := peer.missing()) is not None]
+    reasons: dict[Key, tuple[Status, str]] = {}  # why something is not measured
+    for case, peer in itertools.product(planned(plan), plan.peers):
+        if (missing := peer.missing()) is not None:
+            reasons[case.case, peer.name] = Status.EXCLUDED, missing
     peers = [peer for peer in plan.peers if peer.missing() is None]
     versions = {peer.name: found for peer in peers if (found := peer.version()) is not None}
     results: list[Result] = []
@@ -197,8 +175,9 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
     machine = Machine.here()
 
     def so_far() -> Results:
-        there = coverage(planned(plan), results, unmeasured)
-        return Results(machine, plan.reply_nbytes, plan.timed_s, versions, [*results], [*unmeasured], [*checks.values()], there)
+        there = {(title(result.nbytes, result.in_flight, result.clients), result.peer): plan.repetitions for result in results}
+        coverage = Coverage.of(planned(plan), there, reasons)
+        return Results(machine, plan.reply_nbytes, plan.timed_s, versions, [*results], [*checks.values()], coverage)
 
     for clients in plan.clients:
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
@@ -207,11 +186,11 @@ def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], o
                 for cell in plan.cells(clients, directory):
                     if cell.nbytes not in checks:
                         checks[cell.nbytes] = _checks(cell)
-                    reasons = {peer: reason for peer in peers if (reason := _reason(peer, cell)) is not None}
-                    unmeasured += [
-                        Unmeasured(peer.name, reason, cell.nbytes, cell.in_flight, clients) for peer, reason in reasons.items()
-                    ]
-                    able = {peer: group for peer, group in groups.items() if peer not in reasons}
+                    case_title = title(cell.nbytes, cell.in_flight, clients)
+                    for peer in peers:
+                        if (reason := _reason(peer, cell)) is not None:
+                            reasons[case_title, peer.name] = Status.EXCLUDED, reason
+                    able = {peer: group for peer, group in groups.items() if (case_title, peer.name) not in reasons}
                     results += _results(plan, cell, _measured(able, cell, plan.repetitions, progress))
                     if keep is not None:
                         keep(so_far())

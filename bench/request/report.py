@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.request.plan import Result, Results, Unmeasured
+from bench.request.plan import Result, Results
 from bench.request.scaling import VARIANTS
 from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_times
 
@@ -27,13 +27,8 @@ _TEXT_COLUMNS = ("transport", "variant")  # to the left
 def report(results: Results) -> Findings:
     """Returns the report of a run: a table for each number of clients and of requests in flight."""
     tables = []
-    for clients, in_flight in _kinds(results):
+    for clients, in_flight in dict.fromkeys((result.clients, result.in_flight) for result in results.results):
         rows = [_row(result) for result in results.results if (result.clients, result.in_flight) == (clients, in_flight)]
-        rows += [
-            _unmeasured_row(entry)
-            for entry in results.unmeasured
-            if entry.nbytes is None or (entry.clients, entry.in_flight) == (clients, in_flight)
-        ]
         replies = f"replies of {format_nbytes(results.reply_nbytes)}"
         title = f"requests of a tensor, {in_flight} in flight of {_clients(clients)}, {replies}"
         tables.append(Table(title, _COLUMNS, rows, _TEXT_COLUMNS, grouped=True))
@@ -49,7 +44,6 @@ def report(results: Results) -> Findings:
         for entry in results.checks
     ]
     notes += [f"{REQUEST_PEERS[name].requires} {version}" for name, version in results.versions.items()]
-    notes += [f"{REQUEST_PEERS[entry.peer].title}: {entry.reason}" for entry in results.unmeasured if entry.nbytes is None]
     return Findings(
         mode="request",
         machine=results.machine,
@@ -93,12 +87,6 @@ def scaling_report(results: Results) -> Findings:
     )
 
 
-def _kinds(results: Results) -> list[tuple[int, int]]:
-    kinds = [(result.clients, result.in_flight) for result in results.results]
-    kinds += [(entry.clients, entry.in_flight) for entry in results.unmeasured if entry.clients and entry.in_flight]
-    return list(dict.fromkeys(kinds))
-
-
 def _row(result: Result) -> list[str]:
     speed = result.requests_per_s
     return [
@@ -113,12 +101,6 @@ def _row(result: Result) -> list[str]:
         f"{result.engine_us.median:,.1f}",
         f"{result.client_us.median:,.1f}",
     ]
-
-
-def _unmeasured_row(entry: Unmeasured) -> list[str]:
-    size = "all" if entry.nbytes is None else format_nbytes(entry.nbytes)
-    reason = "missing" if entry.nbytes is None else "not measured"
-    return [size, REQUEST_PEERS[entry.peer].title, reason, *[""] * (len(_COLUMNS) - 3)]
 
 
 def _targets(results: Results) -> list[Verdict]:

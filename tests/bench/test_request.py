@@ -24,6 +24,7 @@ from click.testing import CliRunner
 
 import shmring
 from bench.children import BenchError
+from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.messages import CheckError
 from bench.meter import Cost
@@ -31,7 +32,7 @@ from bench.peers import BASELINE, REQUEST_PEERS, Ask, RequestPeer
 from bench.peers.in_flight import Pending
 from bench.request.command import request_command
 from bench.request.load import Load, Phases, come_to_rest
-from bench.request.plan import Checks, Plan, Repetition, Result, Results, Unmeasured, run
+from bench.request.plan import Checks, Plan, Repetition, Result, Results, run
 from bench.request.processes import Group, Measurement
 from bench.request.questions import Answer, Cell, Desk, Header, Question, checks_us
 from bench.request.report import report, scaling_report
@@ -309,10 +310,8 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     assert [row[:2] for row in table["rows"]] == [
         ["4 KB", "shmring, client.request"],
         ["64 KB", "shmring, client.request"],
-        ["all", "pyzmq DEALER/ROUTER"],
     ]
     assert all(len(row) == len(table["columns"]) for row in table["rows"])
-    assert table["rows"][2][2] == "missing"
     assert stored["coverage"]["gaps"][0]["reason"] == "not installed: pip install shmring-absent"
     assert [entry["nbytes"] for entry in stored["results"]] == [4096, 65536]
     assert [(gap["case"], gap["subject"], gap["status"]) for gap in stored["coverage"]["gaps"]] == [
@@ -360,13 +359,9 @@ def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.M
     kept: list[Results] = []
     results = run(plan, lambda line: None, kept.append)
     assert results.results == []
-    assert [one.reason for one in results.unmeasured] == [
-        "it takes 48.0 GiB of memory, 1.0 are available",
-        "it takes 96.0 GiB of memory, 1.0 are available",
-    ]
-    (rows,) = [table.rows for table in report(results).tables]
-    assert [row[:3] for row in rows] == [[size, "shmring, client.request", "not measured"] for size in ("1024 MB", "2048 MB")]
-    assert [kept_then.unmeasured for kept_then in kept] == [results.unmeasured[:1], results.unmeasured]
+    reasons = ["it takes 48.0 GiB of memory, 1.0 are available", "it takes 96.0 GiB of memory, 1.0 are available"]
+    assert [[gap.reason for gap in each.coverage.gaps] for each in (*kept, results)] == [[reasons[0], ""], reasons, reasons]
+    assert report(results).coverage == results.coverage
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------
@@ -399,8 +394,8 @@ def result(peer: str, per_s: float, ratio: float, clients: int = 1) -> Result:
     )
 
 
-def results(*some: Result, unmeasured: tuple[Unmeasured, ...] = ()) -> Results:
-    return Results(Machine.here(), 64, 1.0, {"pyzmq": "1.2.3"}, [*some], [*unmeasured], [Checks(65536, 3.0, 2.0)])
+def results(*some: Result) -> Results:
+    return Results(Machine.here(), 64, 1.0, {"pyzmq": "1.2.3"}, [*some], [Checks(65536, 3.0, 2.0)], Coverage([], []))
 
 
 def test_the_report_has_a_table_for_each_number_of_clients() -> None:
