@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import re
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
+import msgspec
 import uvloop
-from rich.progress import Progress as ProgressBar
-from rich.progress import TaskID
 
-from bench.command_line import SETTINGS, NotMeasured, console, json_option, progress_bar, typed
+from bench.command_line import SETTINGS, NotMeasured, console, json_option, shown_progress, typed
 from bench.results import Findings, write_json
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from bench.tables import show
 from engine.option_types import FiniteRange
 
 if TYPE_CHECKING:
-    from bench.serving.run import Progress, Results
+    from bench.serving.run import Results
 
 __all__ = ["serve_command", "serve_plan"]
 
@@ -33,10 +31,11 @@ _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
 _DIRECTORY = click.Path(exists=True, file_okay=False)
 _COUNT = click.IntRange(min=1)
 _SECONDS = _FACTOR = FiniteRange(min=0, min_open=True)
-_SCALED = ("num_prompts", "max_concurrency")
+_SCALED = ("requests", "max_concurrency")
 
 _MEDIA, _LOAD, _SERVER = Media(), Load(requests=1), ServerOptions()
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 if TYPE_CHECKING:
     _SizeType = click.ParamType[tuple[int, int]]
@@ -82,17 +81,13 @@ class _Rate(_RateType):
         return rate
 
 
-def _shown(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
-
-
 @click.command("serve", context_settings=SETTINGS)
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A known scenario; options given besides it count more.")
 @click.option("--scale", default=1.0, type=_FACTOR, help="Multiplies the preset's requests and their concurrency.")
 @click.option("--url", help="Of a server that runs already.  [default: one is started, and stopped]")
 @click.option("--compare", is_flag=True, help="Start two servers, slab and --disable-mm-shm, and load them in turn.")
 @click.option("--repetitions", type=_COUNT, help="Of the load on each server.  [default: 3 with --compare, else 1]")
-@click.option("--num-prompts", default=100, type=_COUNT, help="Requests.")
+@click.option("--num-prompts", "requests", default=100, type=_COUNT, help="Requests.")
 @click.option("--request-rate", default=math.inf, type=_Rate(), help="Requests that become due a second; inf: all at once.")
 @click.option(
     "--burstiness",
@@ -111,17 +106,34 @@ def _shown(size: tuple[int, int]) -> str:
     type=click.Choice([*get_args(MediaKind), "none"]),
     help="What a request has; repeatable, then they take turns.",
 )
-@click.option("--picture-size", default=_shown(_MEDIA.picture_size), type=_Size(), help="In pixels.")
+@click.option("--picture-size", default="{}x{}".format(*_MEDIA.picture_size), type=_Size(), help="In pixels.")
 @click.option("--audio-seconds", default=_MEDIA.audio_seconds, type=_SECONDS, help="Length of a recording.")
 @click.option("--video-frames", default=_MEDIA.video_frames, type=_COUNT, help="Of a clip.")
-@click.option("--video-size", default=_shown(_MEDIA.video_size), type=_Size(even=True), help="In pixels.")
-@click.option("--distinct-media", default=_MEDIA.distinct, type=_COUNT, help="Made of each kind; requests take them in turn.")
+@click.option("--video-size", default="{}x{}".format(*_MEDIA.video_size), type=_Size(even=True), help="In pixels.")
 @click.option(
-    "--media-dir", type=_DIRECTORY, help="Send the files of this directory instead, of all kinds unless --media says which."
+    "--distinct-media", "distinct", default=_MEDIA.distinct, type=_COUNT, help="Made of each kind; requests take them in turn."
+)
+@click.option(
+    "--media-dir",
+    "directory",
+    type=_DIRECTORY,
+    help="Send the files of this directory instead, of all kinds unless --media says which.",
 )
 @click.option("--seed", default=_LOAD.seed, type=click.IntRange(min=0), help="Of arrival times and media.")
-@click.option("--warm-up", default=_LOAD.warm_up_requests, type=click.IntRange(min=0), help="Requests before, not counted.")
-@click.option("--request-timeout", default=_LOAD.request_timeout_s, type=_SECONDS, help="Seconds until a request has failed.")
+@click.option(
+    "--warm-up",
+    "warm_up_requests",
+    default=_LOAD.warm_up_requests,
+    type=click.IntRange(min=0),
+    help="Requests before, not counted.",
+)
+@click.option(
+    "--request-timeout",
+    "request_timeout_s",
+    default=_LOAD.request_timeout_s,
+    type=_SECONDS,
+    help="Seconds until a request has failed.",
+)
 @click.option("--model", help="What requests name as their model.  [default: the first that the server lists]")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="That the server of --url asks for; better in OPENAI_API_KEY.")
 @click.option("--executor", default=_SERVER.executor, help="Of the server that is started.")
@@ -141,69 +153,39 @@ def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> 
         raise NotMeasured("of a load, no request had an answer")
 
 
-def serve_plan(preset: str | None, **values: Any) -> Plan:
+def serve_plan(preset: str | None, scale: float, **values: Any) -> Plan:
     """Returns what the options of ``bench serve`` mean, in the context of the command."""
     if preset is not None:
-        values |= {name: value for name, value in _scaled(preset, values["scale"]).items() if _is_default(name)}
+        preset_values = dict(PRESETS[preset])
+        preset_values |= {name: max(1, round(preset_values[name] * scale)) for name in _SCALED}
+        values |= {name: value for name, value in preset_values.items() if _is_default(name)}
     elif not _is_default("scale"):
         raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
-    return _plan_of(values)
-
-
-def _scaled(preset: str, scale: float) -> dict[str, Any]:
-    options = dict(PRESETS[preset])
-    return options | {name: max(1, round(options[name] * scale)) for name in _SCALED}
+    if values["url"] is not None and (values["compare"] or values["inline"]):
+        raise click.UsageError("--compare and --disable-mm-shm are about servers that are started here; leave --url out")
+    if values["inline"] and values["compare"]:
+        raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
+    if "none" in values["kinds"] and len(values["kinds"]) > 1:
+        raise click.UsageError("--media none goes with no other --media")
+    if values["directory"] is not None and _is_default("kinds"):
+        values["kinds"] = get_args(MediaKind)
+    elif "none" in values["kinds"]:
+        values["kinds"] = ()
+    if math.isinf(values["request_rate"]):
+        values["request_rate"] = None
+    values["repetitions"] = values["repetitions"] or (3 if values["compare"] else 1)
+    values["media"], values["server"] = _taken(Media, values), _taken(ServerOptions, values)
+    values["load"] = _taken(Load, values)
+    return _taken(Plan, values)
 
 
 def _is_default(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.DEFAULT
 
 
-def _plan_of(values: dict[str, Any]) -> Plan:
-    if values["url"] is not None and (values["compare"] or values["inline"]):
-        raise click.UsageError("--compare and --disable-mm-shm are about servers that are started here; leave --url out")
-    if values["inline"] and values["compare"]:
-        raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
-    kinds = () if "none" in values["kinds"] else values["kinds"]
-    if values["media_dir"] is not None and _is_default("kinds"):
-        kinds = get_args(MediaKind)
-    if "none" in values["kinds"] and len(values["kinds"]) > 1:
-        raise click.UsageError("--media none goes with no other --media")
-    return Plan(
-        load=Load(
-            requests=values["num_prompts"],
-            endpoint=values["endpoint"],
-            request_rate=None if math.isinf(values["request_rate"]) else values["request_rate"],
-            burstiness=values["burstiness"],
-            max_concurrency=values["max_concurrency"],
-            output_tokens=values["output_tokens"],
-            warm_up_requests=values["warm_up"],
-            request_timeout_s=values["request_timeout"],
-            seed=values["seed"],
-            media=Media(
-                kinds=tuple(kinds),
-                picture_size=values["picture_size"],
-                audio_seconds=values["audio_seconds"],
-                video_frames=values["video_frames"],
-                video_size=values["video_size"],
-                distinct=values["distinct_media"],
-                directory=values["media_dir"],
-            ),
-        ),
-        url=values["url"],
-        model=values["model"],
-        api_key=values["api_key"],
-        server=ServerOptions(
-            executor=values["executor"],
-            executor_options=values["executor_options"],
-            api_servers=values["api_servers"],
-            slab_nbytes=values["slab_nbytes"],
-            inline=values["inline"],
-            further=values["further"],
-        ),
-        compare=values["compare"],
-        repetitions=values["repetitions"] or (3 if values["compare"] else 1),
-    )
+def _taken(kind: type[_Struct], values: dict[str, Any]) -> _Struct:
+    """Makes a part of a plan of the parameters that have the names of its fields."""
+    return kind(**{name: values[name] for name in kind.__struct_fields__ if name in values})
 
 
 # -- running it ----------------------------------------------------------------------------------------------------------
@@ -219,64 +201,21 @@ def _run(plan: Plan) -> tuple[Findings, bool]:
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is not installed: pip install 'shmring[bench]'") from None
     try:
-        with _progress() as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            results = runner.run(_until_told_to_end(run.run(plan, progress)))
-            return report.report(results, typed()), all(load.completed for load in results.measurements)
-    except _ToldToEnd as signals:
-        sys.exit(128 + signals.number)
+        with shown_progress(run.steps(plan)) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            results = runner.run(_until_terminated(run.run(plan, progress)))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
     except (ServerError, ServerUnusableError, MediaFileError, OSError) as error:
         raise NotMeasured(str(error)) from error
+    return report.report(results, typed()), all(load.completed for load in results.measurements)
 
 
-class _ToldToEnd(Exception):
-    """A signal has come."""
+async def _until_terminated(running: Coroutine[Any, Any, Results]) -> Results:
+    """Runs it; SIGTERM cancels it, as SIGINT does by itself, so that what was started is stopped on the way out.
 
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-async def _until_told_to_end(running: Coroutine[Any, Any, Results]) -> Results:
-    """Runs it; SIGINT and SIGTERM cancel it, so that everything that was started is stopped on the way out."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(running)
-    signals: list[signal.Signals] = []
-
-    def end(number: signal.Signals) -> None:
-        signals.append(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if signals:
-            raise _ToldToEnd(signals[0]) from None
-        raise
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Yields what shows a line for each step on stderr: a bar to a person, plain lines to a log."""
-    from bench.serving.run import Progress
-
-    class Lines(Progress):
-        def step(self, line: str, requests: int) -> None:
-            click.echo(line, err=True)
-
-    class Bar(Progress):
-        def __init__(self, bar: ProgressBar) -> None:
-            self._bar = bar
-            self._task: TaskID = bar.add_task("", total=None)
-
-        def step(self, line: str, requests: int) -> None:
-            self._bar.reset(self._task, description=line, total=requests or None)
-
-        def request_ended(self) -> None:
-            self._bar.advance(self._task)
-
-    with progress_bar() as bar:
-        yield Lines() if bar is None else Bar(bar)
+    A handler that raises, as other modes have, may raise inside the HTTP client, which takes it for a failed request.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await running

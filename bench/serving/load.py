@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -64,7 +64,14 @@ class Requests:
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What became of a load, and of the generator's loop meanwhile; see :func:`bench.serving.measurement.measure`."""
+    """What became of a load, and of the generator meanwhile.
+
+    Attributes:
+        exchanges: at least one, all ended.
+        start: of the load, as a time of ``time.perf_counter``.
+        cpu_s: CPU seconds of this process.
+        loop_lag: how late its loop was.
+    """
 
     exchanges: list[Exchange]
     start: float
@@ -83,28 +90,21 @@ async def warm_up(load: Load, client: Client, requests: Requests) -> None:
     await asyncio.gather(*map(send, range(load.warm_up_requests)))
 
 
-async def play(load: Load, client: Client, requests: Requests, ended: Callable[[], None]) -> Played:
-    """Sends a load, and returns when the last of it has ended.
-
-    Args:
-        load: what to send.
-        client: to whom.
-        requests: their bodies.
-        ended: called whenever a request has ended.
-    """
+async def play(load: Load, client: Client, requests: Requests) -> Played:
+    """Sends a load, and returns when the last of it has ended."""
     gc.collect()
     watch = LoopLag(asyncio.get_running_loop())
     gc.freeze()  # a collection would walk all that was imported, and be taken for a pause of the server
     try:
         cpu_s, start = time.process_time(), time.perf_counter()
-        exchanges = await _send_all(load, client, requests, start, ended)
+        exchanges = await _send_all(load, client, requests, start)
         return Played(exchanges, start, time.process_time() - cpu_s, watch.lag())
     finally:
         watch.close()
         gc.unfreeze()
 
 
-async def _send_all(load: Load, client: Client, requests: Requests, start: float, ended: Callable[[], None]) -> list[Exchange]:
+async def _send_all(load: Load, client: Client, requests: Requests, start: float) -> list[Exchange]:
     turns: asyncio.Queue[float] = asyncio.Queue()  # when each came free
     for _ in range(load.max_concurrency or load.requests):
         turns.put_nowait(start)
@@ -112,7 +112,6 @@ async def _send_all(load: Load, client: Client, requests: Requests, start: float
     async def send(number: int, began: float) -> Exchange:
         exchange = await client.exchange(requests.body(number), began)
         turns.put_nowait(exchange.ended)
-        ended()
         return exchange
 
     async with asyncio.TaskGroup() as group:

@@ -12,13 +12,13 @@ caller waits for includes what the generator was late by. The words are those of
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from bench.meter import Lag
 from bench.serving.client import Exchange
+from bench.serving.load import Played
 
 __all__ = ["Generator", "Latency", "Measurement", "Request", "measure"]
 
@@ -101,24 +101,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     by_request: list[Request]
 
 
-def measure(
-    variant: str,
-    exchanges: Sequence[Exchange],
-    start: float,
-    generator_cpu_s: float,
-    loop_lag: Lag,
-    cpu_s: Mapping[str, float],
-) -> Measurement:
-    """Returns what a load has shown.
-
-    Args:
-        variant: which server.
-        exchanges: at least one, all ended.
-        start: of the load, as a time of ``time.perf_counter``.
-        generator_cpu_s: CPU seconds of this process meanwhile.
-        loop_lag: how late its loop was.
-        cpu_s: CPU seconds of the server's processes.
-    """
+def measure(variant: str, played: Played, cpu_s: dict[str, float]) -> Measurement:
+    """Returns what a load has shown of a server, whose processes used so many CPU seconds meanwhile."""
+    exchanges, start = played.exchanges, played.start
     whole = [exchange for exchange in exchanges if exchange.failure is None]
     chats = [exchange for exchange in whole if len(exchange.token_times)]
     duration_s = max(exchange.ended for exchange in exchanges) - start
@@ -129,9 +114,7 @@ def measure(
         duration_s=duration_s,
         requests=len(exchanges),
         completed=len(whole),
-        failures=dict(
-            collections.Counter(exchange.failure for exchange in exchanges if exchange.failure is not None).most_common()
-        ),
+        failures=dict(collections.Counter(exchange.failure for exchange in exchanges if exchange.failure).most_common()),
         requests_per_s=len(whole) / duration_s,
         output_tokens_per_s=sum(exchange.output_tokens for exchange in whole) / duration_s,
         ttft=Latency.of([exchange.token_times[0] - exchange.began for exchange in chats]),
@@ -140,13 +123,23 @@ def measure(
         e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
         peak_concurrency=_peak(exchanges),
         generator=Generator(
-            cpu_s=generator_cpu_s,
-            loop_lag_p99_ms=loop_lag.p99_ms,
-            loop_lag_max_ms=loop_lag.max_ms,
+            cpu_s=played.cpu_s,
+            loop_lag_p99_ms=played.loop_lag.p99_ms,
+            loop_lag_max_ms=played.loop_lag.max_ms,
             late_p99_ms=late.p99_ms,
         ),
-        cpu_s=dict(cpu_s),
-        by_request=[_request(exchange, start) for exchange in exchanges],
+        cpu_s=cpu_s,
+        by_request=[
+            Request(
+                began_s=exchange.began - start,
+                sent_s=exchange.sent - start,
+                first_token_s=exchange.token_times[0] - start if len(exchange.token_times) else None,
+                ended_s=exchange.ended - start,
+                output_tokens=exchange.output_tokens,
+                failure=exchange.failure,
+            )
+            for exchange in exchanges
+        ],
     )
 
 
@@ -158,14 +151,3 @@ def _peak(exchanges: Sequence[Exchange]) -> int:
     """Counts who was there; one that ends at the very moment at which another is sent was not there with it."""
     steps = sorted([(exchange.sent, 1) for exchange in exchanges] + [(exchange.ended, -1) for exchange in exchanges])
     return int(np.cumsum([step for _, step in steps]).max())
-
-
-def _request(exchange: Exchange, start: float) -> Request:
-    return Request(
-        began_s=exchange.began - start,
-        sent_s=exchange.sent - start,
-        first_token_s=exchange.token_times[0] - start if len(exchange.token_times) else None,
-        ended_s=exchange.ended - start,
-        output_tokens=exchange.output_tokens,
-        failure=exchange.failure,
-    )

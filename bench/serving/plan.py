@@ -18,7 +18,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # vLLM's pull request 32104, which moved tensors of media from its API servers to its engine by torch's queues instead of
     # inside messages, and measured 9.62 against 9.59 requests/s. It does not say how large its frames were; these are 360p.
     "pr32104": {
-        "num_prompts": 1000,
+        "requests": 1000,
         "max_concurrency": 400,
         "endpoint": "chat",
         "kinds": ("video",),

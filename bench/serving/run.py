@@ -24,23 +24,13 @@ from bench.serving.media import media_parts
 from bench.serving.plan import Load, Plan, ServerOptions
 from bench.serving.server import Server, serving
 
-__all__ = ["LOAD", "Progress", "Results", "planned", "run"]
+__all__ = ["LOAD", "Results", "planned", "run", "steps"]
 
 LOAD = "the load"  # the one case of a run
 
 INLINE = "inline"
 SLAB = "slab"
 URL = "url"
-
-
-class Progress:
-    """Hears how a run goes. This one keeps it to itself."""
-
-    def step(self, line: str, requests: int) -> None:
-        """Something begins that takes a while: so many requests, or none."""
-
-    def request_ended(self) -> None:
-        """One of them has ended."""
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -81,37 +71,45 @@ class _Target(msgspec.Struct, frozen=True):
         return {} if self.server is None else self.server.cpu_s()
 
 
-async def run(plan: Plan, progress: Progress) -> Results:
+def steps(plan: Plan) -> int:
+    """Returns how often :func:`run` reports progress."""
+    return 2 + len(planned(plan)[0].subjects) * (1 + plan.repetitions) + (plan.url is None)
+
+
+async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     """Carries a plan out. When this returns or raises, no process and no file of it is left.
 
     Args:
         plan: what to do.
-        progress: what hears of it.
+        progress: called with a line before each step; :func:`steps` says how many there are.
 
     Raises:
         ServerError: a server did not start or did not last.
         ServerUnusableError: it can't be asked.
         MediaFileError, OSError: there are no media to send.
     """
-    progress.step("making media", 0)
+    progress("making media")
     parts = await asyncio.to_thread(media_parts, plan.load)
     measurements: list[Measurement] = []
-    async with contextlib.AsyncExitStack() as stack:
-        if plan.url is None:
-            progress.step("starting two servers" if plan.compare else "starting a server", 0)
-        targets = await stack.enter_async_context(_targets(plan, parts))
+    if plan.url is None:
+        progress("starting two servers" if plan.compare else "starting a server")
+    async with _targets(plan, parts) as targets:
         request_nbytes = max(len(target.requests.body(0)) for target in targets.values())
         for variant, target in targets.items():
-            progress.step(f"{variant}: warming up", 0)
+            progress(f"{variant}: warming up")
             await warm_up(plan.load, target.client, target.requests)
         for repetition in range(plan.repetitions):
             for variant, target in targets.items():
-                progress.step(f"{variant}: {repetition + 1} of {plan.repetitions}", plan.load.requests)
-                measurements.append(await _measure(plan, variant, target, progress.request_ended))
-        progress.step("reading the servers' counters", 0)
+                progress(f"{variant}: {plan.load.requests:,} requests, {repetition + 1} of {plan.repetitions}")
+                cpu_s = target.cpu_s()
+                played = await play(plan.load, target.client, target.requests)
+                used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
+                measurements.append(measure(variant, played, used_s))
+        progress("reading the servers' counters")
         slab_nbytes = await _slab_nbytes(plan, targets)
+    client = f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}"
     stored_plan = msgspec.structs.replace(plan, api_key=None)
-    return Results(Machine.here(), _client_name(), stored_plan, request_nbytes, slab_nbytes, measurements)
+    return Results(Machine.here(), client, stored_plan, request_nbytes, slab_nbytes, measurements)
 
 
 def planned(plan: Plan) -> list[Planned]:
@@ -156,20 +154,9 @@ async def _start(
     return servers
 
 
-async def _measure(plan: Plan, variant: str, target: _Target, ended: Callable[[], None]) -> Measurement:
-    cpu_s = target.cpu_s()
-    played = await play(plan.load, target.client, target.requests, ended)
-    used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
-    return measure(variant, played.exchanges, played.start, played.cpu_s, played.loop_lag, used_s)
-
-
 async def _slab_nbytes(plan: Plan, targets: Mapping[str, _Target]) -> dict[str, int]:
     """What went through the slab of each server, by request. That one path uses it and the other does not is to be seen."""
     ours = {name: target for name, target in targets.items() if target.server is not None}
     totals = await asyncio.gather(*(target.client.slab_nbytes() for target in ours.values()))
     requests = plan.load.warm_up_requests + plan.repetitions * plan.load.requests
     return {name: total // requests for name, total in zip(ours, totals, strict=True)}
-
-
-def _client_name() -> str:
-    return f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}"

@@ -4,6 +4,7 @@ real server are loaded and compared, and nothing of a server outlives the run.""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -32,7 +33,7 @@ from bench.results import Spread, write_json
 from bench.serving import command, leash, report, run, serve_command
 from bench.serving import server as server_module
 from bench.serving.client import Client, Exchange, ServerUnusableError
-from bench.serving.load import Requests, play
+from bench.serving.load import Played, Requests, play
 from bench.serving.measurement import Generator, Latency, Measurement, measure
 from bench.serving.media import MediaFileError, media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
@@ -115,7 +116,8 @@ def exchange(began: float, sent: float, tokens: list[float], ended: float, failu
 
 
 def measured(*exchanges: Exchange, variant: str = "slab") -> Measurement:
-    return measure(variant, exchanges, 100.0, 0.5, Lag(1.0, 2.98, 3.0, 0.0), {"engine": 0.25, "frontends": 1.5})
+    played = Played(list(exchanges), 100.0, 0.5, Lag(1.0, 2.98, 3.0, 0.0))
+    return measure(variant, played, {"engine": 0.25, "frontends": 1.5})
 
 
 def test_statistics_of_a_load() -> None:
@@ -311,11 +313,10 @@ async def test_embeddings_are_counted_without_tokens(stub: Stub) -> None:
 async def test_no_more_are_in_flight_than_allowed(stub: Stub) -> None:
     script, url = stub
     load = Load(requests=30, max_concurrency=4, media=TEXT_ONLY)
-    ended: list[int] = []
     async with Client(url, "chat", 10.0) as client:
-        played = await play(load, client, Requests(load, "stub", []), lambda: ended.append(1))
-    found = measure("url", played.exchanges, played.start, played.cpu_s, played.loop_lag, {})
-    assert (found.completed, len(ended), script.peak) == (30, 30, 4)
+        played = await play(load, client, Requests(load, "stub", []))
+    found = measure("url", played, {})
+    assert (found.completed, script.peak) == (30, 4)
     assert found.peak_concurrency <= 4
     assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
     # A request's clock starts when a turn comes free, not when all were due.
@@ -327,7 +328,7 @@ async def test_a_slow_server_gets_the_same_load(stub: Stub) -> None:
     script.hangs = True
     load = Load(requests=6, request_rate=100, request_timeout_s=0.4, media=TEXT_ONLY)
     async with Client(url, "chat", load.request_timeout_s) as client:
-        played = await play(load, client, Requests(load, "stub", []), lambda: None)
+        played = await play(load, client, Requests(load, "stub", []))
     assert [one.began - played.start for one in played.exchanges] == pytest.approx(arrival_times(load))
     assert script.peak == 6
     assert {one.failure for one in played.exchanges} == {"no whole answer within 0.4 s"}
@@ -336,7 +337,9 @@ async def test_a_slow_server_gets_the_same_load(stub: Stub) -> None:
 async def test_a_server_that_runs_already_is_measured_by_its_url(stub: Stub) -> None:
     _, url = stub
     plan = Plan(load=Load(requests=5, media=TEXT_ONLY, warm_up_requests=1), url=f"{url}/v1/", api_key="secret")
-    found = await run.run(plan, run.Progress())
+    lines: list[str] = []
+    found = await run.run(plan, lines.append)
+    assert len(lines) == run.steps(plan)
     assert found.measurements[0].completed == 5
     assert "secret" not in msgspec.json.encode(found).decode()
     assert report.report(found).notes
@@ -390,25 +393,25 @@ def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
     assert "Error" in done.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_cancels_the_run(number: signal.Signals) -> None:
-    begun = asyncio.Event()
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 1), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_ends_the_run_in_order(number: signal.Signals, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
 
-    async def running() -> Any:
+    async def end() -> None:
+        with contextlib.suppress(BaseException):  # as the HTTP client has around what it reads
+            os.kill(os.getpid(), number)
+
+    async def running(*_: object) -> Any:
+        await end()
         try:
-            begun.set()
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
             stopped.append(True)
 
-    waiting = asyncio.ensure_future(command._until_told_to_end(running()))
-    await begun.wait()
-    os.kill(os.getpid(), number)
-    with pytest.raises(command._ToldToEnd) as told:
-        await waiting
-    assert (told.value.number, stopped) == (number, [True])
+    monkeypatch.setattr(run, "run", running)
+    done = CliRunner().invoke(serve_command, ["--url", "http://127.0.0.1:1"])
+    assert (done.exit_code, stopped) == (exit_code, [True])
 
 
 # -- real servers ----------------------------------------------------------------------------------------------------------
