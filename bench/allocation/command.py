@@ -13,7 +13,7 @@ from bench.command_line import SETTINGS, console, json_option, shown_progress, t
 from bench.results import write_json
 from bench.tables import show
 
-__all__ = ["allocator_command", "allocator_plan"]
+__all__ = ["allocator_command"]
 
 _PIPE_WIDTH = 150  # of tables that go into a file or a pipe
 
@@ -24,15 +24,11 @@ _PIPE_WIDTH = 150  # of tables that go into a file or a pipe
 @json_option
 def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) -> None:
     """How full the slab gets, what placing a slot costs, and what reusing warm memory is worth, by policy."""
-    plan = allocator_plan(quick, seeds)
+    plan = survey.Plan.quick() if quick else survey.Plan()
+    if seeds is not None:
+        plan = dataclasses.replace(plan, seeds=seeds)
     with shown_progress(survey.steps(plan)) as progress:
         findings = survey.run(plan, progress)
     show(findings, console(_PIPE_WIDTH))
     if json_path is not None:
         write_json(msgspec.structs.replace(findings, command=typed()), json_path)
-
-
-def allocator_plan(quick: bool, seeds: int | None) -> survey.Plan:
-    """Returns what the options of ``bench allocator`` mean."""
-    plan = survey.Plan.quick() if quick else survey.Plan()
-    return plan if seeds is None else dataclasses.replace(plan, seeds=seeds)

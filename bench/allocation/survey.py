@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -19,7 +18,7 @@ from bench.coverage import Coverage, Planned
 from bench.machine import Machine
 from bench.results import Findings, Table, Verdict
 
-__all__ = ["FILLED", "Plan", "coverage", "planned", "run", "steps"]
+__all__ = ["FILLED", "Plan", "run", "steps"]
 
 OURS = "shmring"
 LIMIT = "limit"
@@ -133,7 +132,7 @@ def steps(plan: Plan) -> int:
     return len(list(plan.fills())) + len(FILLED) - 1 + len(plan.live) * len(SUBJECTS) + len(plan.in_flight)
 
 
-def planned(plan: Plan) -> list[Planned]:
+def _planned(plan: Plan) -> list[Planned]:
     """Returns the cases of a plan; in each, a policy is measured once."""
     cases: dict[str, list[str]] = {}
     for sizes, slab_nbytes, _, name in plan.fills():
@@ -146,27 +145,17 @@ def planned(plan: Plan) -> list[Planned]:
     return [Planned(case, names, 1) for case, names in cases.items()]
 
 
-def coverage(cases: Sequence[Planned], results: Sequence[Mapping[str, Any]]) -> Coverage:
-    """Returns what there is of planned cases.
-
-    Args:
-        cases: of a plan.
-        results: as they are stored; of kinds that are no more, too.
-    """
-    return Coverage.of(cases, {key: 1 for result in results if (key := _key(result)) is not None})
-
-
-def _key(result: Mapping[str, Any]) -> tuple[str, str] | None:
-    match result["kind"]:
-        case "filled":
-            return _fill_case(result["sizes"], result["lifetime"], result["slab_nbytes"]), result["policy"]
-        case "evicting":
-            return _EVICTING, result["policy"]
-        case "cost":
-            return _cost_case(result["live"]), result["subject"]
-        case "bandwidth":
-            return _copy_case(result["nbytes"], result["in_flight"]), result["policy"]
-    return None
+def _key(result: Filled | Evicted | Cost | Bandwidth) -> tuple[str, str]:
+    """The case of a result, and what was measured in it."""
+    match result:
+        case Filled():
+            return _fill_case(result.sizes, result.lifetime, result.slab_nbytes), result.policy
+        case Evicted():
+            return _EVICTING, result.policy
+        case Cost():
+            return _cost_case(result.live), result.subject
+        case Bandwidth():
+            return _copy_case(result.nbytes, result.in_flight), result.policy
 
 
 def _fill_case(sizes: str, lifetime: str, slab_nbytes: int) -> str:
@@ -208,7 +197,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
             copied += bandwidth.bandwidths(
                 list(POLICIES), nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s
             )
-    results = msgspec.to_builtins([*filled, *evicted, *costs, *copied])
+    results: list[Filled | Evicted | Cost | Bandwidth] = [*filled, *evicted, *costs, *copied]
     return Findings(
         mode="allocator",
         machine=Machine.here(),
@@ -222,7 +211,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
         notes=_notes(plan),
         results=results,
         targets=list(_targets(plan, filled, costs)),
-        coverage=coverage(planned(plan), results),
+        coverage=Coverage.of(_planned(plan), dict.fromkeys(map(_key, results), 1)),
     )
 
 

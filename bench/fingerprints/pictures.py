@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance
 
-from bench.fingerprints.samples import sample_files
-from bench.fingerprints.scores import Kind, score
+from bench.fingerprints.scores import Kind, sample_files, score
 from engine.executors.fingerprints.pictures import fingerprint_picture
 
 __all__ = ["load_pictures", "score_pictures"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 
 import msgspec
 import torch
 
-__all__ = ["Kind", "Score", "score"]
+__all__ = ["Kind", "Score", "sample_files", "score"]
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -79,3 +80,9 @@ def score(name: str, originals: Sequence[torch.Tensor], copies: Mapping[str, Seq
         found = int((own >= cosines.amax(1)).sum())
         scores.append(Score(alteration, float(own.min()), float(own.mean()), found, len(own)))
     return Kind(name, len(originals), float(between.max()), float(between.mean()), scores)
+
+
+def sample_files(suffix: str) -> list[bytes]:
+    """Returns the sample files with a suffix, by name."""
+    directory = resources.files("frontend") / "samples"
+    return [path.read_bytes() for path in sorted(directory.iterdir(), key=lambda path: path.name) if path.name.endswith(suffix)]

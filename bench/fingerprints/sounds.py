@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from av.audio.resampler import AudioResampler
 
-from bench.fingerprints.samples import sample_files
-from bench.fingerprints.scores import Kind, score
+from bench.fingerprints.scores import Kind, sample_files, score
 from engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
 from frontend.media.mel import LogMelWriter, num_mel_frames
 

@@ -24,7 +24,7 @@ from engine.option_types import FiniteRange
 if TYPE_CHECKING:
     from bench.serving.run import Results
 
-__all__ = ["serve_command", "serve_plan"]
+__all__ = ["serve_command"]
 
 _PIPE_WIDTH = 132  # of a table that goes into a file or a pipe
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
@@ -145,7 +145,7 @@ class _Rate(_RateType):
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
-    findings, answered = _run(serve_plan(preset, **values))
+    findings, answered = _run(_plan(preset, **values))
     show(findings, console(_PIPE_WIDTH))
     if json_path is not None:
         write_json(findings, json_path)
@@ -153,7 +153,7 @@ def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> 
         raise NotMeasured("of a load, no request had an answer")
 
 
-def serve_plan(preset: str | None, scale: float, **values: Any) -> Plan:
+def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
     """Returns what the options of ``bench serve`` mean, in the context of the command."""
     if preset is not None:
         preset_values = dict(PRESETS[preset])
