@@ -19,11 +19,10 @@ from bench import plots, targets
 from bench.cases import Case
 from bench.coverage import Coverage, checkout
 from bench.gpu import plot as gpu_plot
-from bench.machine import Machine
 from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
-from bench.tables import gaps_table, peer_title, transport_tables
+from bench.tables import gaps_table, machine_line, peer_title, transport_tables
 
 __all__ = ["ReportError", "build", "status"]
 
@@ -93,7 +92,7 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
     """
     transports, others = _read(results_directory)
     stored: dict[str, Results | Findings] = {**transports, **others}
-    sections = [_HEAD, "## Stored results\n", *_stored(stored)]
+    sections = [_HEAD, "## Stored results\n", _stored(stored).markdown()]
     sections += ["## Targets\n", *_targets(list(transports.values()), others), "## Method\n", _METHOD]
     for name, results in transports.items():
         drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
@@ -118,20 +117,16 @@ def status(results_directory: Path) -> Table:
     """
     transports, others = _read(results_directory)
     stored: dict[str, Results | Findings] = {**transports, **others}
-    rows = [[name, *_summed_up(result)] for name, result in sorted(stored.items())]
-    return Table("stored results", _STORED_COLUMNS, rows, texts=tuple(_STORED_COLUMNS))
+    return _stored(stored)
 
 
-_STORED_COLUMNS = ["result", "measured, of what was planned", "sources"]
-
-
-def _summed_up(result: Results | Findings) -> tuple[str, str]:
-    measured = "the plan is not known" if result.coverage is None else result.coverage.summary()
-    return measured, checkout(None if result.machine is None else result.machine.commit)
-
-
-def _stored(stored: Mapping[str, Results | Findings]) -> Iterator[str]:
-    yield _table(_STORED_COLUMNS, [(name, *_summed_up(result)) for name, result in sorted(stored.items())])
+def _stored(stored: Mapping[str, Results | Findings]) -> Table:
+    columns = ["result", "measured, of what was planned", "sources"]
+    rows = []
+    for name, result in sorted(stored.items()):
+        measured = "the plan is not known" if result.coverage is None else result.coverage.summary()
+        rows.append([name, measured, checkout(None if result.machine is None else result.machine.commit)])
+    return Table("stored results", columns, rows, texts=tuple(columns))
 
 
 def _missing(coverage: Coverage | None) -> Iterator[str]:
@@ -169,22 +164,12 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return Table("", list(columns), rows).markdown()
 
 
-def _machine(machine: Machine) -> str:
-    commit = f", commit {machine.commit}" if machine.commit else ""
-    return (
-        f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
-        f"{format_nbytes(machine.cache_nbytes)}; Linux {machine.kernel}, {machine.libc}, Python {machine.python}, torch "
-        f"{machine.torch}, numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}; shmring "
-        f"{machine.shmring}{commit}.\n"
-    )
-
-
 # -- transports --------------------------------------------------------------------------------------------------------
 
 
 def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[str]:
     yield f"## Transports ({name})\n"
-    yield _machine(results.machine)
+    yield f"{machine_line(results.machine)}.\n"
     versions = ", ".join(f"{peer_title(peer)}: {version}" for peer, version in sorted(results.versions.items()))
     yield (
         f"Measured {results.started}; {results.repetitions} repetitions of {results.timed_s:g} s; {results.load_before:.1f} "
@@ -316,7 +301,7 @@ def _other(name: str, stored: Findings, drawn: Sequence[Path]) -> Iterator[str]:
     title = stored.mode.upper() if stored.mode == _GPU else stored.mode.capitalize()
     yield f"## {title}{'' if name == stored.mode else f' ({name})'}\n"
     if stored.machine is not None:
-        yield _machine(stored.machine)
+        yield f"{machine_line(stored.machine)}.\n"
     yield from (f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn)
     for table in stored.tables:
         yield f"{table.title}:\n"

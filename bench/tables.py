@@ -12,7 +12,7 @@ from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.peers import BASELINE, PEERS
 from bench.records import Limit, Result, Results, Side
-from bench.results import Findings, Spread, Table, Verdict, format_rate, format_times
+from bench.results import Findings, Spread, Table, Verdict, format_nbytes, format_rate, format_times
 
 __all__ = [
     "TABLE_WIDTH",
@@ -101,8 +101,10 @@ def machine_line(machine: Machine) -> str:
     """Returns a machine and its versions in a line."""
     commit = f", commit {machine.commit}" if machine.commit else ""
     return (
-        f"{machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, Python {machine.python}, torch {machine.torch}, "
-        f"shmring {machine.shmring}{commit}"
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
+        f"{format_nbytes(machine.cache_nbytes)}; Linux {machine.kernel}, {machine.libc}, Python {machine.python}, torch "
+        f"{machine.torch}, numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}; shmring "
+        f"{machine.shmring}{commit}"
     )
 
 
