@@ -17,7 +17,7 @@ def skip_without_torchvision() -> None:
         lines = str(error).splitlines()
         pytest.skip(
             f"torchvision can't be imported ({lines[0] if lines else type(error).__name__}): pip install -c constraints.txt "
-            "-e '.[vision]' beside PyPI's torch; beside a CPU build of torch, torchvision 0.28.0 of the index that torch came from"
+            "-e '.[vision]' beside PyPI's torch; beside a CPU build of torch, torchvision 0.28.0 from where that came from"
         )
 
 
