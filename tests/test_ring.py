@@ -697,7 +697,7 @@ async def test_closing_fails_what_is_pending_and_gives_everything_back(serve: An
     await eventually(lambda: slab_mappings() == 0)
 
 
-async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any) -> None:
+async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any, eventually: Any) -> None:
     async def life() -> None:
         ring = await serve(echo)
         client = await connect()
@@ -709,6 +709,7 @@ async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any) -> Non
         await client.close()
         await ring.close()
         await turns()
+        await eventually(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
     await life()
     gc.disable()
@@ -716,7 +717,7 @@ async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any) -> Non
         before = descriptors(), slab_mappings(), len(asyncio.all_tasks())
         for _ in range(10):
             await life()
-        assert (descriptors(), slab_mappings(), len(asyncio.all_tasks())) == before
+        await eventually(lambda: (descriptors(), slab_mappings(), len(asyncio.all_tasks())) == before)
     finally:
         gc.enable()
 

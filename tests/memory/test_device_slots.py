@@ -419,6 +419,7 @@ async def test_a_request_that_is_aborted_unclaimed_waits_for_the_producers_own_w
     submission = await handed_over(ends, client)
     submission.abort()
     await eventually(lambda: used(ring) == 0)
+    await eventually(lambda: client.statistics().slots_draining == 1)
     await eventually(lambda: ends.cuda.awaited)
     assert client.statistics().slots_draining == 1, "the producer's kernel has not written yet"
     ends.cuda.release()
