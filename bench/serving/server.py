@@ -30,6 +30,7 @@ _PROGRAM = ("-P", "-m", "frontend.cli", "serve")  # nothing is imported from the
 _READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
 _STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
 _GONE_PERIOD_S = 0.02  # between two looks whether engine and frontends have gone
+_PF_EXITING = 0x4  # of the flags in /proc/PID/stat: the process has begun to end
 _LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -184,10 +185,9 @@ def _last_words(errors: Path) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    process = Path("/proc", str(pid))
     try:
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
-        runs = bool((process / "cmdline").read_bytes())  # it is empty as soon as one ends, before its state says so
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        runs = not int(fields[6]) & _PF_EXITING  # it is set before the state says so
     except (FileNotFoundError, ProcessLookupError):
         runs = False
     if not runs:
