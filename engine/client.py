@@ -21,7 +21,7 @@ from engine.protocol import (
     GenerateRequest,
     ModelDescription,
 )
-from shmring.slot import AcquiringSlot
+from shmring.client.slot import AcquiringSlot
 
 __all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "GenerateOutput"]
 

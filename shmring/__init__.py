@@ -28,11 +28,11 @@ from shmring.errors import (
 from shmring.statistics import ClientStatistics, RingStatistics
 
 if TYPE_CHECKING:
-    from shmring.claim import Claim
-    from shmring.client import RingClient, Submission, connect
+    from shmring.client.client import RingClient, Submission, connect
+    from shmring.client.slot import Slot
     from shmring.memory.payload import nbytes_for
-    from shmring.ring import Ring, serve
-    from shmring.slot import Slot
+    from shmring.ring.claim import Claim
+    from shmring.ring.ring import Ring, serve
 
 __version__ = "0.1.0"
 
@@ -66,14 +66,14 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = {
-    "Claim": "shmring.claim",
-    "RingClient": "shmring.client",
-    "Submission": "shmring.client",
-    "connect": "shmring.client",
+    "Claim": "shmring.ring.claim",
+    "RingClient": "shmring.client.client",
+    "Submission": "shmring.client.client",
+    "connect": "shmring.client.client",
     "nbytes_for": "shmring.memory.payload",
-    "Ring": "shmring.ring",
-    "serve": "shmring.ring",
-    "Slot": "shmring.slot",
+    "Ring": "shmring.ring.ring",
+    "serve": "shmring.ring.ring",
+    "Slot": "shmring.client.slot",
 }
 
 if not TYPE_CHECKING:  # type checkers would take it to say that this module has every name

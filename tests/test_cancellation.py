@@ -317,7 +317,7 @@ async def test_large_messages_of_many_requests_at_once_do_not_end_the_connection
     serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is within the limits; together they must wait, not count as an engine that does not read."""
-    monkeypatch.setattr("shmring.session._MAX_WRITE_BUFFER_NBYTES", 512 << 10)
+    monkeypatch.setattr("shmring.client.session._MAX_WRITE_BUFFER_NBYTES", 512 << 10)
     ring = await serve(echo, name="large", max_frame_nbytes=256 << 10)
     client = await connect("large", write_buffer_nbytes=64 << 10)
     answers = await asyncio.gather(*(client.request({"n": n, "t": "x" * 200_000}, timeout=20) for n in range(50)))

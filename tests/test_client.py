@@ -290,7 +290,7 @@ async def test_a_streams_timeout_bounds_the_waiting(client: shmring.RingClient, 
 async def test_unread_replies_are_bounded(
     client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, ring: shmring.Ring
 ) -> None:
-    monkeypatch.setattr("shmring.pending._MAX_UNREAD_REPLIES", 10)
+    monkeypatch.setattr("shmring.client.pending._MAX_UNREAD_REPLIES", 10)
     submission = await client.submit({"do": "count", "to": 100})
     async with asyncio.timeout(5):
         while not submission.ended:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.client.session import Session
 from shmring.core.framing import encode_frame
 from shmring.core.messages import (
     CallResult,
@@ -29,7 +30,6 @@ from shmring.core.messages import (
     Welcome,
     encode_message,
 )
-from shmring.session import Session
 
 
 async def test_frontends_pass_a_slab_that_holds_one_request_back_and_forth(socket_dir: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import shmring
 from bench.messages import CheckError
-from shmring.memory.cuda import TorchCuda
+from shmring.gpu.cuda import TorchCuda
 
 __all__ = ["DTYPE", "ITEM_NBYTES", "MIN_NBYTES", "Accelerator", "Gpu", "check", "marks", "missing", "sample"]
 

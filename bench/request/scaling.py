@@ -25,7 +25,7 @@ import shmring
 from bench.peers import Ask, RequestPeer
 from bench.peers.shmring_ring import RING, answer, request
 from bench.request.questions import ITEM_NBYTES, Answer, Cell, Desk, Header
-from shmring.client import Connecting
+from shmring.client.client import Connecting
 
 __all__ = ["MAX_SCALING_NBYTES", "VARIANTS", "ConnectedClients", "SlotsInUse"]
 

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 
 from shmring.core.messages import TENSOR_EXTENSION, Content, SlotRef, TensorRef, align, item_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
-from shmring.memory.layout import Place
 from shmring.memory.streaming import Copy, copier_for
-from shmring.memory.views import TORCH_DTYPES, tensor_view
+from shmring.memory.views import TORCH_DTYPES, Place, tensor_view
 
 __all__ = ["Packed", "Packer", "PayloadDecoder", "nbytes_for", "torch_dtype_name"]
 

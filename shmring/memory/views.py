@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
 from shmring.errors import RemoteProtocolError
 
-__all__ = ["Obituaries", "TORCH_DTYPES", "device_view", "tensor_view"]
+__all__ = ["Obituaries", "Place", "TORCH_DTYPES", "device_view", "tensor_view"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TORCH_ITEM_NBYTES if hasattr(torch, name)}
 
@@ -33,6 +33,9 @@ _CARRIERS: dict[str, np.dtype[Any]] = {
     name: np.dtype(name) if name in np.sctypeDict else np.dtype(f"int{8 * nbytes}")
     for name, nbytes in TORCH_ITEM_NBYTES.items()
 }
+
+#: Makes the tensor that a descriptor describes, somewhere else than in host memory; None: it is to be viewed there after all.
+Place = Callable[[TensorRef], "torch.Tensor | NDArray[Any] | None"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Anchor = TypeVar("_Anchor")

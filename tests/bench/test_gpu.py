@@ -29,10 +29,10 @@ from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.plan import Plan, Results, run, steps
 from bench.gpu.processes import Process, Refused, Setting
 from bench.messages import CheckError
-from shmring.client import Connecting, RingClient
+from shmring.client.client import Connecting, RingClient
 from shmring.config import ClientConfig, RingConfig
-from shmring.memory.cuda import CudaError
-from shmring.ring import Ring, Serving
+from shmring.gpu.cuda import CudaError
+from shmring.ring.ring import Ring, Serving
 
 KB, MB = 1 << 10, 1 << 20
 NAME = "A GPU made of host memory"

@@ -26,7 +26,7 @@ from bench.gpu.plot import draw
 from bench.gpu.report import report
 from bench.machine import Machine
 from bench.results import Findings, Spread, Verdict, write_json
-from shmring.memory.cuda import TorchCuda
+from shmring.gpu.cuda import TorchCuda
 
 KB, MB = 1 << 10, 1 << 20
 GPU = Accelerator(name="NVIDIA H100", memory_nbytes=80 << 30, driver="570.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")

@@ -12,9 +12,9 @@ import time
 import pytest
 import torch
 
-from shmring.memory.cuda import TorchCuda
-from shmring.memory.device import DeviceSlab, OpenedFences
-from shmring.memory.driver import Driver
+from shmring.gpu.cuda import TorchCuda
+from shmring.gpu.device import DeviceSlab, OpenedFences
+from shmring.gpu.driver import Driver
 
 pytestmark = pytest.mark.gpu
 
@@ -23,9 +23,9 @@ MIB = 1 << 20
 # Attaches, and for each line "offset nbytes value" writes there on a stream of its own, slowly, and answers with an event.
 FRONTEND = """
 import sys, torch
-from shmring.memory.cuda import TorchCuda
-from shmring.memory.device import DeviceHandle, DeviceSlab, Fences
-from shmring.memory.driver import Driver
+from shmring.gpu.cuda import TorchCuda
+from shmring.gpu.device import DeviceHandle, DeviceSlab, Fences
+from shmring.gpu.driver import Driver
 uuid, memory, nbytes = sys.argv[1:]
 cuda = TorchCuda()
 slab = DeviceSlab.attach(cuda, Driver(), DeviceHandle(uuid, bytes.fromhex(memory), int(nbytes)))

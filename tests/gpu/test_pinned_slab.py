@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import shmring
-from shmring.memory.cuda import CudaError, DeviceBytes, TorchCuda
-from shmring.memory.pinned import PinnedSlab
+from shmring.gpu.cuda import CudaError, DeviceBytes, TorchCuda
+from shmring.gpu.pinned import PinnedSlab
 from shmring.memory.slab import Slab
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""A GPU made of host memory: the protocol of ``shmring.memory.cuda``, with streams that stop where a test wants them to.
+"""A GPU made of host memory: the protocol of ``shmring.gpu.cuda``, with streams that stop where a test wants them to.
 
 What a real one would do at some later moment, this one does when its stream is let run: a copy from pinned memory reads its
 source then, and not when it is queued, so a slot that is reused too early shows as wrong bytes. It refuses what a GPU
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmring.memory.cuda import CudaError, DeviceBytes
+from shmring.gpu.cuda import CudaError, DeviceBytes
 
 POISON = 0xEE  # what device memory holds before anything is copied to it
 

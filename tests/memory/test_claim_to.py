@@ -19,9 +19,9 @@ import torch
 import shmring
 from shmring.config import RingConfig
 from shmring.errors import AbortedError, LocalProtocolError
-from shmring.memory import pinned as pinned_module
-from shmring.memory.cuda import CudaError
-from shmring.ring import Ring
+from shmring.gpu import pinned as pinned_module
+from shmring.gpu.cuda import CudaError
+from shmring.ring.ring import Ring
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -276,7 +276,7 @@ async def test_closing_is_finished_though_it_is_cancelled(
 async def test_a_gpu_that_never_answers_leaves_the_slab_pinned(
     serve_on: Any, connect: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("shmring.memory.upload._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("shmring.gpu.upload._CLOSE_TIMEOUT_S", 0.05)
     ring = await serve_on()
     client = await connect()
     cuda.hold_copies = True

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shmring.errors import SlabError
-from shmring.memory import cuda as cuda_module
-from shmring.memory.cuda import CudaError, DeviceBytes, TorchCuda, cuda_index
+from shmring.gpu import cuda as cuda_module
+from shmring.gpu.cuda import CudaError, DeviceBytes, TorchCuda, cuda_index
 
 
 class Code:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shmring.errors import LocalProtocolError, RemoteProtocolError
-from shmring.memory import device as device_module
-from shmring.memory.cuda import CudaError
-from shmring.memory.device import DeviceHandle, DeviceSlab, Fences, OpenedFences
+from shmring.gpu import device as device_module
+from shmring.gpu.cuda import CudaError
+from shmring.gpu.device import DeviceHandle, DeviceSlab, Fences, OpenedFences
 
 MIB = 1 << 20
 

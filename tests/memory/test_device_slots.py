@@ -18,14 +18,14 @@ import pytest
 import torch
 
 import shmring
-from shmring.client import RingClient
+from shmring.client.client import RingClient
 from shmring.config import ClientConfig, RingConfig
 from shmring.core.framing import encode_frame
 from shmring.core.messages import Content, LeaseRequest, SlotRef, Submit, TensorRef, encode_message
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, SlabError, WouldBlock
-from shmring.memory import device as device_module
-from shmring.memory.cuda import CudaError
-from shmring.ring import Ring
+from shmring.gpu import device as device_module
+from shmring.gpu.cuda import CudaError
+from shmring.ring.ring import Ring
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -46,7 +46,7 @@ class Forgetful(dict[bytes, Any]):
 def nothing_stays(device_memory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Events cross from one process to another; device memory is freed."""
     monkeypatch.setattr(device_module, "_fences", Forgetful())
-    monkeypatch.setattr("shmring.memory.device_claims._VIEWS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("shmring.gpu.device_claims._VIEWS_TIMEOUT_S", 0.2)
     yield
     gc.collect()
     assert device_module._mappings == {}

@@ -13,8 +13,8 @@ import torch
 
 from shmring.core.messages import TensorRef
 from shmring.errors import RemoteProtocolError
-from shmring.memory.cuda import DeviceBytes
-from shmring.memory.device_views import DeviceViews
+from shmring.gpu.cuda import DeviceBytes
+from shmring.gpu.device_views import DeviceViews
 from shmring.memory.views import device_view
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shmring.memory.cuda import CudaError
-from shmring.memory.driver import IPC_HANDLE_NBYTES, Driver
+from shmring.gpu.cuda import CudaError
+from shmring.gpu.driver import IPC_HANDLE_NBYTES, Driver
 
 # The signatures are those of cuda.h. Every call checks the context, and the handle carries an address, by value.
 SOURCE = r"""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shmring.core.messages import Content, SlotRef, TensorRef
-from shmring.memory.layout import GAP_NBYTES, Layout
+from shmring.gpu.layout import GAP_NBYTES, Layout
 
 
 def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shmring.memory import pinned as pinned_module
-from shmring.memory.cuda import CudaError
-from shmring.memory.pinned import PinnedSlab, pin_slab
+from shmring.gpu import pinned as pinned_module
+from shmring.gpu.cuda import CudaError
+from shmring.gpu.pinned import PinnedSlab, pin_slab
 from shmring.memory.slab import Slab
 
 PAGE = 4096

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shmring.errors import CapacityError, ClosedError, WouldBlock
-from shmring.memory.cuda import CudaError
-from shmring.memory.staging import UNIT_NBYTES, StagingRing
+from shmring.gpu.cuda import CudaError
+from shmring.gpu.staging import UNIT_NBYTES, StagingRing
 
 pytestmark = pytest.mark.both_loops
 

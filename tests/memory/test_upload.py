@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from shmring.core.messages import SLOT_HEADER_NBYTES, Content, SlotRef, TensorRef
 from shmring.errors import CapacityError, ClosedError, WouldBlock
+from shmring.gpu.cuda import CudaError
+from shmring.gpu.layout import Layout, Place
+from shmring.gpu.pinned import PinnedSlab
+from shmring.gpu.upload import Uploads
 from shmring.memory.copier import Copier
-from shmring.memory.cuda import CudaError
-from shmring.memory.layout import Layout, Place
-from shmring.memory.pinned import PinnedSlab
 from shmring.memory.slab import Slab
-from shmring.memory.upload import Uploads
 
 pytestmark = pytest.mark.both_loops
 
@@ -510,7 +510,7 @@ async def test_closing_waits_for_copies_under_way(rig: Rig, eventually: Eventual
 async def test_a_gpu_that_never_answers_is_given_up(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("shmring.memory.upload._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("shmring.gpu.upload._CLOSE_TIMEOUT_S", 0.05)
     caplog.set_level(logging.CRITICAL)
     cuda.hold_copies = True
     rig = Rig(cuda)

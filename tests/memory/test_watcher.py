@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shmring.memory.watcher import Watcher
+from shmring.gpu.watcher import Watcher
 
 
 class Guarded:

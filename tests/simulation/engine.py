@@ -1,4 +1,4 @@
-"""One life of an engine: the real ledger, and around it what ``shmring.ring`` and ``shmring.claim`` add.
+"""One life of an engine: the real ledger, and around it what ``shmring.ring`` and ``shmring.ring.claim`` add.
 
 The duties of a ring are written again here as it has them, for handlers that may be anywhere between two awaits: waiting
 for reply space, copying a reply, cancelled but not run yet, gone with views of a request's slots still alive.

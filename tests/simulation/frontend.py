@@ -1,4 +1,4 @@
-"""A frontend's process and its sessions: the real lease book, and around it what ``shmring.session`` adds.
+"""A frontend's process and its sessions: the real lease book, and around it what ``shmring.client.session`` adds.
 
 The duties of a session are written again here as it has them, for a caller that may be anywhere between two awaits: a
 cancelled waiter that has not run yet, a copy under way, a slot that was left with living views. What is not simulated is

@@ -16,7 +16,7 @@ import queue
 import threading
 from typing import Any
 
-from shmring.memory.cuda import Cuda, CudaError, Event
+from shmring.gpu.cuda import Cuda, CudaError, Event
 
 __all__ = ["Watcher"]
 

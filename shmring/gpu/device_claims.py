@@ -2,7 +2,7 @@
 
 Theory of operation: a request whose tensors lie in the device slab carries one *fence*, an event that its frontend recorded
 behind its writes. Claiming it has this thread's stream wait for that, so whatever is queued there next may use the tensors, and
-nobody waits for anything. Its slots go back by way of :class:`~shmring.memory.device_views.DeviceViews`.
+nobody waits for anything. Its slots go back by way of :class:`~shmring.gpu.device_views.DeviceViews`.
 
 In the engine's address space the device slab begins where the slab ends: a slot whose offset is at or beyond that is ours.
 
@@ -26,10 +26,10 @@ import torch
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, Content, DeviceHandle, SlotRef, Submit, TensorRef
 from shmring.errors import RemoteProtocolError
-from shmring.memory.cuda import Cuda, CudaError, Stream, cuda_index
-from shmring.memory.device import DeviceSlab, OpenedFences
-from shmring.memory.device_views import DeviceViews
-from shmring.memory.layout import Given
+from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index
+from shmring.gpu.device import DeviceSlab, OpenedFences
+from shmring.gpu.device_views import DeviceViews
+from shmring.gpu.layout import Given
 from shmring.memory.views import device_view
 
 __all__ = ["DeviceClaims", "check_fence"]

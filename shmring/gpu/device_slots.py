@@ -30,9 +30,9 @@ from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.leasebook import Effect, LeaseBook, LeaseBookLimits, SlotRecord
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, Welcome
 from shmring.core.states import ClientSlot
-from shmring.memory.cuda import Cuda, CudaError, Stream
-from shmring.memory.device import DeviceSlab, Fence, Fences
-from shmring.memory.device_views import DeviceViews
+from shmring.gpu.cuda import Cuda, CudaError, Stream
+from shmring.gpu.device import DeviceSlab, Fence, Fences
+from shmring.gpu.device_views import DeviceViews
 
 __all__ = ["DeviceSlots", "cuda_index_of"]
 

@@ -20,8 +20,8 @@ from shmring.errors import AbortedError, LocalProtocolError
 if TYPE_CHECKING:
     import torch
 
-    from shmring.memory.cuda import Stream
-    from shmring.ring import Ring
+    from shmring.gpu.cuda import Stream
+    from shmring.ring.ring import Ring
 
 __all__ = ["Claim"]
 

@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shmring.memory.cuda import Cuda, CudaError
+from shmring.gpu.cuda import Cuda, CudaError
 from shmring.memory.slab import Slab
 
 __all__ = ["PIN_MODES", "PinMode", "PinnedSlab", "pin_slab"]

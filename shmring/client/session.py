@@ -26,6 +26,8 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
+from shmring.client.pending import Pending
+from shmring.client.slot import Slot, content_start
 from shmring.config import ClientConfig
 from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, SlotRecord
 from shmring.core.messages import (
@@ -53,7 +55,6 @@ from shmring.core.messages import (
     decode_engine_message,
 )
 from shmring.core.states import ClientSlot
-from shmring.device_slots import DeviceSlots
 from shmring.errors import (
     AbortedError,
     CapacityError,
@@ -69,14 +70,13 @@ from shmring.errors import (
     fresh,
 )
 from shmring.forks import Origin
+from shmring.gpu.cuda import Cuda, CudaError, Stream
+from shmring.gpu.device import DeviceMemory, DeviceSlab, Fence
+from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
-from shmring.memory.cuda import Cuda, CudaError, Stream
-from shmring.memory.device import DeviceMemory, DeviceSlab, Fence
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
 from shmring.memory.slab import Slab
 from shmring.memory.views import Obituaries
-from shmring.pending import Pending
-from shmring.slot import Slot, content_start
 from shmring.transport.connection import Connection
 from shmring.transport.endpoint import attach_engine, say_goodbye
 from shmring.transport.liveness import ProcessWatch

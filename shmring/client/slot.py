@@ -27,7 +27,7 @@ from shmring.memory.payload import torch_dtype_name
 from shmring.memory.views import device_view, tensor_view
 
 if TYPE_CHECKING:
-    from shmring.session import Session
+    from shmring.client.session import Session
 
 __all__ = ["AcquiringSlot", "Slot"]
 

@@ -21,9 +21,9 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from shmring.memory.cuda import Cuda, CudaError, DeviceBytes, Stream
+from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Stream
+from shmring.gpu.watcher import Watcher
 from shmring.memory.views import Obituaries
-from shmring.memory.watcher import Watcher
 
 __all__ = ["DeviceViews", "Hold"]
 

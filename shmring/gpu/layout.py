@@ -10,19 +10,14 @@ import dataclasses
 import functools
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shmring.core.messages import TENSOR_ALIGNMENT, Content, TensorRef, align
-from shmring.memory.views import TORCH_DTYPES
+from shmring.memory.views import TORCH_DTYPES, Place
 
-__all__ = ["GAP_NBYTES", "Given", "Layout", "Place", "Run"]
-
-#: Makes the tensor that a descriptor describes, somewhere else than in host memory; None: it is to be viewed there after all.
-Place = Callable[[TensorRef], "torch.Tensor | NDArray[Any] | None"]
+__all__ = ["GAP_NBYTES", "Given", "Layout", "Run"]
 
 #: Bytes between two tensors that are copied along rather than left out: queueing one more copy takes a few microseconds,
 #: in which PCIe 4 carries about as much.

@@ -16,7 +16,7 @@ import functools
 import threading
 from collections.abc import Iterator
 
-from shmring.memory.cuda import CudaError
+from shmring.gpu.cuda import CudaError
 
 __all__ = ["Driver", "IPC_HANDLE_NBYTES"]
 

@@ -32,7 +32,7 @@ import torch
 
 from shmring.core.messages import DeviceHandle
 from shmring.errors import LocalProtocolError, RemoteProtocolError
-from shmring.memory.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
+from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
 
 __all__ = ["DeviceHandle", "DeviceMemory", "DeviceSlab", "Fence", "Fences", "OpenedFences", "whole_nbytes"]
 
@@ -41,7 +41,7 @@ GRANULE_NBYTES = 2 << 20
 
 
 class DeviceMemory(Protocol):
-    """Plain device memory, and its way to another process; see :class:`shmring.memory.driver.Driver`."""
+    """Plain device memory, and its way to another process; see :class:`shmring.gpu.driver.Driver`."""
 
     def allocate(self, device: int, nbytes: int) -> int: ...
 

@@ -11,9 +11,9 @@ import logging
 
 from shmring.config import RingConfig
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
-from shmring.memory.cuda import Cuda, CudaError, cuda_index
-from shmring.memory.device import DeviceMemory, DeviceSlab
-from shmring.memory.pinned import PinnedSlab, pin_slab
+from shmring.gpu.cuda import Cuda, CudaError, cuda_index
+from shmring.gpu.device import DeviceMemory, DeviceSlab
+from shmring.gpu.pinned import PinnedSlab, pin_slab
 from shmring.memory.slab import Slab, sweep
 
 __all__ = ["Memories", "create_memories"]

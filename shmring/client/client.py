@@ -1,7 +1,7 @@
 """A frontend's end of the transport.
 
 Theory of operation: :class:`RingClient` is what callers hold; the work is done by its current
-:class:`~shmring.session.Session`, one for each life of the engine. Without ``reconnect``, the client ends with its
+:class:`~shmring.client.session.Session`, one for each life of the engine. Without ``reconnect``, the client ends with its
 session; with it, pending calls fail with :class:`EngineDeadError` and later ones wait for the next engine of that name.
 """
 
@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 
+from shmring.client.pending import Pending
+from shmring.client.session import ClientCounters, Session
+from shmring.client.slot import AcquiringSlot, Slot
 from shmring.config import ClientConfig, configured
 from shmring.core.states import ClientSlot
-from shmring.device_slots import cuda_index_of
 from shmring.errors import (
     AbortedError,
     ClosedError,
@@ -33,14 +35,12 @@ from shmring.errors import (
     fresh,
 )
 from shmring.forks import Origin
+from shmring.gpu.cuda import Cuda, TorchCuda
+from shmring.gpu.device import DeviceMemory
+from shmring.gpu.device_slots import cuda_index_of
+from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
-from shmring.memory.cuda import Cuda, TorchCuda
-from shmring.memory.device import DeviceMemory
-from shmring.memory.driver import Driver
 from shmring.memory.payload import PayloadDecoder
-from shmring.pending import Pending
-from shmring.session import ClientCounters, Session
-from shmring.slot import AcquiringSlot, Slot
 from shmring.statistics import ClientStatistics
 from shmring.transport.endpoint import socket_path
 

@@ -12,7 +12,7 @@ from shmring.errors import CapacityError, LocalProtocolError, fresh
 from shmring.memory.payload import PayloadDecoder
 
 if TYPE_CHECKING:
-    from shmring.session import Session
+    from shmring.client.session import Session
 
 __all__ = ["Pending"]
 

@@ -33,7 +33,6 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
-from shmring.claim import Claim
 from shmring.config import RingConfig, configured
 from shmring.core.effects import (
     ClientGone,
@@ -84,16 +83,17 @@ from shmring.errors import (
     WouldBlock,
 )
 from shmring.forks import Origin
-from shmring.memories import Memories, create_memories
+from shmring.gpu.cuda import Cuda, CudaError, Stream, TorchCuda
+from shmring.gpu.device import DeviceMemory, whole_nbytes
+from shmring.gpu.device_claims import DeviceClaims, check_fence
+from shmring.gpu.driver import Driver
+from shmring.gpu.layout import Given
+from shmring.gpu.upload import Decode, Region, Uploads
 from shmring.memory.copier import Copier
-from shmring.memory.cuda import Cuda, CudaError, Stream, TorchCuda
-from shmring.memory.device import DeviceMemory, whole_nbytes
-from shmring.memory.device_claims import DeviceClaims, check_fence
-from shmring.memory.driver import Driver
-from shmring.memory.layout import Given
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
-from shmring.memory.upload import Decode, Region, Uploads
 from shmring.memory.views import Obituaries
+from shmring.ring.claim import Claim
+from shmring.ring.reserve import Memories, create_memories
 from shmring.statistics import RingStatistics
 from shmring.transport.connection import Connection
 from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome, socket_path

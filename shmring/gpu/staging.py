@@ -1,6 +1,6 @@
 """Device memory that copies land in: allocated once, lent out in parts, reused when the GPU is done with them.
 
-Theory of operation: a part goes to one request. Its tensors are views of one :class:`~shmring.memory.cuda.DeviceBytes`, so
+Theory of operation: a part goes to one request. Its tensors are views of one :class:`~shmring.gpu.cuda.DeviceBytes`, so
 the death of that object says that nobody will queue anything on them any more. The GPU may still be at work on what was
 queued before; an event recorded then, on the stream that used them, says when that is over. Only then is the part free.
 
@@ -32,7 +32,7 @@ import torch
 
 from shmring.core.blocks import RunAllocator
 from shmring.errors import CapacityError, ClosedError, WouldBlock
-from shmring.memory.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
+from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
 
 __all__ = ["Part", "StagingRing"]
 

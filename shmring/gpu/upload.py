@@ -15,7 +15,7 @@ Copies from a slab that is not pinned block whoever asks for them until the byte
 Invariants:
 
 - an anchor is let go of only when CUDA has said that the copies before its event are over;
-- no copy crosses a boundary of :meth:`~shmring.memory.pinned.PinnedSlab.split`;
+- no copy crosses a boundary of :meth:`~shmring.gpu.pinned.PinnedSlab.split`;
 - :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
 """
 
@@ -34,21 +34,21 @@ from numpy.typing import NDArray
 from shmring.cancellation import uninterrupted
 from shmring.core.messages import Content, TensorRef
 from shmring.errors import ClosedError, WouldBlock, fresh
+from shmring.gpu.cuda import Cuda, CudaError, Event, Stream, cuda_index
+from shmring.gpu.layout import Given, Layout
+from shmring.gpu.pinned import PinnedSlab
+from shmring.gpu.staging import Part, StagingRing
+from shmring.gpu.watcher import Watcher
 from shmring.memory.copier import Copier
-from shmring.memory.cuda import Cuda, CudaError, Event, Stream, cuda_index
-from shmring.memory.layout import Given, Layout, Place
-from shmring.memory.pinned import PinnedSlab
 from shmring.memory.slab import Slab
-from shmring.memory.staging import Part, StagingRing
-from shmring.memory.views import tensor_view
-from shmring.memory.watcher import Watcher
+from shmring.memory.views import Place, tensor_view
 
 __all__ = ["Decode", "Region", "Uploads"]
 
 #: How long closing waits for the copies under way: thousands of times what the largest of them takes.
 _CLOSE_TIMEOUT_S = 10.0
 
-#: Decodes a payload, its tensors made by a :data:`~shmring.memory.layout.Place`.
+#: Decodes a payload, its tensors made by a :data:`~shmring.gpu.layout.Place`.
 Decode = Callable[[Place], Any]
 #: Returns a slot's bytes by region number, 1 being the first slot, as an anchor.
 Region = Callable[[int], NDArray[np.uint8]]
