@@ -19,7 +19,6 @@ from bench.request.command import request_command
 from bench.serving.command import serve_command
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PIPE_WIDTH = 170  # of a table that goes into a file or a pipe
 
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -46,7 +45,7 @@ for command in (
 def report_command(results_directory: Path, docs_directory: Path) -> None:
     """Builds docs/benchmarks.md and its plots from stored results, and says what is missing in each."""
     try:
-        console(_PIPE_WIDTH).print(report.status(results_directory).rich())
+        console().print(report.status(results_directory).rich())
         click.echo(report.build(results_directory, docs_directory), err=True)
     except (report.ReportError, plots.MissingPlotter) as error:
         raise click.ClickException(str(error)) from error

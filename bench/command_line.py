@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 from rich.console import Console
@@ -24,7 +24,6 @@ __all__ = [
     "json_option",
     "peer_option",
     "plot_option",
-    "progress_bar",
     "repetitions_option",
     "seconds_option",
     "shown_progress",
@@ -40,13 +39,9 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 _WHERE_RESULTS_GO = ("--json", "--plot")
+_PIPE_WIDTH = 176  # what the widest table needs
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-if TYPE_CHECKING:
-    _SizeType = click.ParamType[int]
-else:
-    _SizeType = click.ParamType  # which older versions of click do not let be subscripted
 
 
 class NotMeasured(click.ClickException):
@@ -58,43 +53,28 @@ class NotMeasured(click.ClickException):
 # -- options -------------------------------------------------------------------------------------------------------------
 
 
-class _TensorSize(_SizeType):
-    """Bytes, such as 64KiB.
-
-    Args:
-        item_nbytes: of what a tensor holds whole numbers of.
-        item: its name.
-    """
-
-    name = "size"
-
-    def __init__(self, item_nbytes: int, item: str) -> None:
-        self._item_nbytes = item_nbytes
-        self._item = item
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            nbytes = parse_nbytes(value)
-        except (ValueError, TypeError) as error:
-            self.fail(str(error), param, ctx)
-        if nbytes < self._item_nbytes or nbytes % self._item_nbytes:
-            self.fail(f"{value} is not a positive multiple of {self._item_nbytes} bytes, the size of {self._item}", param, ctx)
-        return nbytes
-
-
 def size_option(
     *names: str, item_nbytes: int, item: str, text: str, default: str | None = None
 ) -> Callable[[_Function], _Function]:
-    """A tensor's size in bytes; repeatable if it has no default.
+    """A tensor's size, such as 64KiB; repeatable if it has no default.
 
     Args:
         names: of the option and its parameter.
-        item_nbytes, item: what sizes are multiples of.
-        text: what it is of.
+        item_nbytes, item: what sizes are positive multiples of, and what that is.
+        text: of the help.
         default: if it is given once.
     """
-    kind = _TensorSize(item_nbytes, item)
-    return click.option(*names, type=kind, multiple=default is None, default=default, help=text)
+
+    def size(value: str) -> int:
+        try:
+            nbytes = parse_nbytes(value)
+        except (ValueError, TypeError) as error:
+            raise click.BadParameter(str(error)) from None
+        if nbytes < item_nbytes or nbytes % item_nbytes:
+            raise click.BadParameter(f"{value} is not a positive multiple of {item_nbytes} bytes, the size of {item}")
+        return nbytes
+
+    return click.option(*names, type=size, multiple=default is None, default=default, help=text)
 
 
 def peer_option(names: Collection[str]) -> Callable[[_Function], _Function]:
@@ -127,35 +107,21 @@ def plot_option(function: _Function) -> _Function:
 # -- what is shown -------------------------------------------------------------------------------------------------------
 
 
-def console(pipe_width: int) -> Console:
-    """Returns stdout as what tables are printed to.
-
-    Args:
-        pipe_width: of the tables if they go into a file or a pipe.
-    """
-    return Console(width=None if sys.stdout.isatty() else pipe_width)
+def console() -> Console:
+    """Returns stdout as what tables are printed to: whole in a file or a pipe, whatever the terminal is."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 @contextlib.contextmanager
 def shown_progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """Yields what shows a line for each step on stderr: a bar to a person, plain lines to a log."""
-    with progress_bar() as progress:
-        if progress is None:
-            yield lambda line: click.echo(line, err=True)
-            return
-        task = progress.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
-        yield lambda line: progress.update(task, description=line, advance=1)
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Progress | None]:
-    """Yields a bar on stderr, which is gone in the end; None where nobody would see it move."""
+    """Yields what shows a line for each step on stderr: a bar to a person, which is gone in the end, plain lines to a log."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda line: click.echo(line, err=True)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield progress
+        task = progress.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
+        yield lambda line: progress.update(task, description=line, advance=1)
 
 
 def terminated(number: int, frame: object) -> NoReturn:

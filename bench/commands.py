@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,22 @@ import msgspec
 
 from bench import cases, command_line, plots, tables, targets, transport
 from bench.children import BenchError
-from bench.command_line import NotMeasured, shown_progress, terminated
+from bench.command_line import NotMeasured
 from bench.coverage import Key
 from bench.messages import DTYPES, ITEM_NBYTES
 from bench.peers import BASELINE, PEERS
 from bench.records import Results
-from bench.results import write_json
+from bench.results import Findings, Verdict, write_json
 
-__all__ = ["quick_command", "quick_plan", "shown_progress", "terminated", "transport_command", "transport_plan"]
+__all__ = ["quick_command", "quick_plan", "transport_command", "transport_plan"]
 
 # A quick run has 9 cases in under 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
 _QUICK = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
 _FULL = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
+#: Where one thing of a quick run was chosen, the others are the first of each.
+_QUICK_CHOICE: dict[str, tuple[object, ...]] = {
+    "sizes": cases.QUICK_SIZES, "dtypes": ("float32",), "producers": (1,), "windows": (16,), "copies_out": (False,)
+}  # fmt: skip
 
 
 @click.command("transport", context_settings=command_line.SETTINGS)
@@ -55,9 +59,7 @@ _FULL = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
 @command_line.plot_option
 def transport_command(json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
     """One-way messages from producer processes to a consumer process, every one checked."""
-    results = _measure(transport_plan(**choices), json_path, plot_stem)
-    if results.failed:
-        raise NotMeasured(f"{len(results.failed)} measurements failed: see the table")
+    _measure(transport_plan(**choices), json_path, plot_stem)
 
 
 def transport_plan(
@@ -75,12 +77,11 @@ def transport_plan(
     """Returns what the options of ``bench transport`` mean."""
     names = _peers(peers)
     given = {"sizes": sizes, "dtypes": dtypes, "producers": producers, "windows": windows}
-    if copies_out is not None:
-        given["copies_out"] = (copies_out,)
+    given["copies_out"] = () if copies_out is None else (copies_out,)
     chosen = {name: values for name, values in given.items() if values}
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
-    choice = cases.Choice(**_quick_base(chosen) if quick else chosen)  # type: ignore[arg-type] # each is of its field
+    choice = cases.Choice(**_QUICK_CHOICE | chosen if quick else chosen)  # type: ignore[arg-type] # each is of its field
     return _plan((cases.product if product else cases.sweeps)(choice, names), quick, repetitions, seconds, {})
 
 
@@ -96,26 +97,13 @@ def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[s
 @command_line.plot_option
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
     """Transports in under 5 minutes; ends with 1 if a target that this measures is missed, with 3 if a measurement failed."""
-    results = _measure(quick_plan(repetitions, seconds), json_path, plot_stem)
-    verdicts = targets.evaluate(results)
-    command_line.console(tables.TABLE_WIDTH).print(tables.targets_table(verdicts))
-    missed = targets.missed(verdicts)
-    if results.failed:
-        raise NotMeasured(f"{len(results.failed)} measurements failed: see the table")
+    missed = targets.missed(_measure(quick_plan(repetitions, seconds), json_path, plot_stem, targets.evaluate))
     if missed:
         raise click.ClickException(f"{len(missed)} target{'s' * (len(missed) > 1)} missed: see the table")
 
 
 def _peers(chosen: Sequence[str]) -> list[str]:
     return [name for name in PEERS if not chosen or name in chosen or name == BASELINE]
-
-
-def _quick_base(chosen: dict[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
-    """What a quick run takes for dimensions that were not chosen: the first of each."""
-    base: dict[str, tuple[object, ...]] = {
-        "sizes": cases.QUICK_SIZES, "dtypes": ("float32",), "producers": (1,), "windows": (16,), "copies_out": (False,)
-    }  # fmt: skip
-    return base | chosen
 
 
 def _plan(
@@ -135,30 +123,36 @@ def _plan(
     )
 
 
-def _measure(plan: transport.Plan, json_path: Path | None, plot_stem: Path | None) -> Results:
-    """Runs a plan, prints its tables, and writes what is to be written; the JSON after each round, lest a run be lost."""
+def _measure(
+    plan: transport.Plan,
+    json_path: Path | None,
+    plot_stem: Path | None,
+    judge: Callable[[Results], list[Verdict]] = lambda results: [],
+) -> list[Verdict]:
+    """Runs a plan, prints its tables and what becomes of the targets, which it returns, and draws its plots.
+
+    The JSON is written after each round, lest a run be lost.
+    """
     command = command_line.typed()
 
     def keep(results: Results) -> None:
-        assert json_path is not None
-        write_json(msgspec.structs.replace(results, command=command), json_path)
+        if json_path is not None:
+            write_json(msgspec.structs.replace(results, command=command), json_path)
 
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, command_line.terminated)
     try:
         if plot_stem is not None:
             plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
-        with shown_progress(transport.steps(plan)) as progress:
-            results = transport.run(plan, progress, keep if json_path is not None else None)
+        with command_line.shown_progress(transport.steps(plan)) as progress:
+            results = transport.run(plan, progress, keep)
     except (BenchError, plots.MissingPlotter) as error:
         raise NotMeasured(str(error)) from error
-    shown = command_line.console(tables.TABLE_WIDTH)
-    for table in tables.transport_tables(results):
-        shown.print(table.rich())
-    shown.print(f"{tables.machine_line(results.machine)}; load {results.load_before:.1f} before the run.", highlight=False)
-    if results.coverage is not None:
-        if not results.coverage.complete:
-            shown.print(tables.gaps_table(results.coverage).rich())
-        shown.print(f"{results.coverage.summary()}.", highlight=False)
+    verdicts = judge(results)
+    load = f"Load {results.load_before:.1f} before the run."
+    shown = list(tables.transport_tables(results))
+    tables.show(Findings(results.mode, results.machine, shown, [load], verdicts, coverage=results.coverage))
     if plot_stem is not None:
         plots.draw(results, plot_stem)
-    return results
+    if results.failed:
+        raise NotMeasured(f"{len(results.failed)} measurements failed: see the table")
+    return verdicts

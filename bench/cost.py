@@ -25,23 +25,20 @@ import uvloop
 from bench.command_line import (
     SETTINGS,
     NotMeasured,
-    console,
     json_option,
     repetitions_option,
     seconds_option,
     shown_progress,
-    typed,
 )  # fmt: skip
 from bench.coverage import Coverage, Planned, Status
 from bench.machine import Machine
 from bench.messages import Cell, Sink, Source, Start
 from bench.peers import PEERS
-from bench.results import Findings, Spread, Table, deviation, format_nbytes, write_json
-from bench.tables import show
+from bench.results import Findings, Spread, Table, deviation, format_nbytes
+from bench.tables import deliver
 
 __all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
 
-_PIPE_WIDTH = 100
 _WINDOW = 16
 _LIMIT_S = 60.0  # of a repetition; the slowest takes a second
 _SUBJECT = "both ends"
@@ -158,8 +155,6 @@ def cost_command(quick: bool, repetitions: int | None, seconds: float | None, js
     repetitions = repetitions or (3 if quick else 7)
     with shown_progress(repetitions * len(CASES)) as progress:
         findings = measure(CASES, repetitions, seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.3, progress)
-    show(findings, console(_PIPE_WIDTH))
-    if json_path is not None:
-        write_json(msgspec.structs.replace(findings, command=typed()), json_path)
+    deliver(findings, json_path)
     if findings.failures:
         raise NotMeasured(f"{findings.failures} measurements failed: see the table")

@@ -36,7 +36,7 @@ def check_plotter() -> None:
     try:
         import matplotlib  # noqa: F401 # only asked for
     except ImportError:
-        raise MissingPlotter("a plot needs matplotlib: pip install 'shmring[bench]'") from None
+        raise MissingPlotter("a plot needs matplotlib: pip install -e '.[bench]' in a checkout of shmring") from None
 
 
 def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:

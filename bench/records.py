@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,7 +18,7 @@ from bench.messages import Measurement
 from bench.meter import Cost
 from bench.results import Spread
 
-__all__ = ["Limit", "Result", "Results", "Side", "read_json"]
+__all__ = ["Limit", "Result", "Results", "Side"]
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -59,11 +58,9 @@ class Side(msgspec.Struct, frozen=True):
             cpu_s_per_gb=cpu.median / 1e6 / (nbytes / 1e9),
             resident_nbytes=max(cost.resident_nbytes for cost in every),
             descriptors=max(cost.descriptors for cost in every),
-            lag_p50_ms=statistics.median(lag.p50_ms for lags_of_run in lags for lag in lags_of_run) if watched else None,
-            lag_max_ms=Spread.of(max(lag.max_ms for lag in lags_of_run) for lags_of_run in lags) if watched else None,
-            lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in lags_of_run) for lags_of_run in lags)
-            if watched
-            else None,
+            lag_p50_ms=statistics.median(lag.p50_ms for run in lags for lag in run) if watched else None,
+            lag_max_ms=Spread.of(max(lag.max_ms for lag in run) for run in lags) if watched else None,
+            lag_max_on_core_ms=Spread.of(max(lag.max_on_core_ms for lag in run) for run in lags) if watched else None,
             connect_ms=Spread.of(connects) if connects else None,
             idle_percent=Spread.of(idling) if idling else None,
         )
@@ -165,12 +162,3 @@ class Results(msgspec.Struct, frozen=True):
     def find(self, peer: str, case: Case) -> Result | None:
         """Returns a peer's result in a case, if there is one."""
         return next((result for result in self.results if result.peer == peer and result.case == case), None)
-
-
-def read_json(path: Path) -> Results:
-    """Reads what :func:`bench.results.write_json` wrote.
-
-    Raises:
-        msgspec.DecodeError: the file holds something else.
-    """
-    return msgspec.json.decode(path.read_bytes(), type=Results)

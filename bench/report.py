@@ -3,15 +3,14 @@
 Nothing is measured here and no number is written by hand: what the document says is in the JSON files beside it, and running
 this again gives the same text. A transport run (``"mode": "transport"``) gives tables, plots, the targets, and the section
 about where shmring is not the best choice, which is found by looking for peers that were better. Results of other modes
-are shown as they tell it themselves: each has ``mode``, ``tables`` (``title``, ``columns``, ``rows``), and optionally ``notes``
-and ``targets`` (``what``, ``at``, ``asked``, ``measured``, ``met``, ``detail``).
+are shown as they tell it themselves (:class:`bench.results.Findings`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import msgspec
 
@@ -76,6 +75,10 @@ class _Mode(msgspec.Struct):
     mode: str
 
 
+#: Results by the names of their files; transports first.
+_Stored: TypeAlias = Mapping[str, Results | Findings]
+
+
 def build(results_directory: Path, docs_directory: Path) -> Path:
     """Writes ``benchmarks.md`` and ``benchmarks/*.svg`` into the directory of documents.
 
@@ -90,19 +93,16 @@ def build(results_directory: Path, docs_directory: Path) -> Path:
         ReportError: there is no result, or a file is none.
         MissingPlotter: matplotlib is not installed.
     """
-    transports, others = _read(results_directory)
-    stored: dict[str, Results | Findings] = {**transports, **others}
-    sections = [_HEAD, "## Stored results\n", _stored(stored).markdown()]
-    sections += ["## Targets\n", *_targets(list(transports.values()), others), "## Method\n", _METHOD]
-    for name, results in transports.items():
-        drawn = plots.draw(results, docs_directory / "benchmarks" / name, kinds=("svg",))
-        sections += _transport(name, results, drawn)
-    for name, result in others.items():
-        drawn = _draw_other(results_directory / f"{name}.json", result, docs_directory / "benchmarks" / name)
-        sections += _other(name, result, drawn)
-    if not any(result.mode == _GPU for result in others.values()):
+    stored = _read(results_directory)
+    sections = [_HEAD, "## Stored results\n", _stored_table(stored).markdown()]
+    sections += ["## Targets\n", *_targets(stored), "## Method\n", _METHOD]
+    for name, result in stored.items():
+        drawn = _draw(results_directory / f"{name}.json", result, docs_directory / "benchmarks" / name)
+        plotted = [f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn]
+        sections += _transport(name, result, plotted) if isinstance(result, Results) else _other(name, result, plotted)
+    if not any(result.mode == _GPU for result in stored.values()):
         sections.append(_NO_GPU)
-    sections.append(_again(transports, others))
+    sections += ["## Measuring again\n", _again(stored)]
     path = docs_directory / "benchmarks.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(section.rstrip("\n") + "\n" for section in sections))
@@ -115,12 +115,45 @@ def status(results_directory: Path) -> Table:
     Raises:
         ReportError: there is no result, or a file is none.
     """
-    transports, others = _read(results_directory)
-    stored: dict[str, Results | Findings] = {**transports, **others}
-    return _stored(stored)
+    return _stored_table(_read(results_directory))
 
 
-def _stored(stored: Mapping[str, Results | Findings]) -> Table:
+def _read(directory: Path) -> _Stored:
+    stored: dict[str, Results | Findings] = {}
+    for path in sorted(directory.glob("*.json"), key=lambda path: path.stem):
+        content = path.read_bytes()
+        try:
+            mode = msgspec.json.decode(content, type=_Mode).mode
+            kind: type[Results | Findings] = Results if mode == "transport" else Findings
+            stored[path.stem] = msgspec.json.decode(content, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _wrong(path, error) from error
+    if not stored:
+        raise ReportError(f"no results in {directory}: python -m bench transport --json {directory / 'transport.json'}")
+    return dict(sorted(stored.items(), key=lambda item: isinstance(item[1], Findings)))
+
+
+def _wrong(path: Path, error: Exception) -> ReportError:
+    return ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it")
+
+
+def _draw(path: Path, result: Results | Findings, stem: Path) -> list[Path]:
+    """Draws what there is to draw of a file; what another program has drawn of it is taken as it is."""
+    if isinstance(result, Results):
+        return plots.draw(result, stem, kinds=("svg",))
+    if result.mode == _GPU:
+        try:
+            return gpu_plot.draw(result, stem, kinds=("svg",))
+        except msgspec.ValidationError as error:
+            raise _wrong(path, error) from error
+    drawn = stem.with_suffix(".svg")
+    return [drawn] if drawn.exists() else []
+
+
+# -- of all results ----------------------------------------------------------------------------------------------------
+
+
+def _stored_table(stored: _Stored) -> Table:
     columns = ["result", "measured, of what was planned", "sources"]
     rows = []
     for name, result in sorted(stored.items()):
@@ -139,35 +172,41 @@ def _missing(coverage: Coverage | None) -> Iterator[str]:
         yield gaps_table(coverage).markdown()
 
 
-def _read(directory: Path) -> tuple[dict[str, Results], dict[str, Findings]]:
-    """Reads all results, by the names of their files."""
-    transports: dict[str, Results] = {}
-    others: dict[str, Findings] = {}
-    for path in sorted(directory.glob("*.json"), key=lambda path: path.stem):
-        content = path.read_bytes()
-        try:
-            if msgspec.json.decode(content, type=_Mode).mode == "transport":
-                transports[path.stem] = msgspec.json.decode(content, type=Results)
-            else:
-                others[path.stem] = msgspec.json.decode(content, type=Findings)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
-    if not transports and not others:
-        raise ReportError(f"no results in {directory}: python -m bench transport --json {directory / 'transport.json'}")
-    return transports, others
+def _targets(stored: _Stored) -> Iterator[str]:
+    """The table of targets: of each, what the longest run says that measured it, or what another mode says of its own."""
+    runs = [result for result in stored.values() if isinstance(result, Results)]
+    runs.sort(key=lambda run: -run.repetitions * run.timed_s * len(run.results))
+    told = {result.mode: result.targets for result in stored.values() if isinstance(result, Findings) and result.targets}
+    verdicts: list[Verdict] = []
+    for target in targets.TARGETS:
+        if isinstance(target, targets.Target):
+            judged = [target.judge(run) for run in runs]
+            measured = [verdict for verdict in judged if verdict.met is not None]
+            verdicts += [*measured, *judged][:1]
+        elif target.mode not in told:
+            verdicts.append(target.judge())
+    verdicts += [verdict for of_mode in told.values() for verdict in of_mode]
+    met = sum(verdict.met is True for verdict in verdicts)
+    missed = sum(verdict.met is False for verdict in verdicts)
+    yield f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured.\n"
+    rows = [
+        (verdict.what, verdict.at, verdict.asked, verdict.measured, f"**{verdict.word}**", verdict.detail)
+        for verdict in verdicts
+    ]
+    yield Table("", ["target", "at", "asked", "measured", "", "in detail"], rows).markdown()
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    return Table("", list(columns), rows).markdown()
+def _again(stored: _Stored) -> str:
+    """How each was measured."""
+    commands = {name: result.command or targets.command_of(result.mode) for name, result in sorted(stored.items())}
+    lines = [f"{command} --json bench/results/{name}.json" for name, command in commands.items()]
+    return "\n".join(["```sh", *lines, "python -m bench report", "```", ""])
 
 
 # -- transports --------------------------------------------------------------------------------------------------------
 
 
-def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[str]:
+def _transport(name: str, results: Results, plotted: Sequence[str]) -> Iterator[str]:
     yield f"## Transports ({name})\n"
     yield f"{machine_line(results.machine)}.\n"
     versions = ", ".join(f"{peer_title(peer)}: {version}" for peer, version in sorted(results.versions.items()))
@@ -175,7 +214,7 @@ def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[s
         f"Measured {results.started}; {results.repetitions} repetitions of {results.timed_s:g} s; {results.load_before:.1f} "
         f"processes wanted a core in the minute before. {versions}.\n"
     )
-    yield from (f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn)
+    yield from plotted
     yield "### By size\n"
     yield from _by_size(results)
     yield "### Where shmring is not the best choice\n"
@@ -184,46 +223,27 @@ def _transport(name: str, results: Results, drawn: Sequence[Path]) -> Iterator[s
     yield from _missing(results.coverage)
     yield "### Every case\n"
     yield "CPU, memory, descriptors and lag: producers, then consumer.\n"
-    for table in transport_tables(results):
+    yield from _titled(transport_tables(results))
+
+
+def _titled(tables: Iterable[Table]) -> Iterator[str]:
+    for table in tables:
         yield f"{table.title}:\n"
         yield table.markdown()
 
 
-def _targets(runs: Sequence[Results], others: dict[str, Findings]) -> Iterator[str]:
-    """The table of targets: of each, what the longest run says that measured it, or what another mode says of its own."""
-    verdicts_by_mode = {stored.mode: stored.targets for stored in others.values() if stored.targets}
-    runs = sorted(runs, key=lambda run: -run.repetitions * run.timed_s * len(run.results))
-    verdicts: list[Verdict] = []
-    for target in targets.TARGETS:
-        if isinstance(target, targets.Target):
-            judged = [target.judge(run) for run in runs]
-            measured = [verdict for verdict in judged if verdict.met is not None]
-            verdicts += [*measured, *judged][:1]
-        elif target.mode not in verdicts_by_mode:
-            verdicts.append(Verdict(target.what, target.at, target.asked, detail=targets.command_of(target.mode)))
-    verdicts += [verdict for row in verdicts_by_mode.values() for verdict in row]
-    met = sum(verdict.met is True for verdict in verdicts)
-    missed = sum(verdict.met is False for verdict in verdicts)
-    yield f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured.\n"
-    rows = [
-        (verdict.what, verdict.at, verdict.asked, verdict.measured, f"**{verdict.word}**", verdict.detail)
-        for verdict in verdicts
-    ]
-    yield _table(("target", "at", "asked", "measured", "", "in detail"), rows)
-
-
 def _by_size(results: Results) -> Iterator[str]:
     """Tables of the base case: a row for each peer, a column for each size."""
-    for title, window, number in _SUMMARIES:
-        sizes = sorted({result.case.nbytes for result in results.results})
-        rows = []
-        for peer in dict.fromkeys(result.peer for result in results.results):
-            row = [results.find(peer, Case(nbytes, window=window).bounded()) for nbytes in sizes]
-            if any(row):
-                rows.append((peer_title(peer), *("" if result is None else number(result) for result in row)))
-        if rows:
+    sizes = sorted({result.case.nbytes for result in results.results})
+    for title, window, text in _SUMMARIES:
+        cells = [
+            (peer_title(result.peer), format_nbytes(result.case.nbytes), text(result))
+            for result in results.results
+            if result.case == Case(result.case.nbytes, window=window).bounded()
+        ]
+        if cells:
             yield f"{title}\n"
-            yield _table(("transport", *map(format_nbytes, sizes)), rows)
+            yield Table.crossed(title, "transport", cells, [format_nbytes(nbytes) for nbytes in sizes]).markdown()
 
 
 def _cpu_us(result: Result) -> float:
@@ -260,8 +280,8 @@ def _not_best(results: Results) -> Iterator[str]:
     for ours, title in (("shmring", "One copy"), ("shmring-in-place", "In place")):
         rows = list(_lost(results, ours))
         yield f"{title}:\n"
-        columns = ("case", *(name for name, _ in _MEASURES))
-        yield _table(columns, rows) if rows else "No peer was better in any case.\n"
+        columns = ["case", *(name for name, _ in _MEASURES)]
+        yield Table(title, columns, rows).markdown() if rows else "No peer was better in any case.\n"
     yield (
         "And whatever the numbers: between machines, between parties that distrust each other, and within one process, "
         "it is not for you; see the [README](../README.md#when-not-to-use-it).\n"
@@ -297,35 +317,15 @@ def _best_other(mine: Result, others: Sequence[Result], number: Callable[[Result
 # -- other modes -------------------------------------------------------------------------------------------------------
 
 
-def _other(name: str, stored: Findings, drawn: Sequence[Path]) -> Iterator[str]:
-    title = stored.mode.upper() if stored.mode == _GPU else stored.mode.capitalize()
-    yield f"## {title}{'' if name == stored.mode else f' ({name})'}\n"
-    if stored.machine is not None:
-        yield f"{machine_line(stored.machine)}.\n"
-    yield from (f"![{path.stem}](benchmarks/{path.name})\n" for path in drawn)
-    for table in stored.tables:
-        yield f"{table.title}:\n"
-        yield table.markdown()
-    if stored.notes:
-        yield "\n".join(f"- {note}" for note in stored.notes) + "\n"
-    if stored.coverage is None or not stored.coverage.complete:
+def _other(name: str, findings: Findings, plotted: Sequence[str]) -> Iterator[str]:
+    title = findings.mode.upper() if findings.mode == _GPU else findings.mode.capitalize()
+    yield f"## {title}{'' if name == findings.mode else f' ({name})'}\n"
+    if findings.machine is not None:
+        yield f"{machine_line(findings.machine)}.\n"
+    yield from plotted
+    yield from _titled(findings.tables)
+    if findings.notes:
+        yield "\n".join(f"- {note}" for note in findings.notes) + "\n"
+    if findings.coverage is None or not findings.coverage.complete:
         yield "Not measured:\n"
-        yield from _missing(stored.coverage)
-
-
-def _draw_other(path: Path, stored: Findings, stem: Path) -> list[Path]:
-    """Draws what there is to draw of a file; what another program has drawn of it is taken as it is."""
-    try:
-        if stored.mode == _GPU:
-            return gpu_plot.draw(stored, stem, kinds=("svg",))
-    except msgspec.ValidationError as error:
-        raise ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it") from error
-    drawn = stem.with_suffix(".svg")
-    return [drawn] if drawn.exists() else []
-
-
-def _again(transports: dict[str, Results], others: dict[str, Findings]) -> str:
-    typed = {name: results.command or targets.command_of("transport") for name, results in transports.items()}
-    typed |= {name: stored.command or targets.command_of(stored.mode) for name, stored in others.items()}
-    lines = [f"{command} --json bench/results/{name}.json" for name, command in sorted(typed.items())]
-    return "\n".join(["## Measuring again\n", "```sh", *lines, "python -m bench report", "```", ""])
+        yield from _missing(findings.coverage)

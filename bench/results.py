@@ -49,9 +49,26 @@ class Table(msgspec.Struct, frozen=True):
     texts: tuple[str, ...] = ()
     grouped: bool = False
 
-    def rich(self, caption: str | None = None) -> RichTable:
+    @classmethod
+    def crossed(
+        cls, title: str, corner: str, cells: Iterable[tuple[str, str, str]], columns: Sequence[str] | None = None
+    ) -> Table:
+        """Lays out cells, each of which comes with the names of its row and its column; what is in none stays empty.
+
+        Args:
+            title: of the table.
+            corner: what rows are.
+            cells: rows stand in the order in which they come.
+            columns: in their order; None: that in which they come.
+        """
+        texts = {(row, column): text for row, column, text in cells}
+        columns = columns if columns is not None else list(dict.fromkeys(column for _, column in texts))
+        rows = [[row, *(texts.get((row, column), "") for column in columns)] for row in dict.fromkeys(row for row, _ in texts)]
+        return cls(title, [corner, *columns], rows)
+
+    def rich(self) -> RichTable:
         """Returns it as a terminal shows it."""
-        table = RichTable(title=self.title, caption=caption)
+        table = RichTable(title=self.title)
         for number, column in enumerate(self.columns):
             left = not number or column in self.texts
             table.add_column(column, justify="left" if left else "right", no_wrap=True)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
-from rich.console import Console
+import msgspec
 from rich.table import Table as RichTable
 
 from bench.cases import Case
+from bench.command_line import console, typed
 from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.peers import BASELINE, PEERS
 from bench.records import Limit, Result, Results, Side
-from bench.results import Findings, Spread, Table, Verdict, format_nbytes, format_rate, format_times
+from bench.results import Findings, Spread, Table, Verdict, format_nbytes, format_rate, format_times, write_json
 
 __all__ = [
-    "TABLE_WIDTH",
+    "deliver",
     "gaps_table",
     "machine_line",
     "peer_title",
     "show",
-    "targets_table",
     "transport_tables",
 ]
-
-#: Columns that a table needs, which go into a file or a pipe whatever the terminal.
-TABLE_WIDTH = 176
 
 _COLUMNS = [
     "transport", "messages/s", "slowest, fastest", "GB/s", "p50 us", "p99 us", "p99.9 us", "CPU us/message", "CPU s/GB",
@@ -86,8 +84,8 @@ def _speed(speed: Spread, nbytes: int) -> tuple[str, str, str]:
     )
 
 
-def targets_table(verdicts: Iterable[Verdict]) -> RichTable:
-    """Returns the table of targets for a terminal, of those that were measured and those that were not."""
+def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
+    """The table of targets for a terminal, of those that were measured and those that were not."""
     table = RichTable(title="targets")
     for column in ("target", "at", "asked", "measured", "", "detail"):
         table.add_column(column)
@@ -108,20 +106,28 @@ def machine_line(machine: Machine) -> str:
     )
 
 
-def show(findings: Findings, console: Console) -> None:
+def deliver(findings: Findings, json_path: Path | None) -> None:
+    """Writes a run, with the command that was typed, to where that asked for it; and prints it."""
+    if json_path is not None:
+        write_json(msgspec.structs.replace(findings, command=typed()), json_path)
+    show(findings)
+
+
+def show(findings: Findings) -> None:
     """Prints a run: its tables, what is to be known of them, its targets, what is missing, and where it was measured."""
+    stdout = console()
     for table in findings.tables:
-        console.print(table.rich())
+        stdout.print(table.rich())
     for note in findings.notes:
-        console.print(note, highlight=False)
+        stdout.print(note, highlight=False)
     if findings.targets:
-        console.print(targets_table(findings.targets))
-    if findings.coverage is not None and not findings.coverage.complete:
-        console.print(gaps_table(findings.coverage).rich())
+        stdout.print(_targets_table(findings.targets))
     if findings.coverage is not None:
-        console.print(f"{findings.coverage.summary()}.", highlight=False)
+        if not findings.coverage.complete:
+            stdout.print(gaps_table(findings.coverage).rich())
+        stdout.print(f"{findings.coverage.summary()}.", highlight=False)
     if findings.machine is not None:
-        console.print(machine_line(findings.machine), highlight=False)
+        stdout.print(machine_line(findings.machine), highlight=False)
 
 
 def gaps_table(coverage: Coverage) -> Table:

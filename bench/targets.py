@@ -19,7 +19,7 @@ import msgspec
 from bench.cases import Case
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
-from bench.results import Verdict, format_nbytes
+from bench.results import Spread, Verdict, format_nbytes
 
 __all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "judge", "missed"]
 
@@ -31,7 +31,7 @@ _UP_TO_1_MB = (4 * _KB, 64 * _KB, 1 * _MB)
 _SHOWN_PLACES = 4  # of a target that spans many
 
 _COPY, _IN_PLACE, _BUSY_POLL = "shmring", "shmring-in-place", "shmring-busy-poll"
-
+_OURS = (_COPY, _IN_PLACE)
 
 #: The number of each place of a target; None where it was not measured.
 Numbers = Iterator[tuple[str, float | None]]
@@ -79,27 +79,73 @@ def judge(
     return Verdict(what, at, asked, f"{worst:.3g} {unit}", worst >= limit if at_least else worst <= limit, detail)
 
 
+@dataclasses.dataclass(frozen=True)
+class Elsewhere:
+    """A target that another mode measures.
+
+    Attributes:
+        mode: which; the value of ``mode`` in its JSON. ``a-b`` is what ``python -m bench a --b`` measures.
+    """
+
+    mode: str
+    what: str
+    at: str
+    asked: str
+
+    def judge(self, results: Results | None = None) -> Verdict:
+        """Returns that it was not measured, and by what it is."""
+        return Verdict(self.what, self.at, self.asked, detail=command_of(self.mode))
+
+
+def command_of(mode: str) -> str:
+    """Returns the command line that measures what a mode's JSON holds."""
+    if mode == "soak":
+        return "python -m tests.soak"
+    return f"python -m bench {mode.replace('-', ' --')}"
+
+
+# -- what is compared ----------------------------------------------------------------------------------------------------
+
+
+def _by_size(sizes: Sequence[int], number: Callable[[Results, int], float | None]) -> Callable[[Results], Numbers]:
+    """A number of each size."""
+    return lambda results: ((format_nbytes(nbytes), number(results, nbytes)) for nbytes in sizes)
+
+
 def _faster(ours: str, peer: str, sizes: Sequence[int]) -> Callable[[Results], Numbers]:
     """Messages a second of one of ours, as a multiple of a peer's."""
 
-    def numbers(results: Results) -> Numbers:
-        for nbytes in sizes:
-            mine, theirs = _base(results, ours, nbytes), _base(results, peer, nbytes)
-            yield format_nbytes(nbytes), _median_ratio(mine.runs, theirs.runs) if mine and theirs else None
+    def ratio(results: Results, nbytes: int) -> float | None:
+        mine, theirs = _base(results, ours, nbytes), _base(results, peer, nbytes)
+        return _median_ratio(mine.runs, theirs.runs) if mine and theirs else None
 
-    return numbers
+    return _by_size(sizes, ratio)
 
 
 def _of_memcpy(sizes: Sequence[int]) -> Callable[[Results], Numbers]:
     """Messages a second with one copy, as a part of the copies a second into memory that is in no cache."""
 
-    def numbers(results: Results) -> Numbers:
+    def ratio(results: Results, nbytes: int) -> float | None:
+        mine = _base(results, _COPY, nbytes)
         limits = {limit.nbytes: limit.copies_cold_runs for limit in results.limits}
-        for nbytes in sizes:
-            ours = _base(results, _COPY, nbytes)
-            yield format_nbytes(nbytes), _median_ratio(ours.runs, limits[nbytes]) if ours and nbytes in limits else None
+        return _median_ratio(mine.runs, limits[nbytes]) if mine and nbytes in limits else None
 
-    return numbers
+    return _by_size(sizes, ratio)
+
+
+def _latency(ours: str, sizes: Sequence[int]) -> Callable[[Results], Numbers]:
+    """One-way latency of one of ours, in microseconds."""
+    return _by_size(sizes, lambda results, nbytes: _p50_us(results, ours, nbytes))
+
+
+def _latency_growth(ours: str, small_nbytes: int, large_nbytes: int) -> Callable[[Results], Numbers]:
+    """One-way latency of one of ours, as a multiple of what it is at a smaller size."""
+
+    def ratio(results: Results, nbytes: int) -> float | None:
+        small_us, large_us = _p50_us(results, ours, small_nbytes), _p50_us(results, ours, nbytes)
+        return large_us / small_us if small_us and large_us else None
+
+    return _by_size([large_nbytes], ratio)
 
 
 def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = True) -> Callable[[Results], Numbers]:
@@ -116,35 +162,19 @@ def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = 
 
     def numbers(results: Results) -> Numbers:
         for nbytes in sizes:
-            mine = _base(results, ours, nbytes, window=1)
-            others = [result for name in peers if (result := _base(results, name, nbytes, window=1)) is not None]
-            if mine is None or not others:
-                yield format_nbytes(nbytes), None
-                continue
-            nearest = min(others, key=lambda result: result.latency_p50_us.median)
-            ratio = nearest.latency_p50_us.median / mine.latency_p50_us.median
-            yield f"{format_nbytes(nbytes)} ({nearest.peer})", ratio
-
-    return numbers
-
-
-def _latency(ours: str, sizes: Sequence[int], relative_to: int | None = None) -> Callable[[Results], Numbers]:
-    """One-way latency of one of ours, in microseconds; or as a multiple of what it is at another size."""
-
-    def numbers(results: Results) -> Numbers:
-        base = None if relative_to is None else _base(results, ours, relative_to, window=1)
-        for nbytes in sizes:
-            result = _base(results, ours, nbytes, window=1)
-            if result is None or (relative_to is not None and base is None):
+            mine_us = _p50_us(results, ours, nbytes)
+            others_us = {name: us for name in peers if (us := _p50_us(results, name, nbytes)) is not None}
+            if mine_us is None or not others_us:
                 yield format_nbytes(nbytes), None
             else:
-                yield format_nbytes(nbytes), result.latency_p50_us.median / (base.latency_p50_us.median if base else 1.0)
+                nearest = min(others_us, key=others_us.__getitem__)
+                yield f"{format_nbytes(nbytes)} ({nearest})", others_us[nearest] / mine_us
 
     return numbers
 
 
 def _sides(
-    peers: Sequence[str], chosen: Callable[[Case], bool], number: Callable[[Side, Results], float | None]
+    peers: Sequence[str], number: Callable[[Side, Results], float | None], chosen: Callable[[Case], bool] = lambda case: True
 ) -> Callable[[Results], Numbers]:
     """A number of both sides of ours, in every case of a kind."""
 
@@ -172,29 +202,13 @@ def _scaling(producers: int) -> Callable[[Results], Numbers]:
     return numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class Elsewhere:
-    """A target that another mode measures.
-
-    Attributes:
-        mode: which; the value of ``mode`` in its JSON. ``a-b`` is what ``python -m bench a --b`` measures.
-    """
-
-    mode: str
-    what: str
-    at: str
-    asked: str
-
-
-def command_of(mode: str) -> str:
-    """Returns the command line that measures what a mode's JSON holds."""
-    if mode == "soak":
-        return "python -m tests.soak"
-    return f"python -m bench {mode.replace('-', ' --')}"
-
-
 def _base(results: Results, peer: str, nbytes: int, window: int = 16) -> Result | None:
     return results.find(peer, Case(nbytes, window=window).bounded())
+
+
+def _p50_us(results: Results, peer: str, nbytes: int) -> float | None:
+    result = _base(results, peer, nbytes, window=1)
+    return None if result is None else result.latency_p50_us.median
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -202,32 +216,8 @@ def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=False))
 
 
-def _without_copies(case: Case) -> bool:
-    return not case.copies_out and case.producers == 1 and case.window > 1
-
-
-def _at_64_mb(case: Case) -> bool:
-    return case.nbytes == 64 * _MB and not case.copies_out and case.producers == 1
-
-
-def _lag(side: Side, results: Results) -> float | None:
-    return None if side.lag_max_on_core_ms is None else side.lag_max_on_core_ms.median
-
-
-def _cpu(side: Side, results: Results) -> float | None:
-    return side.cpu_us_per_message.median
-
-
-def _above_torch(side: Side, results: Results) -> float | None:
-    return (side.resident_nbytes - results.torch_resident_nbytes) / _MB
-
-
-def _idling(side: Side, results: Results) -> float | None:
-    return None if side.idle_percent is None else side.idle_percent.median
-
-
-def _connecting(side: Side, results: Results) -> float | None:
-    return None if side.connect_ms is None else side.connect_ms.median
+def _median(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.median
 
 
 def _than(at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str = _COPY) -> Iterator[Target]:
@@ -236,8 +226,6 @@ def _than(at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str 
         what = f"{PEERS[ours].title}: messages/s of {PEERS[peer].title}"
         yield Target(what, at, limit, "x", _faster(ours, peer, sizes))
 
-
-_OURS = (_COPY, _IN_PLACE)
 
 #: In the order of the table.
 TARGETS: tuple[Target | Elsewhere, ...] = (
@@ -251,7 +239,7 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     Target("one copy: p50 of the nearest event-driven peer that copies", "4 KB to 1 MB", 1.0, "x", _sooner(_COPY)),
     Target("in place: p50 of the nearest event-driven peer", "4 KB to 1 MB", 1.0, "x", _sooner(_IN_PLACE)),
     Target(
-        "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x", _latency(_IN_PLACE, _LARGE[1:2], relative_to=4 * _KB),
+        "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x", _latency_growth(_IN_PLACE, 4 * _KB, 8 * _MB),
         at_least=False,
     ),
     Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", _latency(_BUSY_POLL, _SMALL), at_least=False),
@@ -261,10 +249,14 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     ),
     Target(
         "busy polling: CPU of an end with nothing to do", "each side", 1.0, "% of a core",
-        _sides((_BUSY_POLL,), lambda case: True, _idling), at_least=False,
+        _sides((_BUSY_POLL,), lambda side, results: _median(side.idle_percent)), at_least=False,
     ),
     Target(
-        "CPU time per message, in place", "each side, any size", 20.0, "us", _sides((_IN_PLACE,), _without_copies, _cpu),
+        "CPU time per message, in place", "each side, any size", 20.0, "us",
+        _sides(
+            (_IN_PLACE,), lambda side, results: side.cpu_us_per_message.median,
+            lambda case: not case.copies_out and case.producers == 1 and case.window > 1,
+        ),
         at_least=False,
     ),
     Target("8 producers together, of one producer's messages/s", "any size", 0.9, "x", _scaling(8)),
@@ -272,15 +264,19 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     Elsewhere("request-scaling", "CPU time per message with 10,000 slots used, of that with 10", "small messages", "<= 1.2 x"),
     Target(
         "longest stall of an event loop, waits for a core aside", "each side, 64 MB", 5.0, "ms",
-        _sides(_OURS, _at_64_mb, _lag), at_least=False,
+        _sides(
+            _OURS, lambda side, results: _median(side.lag_max_on_core_ms),
+            lambda case: case.nbytes == 64 * _MB and not case.copies_out and case.producers == 1,
+        ),
+        at_least=False,
     ),
     Target(
         "resident memory above a process that only imported torch, the slab aside", "each side, any size", 64.0, "MB",
-        _sides(_OURS, lambda case: True, _above_torch), at_least=False,
+        _sides(_OURS, lambda side, results: (side.resident_nbytes - results.torch_resident_nbytes) / _MB), at_least=False,
     ),
     Target(
         "connecting, once the slab exists", "any size", 5.0, "ms",
-        _sides(_OURS, lambda case: case.producers == 1, _connecting), at_least=False,
+        _sides(_OURS, lambda side, results: _median(side.connect_ms), lambda case: case.producers == 1), at_least=False,
     ),
     Elsewhere("request", "request/reply, 16 in flight, one client", "64 KB", ">= 20,000/s"),
     Elsewhere("request", "request/reply, 16 in flight: requests/s of pyzmq", "64 KB", ">= 5 x"),
@@ -297,13 +293,7 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
 
 def evaluate(results: Results) -> list[Verdict]:
     """Returns a verdict on every target; those of other modes are not measured."""
-    verdicts = []
-    for target in TARGETS:
-        if isinstance(target, Target):
-            verdicts.append(target.judge(results))
-        else:
-            verdicts.append(Verdict(target.what, target.at, target.asked, detail=command_of(target.mode)))
-    return verdicts
+    return [target.judge(results) for target in TARGETS]
 
 
 def missed(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -6,16 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import click
-import msgspec
 
 from bench.allocation import survey
-from bench.command_line import SETTINGS, console, json_option, shown_progress, typed
-from bench.results import write_json
-from bench.tables import show
+from bench.command_line import SETTINGS, json_option, shown_progress
+from bench.tables import deliver
 
 __all__ = ["allocator_command"]
-
-_PIPE_WIDTH = 150  # of tables that go into a file or a pipe
 
 
 @click.command("allocator", context_settings=SETTINGS)
@@ -29,6 +25,4 @@ def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) ->
         plan = dataclasses.replace(plan, seeds=seeds)
     with shown_progress(survey.steps(plan)) as progress:
         findings = survey.run(plan, progress)
-    show(findings, console(_PIPE_WIDTH))
-    if json_path is not None:
-        write_json(msgspec.structs.replace(findings, command=typed()), json_path)
+    deliver(findings, json_path)

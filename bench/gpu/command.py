@@ -14,13 +14,11 @@ from bench.command_line import (
     FILE,
     SETTINGS,
     NotMeasured,
-    console,
     json_option,
     repetitions_option,
     shown_progress,
     size_option,
     terminated,
-    typed,
 )
 from bench.gpu import device
 from bench.gpu.copies import WAYS
@@ -30,13 +28,11 @@ from bench.gpu.plan import Plan, run, steps
 from bench.gpu.plot import draw
 from bench.gpu.report import report
 from bench.plots import MissingPlotter, check_plotter
-from bench.results import write_json
-from bench.tables import show
+from bench.tables import deliver
 from bench.targets import missed
 
 __all__ = ["gpu_command"]
 
-_PIPE_WIDTH = 132  # of a table that goes into a file or a pipe
 _WAYS, _ROUTES = click.Choice(list(WAYS)), click.Choice(list(ROUTES))
 
 
@@ -70,14 +66,12 @@ def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **c
         if plot_stem is not None:
             check_plotter()  # before the run, so that nobody learns minutes later that it is missing
         with shown_progress(steps(plan)) as progress:
-            findings = report(run(plan, progress), typed())
+            findings = report(run(plan, progress))
     except (BenchError, MissingPlotter) as error:
         raise NotMeasured(str(error)) from error
-    if json_path is not None:
-        write_json(findings, json_path)
+    deliver(findings, json_path)
     if plot_stem is not None:
         draw(findings, plot_stem)
-    show(findings, console(_PIPE_WIDTH))
     if findings.failures:
         raise NotMeasured(f"{findings.failures} measurements failed: see the table")
     if wrong := missed(findings.targets):

@@ -21,7 +21,7 @@ HAND_OVER_US = 150.0
 _OF_SMALLEST = 1.3  # "independent of size", as for what is written in place in host memory
 
 
-def report(results: Results, command: str = "") -> Findings:
+def report(results: Results) -> Findings:
     """Lays a run out as people and ``bench report`` read it."""
     return Findings(
         mode="gpu",
@@ -30,7 +30,6 @@ def report(results: Results, command: str = "") -> Findings:
         notes=_notes(results),
         targets=_targets(results),
         results=results,
-        command=command,
         coverage=results.coverage,
     )
 

@@ -24,8 +24,6 @@ from shmring.config import parse_nbytes
 
 __all__ = ["request_command", "request_plan"]
 
-_PIPE_WIDTH = 140  # of a table that goes into a file or a pipe
-
 _SIZES = tuple(parse_nbytes(size) for size in ("4KiB", "64KiB", "1MiB", "8MiB"))
 _QUICK_SIZES = _SIZES[:3]
 _SCALING_SIZES = _SIZES[:1]
@@ -65,7 +63,7 @@ def request_command(json_path: Path | None, **choices: Any) -> None:
             results = run(plan, progress, keep)
     except BenchError as error:
         raise command_line.NotMeasured(str(error)) from error
-    show(summarize(results), command_line.console(_PIPE_WIDTH))
+    show(summarize(results))
 
 
 def request_plan(

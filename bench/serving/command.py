@@ -15,10 +15,10 @@ import click
 import msgspec
 import uvloop
 
-from bench.command_line import SETTINGS, NotMeasured, console, json_option, shown_progress, typed
-from bench.results import Findings, write_json
+from bench.command_line import SETTINGS, NotMeasured, json_option, shown_progress
+from bench.results import Findings
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
-from bench.tables import show
+from bench.tables import deliver
 from engine.option_types import FiniteRange
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["serve_command"]
 
-_PIPE_WIDTH = 132  # of a table that goes into a file or a pipe
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
 _DIRECTORY = click.Path(exists=True, file_okay=False)
 _COUNT = click.IntRange(min=1)
@@ -146,9 +145,7 @@ class _Rate(_RateType):
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
     findings, answered = _run(_plan(preset, **values))
-    show(findings, console(_PIPE_WIDTH))
-    if json_path is not None:
-        write_json(findings, json_path)
+    deliver(findings, json_path)
     if not answered:
         raise NotMeasured("of a load, no request had an answer")
 
@@ -199,7 +196,9 @@ def _run(plan: Plan) -> tuple[Findings, bool]:
         from bench.serving.media import MediaFileError
         from bench.serving.server import ServerError
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is not installed: pip install 'shmring[bench]'") from None
+        raise click.ClickException(
+            f"{error.name} is not installed: pip install -e '.[bench]' in a checkout of shmring"
+        ) from None
     try:
         with shown_progress(run.steps(plan)) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             results = runner.run(_until_terminated(run.run(plan, progress)))
@@ -207,7 +206,7 @@ def _run(plan: Plan) -> tuple[Findings, bool]:
         sys.exit(128 + signal.SIGTERM)
     except (ServerError, ServerUnusableError, MediaFileError, OSError) as error:
         raise NotMeasured(str(error)) from error
-    return report.report(results, typed()), all(load.completed for load in results.measurements)
+    return report.report(results), all(load.completed for load in results.measurements)
 
 
 async def _until_terminated(running: Coroutine[Any, Any, Results]) -> Results:

@@ -73,7 +73,7 @@ _METRICS = (
 )
 
 
-def report(results: Results, command: str = "") -> Findings:
+def report(results: Results) -> Findings:
     """Returns a run as it is shown and stored."""
     there = collections.Counter((LOAD, measurement.variant) for measurement in results.measurements)
     return Findings(
@@ -84,7 +84,6 @@ def report(results: Results, command: str = "") -> Findings:
         targets=_targets(results),
         results=results.measurements,
         plan=results.plan,
-        command=command,
         coverage=Coverage.of(planned(results.plan), there),
     )
 

@@ -254,7 +254,7 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     found = json.loads(path.read_bytes())
     assert found["coverage"]["planned"]
     assert found["coverage"]["gaps"] == []
-    assert found["mode"] == "allocator"
+    assert (found["mode"], found["command"]) == ("allocator", "python -m bench allocator")
     limits = {f"{target['what']}, {target['at']}": target["asked"] for target in found["targets"]}
     assert limits["time per operation: shmring, 10,000 slots live"] == "<= 5 us"
     assert "time per operation: shmring" in done.output

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bench import plots, records, report
+from bench import plots, report
 from bench.__main__ import main
 from bench.cases import Case
 from bench.coverage import Coverage, Planned, Status
+from bench.records import Results
 from bench.results import Spread, write_json
 
 Make = Callable[..., Any]
@@ -53,12 +54,16 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plots, "draw", lambda results, stem, kinds: [])
 
 
+def read(path: Path) -> Results:
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
 def section(text: str, title: str) -> str:
     return text.partition(f"{title}\n")[2].partition("\n#")[0]
 
 
 def test_results_are_read_back_as_they_were_written(stored: Path, made_results: Make) -> None:
-    results = records.read_json(stored / "transport.json")
+    results = read(stored / "transport.json")
     assert results.find("shmring", Case(4 * KB)) is not None
     write_json(results, stored / "again.json")
     assert (stored / "again.json").read_bytes() == (stored / "transport.json").read_bytes()
@@ -105,7 +110,7 @@ def test_other_modes_are_shown_as_they_tell_it(stored: Path, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("undrawn")
 def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) -> None:
-    results = records.read_json(stored / "transport.json")
+    results = read(stored / "transport.json")
     write_json(msgspec.structs.replace(results, command="python -m bench quick"), stored / "short.json")
     other(stored, "serve", mode="serve", command="python -m bench serve --preset pr32104")
     again = report.build(stored, tmp_path / "docs").read_text().partition("## Measuring again")[2]
@@ -116,7 +121,7 @@ def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("undrawn")
 def test_of_two_runs_the_longer_one_judges_what_it_measured(stored: Path, tmp_path: Path) -> None:
-    results = records.read_json(stored / "transport.json")
+    results = read(stored / "transport.json")
     faster = [
         msgspec.structs.replace(one, producer=msgspec.structs.replace(one.producer, connect_ms=Spread(9.0, 9.0, 9.0)))
         for one in results.results

@@ -202,7 +202,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(chaos_command, ["--plot", str(tmp_path / "plot.svg")])
     assert done.exit_code == 1
-    assert "pip install 'shmring[bench]'" in done.output
+    assert "pip install -e '.[bench]'" in done.output
     assert list(tmp_path.iterdir()) == []
 
 
