@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from bench.allocation.policies import Policy
+from bench.allocation.policies import Contender
 from bench.allocation.traces import Lifetime, Sizes, trace
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 
-__all__ = ["Fill", "PolicyFactory", "evicting", "first_failure", "fills"]
+__all__ = ["Fill", "evicting", "fills"]
 
-#: Called with the length of a range and of the longest run that will be asked for, in blocks.
-PolicyFactory = Callable[[int, int], Policy]
-
+_FIRST = 1  # the first leasable block; the header is before it
 _EVICTING_SLAB_NBYTES = 2 << 30
 _EVICTING_SIZES = (1 << 10, 64 << 20)
 
@@ -48,9 +46,9 @@ class Fill(msgspec.Struct, frozen=True):
         return f"{self.mean:.1%} / {self.p1:.1%} / {self.minimum:.1%}"
 
 
-def first_failure(create: PolicyFactory, sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seed: int) -> float:
+def _first_failure(contender: Contender, sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seed: int) -> float:
     """Replays a trace until a slot finds no place, and returns how full the slab is then."""
-    policy = create(slab_nbytes // BLOCK_NBYTES, slot_blocks(sizes.largest_nbytes))
+    policy = contender.create(_FIRST, slab_nbytes // BLOCK_NBYTES, slot_blocks(sizes.largest_nbytes))
     places: dict[int, tuple[int, int, int]] = {}
     live_nbytes = 0
     for number, arrival in enumerate(trace(sizes, lifetime, slab_nbytes, seed)):
@@ -67,18 +65,18 @@ def first_failure(create: PolicyFactory, sizes: Sizes, lifetime: Lifetime, slab_
     raise AssertionError("a trace ends when more is live than the slab holds, and all of it was placed")
 
 
-def fills(create: PolicyFactory, sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seeds: Sequence[int]) -> Fill:
+def fills(contender: Contender, sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seeds: Sequence[int]) -> Fill:
     """Returns how full a slab gets over many traces."""
-    return Fill.of([first_failure(create, sizes, lifetime, slab_nbytes, seed) for seed in seeds])
+    return Fill.of([_first_failure(contender, sizes, lifetime, slab_nbytes, seed) for seed in seeds])
 
 
-def evicting(create: PolicyFactory, placements: int, seed: int) -> Fill:
+def evicting(contender: Contender, placements: int, seed: int) -> Fill:
     """Returns how full a slab stays by Mooncake's method; the first twentieth of the placements is not counted.
 
     Source: Mooncake's ``allocator_bench``, which counts a million of them.
     """
     chance = random.Random(f"{seed}/evicting")
-    policy = create(_EVICTING_SLAB_NBYTES // BLOCK_NBYTES, slot_blocks(_EVICTING_SIZES[1]))
+    policy = contender.create(_FIRST, _EVICTING_SLAB_NBYTES // BLOCK_NBYTES, slot_blocks(_EVICTING_SIZES[1]))
     live: list[tuple[int, int, int]] = []
     live_nbytes = 0
     shares = []

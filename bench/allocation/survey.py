@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from bench.allocation import bandwidth, speed
 from bench.allocation.bandwidth import Bandwidth
-from bench.allocation.fill import Fill, PolicyFactory, evicting, fills
+from bench.allocation.fill import Fill, evicting, fills
 from bench.allocation.leased import Leased
 from bench.allocation.policies import POLICIES, Compacting, Contender
 from bench.allocation.speed import SUBJECTS, Cost
@@ -22,28 +23,21 @@ __all__ = ["FILLED", "Plan", "run", "steps"]
 
 OURS = "shmring"
 LIMIT = "limit"
+LOG_UNIFORM = "log-uniform"
 #: The fill and the time that an allocator is to have; the share of the slab and microseconds.
 MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 5.0
 MANY_LIVE = 10_000
 
 _BY_SLAB = [OURS, "first-fit", LIMIT]  # what is measured at several sizes of the slab
 _NOT_EVICTING = "leases-3"  # there a place that one frontend has freed may not be the next one's
-_EVICTING = "fill: by Mooncake's method"
 
-_FIRST = 1  # the first leasable block; the header is before it
-
-
-def _factory(contender: Contender) -> PolicyFactory:
-    return lambda length, largest: contender.create(_FIRST, length, largest)
-
-
-FILLED: Mapping[str, tuple[str, PolicyFactory]] = {
-    **{name: (contender.title, _factory(contender)) for name, contender in POLICIES.items()},
-    "leases-1": ("shmring, leases of 1 frontend", lambda length, largest: Leased(length, 1)),
-    "leases-3": ("shmring, leases of 3 frontends", lambda length, largest: Leased(length, 3)),
-    LIMIT: ("limit: moved together", lambda length, largest: Compacting(_FIRST, length)),
+FILLED: Mapping[str, Contender] = {
+    **POLICIES,
+    "leases-1": Contender("shmring, leases of 1 frontend", lambda start, length, largest: Leased(length, 1)),
+    "leases-3": Contender("shmring, leases of 3 frontends", lambda start, length, largest: Leased(length, 3)),
+    LIMIT: Contender("limit: moved together", lambda start, length, largest: Compacting(start, length)),
 }
-"""What slabs are filled with, by name: a title and how one is made."""
+"""What slabs are filled with, by name."""
 
 
 # -- what is measured ----------------------------------------------------------------------------------------------------
@@ -103,7 +97,7 @@ class Plan:
             # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
             seeds = max(10, min(self.seeds, self.seeds * self.slab_nbytes // slab_nbytes))
             for name in _BY_SLAB if slab_nbytes != self.slab_nbytes else ():
-                yield "log-uniform", slab_nbytes, seeds, name
+                yield LOG_UNIFORM, slab_nbytes, seeds, name
 
     def copied_at_light_load(self, in_flight: int) -> list[int]:
         """The sizes of which so many take a quarter of the memory at most, so that they fit however a policy rounds them."""
@@ -127,47 +121,12 @@ class Evicted(msgspec.Struct, frozen=True, tag_field="kind", tag="evicting"):
     fill: Fill
 
 
+_Result: TypeAlias = Filled | Evicted | Cost | Bandwidth
+
+
 def steps(plan: Plan) -> int:
     """Returns how often :func:`run` reports progress."""
     return len(list(plan.fills())) + len(FILLED) - 1 + len(plan.live) * len(SUBJECTS) + len(plan.in_flight)
-
-
-def _planned(plan: Plan) -> list[Planned]:
-    """Returns the cases of a plan; in each, a policy is measured once."""
-    cases: dict[str, list[str]] = {}
-    for sizes, slab_nbytes, _, name in plan.fills():
-        for lifetime in LIFETIMES:
-            cases.setdefault(_fill_case(sizes, lifetime, slab_nbytes), []).append(name)
-    cases[_EVICTING] = [name for name in FILLED if name != _NOT_EVICTING]
-    cases |= {_cost_case(live): list(SUBJECTS) for live in plan.live}
-    for in_flight in plan.in_flight:
-        cases |= {_copy_case(nbytes, in_flight): list(POLICIES) for nbytes in plan.copied_at_light_load(in_flight)}
-    return [Planned(case, names, 1) for case, names in cases.items()]
-
-
-def _key(result: Filled | Evicted | Cost | Bandwidth) -> tuple[str, str]:
-    """The case of a result, and what was measured in it."""
-    match result:
-        case Filled():
-            return _fill_case(result.sizes, result.lifetime, result.slab_nbytes), result.policy
-        case Evicted():
-            return _EVICTING, result.policy
-        case Cost():
-            return _cost_case(result.live), result.subject
-        case Bandwidth():
-            return _copy_case(result.nbytes, result.in_flight), result.policy
-
-
-def _fill_case(sizes: str, lifetime: str, slab_nbytes: int) -> str:
-    return f"fill: {SIZES[sizes].title}, {LIFETIMES[lifetime].title}, slab of {_size(slab_nbytes)}"
-
-
-def _cost_case(live: int) -> str:
-    return f"time: {live:,} slots live"
-
-
-def _copy_case(nbytes: int, in_flight: int) -> str:
-    return f"copies of {_size(nbytes)}, {in_flight} in flight"
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
@@ -179,16 +138,15 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
     """
     filled = []
     for sizes, slab_nbytes, seeds, name in plan.fills():
-        title, create = FILLED[name]
-        progress(f"fill: {SIZES[sizes].title}, {title}, a slab of {_size(slab_nbytes)}")
+        progress(f"fill: {SIZES[sizes].title}, {FILLED[name].title}, a slab of {_size(slab_nbytes)}")
         for lifetime in LIFETIMES:
-            fill = fills(create, SIZES[sizes], LIFETIMES[lifetime], slab_nbytes, range(seeds))
+            fill = fills(FILLED[name], SIZES[sizes], LIFETIMES[lifetime], slab_nbytes, range(seeds))
             filled.append(Filled(name, sizes, lifetime, slab_nbytes, fill))
     evicted = []
-    for name, (title, create) in FILLED.items():
+    for name, contender in FILLED.items():
         if name != _NOT_EVICTING:
-            progress(f"fill by Mooncake's method: {title}")
-            evicted.append(Evicted(name, evicting(create, plan.placements, seed=1)))
+            progress(f"fill by Mooncake's method: {contender.title}")
+            evicted.append(Evicted(name, evicting(contender, plan.placements, seed=1)))
     costs = [cost for live in plan.live for cost in speed.costs(list(SUBJECTS), live, plan.batches, progress)]
     copied = []
     for in_flight in plan.in_flight:
@@ -197,31 +155,88 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
             copied += bandwidth.bandwidths(
                 list(POLICIES), nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s
             )
-    results: list[Filled | Evicted | Cost | Bandwidth] = [*filled, *evicted, *costs, *copied]
+    results: list[_Result] = [*filled, *evicted, *costs, *copied]
     return Findings(
         mode="allocator",
         machine=Machine.here(),
-        tables=[
-            *(_fill_table(plan, filled, sizes) for sizes in SIZES),
-            _slabs_table(filled),
-            _evicted_table(evicted),
-            _costs_table(plan, costs),
-            *(_bandwidth_table(copied, in_flight) for in_flight in plan.in_flight),
-        ],
+        tables=list(_tables(plan, filled, evicted, costs, copied)),
         notes=_notes(plan),
         results=results,
         targets=list(_targets(plan, filled, costs)),
-        coverage=Coverage.of(_planned(plan), dict.fromkeys(map(_key, results), 1)),
+        coverage=_coverage(results),
     )
+
+
+def _coverage(results: Sequence[_Result]) -> Coverage:
+    """All of the plan: a run that was ended before stores nothing."""
+    cases: dict[str, list[str]] = {}
+    for result in results:
+        match result:
+            case Filled(policy, sizes, lifetime, slab_nbytes):
+                title = f"fill: {SIZES[sizes].title}, {LIFETIMES[lifetime].title}, slab of {_size(slab_nbytes)}"
+            case Evicted(policy):
+                title = "fill: by Mooncake's method"
+            case Cost(policy, live):
+                title = f"time: {live:,} slots live"
+            case Bandwidth(policy, nbytes, in_flight):
+                title = f"copies of {_size(nbytes)}, {in_flight} in flight"
+        cases.setdefault(title, []).append(policy)
+    return Coverage([Planned(case, policies, 1) for case, policies in cases.items()], [])
 
 
 # -- how it is shown -----------------------------------------------------------------------------------------------------
 
 
+def _tables(
+    plan: Plan, filled: Sequence[Filled], evicted: Sequence[Evicted], costs: Sequence[Cost], copied: Sequence[Bandwidth]
+) -> Iterator[Table]:
+    lifetimes = {name: lifetime.title for name, lifetime in LIFETIMES.items()}
+    for sizes in SIZES:
+        yield Table.crossed(
+            f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_size(plan.slab_nbytes)}, "
+            f"{plan.seeds} traces each",
+            "policy",
+            (
+                (FILLED[result.policy].title, lifetimes[result.lifetime], str(result.fill))
+                for result in filled
+                if (result.sizes, result.slab_nbytes) == (sizes, plan.slab_nbytes)
+            ),
+        )
+    yield Table.crossed(
+        f"fill at the first failure by the size of the slab, mean / p1 / min: {SIZES[LOG_UNIFORM].title}",
+        "slab",
+        (
+            (f"{_size(result.slab_nbytes)}, {FILLED[result.policy].title}", lifetimes[result.lifetime], str(result.fill))
+            for result in sorted(filled, key=lambda result: result.slab_nbytes)
+            if result.sizes == LOG_UNIFORM and result.policy in _BY_SLAB
+        ),
+    )
+    yield Table.crossed(
+        "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min",
+        "policy",
+        ((FILLED[result.policy].title, "fill", str(result.fill)) for result in evicted),
+    )
+    yield Table.crossed(
+        "microseconds of processor time per operation, median (minimum), by slots live",
+        "policy",
+        ((SUBJECTS[cost.subject].title, f"{cost.live:,}", f"{cost.median_us:.2f} ({cost.minimum_us:.2f})") for cost in costs),
+    )
+    for in_flight in plan.in_flight:
+        yield Table.crossed(
+            f"copies into the places of a policy, {in_flight} in flight, GB/s (memory touched in all)",
+            "policy",
+            (
+                (POLICIES[copy.policy].title, _size(copy.nbytes), f"{copy.gb_per_s:.1f} ({_size(copy.touched_nbytes)})")
+                for copy in copied
+                if copy.in_flight == in_flight
+            ),
+        )
+
+
 def _targets(plan: Plan, filled: Sequence[Filled], costs: Sequence[Cost]) -> Iterator[Verdict]:
     slabs = (plan.slab_nbytes, max(result.slab_nbytes for result in filled))
     for result in filled:
-        if (result.policy, result.sizes) != (OURS, "log-uniform") or result.slab_nbytes not in slabs:
+        if (result.policy, result.sizes) != (OURS, LOG_UNIFORM) or result.slab_nbytes not in slabs:
             continue
         at = f"log-uniform, {LIFETIMES[result.lifetime].title}, slab of {_size(result.slab_nbytes)}"
         for part, share, target in (("mean", result.fill.mean, MEAN_FILL), ("minimum", result.fill.minimum, MINIMUM_FILL)):
@@ -232,64 +247,6 @@ def _targets(plan: Plan, filled: Sequence[Filled], costs: Sequence[Cost]) -> Ite
             at, met = f"{MANY_LIVE:,} slots live", cost.median_us <= OPERATION_US
             what = f"time per operation: {SUBJECTS[cost.subject].title}"
             yield Verdict(what, at, f"<= {OPERATION_US:g} us", f"{cost.median_us:.2f} us", met)
-
-
-def _fill_table(plan: Plan, filled: Sequence[Filled], sizes: str) -> Table:
-    measured = [result for result in filled if (result.sizes, result.slab_nbytes) == (sizes, plan.slab_nbytes)]
-    return Table(
-        f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_size(plan.slab_nbytes)}, "
-        f"{plan.seeds} traces each",
-        ["policy", *(lifetime.title for lifetime in LIFETIMES.values())],
-        [[title, *(str(result.fill) for result in measured if result.policy == name)] for name, (title, _) in FILLED.items()],
-    )
-
-
-def _slabs_table(filled: Sequence[Filled]) -> Table:
-    rows: dict[tuple[int, str], list[str]] = {}
-    for result in filled:
-        if result.sizes == "log-uniform" and result.policy in _BY_SLAB:
-            rows.setdefault((result.slab_nbytes, result.policy), []).append(str(result.fill))
-    return Table(
-        f"fill at the first failure by the size of the slab, mean / p1 / min: {SIZES['log-uniform'].title}",
-        ["slab", *(lifetime.title for lifetime in LIFETIMES.values())],
-        [
-            [f"{_size(slab_nbytes)}, {FILLED[name][0]}", *rows[slab_nbytes, name]]
-            for slab_nbytes, name in sorted(rows, key=lambda row: row[0])
-        ],
-    )
-
-
-def _evicted_table(evicted: Sequence[Evicted]) -> Table:
-    return Table(
-        "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min",
-        ["policy", "fill"],
-        [[FILLED[result.policy][0], str(result.fill)] for result in evicted],
-    )
-
-
-def _costs_table(plan: Plan, costs: Sequence[Cost]) -> Table:
-    rows = []
-    for name, contender in SUBJECTS.items():
-        measured = [cost for cost in costs if cost.subject == name]
-        rows.append([contender.title, *(f"{result.median_us:.2f} ({result.minimum_us:.2f})" for result in measured)])
-    return Table(
-        "microseconds of processor time per operation, median (minimum), by slots live",
-        ["policy", *(f"{live:,}" for live in plan.live)],
-        rows,
-    )
-
-
-def _bandwidth_table(copied: Sequence[Bandwidth], in_flight: int) -> Table:
-    copied = [result for result in copied if result.in_flight == in_flight]
-    rows = []
-    for name, contender in POLICIES.items():
-        measured = [result for result in copied if result.policy == name]
-        rows.append([contender.title, *(f"{result.gb_per_s:.1f} ({_size(result.touched_nbytes)})" for result in measured)])
-    return Table(
-        f"copies into the places of a policy, {in_flight} in flight, GB/s (memory touched in all)",
-        ["policy", *map(_size, dict.fromkeys(result.nbytes for result in copied))],
-        rows,
-    )
 
 
 def _notes(plan: Plan) -> list[str]:
