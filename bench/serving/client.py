@@ -3,7 +3,7 @@
 The client is aiohttp, whose parser is compiled: it took 23 microseconds of CPU for an event of a stream, its JSON aside, where
 httpx and httpcore took 70 to 84 (25,800 events of 200 bytes from a server that only replays them, 40 streams at a time, uvloop,
 on a 2-core virtual machine). A server needs several times as long to make one. Whether the generator was the bottleneck after
-all is measured in each run (:class:`bench.serving.measurement.Generator`).
+all is measured in each run (:class:`bench.serving.load.Generator`).
 
 Times are those at which pieces came out of the socket, and several events in one piece came at one time. A token is what an
 event with text is, unless the server's own count at the end says otherwise.
@@ -32,8 +32,7 @@ _JSON = {"content-type": "application/json"}
 _ERROR_NBYTES = 64 << 10  # of an error's body, of which a code is wanted
 _CODE_LENGTH = 64  # of a code; nothing longer is one
 _KEEP_ALIVE_S = 2.0  # uvicorn closes what was idle for 5 s; a request sent at that very moment would fail
-_MODELS_TIMEOUT_S = 10.0  # it takes milliseconds
-_METRICS_TIMEOUT_S = 10.0
+_GET_TIMEOUT_S = 10.0  # it takes milliseconds
 _METRICS_PERIOD_S = 1.5  # frontends bring their counters up to date every second
 _SLAB_BYTES = "shmring_frontend_slab_bytes_total"
 
@@ -84,6 +83,11 @@ class _Usage(msgspec.Struct):
 class _Error(msgspec.Struct):
     code: str | int | None = None
     type: str | None = None
+
+    def __str__(self) -> str:
+        """What it says in a word; its message may repeat what was sent, and differs from request to request."""
+        word = self.type if self.code is None else self.code
+        return "" if word is None else f" {str(word)[:_CODE_LENGTH]}"
 
 
 class _Answer(msgspec.Struct):
@@ -139,16 +143,12 @@ class Client:
         Raises:
             ServerUnusableError: it lists none, or does not answer.
         """
-        url = f"{self._base}/v1/models"
         try:
-            async with asyncio.timeout(_MODELS_TIMEOUT_S), self._session.get(url) as response:
-                if response.status != 200:
-                    raise ServerUnusableError(f"{url} answers HTTP {response.status}; is that a server of OpenAI's API?")
-                models = _MODELS.decode(await response.read()).data
-        except (aiohttp.ClientError, msgspec.DecodeError, TimeoutError) as error:
-            raise ServerUnusableError(f"{url} has no answer to read ({type(error).__name__}); does the server run?") from None
+            models = _MODELS.decode(await self._get("/v1/models")).data
+        except msgspec.DecodeError:
+            raise ServerUnusableError(f"{self._base}/v1/models lists nothing; is that a server of OpenAI's API?") from None
         if not models:
-            raise ServerUnusableError(f"{url} lists no model; name one with --model")
+            raise ServerUnusableError(f"{self._base}/v1/models lists no model; name one with --model")
         return models[0].id
 
     async def slab_nbytes(self) -> int:
@@ -164,14 +164,20 @@ class Client:
         return counted
 
     async def _slab_nbytes(self) -> int:
-        url = f"{self._base}/metrics"
+        families = text_string_to_metric_families((await self._get("/metrics")).decode())
+        samples = (sample for family in families for sample in family.samples)
+        return int(sum(sample.value for sample in samples if sample.name == _SLAB_BYTES))
+
+    async def _get(self, path: str) -> bytes:
+        url = self._base + path
         try:
-            async with asyncio.timeout(_METRICS_TIMEOUT_S), self._session.get(url) as response:
-                text = await response.text() if response.status == 200 else ""
+            async with asyncio.timeout(_GET_TIMEOUT_S), self._session.get(url) as response:
+                body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerUnusableError(f"{url} does not answer ({type(error).__name__}); does the server run?") from None
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return int(sum(sample.value for sample in samples if sample.name == _SLAB_BYTES))
+        if response.status != 200:
+            raise ServerUnusableError(f"{url} answers HTTP {response.status}; is that a server of OpenAI's API?")
+        return body
 
     async def exchange(self, body: bytes, began: float) -> Exchange:
         """Sends a request, and returns when it has ended, however that is.
@@ -187,7 +193,7 @@ class Client:
                 # Read in pieces: bytes of a megabyte would be handed to the socket at once, with nothing else served meanwhile.
                 async with self._session.post(self._url, data=io.BytesIO(body), headers=_JSON) as response:
                     if response.status != 200:
-                        raise RequestFailedError(f"HTTP {response.status}{await _code_of(response)}")
+                        raise RequestFailedError(f"HTTP {response.status}{await _error_in(response)}")
                     await self._answer(response, exchange)
         except RequestFailedError as error:
             exchange.failure = str(error)
@@ -228,23 +234,15 @@ class Client:
 
 def _take_chunk(chunk: _Answer, now: float, exchange: Exchange) -> None:
     if chunk.error is not None:
-        raise RequestFailedError(f"in the stream{_named(chunk.error)}")
+        raise RequestFailedError(f"in the stream{chunk.error}")
     if chunk.choices and chunk.choices[0].delta is not None and chunk.choices[0].delta.content:
         exchange.token_times.append(now)
     if chunk.usage is not None and chunk.usage.completion_tokens:
         exchange.output_tokens = chunk.usage.completion_tokens
 
 
-async def _code_of(response: aiohttp.ClientResponse) -> str:
-    """What an error's body says in a word; its message may repeat what was sent, and differs from request to request."""
-    body = await response.content.read(_ERROR_NBYTES)
+async def _error_in(response: aiohttp.ClientResponse) -> _Error | str:
     try:
-        error = _ANSWER.decode(body).error
+        return _ANSWER.decode(await response.content.read(_ERROR_NBYTES)).error or ""
     except msgspec.DecodeError:
         return ""  # not of OpenAI's form; the status says what there is to say
-    return "" if error is None else _named(error)
-
-
-def _named(error: _Error) -> str:
-    name = error.code if error.code is not None else error.type
-    return "" if name is None else f" {str(name)[:_CODE_LENGTH]}"

@@ -19,7 +19,7 @@ from bench.command_line import SETTINGS, NotMeasured, json_option, shown_progres
 from bench.results import Findings
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from bench.tables import deliver
-from engine.option_types import FiniteRange
+from engine.option_types import COUNT, SECONDS, FiniteRange
 
 if TYPE_CHECKING:
     from bench.serving.run import Results
@@ -28,75 +28,59 @@ __all__ = ["serve_command"]
 
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
 _DIRECTORY = click.Path(exists=True, file_okay=False)
-_COUNT = click.IntRange(min=1)
-_SECONDS = _FACTOR = FiniteRange(min=0, min_open=True)
+_ABOVE_0 = FiniteRange(min=0, min_open=True)
 _SCALED = ("requests", "max_concurrency")
 
 _MEDIA, _LOAD, _SERVER = Media(), Load(requests=1), ServerOptions()
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
-if TYPE_CHECKING:
-    _SizeType = click.ParamType[tuple[int, int]]
-    _RateType = click.ParamType[float]
-else:
-    _SizeType = _RateType = click.ParamType  # which older versions of click do not let be subscripted
 
-
-class _Size(_SizeType):
+def _size(value: str) -> tuple[int, int]:
     """Width and height: 640x360."""
-
-    name = "size"
-
-    def __init__(self, *, even: bool = False) -> None:
-        self._even = even
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Returns width and height."""
-        if isinstance(value, tuple):
-            return value
-        parsed_size = _SIZE.fullmatch(value)
-        if parsed_size is None:
-            self.fail(f"write a width and a height in pixels such as 640x360, not {value!r}", param, ctx)
-        width, height = int(parsed_size[1]), int(parsed_size[2])
-        if self._even and (width % 2 or height % 2):
-            self.fail(f"{value}: width and height of a clip must be even", param, ctx)
-        return width, height
+    size = _SIZE.fullmatch(value)
+    if size is None:
+        raise click.BadParameter(f"write a width and a height in pixels such as 640x360, not {value!r}")
+    return int(size[1]), int(size[2])
 
 
-class _Rate(_RateType):
-    """Requests a second, or inf."""
+def _even_size(value: str) -> tuple[int, int]:
+    width, height = _size(value)
+    if width % 2 or height % 2:
+        raise click.BadParameter(f"{value}: width and height of a clip must be even")
+    return width, height
 
-    name = "rate"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Returns the rate."""
-        try:
-            rate = float(value)
-        except ValueError:
-            rate = math.nan
-        if not rate > 0:
-            self.fail(f"{value!r} is neither a number above 0 nor inf", param, ctx)
-        return rate
+def _rate(value: str) -> float | None:
+    """Requests a second; None: inf."""
+    try:
+        rate = float(value)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:
+        raise click.BadParameter(f"{value!r} is neither a number above 0 nor inf")
+    return None if math.isinf(rate) else rate
 
 
 @click.command("serve", context_settings=SETTINGS)
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A known scenario; options given besides it count more.")
-@click.option("--scale", default=1.0, type=_FACTOR, help="Multiplies the preset's requests and their concurrency.")
+@click.option("--scale", default=1.0, type=_ABOVE_0, help="Multiplies the preset's requests and their concurrency.")
 @click.option("--url", help="Of a server that runs already.  [default: one is started, and stopped]")
 @click.option("--compare", is_flag=True, help="Start two servers, slab and --disable-mm-shm, and load them in turn.")
-@click.option("--repetitions", type=_COUNT, help="Of the load on each server.  [default: 3 with --compare, else 1]")
-@click.option("--num-prompts", "requests", default=100, type=_COUNT, help="Requests.")
-@click.option("--request-rate", default=math.inf, type=_Rate(), help="Requests that become due a second; inf: all at once.")
+@click.option("--repetitions", type=COUNT, help="Of the load on each server.  [default: 3 with --compare, else 1]")
+@click.option("--num-prompts", "requests", default=100, type=COUNT, help="Requests.")
+@click.option(
+    "--request-rate", default="inf", type=_rate, metavar="RATE", help="Requests that become due a second; inf: all at once."
+)
 @click.option(
     "--burstiness",
     default=1.0,
-    type=_SECONDS,
+    type=SECONDS,
     help="Of their arrival: 1 is a Poisson process, less is burstier, more steadier.",
 )
-@click.option("--max-concurrency", type=_COUNT, help="Requests in flight at most.  [default: as many as are due]")
+@click.option("--max-concurrency", type=COUNT, help="Requests in flight at most.  [default: as many as are due]")
 @click.option("--endpoint", default="chat", type=click.Choice(get_args(Endpoint)), help="Chats are streamed.")
-@click.option("--output-tokens", default=_LOAD.output_tokens, type=_COUNT, help="Asked for in each chat.")
+@click.option("--output-tokens", default=_LOAD.output_tokens, type=COUNT, help="Asked for in each chat.")
 @click.option(
     "--media",
     "kinds",
@@ -105,12 +89,12 @@ class _Rate(_RateType):
     type=click.Choice([*get_args(MediaKind), "none"]),
     help="What a request has; repeatable, then they take turns.",
 )
-@click.option("--picture-size", default="{}x{}".format(*_MEDIA.picture_size), type=_Size(), help="In pixels.")
-@click.option("--audio-seconds", default=_MEDIA.audio_seconds, type=_SECONDS, help="Length of a recording.")
-@click.option("--video-frames", default=_MEDIA.video_frames, type=_COUNT, help="Of a clip.")
-@click.option("--video-size", default="{}x{}".format(*_MEDIA.video_size), type=_Size(even=True), help="In pixels.")
+@click.option("--picture-size", default="{}x{}".format(*_MEDIA.picture_size), type=_size, metavar="SIZE", help="In pixels.")
+@click.option("--audio-seconds", default=_MEDIA.audio_seconds, type=SECONDS, help="Length of a recording.")
+@click.option("--video-frames", default=_MEDIA.video_frames, type=COUNT, help="Of a clip.")
+@click.option("--video-size", default="{}x{}".format(*_MEDIA.video_size), type=_even_size, metavar="SIZE", help="In pixels.")
 @click.option(
-    "--distinct-media", "distinct", default=_MEDIA.distinct, type=_COUNT, help="Made of each kind; requests take them in turn."
+    "--distinct-media", "distinct", default=_MEDIA.distinct, type=COUNT, help="Made of each kind; requests take them in turn."
 )
 @click.option(
     "--media-dir",
@@ -130,14 +114,14 @@ class _Rate(_RateType):
     "--request-timeout",
     "request_timeout_s",
     default=_LOAD.request_timeout_s,
-    type=_SECONDS,
+    type=SECONDS,
     help="Seconds until a request has failed.",
 )
 @click.option("--model", help="What requests name as their model.  [default: the first that the server lists]")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="That the server of --url asks for; better in OPENAI_API_KEY.")
 @click.option("--executor", default=_SERVER.executor, help="Of the server that is started.")
 @click.option("--executor-options", default=_SERVER.executor_options, help='JSON; synthetic: {"step_s": 0.01, "item_s": 0}.')
-@click.option("--api-servers", default=_SERVER.api_servers, type=_COUNT, help="Frontends of the server that is started.")
+@click.option("--api-servers", default=_SERVER.api_servers, type=COUNT, help="Frontends of the server that is started.")
 @click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
 @click.option("--disable-mm-shm", "inline", is_flag=True, help="The server that is started sends media inside messages.")
 @click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decode-threads=2.")
@@ -168,8 +152,6 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         values["kinds"] = get_args(MediaKind)
     elif "none" in values["kinds"]:
         values["kinds"] = ()
-    if math.isinf(values["request_rate"]):
-        values["request_rate"] = None
     values["repetitions"] = values["repetitions"] or (3 if values["compare"] else 1)
     values["media"], values["server"] = _taken(Media, values), _taken(ServerOptions, values)
     values["load"] = _taken(Load, values)

@@ -1,26 +1,39 @@
-"""Sends a load: each request when it is due, whatever became of those before it.
+"""Sends a load: each request when it is due, whatever became of those before it; and what that has shown.
 
 The times at which requests are due come from the seed, before anything is sent; a server that is slow gets the same load as
 one that is fast. With a limit of concurrency a request that is due waits for its turn, and its clock starts then. The loop
 itself is watched: it is asked to wake up all the time, and how late it does so is how late anything else was noticed.
+
+Latencies are those of requests with a whole answer, in milliseconds, from when a request was due and its turn had come: what a
+caller waits for includes what the generator was late by. The words are those of ``vllm bench serve``:
+
+- TTFT, time to the first token: until the first event with text came;
+- TPOT, time per output token: from there to the end, over the tokens after the first; one number for each request;
+- ITL, inter-token latency: each time between two events with text; one number for each token after the first;
+- E2E: until the answer was whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import gc
 import time
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from bench.meter import Lag, LoopLag
 from bench.serving.client import Client, Exchange
 from bench.serving.plan import Load, arrival_times
 
-__all__ = ["Played", "Requests", "play", "warm_up"]
+__all__ = ["Generator", "Latency", "Measurement", "Request", "Requests", "measure", "play", "warm_up"]
 
 _WARM_UP_CONCURRENCY = 4
+
+
+# -- sending -------------------------------------------------------------------------------------------------------------
 
 
 class Requests:
@@ -63,22 +76,6 @@ class Requests:
         )
 
 
-class Played(msgspec.Struct, frozen=True):
-    """What became of a load, and of the generator meanwhile.
-
-    Attributes:
-        exchanges: at least one, all ended.
-        start: of the load, as a time of ``time.perf_counter``.
-        cpu_s: CPU seconds of this process.
-        loop_lag: how late its loop was.
-    """
-
-    exchanges: list[Exchange]
-    start: float
-    cpu_s: float
-    loop_lag: Lag
-
-
 async def warm_up(load: Load, client: Client, requests: Requests) -> None:
     """Sends a few requests that do not count. What fails there fails in the load, too, and is reported there."""
     few = asyncio.Semaphore(_WARM_UP_CONCURRENCY)
@@ -90,15 +87,15 @@ async def warm_up(load: Load, client: Client, requests: Requests) -> None:
     await asyncio.gather(*map(send, range(load.warm_up_requests)))
 
 
-async def play(load: Load, client: Client, requests: Requests) -> Played:
-    """Sends a load, and returns when the last of it has ended."""
+async def play(variant: str, load: Load, client: Client, requests: Requests) -> Measurement:
+    """Sends a load, and returns when the last of it has ended; see :func:`measure`, which knows nothing yet of the server."""
     gc.collect()
     watch = LoopLag(asyncio.get_running_loop())
     gc.freeze()  # a collection would walk all that was imported, and be taken for a pause of the server
     try:
         cpu_s, start = time.process_time(), time.perf_counter()
         exchanges = await _send_all(load, client, requests, start)
-        return Played(exchanges, start, time.process_time() - cpu_s, watch.lag())
+        return measure(variant, exchanges, start, time.process_time() - cpu_s, watch.lag())
     finally:
         watch.close()
         gc.unfreeze()
@@ -123,3 +120,136 @@ async def _send_all(load: Load, client: Client, requests: Requests, start: float
             began = max(due, await turns.get())
             sending.append(group.create_task(send(number, began)))
     return [task.result() for task in sending]
+
+
+# -- what it has shown ---------------------------------------------------------------------------------------------------
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """A latency over requests or tokens, in milliseconds."""
+
+    count: int
+    mean_ms: float
+    median_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Latency | None:
+        """Returns it for these numbers; None if there are none."""
+        if not len(seconds):
+            return None
+        milliseconds = np.asarray(seconds) * 1e3
+        median_ms, p99_ms = np.percentile(milliseconds, [50, 99])
+        return cls(len(seconds), float(milliseconds.mean()), float(median_ms), float(p99_ms))
+
+
+class Generator(msgspec.Struct, frozen=True):
+    """Whether the generator kept up.
+
+    Attributes:
+        cpu_s: of its process. Its loop is one thread: as many seconds as the load lasted would be all it can do.
+        loop_lag_p99_ms, loop_lag_max_ms: how late its loop woke up whoever slept.
+        late_p99_ms: from when a request was due, and its turn had come, to its sending.
+    """
+
+    cpu_s: float
+    loop_lag_p99_ms: float
+    loop_lag_max_ms: float
+    late_p99_ms: float
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request; times in seconds from the start of the load."""
+
+    began_s: float
+    sent_s: float
+    first_token_s: float | None
+    ended_s: float
+    output_tokens: int
+    failure: str | None
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """One load on one server.
+
+    Attributes:
+        variant: which server: ``slab``, ``inline``, or ``url`` for one that was there before.
+        duration_s: from the start of the load to the end of its last request.
+        requests, completed: how many were sent, and had a whole answer.
+        failures: the others, by reason.
+        requests_per_s, output_tokens_per_s: of those with a whole answer.
+        ttft, tpot, itl: of chats.
+        e2e: of all.
+        peak_concurrency: most requests in flight at a time.
+        generator: see there.
+        cpu_s: CPU seconds of the server's processes meanwhile, by part; empty for one that was there before.
+        by_request: each of them, in the order in which they were due.
+    """
+
+    variant: str
+    duration_s: float
+    requests: int
+    completed: int
+    failures: dict[str, int]
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft: Latency | None
+    tpot: Latency | None
+    itl: Latency | None
+    e2e: Latency | None
+    peak_concurrency: int
+    generator: Generator
+    cpu_s: dict[str, float] = {}
+    by_request: list[Request]
+
+
+def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator_cpu_s: float, lag: Lag) -> Measurement:
+    """Returns what a load has shown.
+
+    Args:
+        variant: which server.
+        exchanges: at least one, all ended.
+        start: of the load, as a time of ``time.perf_counter``.
+        generator_cpu_s, lag: of this process and its loop, meanwhile.
+    """
+    whole = [exchange for exchange in exchanges if exchange.failure is None]
+    chats = [exchange for exchange in whole if len(exchange.token_times)]
+    duration_s = max(exchange.ended for exchange in exchanges) - start
+    late = Latency.of([exchange.sent - exchange.began for exchange in exchanges])
+    assert late is not None, "there is at least one exchange"
+    return Measurement(
+        variant=variant,
+        duration_s=duration_s,
+        requests=len(exchanges),
+        completed=len(whole),
+        failures=dict(collections.Counter(exchange.failure for exchange in exchanges if exchange.failure).most_common()),
+        requests_per_s=len(whole) / duration_s,
+        output_tokens_per_s=sum(exchange.output_tokens for exchange in whole) / duration_s,
+        ttft=Latency.of([exchange.token_times[0] - exchange.began for exchange in chats]),
+        tpot=Latency.of([_time_per_token(exchange) for exchange in chats if exchange.output_tokens > 1]),
+        itl=Latency.of(np.concatenate([np.diff(exchange.token_times) for exchange in chats]).tolist() if chats else []),
+        e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
+        peak_concurrency=_peak(exchanges),
+        generator=Generator(generator_cpu_s, lag.p99_ms, lag.max_ms, late.p99_ms),
+        by_request=[
+            Request(
+                began_s=exchange.began - start,
+                sent_s=exchange.sent - start,
+                first_token_s=exchange.token_times[0] - start if len(exchange.token_times) else None,
+                ended_s=exchange.ended - start,
+                output_tokens=exchange.output_tokens,
+                failure=exchange.failure,
+            )
+            for exchange in exchanges
+        ],
+    )
+
+
+def _time_per_token(exchange: Exchange) -> float:
+    return (exchange.ended - exchange.token_times[0]) / (exchange.output_tokens - 1)
+
+
+def _peak(exchanges: Sequence[Exchange]) -> int:
+    """Counts who was there; one that ends at the very moment at which another is sent was not there with it."""
+    steps = sorted([(exchange.sent, 1) for exchange in exchanges] + [(exchange.ended, -1) for exchange in exchanges])
+    return int(np.cumsum([step for _, step in steps]).max())

@@ -7,12 +7,14 @@ comparison is taken within each repetition, and its median and spread shown like
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from bench.coverage import Coverage
 from bench.results import Findings, Spread, Table, Verdict
-from bench.serving.measurement import Latency, Measurement
+from bench.serving.load import Measurement
 from bench.serving.plan import PRESETS, Media, Plan
 from bench.serving.run import LOAD, Results, planned
 
@@ -22,55 +24,10 @@ _TARGET_RATIO = 1.3  # of the slab path's requests a second to the inline path's
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
 
 
-class _Metric(NamedTuple):
-    """A row: what it is called, where it comes from, its decimals, and whether a ratio says anything."""
-
-    name: str
-    of: Callable[[Measurement], float | None]
-    decimals: int
-    compared: bool = True
-
-
-def _latency_metrics(name: str, of: Callable[[Measurement], Latency | None]) -> Iterator[_Metric]:
-    def picked(field: str) -> Callable[[Measurement], float | None]:
-        return lambda measurement: None if (latency := of(measurement)) is None else getattr(latency, field)
-
-    for title, field in (("mean", "mean_ms"), ("median", "median_ms"), ("p99", "p99_ms")):
-        yield _Metric(f"{name}, {title}, ms", picked(field), 1)
-
-
-def _cpu_metric(part: str) -> _Metric:
-    """CPU of a part of the server for each request with an answer; None where there is no such part."""
-    return _Metric(
-        f"{part}' CPU, ms/request" if part.endswith("s") else f"{part}'s CPU, ms/request",
-        lambda measurement: (
-            1e3 * measurement.cpu_s[part] / measurement.completed
-            if part in measurement.cpu_s and measurement.completed
-            else None
-        ),
-        1,
-    )
-
-
-_METRICS = (
-    _Metric("requests/s", lambda measurement: measurement.requests_per_s, 2),
-    _Metric("output tokens/s", lambda measurement: measurement.output_tokens_per_s or None, 0),
-    _Metric("duration, s", lambda measurement: measurement.duration_s, 1),
-    _Metric("peak concurrency", lambda measurement: measurement.peak_concurrency, 0, compared=False),
-    *_latency_metrics("TTFT", lambda measurement: measurement.ttft),
-    *_latency_metrics("TPOT", lambda measurement: measurement.tpot),
-    *_latency_metrics("ITL", lambda measurement: measurement.itl),
-    *_latency_metrics("E2E", lambda measurement: measurement.e2e),
-    _cpu_metric("engine"),
-    _cpu_metric("frontends"),
-    _Metric(
-        "generator's CPU, ms/request",
-        lambda measurement: 1e3 * measurement.generator.cpu_s / max(measurement.completed, 1),
-        1,
-        compared=False,
-    ),
-    _Metric("generator's loop lag, p99, ms", lambda measurement: measurement.generator.loop_lag_p99_ms, 1, compared=False),
-)
+#: Of what is in a row; one where it is not said.
+_DECIMALS = {"requests/s": 2, "output tokens/s": 0, "peak concurrency": 0}
+#: Rows of which a ratio says nothing.
+_NOT_COMPARED = ("peak concurrency", "generator's CPU, ms/request", "generator's loop lag, p99, ms")
 
 
 def report(results: Results) -> Findings:
@@ -89,14 +46,23 @@ def report(results: Results) -> Findings:
 
 
 def _table(results: Results) -> Table:
-    """Returns the table of a run."""
-    variants = results.variants
-    columns = ["", *variants]
-    if results.plan.compare:
-        columns.append(f"{variants[0]} / {variants[1]}")
+    """The table of a run: a row for each figure, a column for each server, and their ratio."""
+    variants, compare = results.variants, results.plan.compare
+    columns = ["", *variants, *([f"{variants[0]} / {variants[1]}"] if compare else [])]
     rows = [["answered", *(_answered(results.of(variant)) for variant in variants)]]
-    rows += _failures(results)
-    rows += [row for metric in _METRICS if (row := _row(metric, results)) is not None]
+    for reason in dict.fromkeys(reason for measurement in results.measurements for reason in measurement.failures):
+        counts = (sum(one.failures.get(reason, 0) for one in results.of(variant)) for variant in variants)
+        rows.append([f"failed: {reason}", *(f"{count:,}" for count in counts)])
+    figures = [[_figures(measurement) for measurement in results.of(variant)] for variant in variants]
+    for name in figures[0][0]:
+        series = [[figure[name] for figure in repetitions] for repetitions in figures]
+        if all(value is None for values in series for value in values):
+            continue  # nobody has it
+        row = [name, *(_cell(values, _DECIMALS.get(name, 1)) for values in series)]
+        if compare and name not in _NOT_COMPARED:
+            ratios = [ours / theirs for ours, theirs in zip(*series, strict=True) if ours is not None and theirs]
+            row.append(_cell(ratios, 2))
+        rows.append(row)
     if results.slab_nbytes:
         rows.append(["through the slab, bytes/request", *(f"{results.slab_nbytes[variant]:,}" for variant in variants)])
     return Table(_title(results.plan), columns, [row + [""] * (len(columns) - len(row)) for row in rows])
@@ -107,39 +73,32 @@ def _answered(measurements: Sequence[Measurement]) -> str:
     return f"{completed:,} of {sum(measurement.requests for measurement in measurements):,}"
 
 
-def _failures(results: Results) -> list[list[str]]:
-    reasons = dict.fromkeys(reason for measurement in results.measurements for reason in measurement.failures)
-    return [
-        [
-            f"failed: {reason}",
-            *(
-                f"{sum(measurement.failures.get(reason, 0) for measurement in results.of(variant)):,}"
-                for variant in results.variants
-            ),
-        ]
-        for reason in reasons
-    ]
+def _figures(measurement: Measurement) -> dict[str, float | None]:
+    """The rows of a measurement; None where there is nothing to say, or nothing had an answer."""
+    figures: dict[str, float | None] = {
+        "requests/s": measurement.requests_per_s,
+        "output tokens/s": measurement.output_tokens_per_s or None,
+        "duration, s": measurement.duration_s,
+        "peak concurrency": measurement.peak_concurrency,
+    }
+    latencies = {"TTFT": measurement.ttft, "TPOT": measurement.tpot, "ITL": measurement.itl, "E2E": measurement.e2e}
+    for (name, latency), part in itertools.product(latencies.items(), ("mean", "median", "p99")):
+        figures[f"{name}, {part}, ms"] = None if latency is None else getattr(latency, f"{part}_ms")
+    parts = {"engine's": "engine", "frontends'": "frontends", "generator's": "generator"}
+    cpu_s = {**measurement.cpu_s, "generator": measurement.generator.cpu_s}
+    for whose, part in parts.items():
+        told = part in cpu_s and measurement.completed
+        figures[f"{whose} CPU, ms/request"] = 1e3 * cpu_s[part] / measurement.completed if told else None
+    figures["generator's loop lag, p99, ms"] = measurement.generator.loop_lag_p99_ms
+    return figures
 
 
-def _row(metric: _Metric, results: Results) -> list[str] | None:
-    """A metric's row; None if nobody has it."""
-    series = [[metric.of(measurement) for measurement in results.of(variant)] for variant in results.variants]
-    if all(value is None for values in series for value in values):
-        return None
-    cells = [_cell([value for value in values if value is not None], metric.decimals) for values in series]
-    if results.plan.compare and metric.compared:
-        ratios = [ours / theirs for ours, theirs in zip(*series, strict=True) if ours is not None and theirs]
-        cells.append(_cell(ratios, 2))
-    return [metric.name, *cells]
-
-
-def _cell(values: Sequence[float], decimals: int) -> str:
+def _cell(figures: Sequence[float | None], decimals: int) -> str:
+    values = [value for value in figures if value is not None]
     if not values:
         return "none"
-    spread = Spread.of(values)
-    if len(values) == 1:
-        return f"{spread.median:,.{decimals}f}"
-    return f"{spread.median:,.{decimals}f} ({spread.minimum:,.{decimals}f} .. {spread.maximum:,.{decimals}f})"
+    median, *ends = (f"{value:,.{decimals}f}" for value in msgspec.structs.astuple(Spread.of(values)))
+    return median if len(values) == 1 else f"{median} ({' .. '.join(ends)})"
 
 
 def _title(plan: Plan) -> str:
@@ -156,15 +115,11 @@ def _carried(media: Media) -> str:
     if media.directory is not None:
         return f"files of kind {', '.join(media.kinds)}"
     sizes = {
-        "picture": f"a picture of {_pixels(media.picture_size)}",
+        "picture": "a picture of {}x{}".format(*media.picture_size),
         "audio": f"a recording of {media.audio_seconds:g} s",
-        "video": f"a clip of {media.video_frames} frames of {_pixels(media.video_size)}",
+        "video": "a clip of {} frames of {}x{}".format(media.video_frames, *media.video_size),
     }
     return " or ".join(sizes[kind] for kind in media.kinds)
-
-
-def _pixels(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
 
 
 # -- what a reader must know ---------------------------------------------------------------------------------------------
@@ -196,10 +151,9 @@ def _busy_notes(results: Results) -> Iterator[str]:
     for variant in results.variants:
         measurements = results.of(variant)
         duration_s = sum(measurement.duration_s for measurement in measurements)
-        generator_share = sum(measurement.generator.cpu_s for measurement in measurements) / duration_s
-        shares = {
-            part: sum(measurement.cpu_s[part] for measurement in measurements) / duration_s for part in measurements[0].cpu_s
-        } | {"load generator": generator_share}
+        generator_share = sum(one.generator.cpu_s for one in measurements) / duration_s
+        shares = {part: sum(one.cpu_s[part] for one in measurements) / duration_s for part in measurements[0].cpu_s}
+        shares["load generator"] = generator_share
         text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
         cores = results.machine.cores
         yield f"CPU while the {variant} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
@@ -220,10 +174,8 @@ def _targets(results: Results) -> list[Verdict]:
     names = ("endpoint", "kinds", "video_frames", "output_tokens", "executor")
     if not results.plan.compare or of_preset != tuple(preset[name] for name in names):
         return []
-    pairs = zip(
-        *([measurement.requests_per_s for measurement in results.of(variant)] for variant in results.variants), strict=True
-    )
-    ratio = Spread.of([slab / inline for slab, inline in pairs if inline])
+    pairs = zip(*(results.of(variant) for variant in results.variants), strict=True)
+    ratio = Spread.of(slab.requests_per_s / inline.requests_per_s for slab, inline in pairs if inline.requests_per_s)
     what, at = "slab path: requests/s of the inline path", f"preset of PR 32104, {load.requests:,} requests"
     detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
     return [Verdict(what, at, f">= {_TARGET_RATIO:g} x", f"{ratio.median:.2f} x", ratio.median >= _TARGET_RATIO, detail)]

@@ -18,10 +18,9 @@ import msgspec
 from bench.coverage import Planned
 from bench.machine import Machine
 from bench.serving.client import Client
-from bench.serving.load import Requests, play, warm_up
-from bench.serving.measurement import Measurement, measure
+from bench.serving.load import Measurement, Requests, play, warm_up
 from bench.serving.media import media_parts
-from bench.serving.plan import Load, Plan, ServerOptions
+from bench.serving.plan import Plan, ServerOptions
 from bench.serving.server import Server, serving
 
 __all__ = ["LOAD", "Results", "planned", "run", "steps"]
@@ -73,7 +72,7 @@ class _Target(msgspec.Struct, frozen=True):
 
 def steps(plan: Plan) -> int:
     """Returns how often :func:`run` reports progress."""
-    return 2 + len(planned(plan)[0].subjects) * (1 + plan.repetitions) + (plan.url is None)
+    return 2 + len(_wanted(plan)) * (1 + plan.repetitions) + (plan.url is None)
 
 
 async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
@@ -102,9 +101,9 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
             for variant, target in targets.items():
                 progress(f"{variant}: {plan.load.requests:,} requests, {repetition + 1} of {plan.repetitions}")
                 cpu_s = target.cpu_s()
-                played = await play(plan.load, target.client, target.requests)
+                measurement = await play(variant, plan.load, target.client, target.requests)
                 used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
-                measurements.append(measure(variant, played, used_s))
+                measurements.append(msgspec.structs.replace(measurement, cpu_s=used_s))
         progress("reading the servers' counters")
         slab_nbytes = await _slab_nbytes(plan, targets)
     client = f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}"
@@ -114,44 +113,41 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
 
 def planned(plan: Plan) -> list[Planned]:
     """Returns the case of a plan."""
-    return [Planned(LOAD, [URL] if plan.url is not None else list(_wanted(plan)), plan.repetitions)]
+    return [Planned(LOAD, list(_wanted(plan)), plan.repetitions)]
 
 
 @contextlib.asynccontextmanager
 async def _targets(plan: Plan, parts: list[msgspec.Raw]) -> AsyncIterator[Mapping[str, _Target]]:
     """Has whoever is to be asked, by name; starts them together, since each takes some seconds."""
     async with contextlib.AsyncExitStack() as stack:
-        servers = {URL: None} if plan.url is not None else await _start(_wanted(plan), plan.load, stack)
-        targets = {}
-        for name, server in servers.items():
+
+        async def target(options: ServerOptions | None) -> _Target:
+            server = None if options is None else await stack.enter_async_context(serving(options, plan.load))
             url = plan.url if server is None else server.url
             assert url is not None, "there is a URL or a server"
             client = Client(url, plan.load.endpoint, plan.load.request_timeout_s, plan.api_key)
             await stack.enter_async_context(client)
             model = await client.model() if plan.model is None else plan.model
-            targets[name] = _Target(client, Requests(plan.load, model, parts), server)
+            return _Target(client, Requests(plan.load, model, parts), server)
+
+        wanted = _wanted(plan)
+        # Waits for all of them whatever happens, so that each server is either the stack's or has been stopped.
+        started = await asyncio.gather(*map(target, wanted.values()), return_exceptions=True)
+        targets = {}
+        for name, result in zip(wanted, started, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            targets[name] = result
         yield targets
 
 
-def _wanted(plan: Plan) -> dict[str, ServerOptions]:
+def _wanted(plan: Plan) -> dict[str, ServerOptions | None]:
+    """The servers of a plan, by name; None for one that runs already."""
+    if plan.url is not None:
+        return {URL: None}
     if plan.compare:
         return {name: msgspec.structs.replace(plan.server, inline=name == INLINE) for name in (SLAB, INLINE)}
     return {INLINE if plan.server.inline else SLAB: plan.server}
-
-
-async def _start(
-    options_by_name: Mapping[str, ServerOptions], load: Load, stack: contextlib.AsyncExitStack
-) -> Mapping[str, Server | None]:
-    """Starts servers together; the stack stops them."""
-    starting = (stack.enter_async_context(serving(options, load)) for options in options_by_name.values())
-    # Waits for all of them whatever happens, so that each is either the stack's or has been stopped.
-    started = await asyncio.gather(*starting, return_exceptions=True)
-    servers: dict[str, Server | None] = {}
-    for name, server in zip(options_by_name, started, strict=True):
-        if isinstance(server, BaseException):
-            raise server
-        servers[name] = server
-    return servers
 
 
 async def _slab_nbytes(plan: Plan, targets: Mapping[str, _Target]) -> dict[str, int]:

@@ -14,13 +14,14 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from bench.serving import leash
 from bench.serving.plan import Load, ServerOptions
+from shmring.transport.liveness import ProcessWatch
 
 __all__ = ["Server", "ServerError", "serving"]
 
@@ -28,9 +29,8 @@ logger = logging.getLogger("bench.serving")
 
 _PROGRAM = ("-P", "-m", "frontend.cli", "serve")  # nothing is imported from the working directory
 _READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
+_PARTS = ("engine", "frontends")
 _STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
-_GONE_PERIOD_S = 0.02  # between two looks whether engine and frontends have gone
-_PF_EXITING = 0x4  # of the flags in /proc/PID/stat: the process has begun to end
 _LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -39,16 +39,52 @@ class ServerError(Exception):
     """The server did not start, or did not last."""
 
 
+class _Process:
+    """A process of the server, which is no child of ours. Its pidfd says that it has ended, and reaches nobody else.
+
+    Attributes:
+        part: of the server.
+        ended: set when it has.
+    """
+
+    def __init__(self, part: str, pid: int) -> None:
+        self.part = part
+        self.ended = asyncio.Event()
+        self._pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._watch = ProcessWatch(asyncio.get_running_loop(), os.dup(self._pidfd), self.ended.set)
+
+    def cpu_s(self) -> float:
+        """Returns its CPU seconds, user and system.
+
+        Raises:
+            ServerError: it has ended.
+        """
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if not self.ended.is_set():
+                fields = Path("/proc", str(self._pid), "stat").read_text().rpartition(")")[2].split()
+                return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
+        raise ServerError(f"a process of the server (pid {self._pid}) ended during the run")
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._watch.close()
+        os.close(self._pidfd)
+
+
 class Server(msgspec.Struct):
     """A server that runs.
 
     Attributes:
         url: without ``/v1``.
-        pids: of its processes, by part.
+        processes: of all its parts.
     """
 
     url: str
-    pids: dict[str, list[int]]
+    processes: list[_Process]
 
     def cpu_s(self) -> dict[str, float]:
         """Returns the CPU seconds that its processes have used, by part.
@@ -56,7 +92,10 @@ class Server(msgspec.Struct):
         Raises:
             ServerError: one of them has ended.
         """
-        return {part: sum(map(_cpu_s, pids)) for part, pids in self.pids.items()}
+        used_s = dict.fromkeys(_PARTS, 0.0)
+        for process in self.processes:
+            used_s[process.part] += process.cpu_s()
+        return used_s
 
 
 @contextlib.asynccontextmanager
@@ -81,8 +120,7 @@ async def serving(options: ServerOptions, load: Load) -> AsyncIterator[Server]:
             if process.returncode is not None:
                 raise ServerError("the server ended during the run; it was not told to")
         finally:
-            pids = [] if server is None else [pid for part in server.pids.values() for pid in part]
-            await _stop(process, pids, directory)
+            await _stop(process, [] if server is None else server.processes)
             if server is not None and (words := _last_words(errors)):
                 logger.warning("the server wrote%s", words)
         if process.returncode != 0:
@@ -136,60 +174,43 @@ async def _until_ready(process: asyncio.subprocess.Process, timeout_s: float, er
     ready = _READY.search(line)
     if ready is None:
         raise ServerError(f"the server did not start{_last_words(errors)}")
-    pids = {"engine": [int(ready["engine"])], "frontends": [int(pid) for pid in ready["frontends"].split()]}
-    return Server(ready["url"], pids)
+    try:
+        return Server(ready["url"], [_Process(part, int(pid)) for part in _PARTS for pid in ready[part].split()])
+    except ProcessLookupError:
+        raise ServerError(f"a process of the server ended at once{_last_words(errors)}") from None
 
 
-async def _stop(process: asyncio.subprocess.Process, pids: list[int], directory: str) -> None:
+async def _stop(supervisor: asyncio.subprocess.Process, processes: Sequence[_Process]) -> None:
     """Ends a server; does not return before its processes are gone, unless it is cancelled: then they are killed."""
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
+    if supervisor.returncode is None:
+        supervisor.send_signal(signal.SIGTERM)
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await _gone(process, pids, directory)
+            await _gone(supervisor, processes)
     except TimeoutError:
-        _kill(process, pids, directory)
-        await _gone(process, pids, directory)
+        _kill(supervisor, processes)
+        await _gone(supervisor, processes)
     except asyncio.CancelledError:
-        _kill(process, pids, directory)
+        _kill(supervisor, processes)
         raise
+    finally:
+        for process in processes:
+            process.close()
 
 
-async def _gone(process: asyncio.subprocess.Process, pids: list[int], directory: str) -> None:
-    await process.wait()
-    # They end by themselves when their supervisor was killed. Nobody tells us: they are not our children.
-    while any(_is_ours(pid, directory) for pid in pids):  # noqa: ASYNC110
-        await asyncio.sleep(_GONE_PERIOD_S)
+async def _gone(supervisor: asyncio.subprocess.Process, processes: Sequence[_Process]) -> None:
+    await supervisor.wait()
+    for process in processes:  # they end by themselves when their supervisor was killed
+        await process.ended.wait()
 
 
-def _kill(process: asyncio.subprocess.Process, pids: list[int], directory: str) -> None:
+def _kill(supervisor: asyncio.subprocess.Process, processes: Sequence[_Process]) -> None:
     with contextlib.suppress(ProcessLookupError):
+        supervisor.kill()
+    for process in processes:
         process.kill()
-    for pid in pids:
-        if _is_ours(pid, directory):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _is_ours(pid: int, directory: str) -> bool:
-    """Says whether a process of the server still runs; its pid may be somebody else's by now."""
-    try:
-        return directory.encode() in Path("/proc", str(pid), "environ").read_bytes()  # TMPDIR; empty for one that has ended
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _last_words(errors: Path) -> str:
     words = errors.read_text(errors="replace").strip()[-_LAST_WORDS_LENGTH:]
     return f":\n{words}" if words else ""
-
-
-def _cpu_s(pid: int) -> float:
-    try:
-        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-        runs = not int(fields[6]) & _PF_EXITING  # it is set before the state says so
-    except (FileNotFoundError, ProcessLookupError):
-        runs = False
-    if not runs:
-        raise ServerError(f"a process of the server (pid {pid}) ended during the run")
-    return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S  # user and system

@@ -33,8 +33,7 @@ from bench.results import Spread, write_json
 from bench.serving import command, leash, report, run, serve_command
 from bench.serving import server as server_module
 from bench.serving.client import Client, Exchange, ServerUnusableError
-from bench.serving.load import Played, Requests, play
-from bench.serving.measurement import Generator, Latency, Measurement, measure
+from bench.serving.load import Generator, Latency, Measurement, Requests, measure, play
 from bench.serving.media import MediaFileError, media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
 from bench.serving.server import Server, ServerError, serving
@@ -116,8 +115,8 @@ def exchange(began: float, sent: float, tokens: list[float], ended: float, failu
 
 
 def measured(*exchanges: Exchange, variant: str = "slab") -> Measurement:
-    played = Played(list(exchanges), 100.0, 0.5, Lag(1.0, 2.98, 3.0, 0.0))
-    return measure(variant, played, {"engine": 0.25, "frontends": 1.5})
+    found = measure(variant, exchanges, 100.0, 0.5, Lag(1.0, 2.98, 3.0, 0.0))
+    return msgspec.structs.replace(found, cpu_s={"engine": 0.25, "frontends": 1.5})
 
 
 def test_statistics_of_a_load() -> None:
@@ -314,13 +313,12 @@ async def test_no_more_are_in_flight_than_allowed(stub: Stub) -> None:
     script, url = stub
     load = Load(requests=30, max_concurrency=4, media=TEXT_ONLY)
     async with Client(url, "chat", 10.0) as client:
-        played = await play(load, client, Requests(load, "stub", []))
-    found = measure("url", played, {})
+        found = await play("url", load, client, Requests(load, "stub", []))
     assert (found.completed, script.peak) == (30, 4)
     assert found.peak_concurrency <= 4
     assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
     # A request's clock starts when a turn comes free, not when all were due.
-    assert played.exchanges[-1].began > played.start
+    assert found.by_request[-1].began_s > 0
 
 
 async def test_a_slow_server_gets_the_same_load(stub: Stub) -> None:
@@ -328,10 +326,10 @@ async def test_a_slow_server_gets_the_same_load(stub: Stub) -> None:
     script.hangs = True
     load = Load(requests=6, request_rate=100, request_timeout_s=0.4, media=TEXT_ONLY)
     async with Client(url, "chat", load.request_timeout_s) as client:
-        played = await play(load, client, Requests(load, "stub", []))
-    assert [one.began - played.start for one in played.exchanges] == pytest.approx(arrival_times(load))
+        found = await play("url", load, client, Requests(load, "stub", []))
+    assert [one.began_s for one in found.by_request] == pytest.approx(arrival_times(load))
     assert script.peak == 6
-    assert {one.failure for one in played.exchanges} == {"no whole answer within 0.4 s"}
+    assert {one.failure for one in found.by_request} == {"no whole answer within 0.4 s"}
 
 
 async def test_a_server_that_runs_already_is_measured_by_its_url(stub: Stub) -> None:
