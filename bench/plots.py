@@ -6,7 +6,8 @@ hue and marker. The plots need matplotlib, which is imported when one is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bench.records import Result, Results
 from bench.results import format_nbytes
 from bench.tables import peer_title
 
-__all__ = ["MissingPlotter", "check_plotter", "draw"]
+__all__ = ["MissingPlotter", "check_plotter", "draw", "lay_sizes_across", "panels", "save"]
 
 _PALETTE = (
     "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22", "#003f5c", "#e377c2", "#5f0f40",
@@ -53,20 +54,45 @@ def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) ->
     Raises:
         MissingPlotter: matplotlib is not installed.
     """
+    figures = {"throughput": _throughput, "latency": _latency, "scaling": _scaling, "cpu": _cpu}
+    paths = []
+    for name, make in figures.items():
+        paths += save(functools.partial(make, results), stem.with_name(f"{stem.name}-{name}"), kinds)
+    return paths
+
+
+def save(make: Callable[[], Any], stem: Path, kinds: Sequence[str]) -> list[Path]:
+    """Makes a figure, and saves it by that name with the endings of these kinds; returns the files, none of None."""
     check_plotter()
     import matplotlib
 
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = []
     # Text stays text, and the same results give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9}):
-        figures = {"throughput": _throughput, "latency": _latency, "scaling": _scaling, "cpu": _cpu}
-        for name, figure in ((name, make(results)) for name, make in figures.items()):
-            for kind in kinds if figure is not None else ():
-                path = stem.with_name(f"{stem.name}-{name}.{kind}")
-                figure.savefig(path, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None)
-                paths.append(path)
+        if (figure := make()) is None:
+            return []
+        paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
+        for path in paths:
+            figure.savefig(path, dpi=_DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
     return paths
+
+
+def panels(width: int, title: str, size_inches: tuple[float, float] | None = None) -> tuple[Any, list[Any]]:
+    """Returns a figure with so many panels beside each other, and those."""
+    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
+
+    figure = Figure(figsize=size_inches or (6.4 * width, 5.6), layout="constrained")
+    figure.suptitle(title, fontsize="large", fontweight="bold")
+    return figure, list(figure.subplots(1, width, squeeze=False)[0])
+
+
+def lay_sizes_across(axes: Any, sizes: Iterable[int]) -> None:
+    """Has a panel's lines drawn over the size of a tensor."""
+    ordered = sorted(set(sizes))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ordered, [format_nbytes(nbytes) for nbytes in ordered])
+    axes.minorticks_off()
+    axes.set_xlabel("size of a tensor")
 
 
 def _style(peer: str) -> dict[str, Any]:
@@ -77,14 +103,6 @@ def _style(peer: str) -> dict[str, Any]:
     place = others.index(peer) if peer in others else len(others)
     colour, marker = _PALETTE[place % len(_PALETTE)], _MARKERS[place % len(_MARKERS)]
     return {"color": colour, "linewidth": 1.2, "marker": marker, "markersize": 5, "zorder": 3}
-
-
-def _panels(width: int, title: str) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
-
-    figure = Figure(figsize=(6.4 * width, 5.6), layout="constrained")
-    figure.suptitle(title, fontsize="large", fontweight="bold")
-    return figure, list(figure.subplots(1, width, squeeze=False)[0])
 
 
 def _base(results: Results, window: int) -> list[Result]:
@@ -111,18 +129,15 @@ def _named(figure: Any, axes: Any) -> Any:
 
 
 def _by_size(
-    results: Results, window: int, title: str, panels: Sequence[tuple[str, Callable[[Result], float]]]
+    results: Results, window: int, title: str, numbers: Sequence[tuple[str, Callable[[Result], float]]]
 ) -> tuple[Any, list[Any]] | None:
     """A panel for each number, over the size of a tensor; None if nothing was measured with that window."""
     if not (selected := _base(results, window)):
         return None
-    figure, all_axes = _panels(len(panels), title)
-    sizes = sorted({result.case.nbytes for result in selected})
-    for axes, (label, number) in zip(all_axes, panels, strict=True):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [format_nbytes(nbytes) for nbytes in sizes])
-        axes.minorticks_off()
-        axes.set(xlabel="size of a tensor", ylabel=label)
+    figure, all_axes = panels(len(numbers), title)
+    for axes, (label, number) in zip(all_axes, numbers, strict=True):
+        lay_sizes_across(axes, (result.case.nbytes for result in selected))
+        axes.set_ylabel(label)
         _lines(axes, selected, lambda result: result.case.nbytes, number)
     return figure, all_axes
 
@@ -166,8 +181,8 @@ def _scaling(results: Results) -> Any:
     sizes = sorted(several)[-3:]
     if not sizes:
         return None
-    figure, panels = _panels(len(sizes), "Several producers, one consumer:\n16 messages in flight of each, all together")
-    for axes, nbytes in zip(panels, sizes, strict=True):
+    figure, all_axes = panels(len(sizes), "Several producers, one consumer:\n16 messages in flight of each, all together")
+    for axes, nbytes in zip(all_axes, sizes, strict=True):
         here = [result for result in selected if result.case.nbytes == nbytes and result.case.window == 16]
         numbers = sorted({result.case.producers for result in here})
         scaled = {result.peer for result in here if result.case.producers > 1}  # a peer with one point has no line
@@ -176,7 +191,7 @@ def _scaling(results: Results) -> Any:
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.set(ylabel="messages per second", xlabel="producers", title=format_nbytes(nbytes))
         _lines(axes, here, lambda result: result.case.producers, lambda result: result.messages_per_s.median)
-    return _named(figure, panels[-1])
+    return _named(figure, all_axes[-1])
 
 
 def _cpu(results: Results) -> Any:
@@ -185,13 +200,13 @@ def _cpu(results: Results) -> Any:
     chosen = [*sizes[:1], *sizes[-2:-1]] if len(sizes) > 2 else sizes
     if not chosen:
         return None
-    figure, panels = _panels(len(chosen), "What a gigabyte costs, one producer, 16 messages in flight: lower is better")
-    for axes, nbytes in zip(panels, chosen, strict=True):
+    figure, all_axes = panels(len(chosen), "What a gigabyte costs, one producer, 16 messages in flight: lower is better")
+    for axes, nbytes in zip(all_axes, chosen, strict=True):
         here = [result for result in selected if result.case.nbytes == nbytes]
         here.sort(key=lambda result: result.producer.cpu_s_per_gb + result.consumer.cpu_s_per_gb, reverse=True)
         _bars(axes, here)
         axes.set(title=f"{format_nbytes(nbytes)}", xlabel="CPU seconds per GB")
-    panels[-1].legend(loc="upper right", fontsize="small")
+    all_axes[-1].legend(loc="upper right", fontsize="small")
     return figure
 
 

@@ -17,7 +17,7 @@ import msgspec
 from bench import plots, targets
 from bench.cases import Case
 from bench.coverage import Coverage, checkout
-from bench.gpu import plot as gpu_plot
+from bench.gpu import report as gpu_report
 from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
@@ -143,7 +143,7 @@ def _draw(path: Path, result: Results | Findings, stem: Path) -> list[Path]:
         return plots.draw(result, stem, kinds=("svg",))
     if result.mode == _GPU:
         try:
-            return gpu_plot.draw(result, stem, kinds=("svg",))
+            return gpu_report.draw(result, stem, kinds=("svg",))
         except msgspec.ValidationError as error:
             raise _wrong(path, error) from error
     drawn = stem.with_suffix(".svg")

@@ -9,24 +9,14 @@ from typing import Any
 
 import click
 
+from bench import command_line
 from bench.children import BenchError
-from bench.command_line import (
-    FILE,
-    SETTINGS,
-    NotMeasured,
-    json_option,
-    repetitions_option,
-    shown_progress,
-    size_option,
-    terminated,
-)
+from bench.command_line import NotMeasured
 from bench.gpu import device
 from bench.gpu.copies import WAYS
-from bench.gpu.device import MIN_NBYTES
 from bench.gpu.handovers import ROUTES
 from bench.gpu.plan import Plan, run, steps
-from bench.gpu.plot import draw
-from bench.gpu.report import report
+from bench.gpu.report import draw, report
 from bench.plots import MissingPlotter, check_plotter
 from bench.tables import deliver
 from bench.targets import missed
@@ -42,16 +32,20 @@ class _NoGpu(click.ClickException):
     exit_code = 2
 
 
-@click.command("gpu", context_settings=SETTINGS)
+@click.command("gpu", context_settings=command_line.SETTINGS)
 @click.option("--quick", is_flag=True, help="The sizes that targets are about, 3 repetitions, in a minute.")
-@size_option(
-    "--size", "sizes", item_nbytes=MIN_NBYTES, item="its marks", text="Of a tensor; repeatable.  [default: 64KiB to 256MiB]"
+@command_line.size_option(
+    "--size",
+    "sizes",
+    item_nbytes=device.MIN_NBYTES,
+    item="its marks",
+    text="Of a tensor; repeatable.  [default: 64KiB to 256MiB]",
 )
 @click.option("--from", "ways", multiple=True, type=_WAYS, help="To the GPU; repeatable.  [default: all]")
 @click.option("--by", "routes", multiple=True, type=_ROUTES, help="Between processes; repeatable.  [default: all]")
-@repetitions_option("Interleaved.  [default: 7; 3 if quick]")
-@json_option
-@click.option("--plot", "plot_stem", default=None, type=FILE, help="Also draw FILE.png and FILE.svg.")
+@command_line.repetitions_option("Interleaved.  [default: 7; 3 if quick]")
+@command_line.json_option
+@click.option("--plot", "plot_stem", default=None, type=command_line.FILE, help="Also draw FILE.png and FILE.svg.")
 def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
@@ -59,13 +53,13 @@ def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **c
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, command_line.terminated)
     chosen = {name: value for name, value in choices.items() if value}
     plan = dataclasses.replace(Plan.quick() if quick else Plan(), **chosen)
     try:
         if plot_stem is not None:
             check_plotter()  # before the run, so that nobody learns minutes later that it is missing
-        with shown_progress(steps(plan)) as progress:
+        with command_line.shown_progress(steps(plan)) as progress:
             findings = report(run(plan, progress))
     except (BenchError, MissingPlotter) as error:
         raise NotMeasured(str(error)) from error

@@ -29,17 +29,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
 import shmring
-from bench.children import described
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
-from bench.gpu.processes import Opened, Setting
+from bench.gpu.processes import Opened, opened
 from bench.peers.shmring_ring import see_to_its_end
 
-__all__ = ["CEILING", "CLONED", "PINNED_SLOT", "WAYS", "Stall", "Stalls", "Transfer", "copying", "in_flight"]
+__all__ = ["BANDWIDTH", "CEILING", "CLONED", "PINNED_SLOT", "STALLS", "WAYS", "Stalls", "copying", "in_flight"]
+
+BANDWIDTH, STALLS = "bandwidth", "stalls"  # what is measured
 
 #: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.
 _IN_FLIGHT, _IN_FLIGHT_NBYTES = 64, 256 << 20
@@ -167,41 +167,18 @@ class _FromMemory(Way):
         return self._bring(*request.source)
 
 
-@contextlib.asynccontextmanager
-async def _open_memory(
-    allocate: Callable[[Gpu, int], torch.Tensor],
-    bring: Callable[[Gpu, int], _Bring],
-    gpu: Gpu,
-    directory: str,
-    footprint_nbytes: int,
-) -> AsyncIterator[Way]:
-    yield _FromMemory(allocate(gpu, footprint_nbytes), bring(gpu, footprint_nbytes))
+def _open_memory(memory: torch.Tensor, bring: _Bring) -> AbstractAsyncContextManager[Way]:
+    return contextlib.nullcontext(_FromMemory(memory, bring))
 
 
-def _page_locked(gpu: Gpu, nbytes: int) -> torch.Tensor:
-    return gpu.page_locked(nbytes)
-
-
-def _pageable(gpu: Gpu, nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _shared(gpu: Gpu, nbytes: int) -> torch.Tensor:
+def _shared(nbytes: int) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))  # shared and anonymous
 
 
-def _to_reused(gpu: Gpu, footprint_nbytes: int) -> _Bring:
+def _to_reused(gpu: Gpu, nbytes: int) -> _Bring:
     """Places on the GPU are there before, too."""
-    target = torch.empty(footprint_nbytes, dtype=torch.uint8, device=gpu.device)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=gpu.device)
     return lambda source, start: target[start : start + source.nbytes].view(DTYPE).copy_(source, non_blocking=True)
-
-
-def _cloned(gpu: Gpu, footprint_nbytes: int) -> _Bring:
-    return lambda source, start: source.clone().to(gpu.device, non_blocking=True)
-
-
-def _pinned(gpu: Gpu, footprint_nbytes: int) -> _Bring:
-    return lambda source, start: gpu.pin(source).to(gpu.device, non_blocking=True)
 
 
 class Contender(NamedTuple):
@@ -221,10 +198,24 @@ PINNED_SLOT, CEILING, CLONED = "slot-pinned", "pin-memory", "clone"
 WAYS: dict[str, Contender] = {
     PINNED_SLOT: Contender("slot, pinned slab", functools.partial(_open_slots, "on")),
     "slot-unpinned": Contender("slot, slab not pinned", functools.partial(_open_slots, "off")),
-    CEILING: Contender("pin_memory() memory", functools.partial(_open_memory, _page_locked, _to_reused)),
-    "pageable": Contender("pageable memory", functools.partial(_open_memory, _pageable, _to_reused)),
-    CLONED: Contender("cloned, then copied", functools.partial(_open_memory, _shared, _cloned)),
-    "pin": Contender("pinned each, then copied", functools.partial(_open_memory, _shared, _pinned)),
+    CEILING: Contender(
+        "pin_memory() memory", lambda gpu, _, nbytes: _open_memory(gpu.page_locked(nbytes), _to_reused(gpu, nbytes))
+    ),
+    "pageable": Contender(
+        "pageable memory", lambda gpu, _, nbytes: _open_memory(torch.empty(nbytes, dtype=torch.uint8), _to_reused(gpu, nbytes))
+    ),
+    CLONED: Contender(
+        "cloned, then copied",
+        lambda gpu, _, nbytes: _open_memory(
+            _shared(nbytes), lambda source, start: source.clone().to(gpu.device, non_blocking=True)
+        ),
+    ),
+    "pin": Contender(
+        "pinned each, then copied",
+        lambda gpu, _, nbytes: _open_memory(
+            _shared(nbytes), lambda source, start: gpu.pin(source).to(gpu.device, non_blocking=True)
+        ),
+    ),
 }
 """By name, in the order of tables."""
 
@@ -232,23 +223,7 @@ WAYS: dict[str, Contender] = {
 # -- measuring -----------------------------------------------------------------------------------------------------------
 
 
-class Transfer(NamedTuple):
-    """Asks for the bandwidth of a way in GB/s, over so many seconds of copying and at least one pass."""
-
-    way: str
-    nbytes: int
-    timed_s: float
-
-
-class Stall(NamedTuple):
-    """Asks how long a way holds the loop up while it brings so many requests, one after another; see :class:`Stalls`."""
-
-    way: str
-    nbytes: int
-    requests: int
-
-
-class Stalls(msgspec.Struct, frozen=True):
+class Stalls(NamedTuple):
     """The longest time between two turns of the loop, in seconds: while each request was brought, and before it."""
 
     brought_s: list[float]
@@ -256,34 +231,37 @@ class Stalls(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def copying(gpu: Gpu, setting: Setting) -> AsyncIterator[Opened]:
-    """The process that copies: opens all ways, and carries out :class:`Transfer` and :class:`Stall`."""
-    ways: dict[str, Way] = {}
-    absent: dict[str, str] = {}
-    footprint_nbytes = max(in_flight(nbytes) * nbytes for nbytes in setting.sizes)
+async def copying(directory: str, sizes: Sequence[int], names: Sequence[str], gpu: Gpu) -> AsyncIterator[Opened]:
+    """The process that copies.
 
-    async def carry_out(command: Transfer | Stall) -> float | Stalls:
-        if isinstance(command, Transfer):
-            return await _bandwidth(gpu, command.way, ways[command.way], command)
-        return await _stalls(gpu, command.way, ways[command.way], command)
+    Args:
+        directory: for sockets.
+        sizes: of all tensors, in bytes.
+        names: of ways.
+        gpu: to copy to.
+    """
+    footprint_nbytes = max(in_flight(nbytes) * nbytes for nbytes in sizes)
+    openers = {name: functools.partial(WAYS[name].open, gpu, directory, footprint_nbytes) for name in names}
+    async with opened(openers) as (ways, absent):
 
-    async with contextlib.AsyncExitStack() as stack:
-        for name in setting.ways:
-            try:
-                ways[name] = await stack.enter_async_context(WAYS[name].open(gpu, setting.directory, footprint_nbytes))
-            except Exception as error:  # noqa: BLE001 # of CUDA or the system; it has its place among the results
-                absent[name] = described(error)
-        yield Opened(absent, carry_out)
+        async def bandwidth(name: str, nbytes: int, timed_s: float) -> float:
+            return await _bandwidth(gpu, name, ways[name], nbytes, timed_s)
+
+        async def stalls(name: str, nbytes: int, requests: int) -> Stalls:
+            return await _stalls(gpu, name, ways[name], nbytes, requests)
+
+        yield Opened(absent, {BANDWIDTH: bandwidth, STALLS: stalls})
 
 
-async def _bandwidth(gpu: Gpu, name: str, way: Way, command: Transfer) -> float:
-    requests = in_flight(command.nbytes)
-    await _timed_pass(gpu, name, way, command.nbytes, requests)  # to warm up
+async def _bandwidth(gpu: Gpu, name: str, way: Way, nbytes: int, timed_s: float) -> float:
+    """GB/s, over so many seconds of copying and at least one pass."""
+    requests = in_flight(nbytes)
+    await _timed_pass(gpu, name, way, nbytes, requests)  # to warm up
     passes, elapsed_s = 0, 0.0
-    while not passes or (elapsed_s < command.timed_s and passes < _MOST_PASSES):
-        elapsed_s += await _timed_pass(gpu, name, way, command.nbytes, requests)
+    while not passes or (elapsed_s < timed_s and passes < _MOST_PASSES):
+        elapsed_s += await _timed_pass(gpu, name, way, nbytes, requests)
         passes += 1
-    return passes * requests * command.nbytes / elapsed_s / 1e9
+    return passes * requests * nbytes / elapsed_s / 1e9
 
 
 async def _timed_pass(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> float:
@@ -310,11 +288,12 @@ async def _prepared(gpu: Gpu, way: Way, nbytes: int, requests: int) -> AsyncIter
         await asyncio.sleep(0)  # what was dropped on the GPU comes back by the loop
 
 
-async def _stalls(gpu: Gpu, name: str, way: Way, command: Stall) -> Stalls:
+async def _stalls(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> Stalls:
+    """How long the loop is held up while so many requests are brought, one after another."""
     longest = Stalls([], [])
-    await _timed_pass(gpu, name, way, command.nbytes, 1)
-    for _ in range(command.requests):
-        async with _prepared(gpu, way, command.nbytes, 1) as (request,):
+    await _timed_pass(gpu, name, way, nbytes, 1)
+    for _ in range(requests):
+        async with _prepared(gpu, way, nbytes, 1) as (request,):
             with _Turns() as turns:
                 for _ in range(_IDLE_TURNS):
                     await asyncio.sleep(0)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
@@ -31,9 +32,11 @@ import torch.multiprocessing
 import shmring
 from bench.children import described
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
-from bench.gpu.processes import SPAWN, Opened, Setting
+from bench.gpu.processes import SPAWN, Opened, opened
 
-__all__ = ["DEVICE_SLAB", "HOST_SLOT", "ROUTES", "CudaIpc", "HandOver", "Route", "answering", "asking"]
+__all__ = ["DEVICE_SLAB", "HAND_OVERS", "HOST_SLOT", "ROUTES", "CudaIpc", "answering", "asking"]
+
+HAND_OVERS = "hand-overs"  # what is measured
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
@@ -209,50 +212,31 @@ ROUTES: dict[str, Route] = {
 # -- the two processes ---------------------------------------------------------------------------------------------------
 
 
-class HandOver(NamedTuple):
-    """Asks how long so many hand-overs take, in nanoseconds each."""
+@contextlib.asynccontextmanager
+async def answering(directory: str, nbytes: int, shared: Mapping[str, Any], gpu: Gpu) -> AsyncIterator[Opened]:
+    """The engine's process: answers for as long as it lives, and has no commands.
 
-    route: str
-    nbytes: int
-    messages: int
+    Args:
+        directory: for sockets.
+        nbytes: of the largest tensor.
+        shared: what :meth:`Route.create_shared` gave, by route.
+        gpu: to compute on.
+    """
+    openers = {name: functools.partial(ROUTES[name].answering, gpu, directory, shared[name], nbytes) for name in shared}
+    async with opened(openers) as (_, absent):
+        yield Opened(absent, {})
 
 
 @contextlib.asynccontextmanager
-async def answering(gpu: Gpu, setting: Setting) -> AsyncIterator[Opened]:
-    """The engine's process: answers all routes for as long as it lives, and has no commands."""
-
-    async def carry_out(command: Any) -> Any:
-        raise AssertionError("the engine is told nothing")
-
-    async with _opened(Route.answering.__name__, gpu, setting) as (_, absent):
-        yield Opened(absent, carry_out)
-
-
-@contextlib.asynccontextmanager
-async def asking(gpu: Gpu, setting: Setting) -> AsyncIterator[Opened]:
-    """The frontend's process: carries out :class:`HandOver`."""
+async def asking(directory: str, nbytes: int, shared: Mapping[str, Any], gpu: Gpu) -> AsyncIterator[Opened]:
+    """The frontend's process; arguments as of :func:`answering`."""
     numbers = itertools.count(1)
+    openers = {name: functools.partial(ROUTES[name].asking, gpu, directory, shared[name], nbytes) for name in shared}
+    async with opened(openers) as (asks, absent):
 
-    async def carry_out(command: HandOver) -> list[int]:
-        ask = asks[command.route]
-        for _ in range(_WARM_UP):
-            await ask(command.nbytes, next(numbers))
-        return [await ask(command.nbytes, next(numbers)) for _ in range(command.messages)]
+        async def hand_over(name: str, nbytes: int, messages: int) -> list[int]:
+            """Returns how long each of so many took, in nanoseconds."""
+            times_ns = [await asks[name](nbytes, next(numbers)) for _ in range(_WARM_UP + messages)]
+            return times_ns[_WARM_UP:]
 
-    async with _opened(Route.asking.__name__, gpu, setting) as (asks, absent):
-        yield Opened(absent, carry_out)
-
-
-@contextlib.asynccontextmanager
-async def _opened(end: str, gpu: Gpu, setting: Setting) -> AsyncIterator[tuple[dict[str, Any], dict[str, str]]]:
-    """Opens one end of all routes; yields what they gave, and why others could not be opened."""
-    ends: dict[str, Any] = {}
-    absent: dict[str, str] = {}
-    async with contextlib.AsyncExitStack() as stack:
-        for name in setting.routes:
-            opening = getattr(ROUTES[name], end)(gpu, setting.directory, setting.shared.get(name), max(setting.sizes))
-            try:
-                ends[name] = await stack.enter_async_context(opening)
-            except Exception as error:  # noqa: BLE001 # of CUDA or the system; it has its place among the results
-                absent[name] = described(error)
-        yield ends, absent
+        yield Opened(absent, {HAND_OVERS: hand_over})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import statistics
 import tempfile
@@ -21,10 +22,10 @@ import numpy as np
 from bench.children import BenchError
 from bench.coverage import Coverage, Planned, Status
 from bench.gpu import copies, handovers
-from bench.gpu.copies import CEILING, WAYS
+from bench.gpu.copies import BANDWIDTH, CEILING, STALLS, WAYS
 from bench.gpu.device import Accelerator
-from bench.gpu.handovers import ROUTES
-from bench.gpu.processes import Process, Refused, Setting
+from bench.gpu.handovers import HAND_OVERS, ROUTES
+from bench.gpu.processes import Process, Refused
 from bench.machine import Machine
 from bench.results import Spread, format_nbytes
 
@@ -133,23 +134,21 @@ def run(plan: Plan, progress: _Progress) -> Results:
     Raises:
         BenchError: the process that copies did not start; what fails later is among the results.
     """
-    rates: _Part[float] = _Part("bandwidth", plan, plan.ways)
-    stalls: _Part[copies.Stalls] = _Part("stalls", plan, plan.ways)
-    times: _Part[list[int]] = _Part("hand-overs", plan, plan.routes)
+    rates: _Part[float] = _Part(BANDWIDTH, plan, plan.ways, plan.timed_s)
+    stalls: _Part[copies.Stalls] = _Part(STALLS, plan, plan.ways, plan.stalls)
+    times: _Part[list[int]] = _Part(HAND_OVERS, plan, plan.routes, plan.messages)
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        setting = Setting(directory, tuple(plan.sizes), tuple(plan.ways), tuple(plan.routes))
         progress("starting: copies")
-        with Process("copies", copies.copying, setting) as process:
+        with Process("copies", functools.partial(copies.copying, directory, plan.sizes, plan.ways)) as process:
             gpu, absent = process.open()
             for part in (rates, stalls):
                 part.lacks(absent)
-            rates.measure(process, lambda way, nbytes: copies.Transfer(way, nbytes, plan.timed_s), progress)
-            stalls.measure(process, lambda way, nbytes: copies.Stall(way, nbytes, plan.stalls), progress)
+                part.measure(process, progress)
             with stalls.going():
                 process.finish()
         progress("starting: engine and frontend")
         with times.going():
-            _hand_over(times, setting, progress)
+            _hand_over(times, directory, progress)
     ceiling = {nbytes: runs for (way, nbytes), runs in rates.runs.items() if way == CEILING}
     return Results(
         machine=Machine.here(),
@@ -166,10 +165,11 @@ def run(plan: Plan, progress: _Progress) -> Results:
 class _Part(Generic[_Run]):
     """A part of a run: what commands have returned, by cell. A cell that failed has nothing, and is not tried again."""
 
-    def __init__(self, title: str, plan: Plan, names: Sequence[str]) -> None:
+    def __init__(self, title: str, plan: Plan, names: Sequence[str], amount: float) -> None:
         self.title = title
         self.plan = plan
         self.names = list(names)
+        self.amount = amount
         self.runs: dict[_Cell, list[_Run]] = {}
         self.reasons: dict[_Cell, str] = {}
 
@@ -186,7 +186,7 @@ class _Part(Generic[_Run]):
             for cell in itertools.product(self.names, self.plan.sizes):
                 self.reasons.setdefault(cell, f"broken off: {error}")
 
-    def measure(self, process: Process, command: Callable[[str, int], object], progress: _Progress) -> None:
+    def measure(self, process: Process, progress: _Progress) -> None:
         """Measures A B C at each size, then all of it again."""
         plan = self.plan
         with self.going():
@@ -194,7 +194,7 @@ class _Part(Generic[_Run]):
                 progress(f"{self.title}: {title_of(name)}, {nbytes:,} bytes, {repetition} of {plan.repetitions}")
                 if (name, nbytes) in self.reasons:
                     continue
-                answer = process.carry_out(command(name, nbytes))
+                answer = process.carry_out(self.title, name, nbytes, self.amount)
                 if isinstance(answer, Refused):
                     self.reasons[name, nbytes] = answer.error
                     self.runs.pop((name, nbytes), None)
@@ -211,16 +211,16 @@ def title_of(name: str) -> str:
     return WAYS[name].title if name in WAYS else ROUTES[name].title
 
 
-def _hand_over(times: _Part[list[int]], setting: Setting, progress: _Progress) -> None:
-    setting = dataclasses.replace(setting, shared={name: ROUTES[name].create_shared() for name in setting.routes})
-    with Process("engine", handovers.answering, setting) as engine:
+def _hand_over(times: _Part[list[int]], directory: str, progress: _Progress) -> None:
+    shared = {name: ROUTES[name].create_shared() for name in times.names}
+    largest_nbytes = max(times.plan.sizes)
+    with Process("engine", functools.partial(handovers.answering, directory, largest_nbytes, shared)) as engine:
         _, absent = engine.open()
         times.lacks(absent)
-        answered = tuple(name for name in setting.routes if name not in absent)
-        with Process("frontend", handovers.asking, dataclasses.replace(setting, routes=answered)) as frontend:
+        answered = {name: value for name, value in shared.items() if name not in absent}
+        with Process("frontend", functools.partial(handovers.asking, directory, largest_nbytes, answered)) as frontend:
             times.lacks(frontend.open()[1])
-            messages = times.plan.messages
-            times.measure(frontend, lambda route, nbytes: handovers.HandOver(route, nbytes, messages), progress)
+            times.measure(frontend, progress)
             frontend.finish()
         engine.finish()
 

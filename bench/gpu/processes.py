@@ -7,20 +7,21 @@ each bounded in time by the parent. What fails in a command is its result, in wo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from bench.children import Child, Children, Parent, described
 from bench.gpu.device import Accelerator, Gpu
 
-__all__ = ["SPAWN", "Opened", "Process", "Refused", "Role", "Setting"]
+__all__ = ["SPAWN", "Opened", "Process", "Refused", "opened"]
 
 _OPEN_LIMIT_S = 180.0  # a context, and half a dozen buffers of half a GB, on a machine that does much else
 _COMMAND_LIMIT_S = 120.0  # hundreds of times what the slowest command takes
@@ -28,23 +29,7 @@ _END_LIMIT_S = 30.0  # to unpin and unmap
 
 SPAWN = get_context("spawn")  # CUDA can't be used in a process that was forked
 
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a child is to open.
-
-    Attributes:
-        directory: for sockets.
-        sizes: of all tensors, in bytes.
-        ways, routes: of which copies, and hand-overs.
-        shared: what engine and frontend share, by route.
-    """
-
-    directory: str
-    sizes: tuple[int, ...]
-    ways: tuple[str, ...] = ()
-    routes: tuple[str, ...] = ()
-    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+_Thing = TypeVar("_Thing")
 
 
 class Opened(NamedTuple):
@@ -52,11 +37,11 @@ class Opened(NamedTuple):
 
     Attributes:
         absent: what could not be, by name, and why.
-        carry_out: carries a command out, and returns its result.
+        commands: what it carries out, by name: of what was opened, at a size in bytes, so much or so often.
     """
 
-    absent: dict[str, str]
-    carry_out: Callable[[Any], Awaitable[Any]]
+    absent: Mapping[str, str]
+    commands: Mapping[str, Callable[[str, int, Any], Awaitable[Any]]]
 
 
 class Refused(NamedTuple):
@@ -72,8 +57,24 @@ class _Open:
     limit_s: float | None = None
 
 
-#: What a child does: opens something, for as long as it is measured.
-Role = Callable[[Gpu, Setting], AbstractAsyncContextManager[Opened]]
+#: What a child does: opens something on its GPU, for as long as it is measured.
+_Role: TypeAlias = Callable[[Gpu], AbstractAsyncContextManager[Opened]]
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    openers: Mapping[str, Callable[[], AbstractAsyncContextManager[_Thing]]],
+) -> AsyncIterator[tuple[dict[str, _Thing], dict[str, str]]]:
+    """Opens things for the time of a ``with``; yields those that could be, and why others could not, by name."""
+    things: dict[str, _Thing] = {}
+    absent: dict[str, str] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for name, opener in openers.items():
+            try:
+                things[name] = await stack.enter_async_context(opener())
+            except Exception as error:  # noqa: BLE001 # of CUDA or the system; it has its place among the results
+                absent[name] = described(error)
+        yield things, absent
 
 
 class Process(Children):
@@ -82,13 +83,12 @@ class Process(Children):
 
     Args:
         name: for people.
-        role: what it does; travels to it.
-        setting: for the role; travels with it, since what processes share can be handed over at their start only.
+        role: what it does; travels to it, with what processes share, which can be handed over at their start only.
     """
 
-    def __init__(self, name: str, role: Role, setting: Setting) -> None:
+    def __init__(self, name: str, role: _Role) -> None:
         super().__init__("GPU")
-        self._children.append(Child(SPAWN, name, "gpu", functools.partial(_play, role, setting)))
+        self._children.append(Child(SPAWN, name, "gpu", functools.partial(_play, role)))
 
     def open(self) -> tuple[Accelerator, dict[str, str]]:
         """Waits until it has opened everything; returns its GPU, and what could not be opened, by name."""
@@ -96,9 +96,9 @@ class Process(Children):
         gpu, absent = self._answer(_Open(), _OPEN_LIMIT_S, "opening")
         return gpu, absent
 
-    def carry_out(self, command: object) -> Any:
-        """Has a command carried out; returns its result, or that it was :class:`Refused`."""
-        return self._answer(command, _COMMAND_LIMIT_S, str(command))
+    def carry_out(self, command: str, name: str, nbytes: int, amount: float) -> Any:
+        """Has a command of :class:`Opened` carried out; returns its result, or that it was :class:`Refused`."""
+        return self._answer((command, name, nbytes, amount), _COMMAND_LIMIT_S, f"{command}, {name}, {nbytes:,} bytes")
 
     def finish(self) -> None:
         """Has everything closed."""
@@ -111,17 +111,16 @@ class Process(Children):
         return answer
 
 
-# -- in the child --------------------------------------------------------------------------------------------------------
-
-
-async def _play(role: Role, setting: Setting, parent: Parent, _: _Open) -> None:
+async def _play(role: _Role, parent: Parent, _: _Open) -> None:
+    """In the child."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # what a clone takes by itself; vLLM leaves it less
     gpu = Gpu()
-    async with role(gpu, setting) as opened:
-        parent.tell((gpu.describe(), opened.absent))
-        while (command := await parent.hear()) is not None:
+    async with role(gpu) as (absent, commands):
+        parent.tell((gpu.describe(), absent))
+        while (message := await parent.hear()) is not None:
+            command, *arguments = message
             try:
-                result = await opened.carry_out(command)
+                result = await commands[command](*arguments)
             except Exception as error:  # noqa: BLE001 # it is the command's result
                 result = Refused(described(error))
             parent.tell(result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import queue
 import threading
@@ -27,7 +28,7 @@ from bench.gpu.copies import WAYS, in_flight
 from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.plan import Plan, Results, run, steps
-from bench.gpu.processes import Process, Refused, Setting
+from bench.gpu.processes import Process, Refused
 from bench.messages import CheckError
 from shmring.client.client import Connecting, RingClient
 from shmring.config import ClientConfig, RingConfig
@@ -85,9 +86,7 @@ def gpu() -> HostMemory:
     return HostMemory(fakes())
 
 
-@pytest.fixture
-def setting(socket_dir: Path) -> Setting:
-    return Setting(str(socket_dir), sizes=(4 * KB, 256 * KB), ways=tuple(WAYS))
+SIZES = (4 * KB, 256 * KB)
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------
@@ -118,13 +117,13 @@ def test_a_mark_that_is_not_there_is_noticed(place: int) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, setting: Setting) -> None:
-    async with copies.copying(gpu, dataclasses.replace(setting, ways=(way,))) as opened:
-        assert opened.absent == {}
-        for nbytes in setting.sizes:
-            assert await opened.carry_out(copies.Transfer(way, nbytes, timed_s=0.0)) > 0
+async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, socket_dir: Path) -> None:
+    async with copies.copying(str(socket_dir), SIZES, [way], gpu) as (absent, commands):
+        assert absent == {}
+        for nbytes in SIZES:
+            assert await commands["bandwidth"](way, nbytes, 0.0) > 0
             gpu.lag = 3
-            stalls = await opened.carry_out(copies.Stall(way, nbytes, requests=2))
+            stalls = await commands["stalls"](way, nbytes, 2)
             assert len(stalls.brought_s) == len(stalls.idle_s) == 2
             assert min(stalls.brought_s + stalls.idle_s) > 0
     if way.startswith("slot"):
@@ -132,29 +131,29 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sett
         assert (gpu.cuda.calls["host_register"] > 0) is (way == "slot-pinned")
 
 
-async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, setting: Setting) -> None:
+async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path) -> None:
     gpu.cuda.copy_to_device = lambda target, source, stream: None
-    async with copies.copying(gpu, dataclasses.replace(setting, ways=("slot-pinned",))) as opened:
+    async with copies.copying(str(socket_dir), SIZES, ["slot-pinned"], gpu) as (_, commands):
         with pytest.raises(CheckError, match="slot, pinned slab: message 1 holds"):
-            await opened.carry_out(copies.Transfer("slot-pinned", 4 * KB, timed_s=0.0))
+            await commands["bandwidth"]("slot-pinned", 4 * KB, 0.0)
 
 
-async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, setting: Setting) -> None:
-    async with copies.copying(gpu, dataclasses.replace(setting, ways=("slot-pinned",))) as opened:
+async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, socket_dir: Path) -> None:
+    async with copies.copying(str(socket_dir), SIZES, ["slot-pinned"], gpu) as (_, commands):
         gpu.cuda.fail("copy_to_device")
         with pytest.raises(CudaError):
-            await opened.carry_out(copies.Transfer("slot-pinned", 256 * KB, timed_s=0.0))
-        assert await opened.carry_out(copies.Transfer("slot-pinned", 256 * KB, timed_s=0.0)) > 0
+            await commands["bandwidth"]("slot-pinned", 256 * KB, 0.0)
+        assert await commands["bandwidth"]("slot-pinned", 256 * KB, 0.0) > 0
 
 
-async def test_what_blocks_the_loop_is_seen_to(gpu: HostMemory, setting: Setting) -> None:
+async def test_what_blocks_the_loop_is_seen_to(gpu: HostMemory, socket_dir: Path) -> None:
     def slow(tensor: torch.Tensor) -> torch.Tensor:
         threading.Event().wait(0.03)
         return tensor.clone()
 
     gpu.pin = slow
-    async with copies.copying(gpu, dataclasses.replace(setting, ways=("pin",))) as opened:
-        stalls = await opened.carry_out(copies.Stall("pin", 4 * KB, requests=3))
+    async with copies.copying(str(socket_dir), SIZES, ["pin"], gpu) as (_, commands):
+        stalls = await commands["stalls"]("pin", 4 * KB, 3)
     assert min(stalls.brought_s) >= 0.03
     assert min(stalls.idle_s) < 0.03
 
@@ -282,14 +281,14 @@ def test_an_engine_whose_gpu_fails_says_so_to_the_frontend(gpu: HostMemory, monk
 
 @pytest.mark.usefixtures("threads")
 def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    died_in = {copies.Stall: 1, handovers.HandOver: 4}  # of the second size, what is handed over first
+    died_in = {"stalls": 1, "hand-overs": 4}  # of the second size, what is handed over first
 
-    def carry_out(process: Process, command: Any) -> Any:
-        if type(command) in died_in:
-            died_in[type(command)] -= 1
-            if not died_in[type(command)]:
+    def carry_out(process: Process, command: str, *arguments: Any) -> Any:
+        if command in died_in:
+            died_in[command] -= 1
+            if not died_in[command]:
                 process.kill()
-        return carried_out(process, command)
+        return carried_out(process, command, *arguments)
 
     carried_out = Process.carry_out
     monkeypatch.setattr(Process, "carry_out", carry_out)
@@ -304,10 +303,10 @@ def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("threads")
 def test_a_command_that_fails_is_a_result() -> None:
-    with Process("copies", copies.copying, Setting("/nonexistent", sizes=(4 * KB,), ways=("pin",))) as process:
+    with Process("copies", functools.partial(copies.copying, "/nonexistent", SIZES, ["pin"])) as process:
         process.open()
-        assert isinstance(process.carry_out("no command"), Refused)
-        assert len(process.carry_out(copies.Stall("pin", 4 * KB, 1)).brought_s) == 1
+        assert isinstance(process.carry_out("no command", "pin", 4 * KB, 1), Refused)
+        assert len(process.carry_out("stalls", "pin", 4 * KB, 1).brought_s) == 1
         process.finish()
 
 
@@ -325,7 +324,7 @@ def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
 def test_a_process_without_a_gpu_can_not_start() -> None:
     """A real one: all that it is to have gets there, what it says comes back, and it is gone."""
     shared = {name: route.create_shared() for name, route in ROUTES.items()}
-    with Process("copies", copies.copying, Setting("/nonexistent", sizes=(4 * KB,), shared=shared)) as process:
-        with pytest.raises(BenchError, match="GPU, opening: the copies failed: "):
+    with Process("engine", functools.partial(handovers.answering, "/nonexistent", 4 * KB, shared)) as process:
+        with pytest.raises(BenchError, match="GPU, opening: the engine failed: "):
             process.open()
         assert process.ended

@@ -22,8 +22,7 @@ from bench.gpu.copies import WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import ROUTES
 from bench.gpu.plan import SIZES, HandedOver, Plan, Results, Stalled, Transferred
-from bench.gpu.plot import draw
-from bench.gpu.report import report
+from bench.gpu.report import draw, report
 from bench.machine import Machine
 from bench.results import Findings, Spread, Verdict, write_json
 from shmring.gpu.cuda import TorchCuda
