@@ -60,7 +60,7 @@ class EngineClientProtocol(Protocol):
     """What a frontend may ask of an engine; frontends are annotated with it, and :class:`EngineClient` is one.
 
     Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``ring``,
-    ``slot``, ``describe`` and ``statistics`` are ours: media are decoded into slots.
+    ``slot``, ``check_capacity``, ``describe`` and ``statistics`` are ours: media travel in slots.
     """
 
     @property
@@ -97,7 +97,10 @@ class EngineClientProtocol(Protocol):
         """Gives requests up."""
 
     def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
-        """Waits for memory to decode a request's media into."""
+        """Waits for memory of the slab for a request's media."""
+
+    def check_capacity(self, nbytes: int) -> None:
+        """Raises :class:`shmring.CapacityError` if there can never be a slot of that size."""
 
     async def check_health(self, timeout: float = ...) -> None:
         """Raises if the engine is not well."""
@@ -217,15 +220,25 @@ class EngineClient:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
-        """Waits for memory to decode a request's media into; see :meth:`shmring.RingClient.slot`.
+        """Waits for memory of the slab for a request's media; see :meth:`shmring.RingClient.slot`.
 
-        Threads decode, and go on when their request is cancelled: the slot drains before its memory is used again.
+        Threads copy into it, and go on when their request is cancelled: the slot drains before its memory is used again.
 
         Raises:
             shmring.EngineDeadError: no engine is attached.
         """
         self._check_running()
         return self.ring.slot(nbytes, timeout=timeout, drain=True)
+
+    def check_capacity(self, nbytes: int) -> None:
+        """Checks that there can be a slot of that size; see :meth:`shmring.RingClient.check_capacity`.
+
+        Raises:
+            shmring.CapacityError: it can never fit the slab.
+            shmring.EngineDeadError: no engine is attached.
+        """
+        self._check_running()
+        self.ring.check_capacity(nbytes)
 
     async def generate(
         self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None

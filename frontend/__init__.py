@@ -1,1 +1,1 @@
-"""The HTTP side: an OpenAI-compatible server whose processes decode media straight into slots of an engine's slab."""
+"""The HTTP side: an OpenAI-compatible server whose processes decode media and put them into slots of an engine's slab."""

@@ -52,7 +52,7 @@ _OWN_NAMES = ("name", "socket_dir", "host", "port", "listen_fd", "connect_timeou
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 def main(supervisor_fd: int | None, **values: Any) -> None:
-    """Runs one frontend process: it serves HTTP, and decodes pictures into the slab of a running engine."""
+    """Runs one frontend process: it serves HTTP, and decodes media for a running engine."""
     link: SupervisorLink | None = None
     if supervisor_fd is None:
         settings = ProcessSettings(http=settings_of(values), **{name: values[name] for name in _OWN_NAMES})

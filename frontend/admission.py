@@ -1,13 +1,13 @@
-"""Admission: how many requests a process takes, how many it decodes at a time, and what happens when a caller hangs up.
+"""Admission: how many requests a process takes, how many with large media at a time, and what happens when a caller hangs up.
 
 A request passes these steps in order. A request that waits for one step holds nothing of a later step, so there is no deadlock:
 
 1. Its body is read (:mod:`frontend.bodies`). A slow body keeps nobody waiting.
 2. It takes a *place* among the requests in flight, and keeps it to its end: ``max_concurrent_requests``. A stream may end
    minutes later.
-3. If it has media, it takes a *turn* once they are about to be decoded: ``max_concurrent_media``. When all media are in the
-   slab and the request is about to be sent to the engine, it gives back the turn and the body's memory. A request without
-   media needs no turn.
+3. If its media files are large, it takes a *turn* once they have arrived: ``max_concurrent_media``. When all media are in the
+   slab and the request is about to be sent to the engine, it gives back the turn and the body's memory.
+4. If it has media, it takes memory to decode them into (:mod:`frontend.decoded_memory`), and then a slot to copy them to.
 
 The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``. So somebody must listen.
 While the body arrives, its reader listens. Afterwards a watcher beside the handler listens, and cancels the handler when the
@@ -78,7 +78,7 @@ class Admitted:
     Attributes:
         deadline: when its last byte must have been sent, as a time of the loop's clock.
         body_share: what its body takes of the memory for bodies.
-        has_turn: whether it may decode now.
+        has_turn: whether its media may be decoded although their files are large.
     """
 
     def __init__(self, line: _Line, turns: asyncio.Semaphore, body_share: BodyShare) -> None:
@@ -89,7 +89,7 @@ class Admitted:
         self._turns = turns
 
     async def take_turn(self) -> None:
-        """Waits until the request may decode. Has no effect if it already may.
+        """Waits until large media may be decoded. Does nothing if the request has its turn already.
 
         Raises:
             ApiError: its turn does not come.

@@ -65,7 +65,7 @@ class FrontendMetrics:
                 ("slot_nbytes_submitted", "shmring_frontend_slab_bytes", "Bytes of slots handed to the engine."),
                 ("copies", "shmring_frontend_copies", "Tensors copied for sending."),
                 ("copied_nbytes", "shmring_frontend_copied_bytes", "Bytes of tensors copied for sending."),
-                ("in_place", "shmring_frontend_in_place", "Tensors sent from where they were decoded."),
+                ("in_place", "shmring_frontend_in_place", "Tensors sent from where they were in the slab."),
                 ("reconnections", "shmring_frontend_reconnections", "Engines attached to after the first."),
             )
         }

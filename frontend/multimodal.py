@@ -1,9 +1,10 @@
-"""The media of a request, from their source to the slab: load, acquire, decode in place.
+"""The media of a request, from their source to the slab: fetch, prepare, decode, acquire, copy.
 
 The order is this. First, files from other hosts are fetched, which may take long and keeps nobody else waiting. Then the
-request takes a turn, if its files are large. Decoders say how much memory all media need, one slot is acquired, and each
-medium is decoded and copied into it. So a request waits for memory of the slab before it decodes, and holds no decoded
-pictures in private memory.
+request takes a turn, if its files are large. Decoders say how much memory all media need. The request takes that much of
+the memory for decoded media (:mod:`frontend.decoded_memory`), and each medium is decoded into a memory file. Only then one
+slot is acquired for all of them, and they are copied into it. So a slot is held for as long as copying takes, and a clip
+that is decoded for a minute keeps no memory of the slab from others.
 
 The views of the slot are in one list, which the engine's request shares. The list is emptied when the block is left: a slot
 that was left drains until its last view has died, and the answer may go on for minutes. By then the request must have been
@@ -24,11 +25,12 @@ import shmring
 from engine.client import EngineClientProtocol
 from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
 from frontend.admission import Admitted
+from frontend.decoded_memory import DecodedMemory
 from frontend.errors import RETRY_AFTER_S, ApiError
 from frontend.media.decoder_pool import DecoderStatistics
 from frontend.media.errors import MediaError
 from frontend.media.fetch import Fetcher
-from frontend.media.loader import MediaLoader, MediaSource, PreparedMedium
+from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
 from frontend.openai.messages import check_counts
 from frontend.settings import FrontendSettings
 
@@ -40,7 +42,8 @@ _FETCH_THREADS = 2  # for base64 and local files: they hold the interpreter lock
 _MAX_FETCHING = 32
 # Files that are so small together need no turn: a thousand requests with such files take no more than eight with large ones.
 _SMALL_NBYTES = 256 << 10
-_SMALL_DECODED_NBYTES = 2 << 20  # nor do so few pixels: two thirds of a megapixel
+# Pictures and recordings that are so small together are decoded in some ten milliseconds: two thirds of a megapixel.
+_QUICK_DECODED_NBYTES = 2 << 20
 
 _Loaded = TypeVar("_Loaded")
 
@@ -59,6 +62,7 @@ class MediaIntake:
         self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="fetch")
         self._fetcher = Fetcher(settings.fetch, self._pool)
         self._fetching = asyncio.Semaphore(_MAX_FETCHING)
+        self._decoded_memory = DecodedMemory(settings.max_decoded_nbytes, settings.queue_timeout_s)
         self._loader = MediaLoader(settings.decode_threads, settings.media_limits, settings.media_io_kwargs, self._fetcher)
 
     def decoders(self) -> DecoderStatistics:
@@ -89,6 +93,7 @@ class MediaIntake:
 
         Raises:
             ApiError: what the caller did wrong, or that there is no space.
+            shmring.CapacityError: all media together can never fit the slab; nothing was decoded.
             shmring.ShmringError: from the engine.
         """
         media: list[Medium] = []
@@ -99,13 +104,12 @@ class MediaIntake:
         check_counts(sources, self._settings.limit_mm_per_prompt, param)
         prepared = await self._load(sources, spec, admitted, param)
         sources.clear()
-        if sum(medium.nbytes for medium in prepared) > _SMALL_DECODED_NBYTES:
-            await admitted.take_turn()  # before it takes space in the slab, which others wait for
         async with contextlib.AsyncExitStack() as stack:
             targets: list[torch.Tensor] = []
             try:
-                targets += await self._acquire(prepared, stack)
-                media += await self._decode(prepared, targets)
+                async with self._decoded(prepared) as decoded:
+                    targets += await self._acquire(decoded, stack)
+                    media += await self._copy(decoded, targets)
                 targets.clear()
                 if spec.checksum:
                     await self._add_checksums(media)
@@ -149,9 +153,26 @@ class MediaIntake:
         _raise_first(results, sources)
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _acquire(self, prepared: Sequence[PreparedMedium], stack: contextlib.AsyncExitStack) -> list[torch.Tensor]:
+    @contextlib.asynccontextmanager
+    async def _decoded(self, prepared: Sequence[PreparedMedium]) -> AsyncIterator[list[DecodedMedium]]:
+        """Decodes all media into memory files, which are there for as long as the block lasts."""
+        if not self._settings.disable_mm_shm:
+            self._engine.check_capacity(shmring.nbytes_for(*((medium.shape, medium.dtype) for medium in prepared)))
+        nbytes = sum(medium.nbytes for medium in prepared)
+        is_quick = nbytes <= _QUICK_DECODED_NBYTES and all(medium.kind != "video" for medium in prepared)
+        async with self._decoded_memory.take(nbytes, is_quick=is_quick):
+            with contextlib.ExitStack() as files:
+
+                async def decode(medium: PreparedMedium) -> DecodedMedium:
+                    return files.enter_context(contextlib.closing(await self._loader.decode(medium)))
+
+                results = await asyncio.gather(*map(decode, prepared), return_exceptions=True)
+                _raise_first(results, prepared)
+                yield [result for result in results if not isinstance(result, BaseException)]
+
+    async def _acquire(self, decoded: Sequence[DecodedMedium], stack: contextlib.AsyncExitStack) -> list[torch.Tensor]:
         """Returns memory for each medium, in a slot that the stack leaves at its end."""
-        shapes = [(medium.shape, medium.dtype) for medium in prepared]
+        shapes = [(medium.shape, medium.dtype) for medium in decoded]
         if self._settings.disable_mm_shm:
             return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         nbytes = shmring.nbytes_for(*shapes)
@@ -163,11 +184,12 @@ class MediaIntake:
         await stack.enter_async_context(slot)
         return [slot.tensor(shape, dtype) for shape, dtype in shapes]
 
-    async def _decode(self, prepared: Sequence[PreparedMedium], targets: Sequence[torch.Tensor]) -> list[Medium]:
-        decoding = (self._loader.decode(medium, target) for medium, target in zip(prepared, targets, strict=True))
-        results = await asyncio.gather(*decoding, return_exceptions=True)
+    async def _copy(self, decoded: Sequence[DecodedMedium], targets: Sequence[torch.Tensor]) -> list[Medium]:
+        results = await asyncio.gather(*map(self._loader.copy, decoded, targets), return_exceptions=True)
         try:
-            _raise_first(results, prepared)
+            for error in results:
+                if isinstance(error, BaseException):
+                    raise error
             return [result for result in results if not isinstance(result, BaseException)]
         finally:
             results.clear()  # this frame is in the traceback

@@ -111,7 +111,7 @@ _SETTINGS = (
         "max_concurrent_media",
         COUNT,
         _DEFAULT.max_concurrent_media,
-        "Requests whose media a frontend decodes at a time.",
+        "Requests with large media files that a frontend decodes at a time.",
     ),
     _Setting(
         ("--max-queued-requests",),
@@ -149,6 +149,13 @@ _SETTINGS = (
         NBYTES,
         _DEFAULT.max_bodies_nbytes,
         "Bytes of all bodies that a frontend holds; further ones wait in their sockets.",
+    ),
+    _Setting(
+        ("--max-decoded-nbytes",),
+        "max_decoded_nbytes",
+        NBYTES,
+        _DEFAULT.max_decoded_nbytes,
+        "Bytes of decoded media that a frontend holds outside the slab; further ones wait.",
     ),
     _Setting(
         ("--max-media-nbytes",),

@@ -81,11 +81,12 @@ class FrontendSettings:
         api_keys: what callers of ``/v1`` must have one of; none: anybody may call.
         max_concurrent_requests: requests in flight, from those that wait for their turn to streams that are being answered.
             1024 is what the engine takes from one frontend (``RingConfig.max_inflight``).
-        max_concurrent_media: requests whose media are decoded at a time. A request with a picture of 12 megapixels takes up to
-            20 MB before its slot is there, and 50 MB more while it is decoded.
+        max_concurrent_media: requests with large media files that are decoded at a time. Such a file stays in memory until it
+            is decoded, and its decoder has a copy of it.
         max_queued_requests: requests that wait for either; further ones are turned away. Each costs a connection, up to
             320 KB of body that arrived with its header, and its part of ``max_bodies_nbytes``.
-        queue_timeout_s: how long they wait. Shorter than the 600 s after which the ``openai`` client gives up.
+        queue_timeout_s: how long they wait, and how long a request waits for memory to decode its media into. Shorter than the
+            600 s after which the ``openai`` client gives up.
         body_timeout_s: how long a body may take to arrive. It keeps nobody waiting, but is memory and a connection.
         slot_timeout_s: how long a request waits for space in the slab.
         request_timeout_s: from the end of a request's body to the last byte of its answer: media, slot, engine and sending.
@@ -93,6 +94,9 @@ class FrontendSettings:
         max_body_nbytes: of a request. 64 MiB hold six pictures of 12 megapixels as JPEG in base64.
         max_bodies_nbytes: of all bodies together that have arrived and are not in the slab yet. Further ones wait in their
             sockets, where flow control bounds them; one at a time may exceed it.
+        max_decoded_nbytes: of media that are decoded and not in the slab yet, of all requests together. A quarter of it is for
+            requests that are decoded quickly; the rest holds five pictures of 12 megapixels, or four clips of 16 frames of
+            1280 x 720. A larger request is decoded alone.
         max_media_nbytes: of the files of a request's media together, wherever they come from; for clips that are fetched.
         max_inputs: texts and media of an embedding request, as in OpenAI's API.
         limit_mm_per_prompt: how many media a request may have.
@@ -115,6 +119,7 @@ class FrontendSettings:
     request_timeout_s: float = 600.0
     max_body_nbytes: int = 64 << 20
     max_bodies_nbytes: int = 256 << 20
+    max_decoded_nbytes: int = 256 << 20
     max_media_nbytes: int = 512 << 20
     max_inputs: int = 2048
     limit_mm_per_prompt: MediaCounts = dataclasses.field(default_factory=MediaCounts)

@@ -125,6 +125,25 @@ async def test_what_can_never_fit_is_an_error_at_once(client: shmring.RingClient
     assert client.statistics().slots_in_use == 0
 
 
+async def test_capacity_is_what_a_slot_can_have_and_checking_it_takes_nothing(
+    client: shmring.RingClient, ring: shmring.Ring
+) -> None:
+    with pytest.raises(shmring.CapacityError) as caught:
+        client.check_capacity(1 << 30)
+    capacity = caught.value.capacity
+    client.check_capacity(capacity)
+    assert client.statistics().slots_in_use == 0
+    async with client.slot(capacity, timeout=5):
+        client.check_capacity(capacity)  # it does not say that there is room now
+    with pytest.raises(shmring.CapacityError):
+        client.check_capacity(capacity + 1)
+    with pytest.raises(ValueError, match="-1"):
+        client.check_capacity(-1)
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        client.check_capacity(1)
+
+
 @pytest.mark.parametrize("name", ["\U0001f600" * 256, "x" * 256])
 async def test_a_message_just_within_the_limit_is_sent_whatever_its_name(serve: Any, connect: Any, name: str) -> None:
     await serve(handle, name="narrow", max_frame_nbytes=8192)

@@ -1,8 +1,9 @@
-"""Loading and decoding, so that the event loop never decodes: fetch a file, prepare it, decode it.
+"""Loading and decoding, so that the event loop never decodes: fetch a file, prepare it, decode it, copy what came out.
 
-Three steps, because something else is waited for between them: :meth:`MediaLoader.fetch` brings a file,
-:meth:`MediaLoader.prepare` reads from it how much memory it needs decoded, and :meth:`MediaLoader.decode` decodes it into that
-memory. The last two run in processes (:mod:`frontend.media.decoder_pool`), together within one budget of processor time.
+Four steps, because something else is waited for between them: :meth:`MediaLoader.fetch` brings a file,
+:meth:`MediaLoader.prepare` reads from it how much memory it needs decoded, :meth:`MediaLoader.decode` decodes it into a
+memory file of that size, and :meth:`MediaLoader.copy` copies that to where the caller wants it. Preparing and decoding run
+in processes (:mod:`frontend.media.decoder_pool`), together within one budget of processor time.
 
 A request that is cancelled leaves its slot while a thread may still copy pixels to it. That is safe, because the thread itself
 holds the view that it writes through, and the slot drains: its memory is not used again before the last view has died. For
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,7 +35,7 @@ from frontend.media.fetch import Fetcher, decode_base64
 from frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
 from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 
-__all__ = ["MediaLoader", "MediaSource", "PreparedMedium"]
+__all__ = ["DecodedMedium", "MediaLoader", "MediaSource", "PreparedMedium"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,8 +77,8 @@ class PreparedMedium:
     Attributes:
         source_param: where in the request it stands.
         kind: what it is.
-        shape: of the memory that :meth:`MediaLoader.decode` is to be given; recordings and clips may turn out shorter.
-        dtype: of that memory.
+        shape: of what decoding it makes; recordings and clips may turn out shorter.
+        dtype: of the same.
         data: the file; let go of once it is decoded.
         header: what its decoder needs to know again.
         cpu_s: processor time that it has taken so far.
@@ -92,8 +94,31 @@ class PreparedMedium:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of that memory."""
+        """Bytes of memory that decoding it writes at most."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclasses.dataclass(slots=True)
+class DecodedMedium:
+    """A decoded medium in a memory file. Its owner closes it.
+
+    Attributes:
+        kind: what it is.
+        shape: of its pixels or samples.
+        dtype: of the same.
+        reply: what else its decoder found out.
+        file: pixels or samples, in C order, and what the medium promised and did not keep.
+    """
+
+    kind: MediaKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    reply: Decoded
+    file: io.FileIO = dataclasses.field(repr=False)
+
+    def close(self) -> None:
+        """Gives the memory back. A second call does nothing."""
+        self.file.close()
 
 
 class MediaLoader:
@@ -154,42 +179,61 @@ class MediaLoader:
         dtype = torch.float32 if source.kind == "audio" else torch.uint8
         return PreparedMedium(source.param, source.kind, probed.shape, dtype, data, probed.header, outcome.cpu_s)
 
-    async def decode(self, prepared: PreparedMedium, target: torch.Tensor) -> Medium:
-        """Decodes a medium into the caller's memory, and lets go of its file.
-
-        If it is cancelled, decoding ends at once; a thread that copies into the target holds it for some milliseconds more.
+    async def decode(self, prepared: PreparedMedium) -> DecodedMedium:
+        """Decodes a medium into memory of its own, and lets go of its file. If it is cancelled, decoding ends at once.
 
         Args:
             prepared: what :meth:`prepare` returned.
-            target: contiguous, of ``prepared.shape`` and ``prepared.dtype``; undefined after an error.
 
         Returns:
-            The medium; its tensor is the target, or as much of its beginning as there was to decode.
+            The medium; the caller closes it.
 
         Raises:
             MediaError: it is damaged, or takes too long.
-            ValueError: the target has another shape or dtype.
             RuntimeError: the decoder failed in a way that is not the medium's fault; the log says how.
         """
-        if tuple(target.shape) != prepared.shape or target.dtype != prepared.dtype:
-            wanted, given = f"{prepared.dtype} {prepared.shape}", f"{target.dtype} {tuple(target.shape)}"
+        job = Decode(prepared.kind, prepared.header, self._io_kwargs)
+        outcome = await self._run(job, prepared.data, prepared.nbytes, self._limits.max_decode_s - prepared.cpu_s)
+        prepared.data = b""
+        reply = outcome.reply
+        assert isinstance(reply, Decoded), reply
+        assert outcome.result is not None
+        return DecodedMedium(prepared.kind, (reply.length, *prepared.shape[1:]), prepared.dtype, reply, outcome.result)
+
+    async def copy(self, decoded: DecodedMedium, target: torch.Tensor) -> Medium:
+        """Copies a decoded medium into the caller's memory.
+
+        If it is cancelled, a thread that copies holds the target for some milliseconds more.
+
+        Args:
+            decoded: what :meth:`decode` returned. It stays open.
+            target: contiguous, of ``decoded.shape`` and ``decoded.dtype``; undefined after an error.
+
+        Returns:
+            The medium; its tensor is the target.
+
+        Raises:
+            ValueError: the target has another shape or dtype.
+        """
+        if tuple(target.shape) != decoded.shape or target.dtype != decoded.dtype:
+            expected, given = f"{decoded.dtype} {decoded.shape}", f"{target.dtype} {tuple(target.shape)}"
             del target  # this frame is in the traceback
-            raise ValueError(f"the target is {given}, the medium needs {wanted}")
+            raise ValueError(f"the target is {given}, the medium needs {expected}")
         try:
-            decoded = await self._decode_into(prepared, target)
+            await read_into(target.numpy().reshape(-1).view(np.uint8).data, decoded.file, self._threads)
         except BaseException:
             del target
             raise
-        written = target if decoded.length == len(target) else target[: decoded.length]
-        match prepared.kind:
+        reply = decoded.reply
+        match decoded.kind:
             case "image":
-                return Picture(written)
+                return Picture(target)
             case "video":
-                return Video(written, decoded.timestamps_s, decoded.duration_s)
-            case "audio" if len(prepared.shape) == 2:
-                return Spectrogram(written, decoded.duration_s)
+                return Video(target, reply.timestamps_s, reply.duration_s)
+            case "audio" if len(decoded.shape) == 2:
+                return Spectrogram(target, reply.duration_s)
             case "audio":
-                return Waveform(written, decoded.sample_rate)
+                return Waveform(target, reply.sample_rate)
 
     def statistics(self) -> DecoderStatistics:
         """Returns how busy the decoders are."""
@@ -199,23 +243,6 @@ class MediaLoader:
         """Starts nothing more; what runs ends by itself."""
         self._decoders.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _decode_into(self, prepared: PreparedMedium, target: torch.Tensor) -> Decoded:
-        memory = target.numpy().reshape(-1).view(np.uint8)
-        del target  # this frame is in tracebacks
-        job = Decode(prepared.kind, prepared.header, self._io_kwargs)
-        try:
-            outcome = await self._run(job, prepared.data, prepared.nbytes, self._limits.max_decode_s - prepared.cpu_s)
-            prepared.data = b""
-            decoded = outcome.reply
-            assert isinstance(decoded, Decoded), decoded
-            assert outcome.result is not None
-            with outcome.result as result:
-                nbytes = len(memory) // prepared.shape[0] * decoded.length
-                await read_into(memory[:nbytes].data, result, self._threads)
-        finally:
-            del memory
-        return decoded
 
     async def _run(self, job: Probe | Decode, data: bytes, result_nbytes: int, budget_s: float) -> Outcome:
         """Has a job done, and says what went wrong in words for the caller or the log."""

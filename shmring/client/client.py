@@ -340,6 +340,23 @@ class RingClient:
             return AcquiringSlot(functools.partial(self._acquire, nbytes, timeout, drain))
         return AcquiringSlot(functools.partial(self._acquire_on_device, nbytes, timeout, drain, index))
 
+    def check_capacity(self, nbytes: int) -> None:
+        """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
+
+        Args:
+            nbytes: as for :meth:`slot`, in host memory.
+
+        Raises:
+            CapacityError: more than the engine can lease out.
+            WouldBlock: no engine is attached now, and the next one is waited for.
+            EngineDeadError, ClosedError: as :meth:`request`.
+            ValueError: ``nbytes`` is negative.
+        """
+        _check_nbytes(nbytes)
+        session = self._ready_nowait()
+        session.check_alive()
+        session.book.check_capacity(nbytes)
+
     async def _acquire(self, nbytes: int, timeout: float | None, drain: bool) -> Slot:
         session = self._attached_now()
         if session is not None and (slot := session.hold_now(nbytes, drain=drain)) is not None:

@@ -66,6 +66,8 @@ async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, 
     with pytest.raises(shmring.EngineDeadError):
         client.slot(100)
     with pytest.raises(shmring.EngineDeadError):
+        client.check_capacity(100)
+    with pytest.raises(shmring.EngineDeadError):
         await anext(client.encode(REQUEST))
     with pytest.raises(shmring.EngineDeadError):
         await anext(client.generate(QUESTION))

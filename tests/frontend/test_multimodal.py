@@ -1,4 +1,4 @@
-"""The way of a request's media: sizes first, one slot, in place, and back whatever happens."""
+"""The way of a request's media: sizes first, then decoded, then one slot for all, and back whatever happens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import base64
 import io
 import wave
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import av
 import numpy as np
 import pytest
 
+import shmring
 from engine.protocol import (
     InputSpec,
     Picture,
@@ -28,7 +29,7 @@ from engine.protocol import (
 from frontend.admission import Admission, Admitted
 from frontend.errors import ApiError
 from frontend.media.fetch import FetchSettings
-from frontend.media.loader import MediaLoader, MediaSource
+from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
 from frontend.multimodal import MediaIntake
 from frontend.settings import FrontendSettings, MediaCounts
 
@@ -107,7 +108,7 @@ async def test_all_media_share_one_slot(
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
 
 
-async def test_every_modality_is_decoded_in_place(open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted) -> None:
+async def test_every_modality_arrives_in_the_slab(open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted) -> None:
     engine = await open_engine(slab_nbytes="16MiB")
     recording = MediaSource("audio", "p", base64=base64.b64encode(wav()).decode("ascii"))
     sources = [source_of(mp4(), "video"), source_of(encoded(PIXELS[0])), source_of(wav(), "audio"), recording]
@@ -177,7 +178,7 @@ async def test_what_is_no_medium_is_told_with_its_place(
     intake = open_intake(engine, slot_timeout_s=0.01)
     async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
         sources = [source_of(encoded(LARGE), param="first"), source_of(file, kind, "second")]
-        with pytest.raises(ApiError) as raised:  # and not that there is no slot: none is asked for
+        with pytest.raises(ApiError) as raised:  # and not that there is no slot: none was needed yet
             await intake.take(sources, SPEC, admitted, "messages").__aenter__()
         assert (raised.value.status, raised.value.code, raised.value.param) == (400, code, "second")
         with pytest.raises(ApiError, match="no space for 270000 bytes"):
@@ -227,21 +228,54 @@ async def test_a_picture_that_is_damaged_behind_its_header_gives_the_slot_back(
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
 
 
-async def test_nothing_is_decoded_before_there_is_a_slot(
+async def test_a_clip_that_is_decoded_slowly_holds_no_slot_and_keeps_no_picture_waiting(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more clips than the slab has room for. They wait for each other's memory, and the picture does not."""
+    started, go_on = 0, asyncio.Event()
+    decode = MediaLoader.decode
+
+    async def decode_clips_late(loader: MediaLoader, prepared: PreparedMedium) -> DecodedMedium:
+        nonlocal started
+        if prepared.kind == "video":
+            started += 1
+            await go_on.wait()
+        return await decode(loader, prepared)
+
+    async def take(source: MediaSource) -> tuple[int, ...]:
+        async with intake.take([source], SPEC, admission.new_request(), "messages") as [medium]:
+            return tuple(tensor_of(medium).shape)
+
+    monkeypatch.setattr(MediaLoader, "decode", decode_clips_late)
+    engine = await open_engine(slab_nbytes="1MiB")
+    intake = open_intake(engine, max_decoded_nbytes=200_000, slot_timeout_s=0.1)
+    clips = [asyncio.create_task(take(source_of(mp4(), "video"))) for _ in range(40)]  # 37 KB each
+    await eventually(lambda: started == 4)  # in three quarters of that memory
+    assert engine.client.ring.statistics().slots_in_use == 0
+    assert await take(source_of(encoded(PIXELS[0]))) == PIXELS[0].shape
+    assert started == 4
+    go_on.set()
+    assert await asyncio.gather(*clips) == [(4, 48, 64, 3)] * 40
+    assert intake._decoded_memory.nbytes == 0
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_what_can_never_fit_the_slab_is_not_decoded(
     open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def decode(*_: object) -> None:
-        raise AssertionError("there was no slot yet")
+        raise AssertionError("nothing is to be decoded")
 
-    engine = await open_engine(slab_nbytes="1MiB")
     monkeypatch.setattr(MediaLoader, "decode", decode)
-    async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
-        intake = open_intake(engine, slot_timeout_s=0.05)
-        with pytest.raises(ApiError, match="no space"):
-            await intake.take([source_of(encoded(LARGE))], SPEC, admitted, "messages").__aenter__()
+    intake = open_intake(await open_engine(slab_nbytes="1MiB"))
+    sources = [source_of(encoded(LARGE)) for _ in range(4)]
+    with pytest.raises(shmring.CapacityError, match="can never fit"):
+        await intake.take(sources, SPEC, admitted, "messages").__aenter__()
 
 
-@pytest.mark.parametrize("moment", ["loading", "waiting for a slot", "decoding", "in the block"])
+@pytest.mark.parametrize(
+    "moment", ["fetching", "waiting for memory", "decoding", "waiting for a slot", "copying", "in the block"]
+)
 async def test_cancelling_at_any_moment_gives_everything_back(
     open_engine: Any,
     open_intake: Any,
@@ -265,26 +299,34 @@ async def test_cancelling_at_any_moment_gives_everything_back(
             admitted.release_turn()  # as admission does
 
     engine = await open_engine(slab_nbytes="1MiB")
-    intake = open_intake(engine)
-    blocker = None
-    if moment in ("loading", "decoding"):
-        monkeypatch.setattr(MediaLoader, "fetch" if moment == "loading" else "decode", stay)
-    elif moment == "waiting for a slot":
-        blocker = await engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
-    task = asyncio.create_task(take())
-    if blocker is None:
-        await reached.wait()
-    else:
-        await eventually(lambda: engine.client.ring.statistics().waiting == 1)
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-    assert task.cancelled()
-    del task
-    if blocker is not None:
-        blocker.close()
+    intake = open_intake(engine, max_decoded_nbytes=LARGE.nbytes)
+    memory = intake._decoded_memory
+    async with AsyncExitStack() as blocker:
+        match moment:
+            case "waiting for memory":
+                await blocker.enter_async_context(memory.take(1, is_quick=True))
+            case "waiting for a slot":
+                slot = engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
+                await blocker.enter_async_context(slot)
+            case "fetching" | "decoding" | "copying":
+                method = {"fetching": "fetch", "decoding": "decode", "copying": "copy"}[moment]
+                monkeypatch.setattr(MediaLoader, method, stay)
+        task = asyncio.create_task(take())
+        match moment:
+            case "waiting for memory":
+                await eventually(lambda: memory._quick._waiting)
+            case "waiting for a slot":
+                await eventually(lambda: engine.client.ring.statistics().waiting == 1)
+            case _:
+                await reached.wait()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        del task
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
     assert engine.client.ring.statistics().waiting == 0
+    assert memory.nbytes == 0
     await asyncio.wait_for(admitted.take_turn(), 1)
 
 

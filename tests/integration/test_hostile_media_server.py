@@ -117,6 +117,22 @@ async def test_clips_that_spend_their_budget_keep_no_picture_waiting(http: httpx
     await all_are_free(http)
 
 
+async def test_clips_that_are_decoded_slowly_keep_no_memory_of_the_slab_from_others() -> None:
+    """Decoded, each clip takes 3 MB: five of them would fill this slab."""
+    options = ("--slab-nbytes=16MiB", "--api-server-count=1", "--max-decode-time=1", "--slot-timeout=5")
+    with (
+        tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as place,
+        http_server.serving(Path(place), *options) as running,
+    ):
+        async with httpx.AsyncClient(
+            base_url=running.url, timeout=120, limits=httpx.Limits(max_keepalive_connections=0)
+        ) as http:
+            responses, waits_s = await attack(http, body_of("video", files._long_clip(220)))
+            assert [response.json()["error"]["code"] for response in responses] == ["invalid_video"] * ATTACKERS
+            assert max(waits_s) < MAX_WAIT_S
+            await all_are_free(http)
+
+
 async def test_health_says_when_no_decoder_is_free_and_a_caller_that_goes_frees_one() -> None:
     """Of two decoders one takes large media, for two seconds each; eight have a turn, so the last of them waits for 14 s."""
     options = ("--slab-nbytes=256MiB", "--api-server-count=1", "--decode-threads=2", "--max-decode-time=2")

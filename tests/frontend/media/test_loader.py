@@ -1,13 +1,15 @@
-"""Loading on threads: into the caller's memory, cancel-safe, and without a view outliving its use."""
+"""Loading: decoded in processes, copied into the caller's memory, cancel-safe, and without a view outliving its use."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import io
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ import torch
 from PIL import Image
 
 import shmring
-from engine.protocol import InputSpec, Picture, PictureSpec, SoundSpec, Spectrogram, Video, VideoSpec, Waveform
+from engine.protocol import InputSpec, Medium, Picture, PictureSpec, SoundSpec, Spectrogram, Video, VideoSpec, Waveform
+from frontend.media import decoder_pool
 from frontend.media.errors import MediaError
 from frontend.media.fetch import Fetcher, FetchSettings
 from frontend.media.loader import MediaLoader, MediaSource, PreparedMedium
@@ -63,8 +66,11 @@ async def load(loader: MediaLoader, source: MediaSource, spec: InputSpec) -> Pre
     return await loader.prepare(source, await loader.fetch(source, spec), spec)
 
 
-def memory_for(prepared: PreparedMedium) -> torch.Tensor:
-    return torch.full(prepared.shape, 7, dtype=prepared.dtype)
+async def decode(loader: MediaLoader, prepared: PreparedMedium) -> tuple[Medium, torch.Tensor]:
+    """Returns the medium, and the memory that it was copied to."""
+    with closing(await loader.decode(prepared)) as decoded:
+        target = torch.full(decoded.shape, 7, dtype=decoded.dtype)
+        return await loader.copy(decoded, target), target
 
 
 def truncate(prepared: PreparedMedium) -> None:
@@ -76,8 +82,7 @@ async def test_a_picture_is_decoded_into_the_callers_memory(loader: MediaLoader)
     prepared = await load(loader, source, SPEC)
     assert (prepared.source_param, prepared.kind) == ("messages[0]", "image")
     assert (prepared.shape, prepared.dtype, prepared.nbytes) == ((30, 40, 3), torch.uint8, 3600)
-    target = memory_for(prepared)
-    medium = await loader.decode(prepared, target)
+    medium, target = await decode(loader, prepared)
     assert isinstance(medium, Picture)
     assert medium.pixels is target
     np.testing.assert_array_equal(target.numpy(), pixels)
@@ -88,7 +93,7 @@ async def test_files_are_let_go_of(loader: MediaLoader) -> None:
     prepared = await load(loader, source, SPEC)
     assert source.url is None
     assert "data=" not in repr(prepared)
-    await loader.decode(prepared, memory_for(prepared))
+    await decode(loader, prepared)
     assert prepared.data == b""
 
 
@@ -98,8 +103,7 @@ async def test_a_recording_is_as_long_as_it_is(loader: MediaLoader, recording_of
     prepared = await load(loader, MediaSource("audio", "input[0]", base64=text), SPEC)
     assert prepared.dtype == torch.float32
     assert prepared.shape[0] > 16_000
-    target = memory_for(prepared)
-    medium = await loader.decode(prepared, target)
+    medium, target = await decode(loader, prepared)
     assert isinstance(medium, Waveform)
     assert medium.sample_rate == 16_000
     assert medium.samples.data_ptr() == target.data_ptr()
@@ -109,8 +113,7 @@ async def test_a_recording_is_as_long_as_it_is(loader: MediaLoader, recording_of
 async def test_an_executor_may_want_a_spectrogram(loader: MediaLoader, recording_of: Callable[..., bytes]) -> None:
     text = base64.b64encode(recording_of(np.zeros(16_000), 16_000)).decode()
     prepared = await load(loader, MediaSource("audio", "x", base64=text), InputSpec(sound=SoundSpec(mel_bands=64)))
-    target = memory_for(prepared)
-    medium = await loader.decode(prepared, target)
+    medium, target = await decode(loader, prepared)
     assert isinstance(medium, Spectrogram)
     assert medium.log_mel.shape == (98, 64)
     assert medium.log_mel.data_ptr() == target.data_ptr()
@@ -122,8 +125,7 @@ async def test_a_clip_has_as_many_frames_as_it_has(loader: MediaLoader, clip_of:
         url = "data:video/mp4;base64," + base64.b64encode(clip_of([50] * count)).decode()
         prepared = await load(loader, MediaSource("video", "x", url=url), SPEC)
         assert prepared.shape == (expected, 64, 96, 3)
-        target = memory_for(prepared)
-        medium = await loader.decode(prepared, target)
+        medium, target = await decode(loader, prepared)
         assert isinstance(medium, Video)
         assert medium.frames.shape == (expected, 64, 96, 3)
         assert medium.frames.data_ptr() == target.data_ptr()
@@ -137,8 +139,7 @@ async def test_the_server_s_own_wishes_are_heard(open_loader: OpenLoader, clip_o
     assert (await load(loader, MediaSource("video", "x", url=url), SPEC)).shape[0] == 2
     pixels, source = picture(alpha=True)
     prepared = await load(loader, source, SPEC)
-    target = memory_for(prepared)
-    await loader.decode(prepared, target)
+    _, target = await decode(loader, prepared)
     transparent = pixels[..., 3] == 0
     assert transparent.any()
     assert (target.numpy()[transparent] == [1, 2, 3]).all()
@@ -178,49 +179,83 @@ async def test_bad_media_is_a_media_error(loader: MediaLoader) -> None:
     prepared = await load(loader, picture()[1], SPEC)
     truncate(prepared)
     with pytest.raises(MediaError, match="truncated"):
-        await loader.decode(prepared, memory_for(prepared))
+        await loader.decode(prepared)
 
 
-async def test_memory_of_another_shape_is_the_caller_s_mistake(loader: MediaLoader) -> None:
-    prepared = await load(loader, picture()[1], SPEC)
-    with pytest.raises(ValueError, match="the medium needs"):
-        await loader.decode(prepared, torch.empty(40, 30, 3, dtype=torch.uint8))
+@pytest.mark.parametrize("target", [torch.empty(40, 30, 3, dtype=torch.uint8), torch.empty(30, 40, 3, dtype=torch.int8)])
+async def test_memory_of_another_shape_is_the_caller_s_mistake(loader: MediaLoader, target: torch.Tensor) -> None:
+    decoded = await loader.decode(await load(loader, picture()[1], SPEC))
+    with closing(decoded), pytest.raises(ValueError, match=r"the medium needs torch\.uint8 \(30, 40, 3\)"):
+        await loader.copy(decoded, target)
 
 
-async def test_a_decoder_is_killed_when_its_caller_goes_and_the_slot_comes_back(
-    open_loader: OpenLoader,
-    serve: Callable[..., Awaitable[shmring.Ring]],
-    connect: Callable[..., Awaitable[shmring.RingClient]],
-    eventually: Callable[..., Awaitable[Any]],
-    many_scans: Callable[..., bytes],
-) -> None:
-    loader = open_loader(max_image_scans=100_000, max_decode_s=600.0)
-    await serve()
-    client = await connect()
-    text = base64.b64encode(many_scans(20_000)).decode()  # half a minute
-    prepared = await load(loader, MediaSource("image", "x", base64=text), InputSpec(picture=PictureSpec(max_pixels=10_000)))
-    async with client.slot(shmring.nbytes_for((prepared.shape, prepared.dtype)), drain=True) as slot:
-        decoding = asyncio.create_task(loader.decode(prepared, slot.tensor(prepared.shape, prepared.dtype)))
-        await eventually(lambda: loader.statistics().free == 1)
-        decoding.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await decoding
-    del decoding
-    cancelled_s = time.monotonic()
-    await eventually(lambda: loader.statistics().free == 2)  # which it is when the process is dead
-    assert client.statistics().slots_in_use == 0
-    assert time.monotonic() - cancelled_s < 1
-
-
-@pytest.mark.parametrize("kind", ["image", "audio", "video"])
-async def test_an_error_does_not_keep_the_slot(
+async def test_a_target_that_is_refused_is_not_kept_by_the_error(
     loader: MediaLoader,
     serve: Callable[..., Awaitable[shmring.Ring]],
     connect: Callable[..., Awaitable[shmring.RingClient]],
     eventually: Callable[..., Awaitable[Any]],
-    clip_of: Callable[..., bytes],
-    recording_of: Callable[..., bytes],
-    kind: Any,
+) -> None:
+    await serve()
+    client = await connect()
+    with closing(await loader.decode(await load(loader, picture()[1], SPEC))) as decoded:
+        slot = await client.slot(100, drain=True)
+        with pytest.raises(ValueError, match="the medium needs") as raised:  # as a log or a debugger would keep it
+            await loader.copy(decoded, slot.tensor((10,), torch.uint8))
+        slot.close()
+        await eventually(lambda: client.statistics().slots_in_use == 0)
+    assert str(raised.value)
+
+
+async def test_a_copy_that_is_cancelled_holds_its_slot_until_its_thread_has_ended(
+    loader: MediaLoader,
+    serve: Callable[..., Awaitable[shmring.Ring]],
+    connect: Callable[..., Awaitable[shmring.RingClient]],
+    eventually: Callable[..., Awaitable[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    read_all = decoder_pool._read_all
+
+    def read_late(*arguments: Any) -> None:
+        copying.set()
+        go_on.wait()
+        read_all(*arguments)
+
+    monkeypatch.setattr(decoder_pool, "_read_all", read_late)
+    await serve(slab_nbytes="4MiB")
+    client = await connect()
+    with closing(await loader.decode(await load(loader, picture(800, 600)[1], SPEC))) as decoded:
+        async with client.slot(shmring.nbytes_for((decoded.shape, decoded.dtype)), drain=True) as slot:
+            task = asyncio.create_task(loader.copy(decoded, slot.tensor(decoded.shape, decoded.dtype)))
+            await asyncio.to_thread(copying.wait)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    del task
+    assert client.statistics().slots_draining == 1
+    go_on.set()  # the file is closed; the thread has one of its own
+    await eventually(lambda: client.statistics().slots_in_use == 0)
+
+
+async def test_a_decoder_is_killed_when_its_caller_goes(
+    open_loader: OpenLoader, eventually: Callable[..., Awaitable[Any]], many_scans: Callable[..., bytes]
+) -> None:
+    loader = open_loader(max_image_scans=100_000, max_decode_s=600.0)
+    text = base64.b64encode(many_scans(20_000)).decode()  # half a minute
+    prepared = await load(loader, MediaSource("image", "x", base64=text), InputSpec(picture=PictureSpec(max_pixels=10_000)))
+    decoding = asyncio.create_task(loader.decode(prepared))
+    await eventually(lambda: loader.statistics().free == 1)
+    decoding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await decoding
+    cancelled_s = time.monotonic()
+    await eventually(lambda: loader.statistics().free == 2)  # which it is when the process is dead
+    assert time.monotonic() - cancelled_s < 1
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+async def test_a_medium_that_is_damaged_behind_its_header_is_a_media_error(
+    loader: MediaLoader, clip_of: Callable[..., bytes], recording_of: Callable[..., bytes], kind: Any
 ) -> None:
     samples = np.zeros(16_000)
     samples[9000] = np.nan
@@ -229,37 +264,19 @@ async def test_an_error_does_not_keep_the_slot(
         "audio": MediaSource("audio", "x", base64=base64.b64encode(recording_of(samples, 16_000, codec="pcm_f32le")).decode()),
         "video": MediaSource("video", "x", base64=base64.b64encode(clip_of([50] * 25, codec="mpeg4")).decode()),
     }
-    await serve()
-    client = await connect()
     prepared = await load(loader, sources[kind], SPEC)
     if kind != "audio":
         prepared.data = prepared.data[: len(prepared.data) * 2 // 3]
-    slot = await client.slot(shmring.nbytes_for((prepared.shape, prepared.dtype)), drain=True)
-    with pytest.raises(MediaError, match=r"truncated|damaged") as kept:  # as a log or a debugger would keep it
-        await loader.decode(prepared, slot.tensor(prepared.shape, prepared.dtype))
-    slot.close()
-    await eventually(lambda: client.statistics().slots_in_use == 0)
-    assert str(kept.value)
+    with pytest.raises(MediaError, match=r"truncated|damaged"):
+        await loader.decode(prepared)
 
 
-async def test_a_fault_of_ours_is_reported_and_does_not_keep_the_slot_either(
-    loader: MediaLoader,
-    serve: Callable[..., Awaitable[shmring.Ring]],
-    connect: Callable[..., Awaitable[shmring.RingClient]],
-    eventually: Callable[..., Awaitable[Any]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    await serve()
-    client = await connect()
+async def test_a_fault_of_ours_is_reported(loader: MediaLoader, caplog: pytest.LogCaptureFixture) -> None:
     prepared = await load(loader, picture()[1], SPEC)
     prepared.header = b"no header"
-    slot = await client.slot(shmring.nbytes_for((prepared.shape, prepared.dtype)), drain=True)
-    with pytest.raises(RuntimeError, match="ValidationError") as kept:
-        await loader.decode(prepared, slot.tensor(prepared.shape, prepared.dtype))
-    slot.close()
-    await eventually(lambda: client.statistics().slots_in_use == 0)
+    with pytest.raises(RuntimeError, match="ValidationError"):
+        await loader.decode(prepared)
     assert "Traceback" in caplog.text
-    assert str(kept.value)
 
 
 async def test_what_a_library_says_about_a_medium_is_in_its_error(loader: MediaLoader) -> None:
@@ -269,7 +286,7 @@ async def test_what_a_library_says_about_a_medium_is_in_its_error(loader: MediaL
     data[100:140] = b"\x55" * 40
     prepared = await load(loader, MediaSource("image", "x", base64=base64.b64encode(data).decode()), SPEC)
     with pytest.raises(MediaError, match=r"damaged or truncated: .* \(ZIPDecode: "):
-        await loader.decode(prepared, memory_for(prepared))
+        await loader.decode(prepared)
 
 
 async def test_a_medium_that_takes_too_long_is_told_which_limit_that_is(
@@ -279,4 +296,4 @@ async def test_a_medium_that_takes_too_long_is_told_which_limit_that_is(
     source = MediaSource("image", "x", base64=base64.b64encode(many_scans(1000)).decode())
     prepared = await load(loader, source, SPEC)
     with pytest.raises(MediaError, match=r"more than the 0\.3 s of processor time that are accepted \(max_decode_s\); send"):
-        await loader.decode(prepared, memory_for(prepared))
+        await loader.decode(prepared)

@@ -1,0 +1,113 @@
+"""The memory of media that are decoded and not in the slab yet: how much of it all requests of a frontend take together.
+
+A request's media are decoded before it takes a slot, so that a slow clip keeps no memory of the slab from others. Until
+they are copied there, they lie in memory files of the frontend. The size of each is known from its header. A request takes
+the memory for all its media at once before the first of them is decoded, and gives it back after the last was copied. If it
+took a part of it, two requests could hold a half each and wait for each other.
+
+There are two parts with a line each. Three quarters are for large media and for clips, whose decoding may take long. The
+rest is for requests that are decoded quickly, so that these never wait for the others. A request that is larger than its
+part waits until nobody else has memory of the part, and then takes what it needs. What it needs fits the slab, or it was
+refused before. So the bound is the limit, or the leasable part of the slab if that is larger, and the quarter for quick
+requests.
+
+Invariant: a part's memory that is taken is what its requests took and have not given back; a waiter that is cancelled takes
+none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+
+from frontend.errors import RETRY_AFTER_S, ApiError
+
+__all__ = ["DecodedMemory"]
+
+_QUICK_SHARE = 4  # one part in four: with the default, 32 requests of the largest size that counts as quick
+
+
+class DecodedMemory:
+    """The memory for decoded media of all requests.
+
+    Args:
+        limit_nbytes: of it.
+        timeout_s: how long a request waits for its memory.
+    """
+
+    def __init__(self, limit_nbytes: int, timeout_s: float) -> None:
+        quick_nbytes = limit_nbytes // _QUICK_SHARE
+        self._quick = _Part(quick_nbytes)
+        self._slow = _Part(limit_nbytes - quick_nbytes)
+        self._timeout_s = timeout_s
+
+    @property
+    def nbytes(self) -> int:
+        """How much is taken."""
+        return self._quick.taken_nbytes + self._slow.taken_nbytes
+
+    @contextlib.asynccontextmanager
+    async def take(self, nbytes: int, *, is_quick: bool) -> AsyncIterator[None]:
+        """Waits for memory in order of arrival, and holds it for as long as the block lasts.
+
+        Args:
+            nbytes: of all decoded media of a request.
+            is_quick: whether decoding them takes little time.
+
+        Raises:
+            ApiError: 503, it did not come free in time.
+        """
+        part = self._quick if is_quick else self._slow
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await part.take(nbytes)
+        except TimeoutError:
+            message = f"no memory for {nbytes} bytes of decoded media came free within {self._timeout_s:g} s"
+            raise ApiError(503, message, code="overloaded", retry_after_s=RETRY_AFTER_S) from None
+        try:
+            yield
+        finally:
+            part.give_back(nbytes)
+
+
+class _Part:
+    """A bounded number of bytes, which are given out in order of arrival."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.taken_nbytes = 0
+        self._limit_nbytes = limit_nbytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, nbytes: int) -> None:
+        """Waits until there is room for so many bytes, or until nobody else has any."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = (nbytes, granted)
+        self._waiting.append(waiter)
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
+                with contextlib.suppress(ValueError):  # its turn had come, and it was passed over
+                    self._waiting.remove(waiter)
+                self._grant()  # those behind it may fit
+            else:
+                self.give_back(nbytes)
+            raise
+
+    def give_back(self, nbytes: int) -> None:
+        """Gives bytes back, and lets waiting requests go on."""
+        self.taken_nbytes -= nbytes
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting:
+            nbytes, granted = self._waiting[0]
+            if self.taken_nbytes and self.taken_nbytes + nbytes > self._limit_nbytes:
+                return
+            self._waiting.popleft()
+            if not granted.cancelled():
+                self.taken_nbytes += nbytes
+                granted.set_result(None)

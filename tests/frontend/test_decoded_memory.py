@@ -1,0 +1,187 @@
+"""The memory for decoded media: bounded, given out in order, and never held by somebody who has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.decoded_memory import DecodedMemory
+from frontend.errors import ApiError
+
+LIMIT = 400  # 300 for slow requests, 100 for quick ones
+
+
+def open_memory(timeout_s: float = 60.0) -> DecodedMemory:
+    return DecodedMemory(LIMIT, timeout_s)
+
+
+class Request:
+    """A request that takes memory in a task of its own and holds it until it is told to end."""
+
+    def __init__(self, memory: DecodedMemory, nbytes: int, *, is_quick: bool = False) -> None:
+        self.nbytes = nbytes
+        self.is_quick = is_quick
+        self.has_memory = False
+        self._end = asyncio.Event()
+        self.task = asyncio.create_task(self._run(memory))
+
+    async def _run(self, memory: DecodedMemory) -> None:
+        async with memory.take(self.nbytes, is_quick=self.is_quick):
+            self.has_memory = True
+            try:
+                await self._end.wait()
+            finally:
+                self.has_memory = False
+
+    async def end(self) -> None:
+        self._end.set()
+        await self.task
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+async def settle() -> None:
+    """Lets all tasks run until each of them waits: they wait for memory or for their end, and nothing else."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_does_not_fit_waits_and_nobody_overtakes_it() -> None:
+    memory = open_memory()
+    first, second, third = (Request(memory, nbytes) for nbytes in (200, 150, 50))
+    await settle()
+    assert [request.has_memory for request in (first, second, third)] == [True, False, False]
+    assert memory.nbytes == 200
+    await first.end()
+    await settle()
+    assert [request.has_memory for request in (second, third)] == [True, True]
+    await second.end()
+    await third.end()
+    assert memory.nbytes == 0
+
+
+async def test_a_request_larger_than_everything_is_decoded_alone() -> None:
+    memory = open_memory()
+    small, large = Request(memory, 1), Request(memory, 10 * LIMIT)
+    await settle()
+    assert not large.has_memory
+    await small.end()
+    await settle()
+    assert large.has_memory
+    behind = Request(memory, 1)
+    await settle()
+    assert not behind.has_memory
+    await large.end()
+    await behind.end()
+
+
+async def test_what_is_decoded_quickly_does_not_wait_for_what_is_not() -> None:
+    memory = open_memory()
+    slow = [Request(memory, 150) for _ in range(4)]
+    quick = [Request(memory, 40, is_quick=True) for _ in range(3)]
+    await settle()
+    assert [request.has_memory for request in slow] == [True, True, False, False]
+    assert [request.has_memory for request in quick] == [True, True, False]
+    for request in slow + quick:
+        await request.end()
+
+
+async def test_memory_that_does_not_come_free_is_a_503() -> None:
+    memory = open_memory(timeout_s=0.01)
+    holder = Request(memory, 300)
+    await settle()
+    with pytest.raises(ApiError, match=r"no memory for 7 bytes of decoded media came free within 0\.01 s") as raised:
+        async with memory.take(7, is_quick=False):
+            raise AssertionError("there was no room")
+    assert (raised.value.status, raised.value.code, raised.value.retry_after_s) == (503, "overloaded", 1)
+    await holder.end()
+    assert memory.nbytes == 0
+
+
+async def test_a_cancelled_waiter_takes_nothing_and_lets_the_next_one_go() -> None:
+    memory = open_memory()
+    holder, large, small = Request(memory, 200), Request(memory, 300), Request(memory, 100)
+    await settle()
+    assert not small.has_memory
+    await large.cancel()
+    await settle()
+    assert small.has_memory
+    await holder.end()
+    await small.end()
+    assert memory.nbytes == 0
+
+
+@pytest.mark.parametrize("holder_ends_first", [False, True])
+async def test_a_waiter_that_is_cancelled_when_its_turn_comes_gives_it_back(holder_ends_first: bool) -> None:
+    """Both happen in one round of the loop: its memory was granted, but the waiter has not run yet, or the other way round."""
+    memory = open_memory()
+    async with AsyncExitStack() as holder:
+        await holder.enter_async_context(memory.take(300, is_quick=False))
+        waiting, behind = Request(memory, 300), Request(memory, 300)
+        await settle()
+        if holder_ends_first:
+            await holder.aclose()
+            waiting.task.cancel()
+        else:
+            waiting.task.cancel()
+            await holder.aclose()
+        await settle()
+    assert waiting.task.cancelled()
+    assert behind.has_memory
+    await behind.end()
+    assert memory.nbytes == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(1, 2 * LIMIT), st.booleans()),
+        st.tuples(st.sampled_from(["end", "cancel"]), st.integers(0, 20), st.just(value=False)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=STEPS)
+def test_the_bound_holds_and_everybody_gets_memory_in_the_end(steps: list[tuple[str, int, bool]]) -> None:
+    async def run() -> None:
+        memory = open_memory()
+        requests: list[Request] = []
+        for action, number, is_quick in steps:
+            if action == "take":
+                requests.append(Request(memory, number, is_quick=is_quick))
+            elif requests:
+                request = requests[number % len(requests)]
+                if action == "cancel":
+                    requests.remove(request)
+                    await request.cancel()
+                elif request.has_memory:
+                    requests.remove(request)
+                    await request.end()
+            await settle()
+            check(memory, requests)
+        while requests:
+            request = next(request for request in requests if request.has_memory)
+            requests.remove(request)
+            await request.end()
+            await settle()
+        assert memory.nbytes == 0
+
+    def check(memory: DecodedMemory, requests: list[Request]) -> None:
+        held = {
+            is_quick: [request.nbytes for request in requests if request.has_memory and request.is_quick == is_quick]
+            for is_quick in (False, True)
+        }
+        assert memory.nbytes == sum(map(sum, held.values()))
+        for is_quick, limit in ((False, 300), (True, 100)):
+            assert sum(held[is_quick]) <= limit or len(held[is_quick]) == 1
+            waiting = [request.nbytes for request in requests if not request.has_memory and request.is_quick == is_quick]
+            assert not waiting or (held[is_quick] and sum(held[is_quick]) + waiting[0] > limit)
+
+    asyncio.run(run())
