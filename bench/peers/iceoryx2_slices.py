@@ -10,9 +10,9 @@ Done well, to be worth comparing with: the subscriber's buffer holds the whole w
 publisher waits; loans are preallocated (``Static``) and aligned to cache lines; there is no history. A listener is a
 descriptor: C++ and Rust attach it to any event loop, and Python's bindings only lack the accessor. So the descriptor is found
 by the address that it is bound to, and the loop watches it; a thread that blocks in ``Listener.blocking_wait`` and wakes the
-loop moved about half as many small messages. The window is counted back through a pipe for each producer that its loop reads,
-which is cheaper than a second event service. An engine is not told beforehand what it will receive, so dtype and shape travel
-with each tensor, here in the user header.
+loop moved about half as many small messages. The window is counted back through a pipe, which is cheaper than a second event
+service. An engine is not told beforehand what it will receive, so dtype and shape travel with each tensor, here in the user
+header.
 
 Every message is a sample of its own, received and checked by itself; what messages share are wakes. The producer fills its
 window without going back to its loop, and iceoryx2 makes no system call for a notification while one is pending. When this
@@ -33,24 +33,22 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.messages import DTYPES, Cell, Header, Sink, Source
-from bench.peers.in_flight import Acknowledgements
+from bench.messages import DTYPES, Cell, Header, Source
+from bench.peers.in_flight import Intake, Reception, Send, WindowedPeer
 from bench.peers.memory import shared_memory_shortage
-from bench.peers.peer import Peer
 from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["Iceoryx2", "Iceoryx2Loaned"]
 
 _ALIGNMENT = 64  # bytes: a cache line; copies into memory that is not aligned so are slower
-_MAX_BATCH = 64  # messages taken before the loop's other work has its turn,
-_BATCH_NBYTES = 4 << 20  # and at most so many bytes of them, but for the first: a consumer may copy them
+_BATCH_NBYTES = 4 << 20
 _MAX_DIMENSIONS = 8  # of a tensor; no model's input has more
 _DTYPES = tuple(DTYPES.values())
 _SPARE_SAMPLES = 2  # that a publisher preallocates beside the window: one on loan, and one that is being read
@@ -70,19 +68,14 @@ class _UserHeader(ctypes.Structure):
     )
 
 
-class _Shared(NamedTuple):
-    prefix: str  # of all names that iceoryx2 gives out
-    acknowledgements: Acknowledgements
-
-
 class _Services(NamedTuple):
     node: Any  # kept: the services end with it
     tensors: Any
     arrivals: Any
 
 
-class Iceoryx2(Peer):
-    """See the head of this file."""
+class Iceoryx2(WindowedPeer):
+    """See the head of this file. What the processes share is the prefix of all names that iceoryx2 gives out."""
 
     name = "iceoryx2"
     title = "iceoryx2, one copy"
@@ -91,39 +84,41 @@ class Iceoryx2(Peer):
     def limits(self, cell: Cell) -> str | None:
         return shared_memory_shortage(cell.producers * (cell.window + _SPARE_SAMPLES) * cell.nbytes, "its loans")
 
-    def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
-        # Short: the listener's socket has it in its address, which ends at 107 bytes.
-        return _Shared(f"bench{secrets.token_hex(4)}_", Acknowledgements.create(context, producers))
+    def create_own(self, context: SpawnContext, producers: int) -> str:
+        return f"bench{secrets.token_hex(4)}_"  # short: the listener's socket has it in its address, which ends at 107 bytes
 
-    def close_shared(self, shared: _Shared) -> None:
-        for path in SHM_DIRECTORY.glob(f"{shared.prefix}*"):
+    def close_own(self, own: str) -> None:
+        for path in SHM_DIRECTORY.glob(f"{own}*"):
             path.unlink(missing_ok=True)
-        shared.acknowledgements.close()
 
-    async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
-        services = _open(cell, shared)
-        publisher, notifier = _publisher(services, cell), services.arrivals.notifier_builder().create()
+    @contextlib.asynccontextmanager
+    async def sending(self, cell: Cell, own: str, source: Source) -> AsyncIterator[Send]:
+        iceoryx2: Any = importlib.import_module("iceoryx2")
+        services = _open(iceoryx2, cell, own)
+        builder = services.tensors.publisher_builder().initial_max_slice_len(cell.nbytes).max_loaned_samples(1)
+        publisher = builder.allocation_strategy(iceoryx2.AllocationStrategy.Static).create()
+        notifier = services.arrivals.notifier_builder().create()
         dimensions, dtype = len(cell.shape), _DTYPES.index(cell.torch_dtype)
+
+        def send() -> None:
+            header, loan = self._fill(publisher, cell, source)
+            fields = _UserHeader.from_address(loan.user_header_ptr)
+            fields.sequence, fields.phase, fields.sent_ns, fields.producer = header
+            fields.shape[:dimensions], fields.dimensions, fields.dtype = cell.shape, dimensions, dtype
+            loan.assume_init().send()
+            notifier.notify()
+
         try:
-            with shared.acknowledgements.counted(source.producer, cell.window) as window:
-                while not source.finished:
-                    await window.take()
-                    header, loan = self._fill(publisher, cell, source)
-                    fields = _UserHeader.from_address(loan.user_header_ptr)
-                    fields.sequence, fields.phase, fields.sent_ns, fields.producer = header
-                    fields.shape[:dimensions], fields.dimensions, fields.dtype = cell.shape, dimensions, dtype
-                    loan.assume_init().send()
-                    notifier.notify()
-                await window.drain()
+            yield send
         finally:
             notifier.delete()
             publisher.delete()
 
-    async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
-        services = _open(cell, shared)
+    async def receive(self, cell: Cell, own: str, intake: Intake, listening: Callable[[], None]) -> None:
+        services = _open(importlib.import_module("iceoryx2"), cell, own)
         subscriber = services.tensors.subscriber_builder().buffer_size(cell.window).create()
         listener = services.arrivals.listener_builder().create()
-        reception = _Reception(cell, shared, sink, subscriber, listener)
+        reception = _Reception(cell, intake, subscriber, listener)
         loop = asyncio.get_running_loop()
         descriptor = _descriptor(cell)
         loop.add_reader(descriptor, reception.wake)
@@ -155,87 +150,48 @@ class Iceoryx2Loaned(Iceoryx2):
         return source.stamp(_tensor(loan.payload_ptr, cell.torch_dtype, cell.shape)), loan
 
 
-class _Reception:
+class _Reception(Reception):
     """Takes samples when the listener's descriptor says that there are some."""
 
-    def __init__(self, cell: Cell, shared: _Shared, sink: Sink, subscriber: Any, listener: Any) -> None:
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sink = sink
+    def __init__(self, cell: Cell, intake: Intake, subscriber: Any, listener: Any) -> None:
+        super().__init__(cell, intake, _BATCH_NBYTES)
         self._subscriber = subscriber
         self._listener = listener
-        self._give = shared.acknowledgements.givers()
-        self._batch = max(1, min(_MAX_BATCH, _BATCH_NBYTES // cell.nbytes))
+
+    def next_sample(self) -> Any:
+        return self._subscriber.receive()
 
     def wake(self) -> None:
         """The descriptor is readable."""
         self._listener.try_wait()  # before samples are taken: what comes in between wakes us again
-        self._take_batch()
+        self.take_batch()
 
-    def _take_batch(self) -> None:
-        if self.finished.done():
-            return
-        try:
-            for _ in range(self._batch):
-                sample = self._subscriber.receive()
-                if sample is None:
-                    return
-                self._take(sample)
-        except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
-            self.finished.set_exception(error)
-        else:
-            asyncio.get_running_loop().call_soon(self._take_batch)  # what is left wakes nobody
-
-    def _take(self, sample: Any) -> None:
+    def read(self, sample: Any) -> tuple[Header, torch.Tensor]:
         fields = _UserHeader.from_address(sample.user_header_ptr)
         header = Header(fields.sequence, fields.phase, fields.sent_ns, fields.producer)
         shape = tuple(fields.shape[: fields.dimensions])
-        finished = self._sink.take(header, _tensor(sample.payload_ptr, _DTYPES[fields.dtype], shape))
+        return header, _tensor(sample.payload_ptr, _DTYPES[fields.dtype], shape)
+
+    def release(self, sample: Any, header: Header) -> None:
         sample.delete()
-        self._give[header.producer]()
-        if finished:
-            self.finished.set_result(None)
 
 
-def _open(cell: Cell, shared: _Shared) -> _Services:
+def _open(iceoryx2: Any, cell: Cell, prefix: str) -> _Services:
     """Opens both services, the same in every process; whoever comes first creates them."""
-    iceoryx2: Any = importlib.import_module("iceoryx2")
-
     iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
     config = iceoryx2.config.default()
     config.global_cfg.root_path = iceoryx2.Path.new(str(_root(cell)))
-    config.global_cfg.prefix = iceoryx2.FileName.new(shared.prefix)
+    config.global_cfg.prefix = iceoryx2.FileName.new(prefix)
     builder = iceoryx2.NodeBuilder.new().config(config).signal_handling_mode(iceoryx2.SignalHandlingMode.Disabled)
     node = builder.create(iceoryx2.ServiceType.Ipc)
-    tensors = (
-        node.service_builder(iceoryx2.ServiceName.new("tensors"))
-        .publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
-        .user_header(_UserHeader)
-        .payload_alignment(iceoryx2.Alignment.new(_ALIGNMENT))
-        .max_nodes(cell.producers + 1)
-        .max_publishers(cell.producers)
-        .max_subscribers(1)
-        .subscriber_max_buffer_size(cell.window)
-        .subscriber_max_borrowed_samples(1)
-        .history_size(0)
-        .enable_safe_overflow(False)  # nothing may be dropped for what is newer
-        .open_or_create()
-    )
-    arrivals = (
-        node.service_builder(iceoryx2.ServiceName.new("arrivals"))
-        .event()
-        .max_nodes(cell.producers + 1)
-        .max_notifiers(cell.producers)
-        .max_listeners(1)
-        .open_or_create()
-    )
-    return _Services(node, tensors, arrivals)
-
-
-def _publisher(services: _Services, cell: Cell) -> Any:
-    iceoryx2: Any = importlib.import_module("iceoryx2")
-
-    builder = services.tensors.publisher_builder().initial_max_slice_len(cell.nbytes).max_loaned_samples(1)
-    return builder.allocation_strategy(iceoryx2.AllocationStrategy.Static).create()
+    tensors = node.service_builder(iceoryx2.ServiceName.new("tensors")).publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
+    tensors = tensors.user_header(_UserHeader).payload_alignment(iceoryx2.Alignment.new(_ALIGNMENT))
+    tensors = tensors.max_nodes(cell.producers + 1).max_publishers(cell.producers).max_subscribers(1)
+    tensors = tensors.subscriber_max_buffer_size(cell.window).subscriber_max_borrowed_samples(1).history_size(0)
+    tensors = tensors.enable_safe_overflow(False)  # nothing may be dropped for what is newer
+    arrivals = node.service_builder(iceoryx2.ServiceName.new("arrivals")).event()
+    arrivals = arrivals.max_nodes(cell.producers + 1).max_notifiers(cell.producers).max_listeners(1)
+    return _Services(node, tensors.open_or_create(), arrivals.open_or_create())
 
 
 def _root(cell: Cell) -> Path:

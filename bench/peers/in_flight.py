@@ -1,22 +1,35 @@
 """What is in flight, for peers whose transport does not count it itself: a window of messages, requests without their reply.
 
-A peer whose transport has no way back counts through :class:`Acknowledgements`: a pipe for each producer, which its loop reads.
+A transport of streams that has no way back is a :class:`WindowedPeer`: the consumer writes a byte for each message that it has
+consumed into a pipe to its producer, whose loop reads it.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
+from typing import Any, NamedTuple
 
+import torch
+
+from bench.messages import Cell, Header, Sink, Source
+from bench.peers.peer import Peer
+from bench.request import questions
 from bench.request.questions import Answer
 
-__all__ = ["Acknowledgements", "Pending", "Window"]
+__all__ = ["Intake", "Pending", "Reception", "Send", "Shared", "Window", "WindowedPeer"]
 
 _ACKS_NBYTES = 4096  # at a time; a byte each
+_MAX_BATCH = 64  # messages that a loop takes before its other work has its turn
+
+#: Stamps and sends the next message; returns what to await before more can be sent, if there is such a thing.
+Send = Callable[[], Awaitable[object] | None]
 
 
 class Window:
@@ -50,11 +63,6 @@ class Window:
         if self._waiter is not None and not self._waiter.done() and self._in_flight <= self._target:
             self._waiter.set_result(None)
 
-    def fail(self, error: Exception) -> None:
-        """Nothing will be acknowledged any more; whoever waits gets the error."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error)
-
     async def _wait_until(self, target: int) -> None:
         self._target = target
         self._waiter = asyncio.get_running_loop().create_future()
@@ -64,65 +72,158 @@ class Window:
             self._waiter = None
 
 
-class Acknowledgements:
-    """A pipe from the consumer to each producer, with a byte for each message that has been consumed.
+class Shared(NamedTuple):
+    """What the processes of a windowed peer inherit.
 
-    Args:
-        pipes: for each producer the end it reads, and the end that the consumer writes to.
+    Attributes:
+        own: what the transport itself needs.
+        pipes: for each producer the end that it reads, and the end that the consumer writes to.
     """
 
-    def __init__(self, pipes: list[tuple[Connection, Connection]]) -> None:
-        self._pipes = pipes
-
-    @classmethod
-    def create(cls, context: SpawnContext, producers: int) -> Acknowledgements:
-        return cls([context.Pipe(duplex=False) for _ in range(producers)])
-
-    def close(self) -> None:
-        """Closes this process's ends."""
-        for reader, writer in self._pipes:
-            reader.close()
-            writer.close()
+    own: Any
+    pipes: list[tuple[Connection, Connection]]
 
     @contextlib.contextmanager
-    def counted(self, producer: int, size: int) -> Iterator[Window]:
+    def window(self, producer: int, size: int) -> Iterator[Window]:
         """Yields the window of a producer, which the running loop keeps true."""
         loop = asyncio.get_running_loop()
         window = Window(size)
-        descriptor = self._pipes[producer][0].fileno()
+        descriptor = self.pipes[producer][0].fileno()
         loop.add_reader(descriptor, lambda: window.give(len(os.read(descriptor, _ACKS_NBYTES))))
         try:
             yield window
         finally:
             loop.remove_reader(descriptor)
 
-    def givers(self) -> list[Callable[[], object]]:
-        """Returns what the consumer calls when it has consumed a message, for each producer."""
-        return [_giver(writer.fileno()) for _, writer in self._pipes]
+
+class Intake:
+    """What the consumer does with each message: it takes it, lets go of it, and says so to its producer."""
+
+    def __init__(self, sink: Sink, shared: Shared) -> None:
+        self.take = sink.take
+        self._descriptors = [writer.fileno() for _, writer in shared.pipes]
+
+    def acknowledge(self, header: Header) -> None:
+        """The message has been taken, and nobody looks at its memory any more."""
+        os.write(self._descriptors[header.producer], b"\0")
 
 
-def _giver(descriptor: int) -> Callable[[], object]:
-    return lambda: os.write(descriptor, b"\0")
+class WindowedPeer(Peer):
+    """A transport of streams that does not say itself what has been consumed."""
+
+    def create_own(self, context: SpawnContext, producers: int) -> Any:
+        """Makes what the transport itself needs in all processes, in their parent."""
+        return None
+
+    def close_own(self, own: Any) -> None:  # most have nothing to close
+        """Removes it again."""
+
+    def create_shared(self, context: SpawnContext, ends: int) -> Shared:
+        return Shared(self.create_own(context, ends), [context.Pipe(duplex=False) for _ in range(ends)])
+
+    def close_shared(self, shared: Shared) -> None:
+        self.close_own(shared.own)
+        for end in (end for pipe in shared.pipes for end in pipe):
+            end.close()
+
+    def window(self, cell: Cell) -> int:
+        """Returns how many messages of a producer may be in flight."""
+        return cell.window
+
+    @abc.abstractmethod
+    def sending(self, cell: Cell, own: Any, source: Source) -> AbstractAsyncContextManager[Send]:
+        """A producer's end: yields what sends its next message."""
+
+    @abc.abstractmethod
+    async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
+        """The consumer's end: has all messages taken and acknowledged until the last of all has been."""
+
+    async def produce(self, cell: Cell, shared: Shared, source: Source) -> None:
+        async with self.sending(cell, shared.own, source) as send:
+            with shared.window(source.producer, self.window(cell)) as window:
+                while not source.finished:
+                    await window.take()
+                    if (writable := send()) is not None:
+                        await writable
+                await window.drain()
+
+    async def consume(self, cell: Cell, shared: Shared, sink: Sink, listening: Callable[[], None]) -> None:
+        await self.receive(cell, shared.own, Intake(sink, shared), listening)
+
+
+class Reception(abc.ABC):
+    """Takes samples in the loop as soon as something wakes it, so many at a time that its other work has its turn.
+
+    Args:
+        batch_nbytes: to be taken at a time, but for the first: a consumer may copy them.
+
+    Attributes:
+        finished: done when the last message has been taken.
+    """
+
+    def __init__(self, cell: Cell, intake: Intake, batch_nbytes: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[None] = self.loop.create_future()
+        self._intake = intake
+        self._batch = max(1, min(_MAX_BATCH, batch_nbytes // cell.nbytes))
+
+    @abc.abstractmethod
+    def next_sample(self) -> Any:
+        """Returns what has come, or None."""
+
+    @abc.abstractmethod
+    def read(self, sample: Any) -> tuple[Header, torch.Tensor]:
+        """Returns the message of a sample."""
+
+    @abc.abstractmethod
+    def release(self, sample: Any, header: Header) -> None:
+        """A sample's message has been taken."""
+
+    def take_batch(self) -> None:
+        """Takes what has come. Called in the loop."""
+        try:
+            for _ in range(self._batch):
+                if self.finished.done() or (sample := self.next_sample()) is None:
+                    return
+                header, tensor = self.read(sample)
+                last = self._intake.take(header, tensor)
+                del tensor
+                self.release(sample, header)
+                self._intake.acknowledge(header)
+                if last:
+                    self.finished.set_result(None)
+        except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
+            self.finished.set_exception(error)
+        else:
+            self.loop.call_soon(self.take_batch)  # what is left wakes nobody
 
 
 class Pending:
-    """One client's requests that wait for their replies, by sequence number; used in its loop."""
+    """One client's requests that wait for their replies, by sequence number; used in its loop.
 
-    def __init__(self) -> None:
+    Args:
+        send: sends a question; returns what is to be awaited until it is sent, if there is such a thing.
+    """
+
+    def __init__(self, send: Callable[[questions.Header, torch.Tensor], Awaitable[object] | None]) -> None:
+        self._send = send
         self._loop = asyncio.get_running_loop()
         self._futures: dict[int, asyncio.Future[Answer]] = {}
         self._error: BaseException | None = None
 
-    def open(self, sequence: int) -> asyncio.Future[Answer]:
-        """Returns what to await for a reply.
+    async def ask(self, header: questions.Header, tensor: torch.Tensor) -> Answer:
+        """Sends a question and waits for its reply.
 
         Raises:
             ConnectionError: or whatever else was said by :meth:`fail`.
         """
         if self._error is not None:
             raise self._error
-        future = self._futures[sequence] = self._loop.create_future()
-        return future
+        reply: asyncio.Future[Answer] = self._loop.create_future()
+        self._futures[header.sequence] = reply
+        if (sending := self._send(header, tensor)) is not None:
+            await sending
+        return await reply
 
     def settle(self, answer: Answer) -> None:
         """A reply has come. One that nobody waits for is an error of everybody: it is somebody else's, or came twice."""

@@ -1,29 +1,29 @@
 """Inline msgpack: the tensor's bytes inside a msgpack message, over the same kind of Unix stream socket.
 
 How its users use it: the simplest transport that is safe, and what a server has before it has shared memory. A message is
-a u32 length and msgpack by msgspec, written to an asyncio transport on uvloop, with the transport's flow control. The consumer
-of a stream acknowledges each with a byte; a client keeps a future for each request, by its number. Done well, to be worth
-comparing with: the sender's bytes are copied once (into the message) before the kernel takes them, large messages are received
-straight into memory of their own, uninitialised, the tensor is a view of that, and the engine answers within the callback that
-brought the last bytes.
+a u32 length and msgpack by msgspec, written to an asyncio transport on uvloop, with the transport's flow control. A client
+keeps a future for each request, by its number. Done well, to be worth comparing with: the sender's bytes are copied once (into
+the message) before the kernel takes them, large messages are received straight into memory of their own, uninitialised, the
+tensor is a view of that, and consumer and engine do their work within the callback that brought the last bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import msgspec
 import torch
 
 from bench import messages
-from bench.messages import DTYPES, Sink, Source
-from bench.peers.in_flight import Pending, Window
-from bench.peers.peer import Ask, Peer, RequestPeer
-from bench.peers.unix_stream import Messages, connected, consumed, dialled, served
+from bench.messages import Source
+from bench.peers.description import Description, HeaderType, encode
+from bench.peers.in_flight import Intake, Pending
+from bench.peers.peer import Ask, RequestPeer
+from bench.peers.unix_stream import Messages, Served, SocketPeer, dialled, served
 from bench.request import questions
 from bench.request.questions import Answer, Desk
 
@@ -32,53 +32,27 @@ __all__ = ["InlineMsgpack", "InlineRequest"]
 _MAX_NBYTES = (1 << 32) - 4096  # what the prefix can say, less what is around the tensor
 _REQUEST_DTYPE = "float32"
 
-_Header = TypeVar("_Header", messages.Header, questions.Header)
 
-
-class _Message(msgspec.Struct, Generic[_Header], array_like=True):
-    header: _Header
-    dtype: str
-    shape: tuple[int, ...]
+class _Message(Description[HeaderType], Generic[HeaderType]):
     content: memoryview  # decoded without a copy
 
-    def tensor(self) -> torch.Tensor:
-        """Returns a view of the content."""
-        return torch.frombuffer(self.content, dtype=DTYPES[self.dtype]).view(self.shape)
+
+_stream_decoder = msgspec.msgpack.Decoder(_Message[messages.Header])
+_request_decoder = msgspec.msgpack.Decoder(_Message[questions.Header])
 
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def _path(cell: messages.Cell | questions.Cell) -> Path:
-    return Path(cell.directory, "inline-msgpack.sock")
-
-
-class InlineMsgpack(Peer):
+class InlineMsgpack(SocketPeer):
     """See the head of this file."""
 
     name = "inline-msgpack"
     title = "inline msgpack, same socket"
 
-    async def produce(self, cell: messages.Cell, shared: Any, source: Source) -> None:
-        window = Window(cell.window)
-        content = source.array.data
-        async with connected(_path(cell), window) as sender:
-            while not source.finished:
-                await window.take()
-                header = source.stamp()
-                sender.send(_encoder.encode(_Message(header, cell.dtype, cell.shape, content)))
-                await sender.writable.wait()
-            await window.drain()
+    def encode(self, cell: messages.Cell, own: Any, source: Source) -> bytes:
+        return encode(_Message(source.stamp(), cell.dtype, cell.shape, source.array.data))
 
-    async def consume(self, cell: messages.Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
-        decoder = msgspec.msgpack.Decoder(_Message[messages.Header])
-
-        def take(body: memoryview) -> messages.Header:
-            message = decoder.decode(body)
-            sink.take(message.header, message.tensor())
-            return message.header
-
-        await consumed(_path(cell), cell.producers, take, listening)
+    def take(self, body: memoryview, intake: Intake) -> tuple[messages.Header, bool]:
+        message = _stream_decoder.decode(body)
+        return message.header, intake.take(message.header, message.tensor(message.content))
 
 
 class InlineRequest(RequestPeer):
@@ -93,70 +67,48 @@ class InlineRequest(RequestPeer):
         return None
 
     async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await served(_path(cell), lambda: _Answering(desk, failed), failed, listening)
+        await served(_path(cell), lambda finished: _Answering(finished, desk), listening)
 
     @contextlib.asynccontextmanager
     async def connect(self, cell: questions.Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         async with dialled(_path(cell), _Asking) as asking:
-            yield asking.ask
+            yield asking.pending.ask
 
 
-class _Tensors(Messages):
-    """Both ends of requests: a tensor in each message."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._decoder = msgspec.msgpack.Decoder(_Message[questions.Header])
-
-    def take(self, header: questions.Header, tensor: torch.Tensor) -> None:
-        """A message has come."""
-        raise NotImplementedError
-
-    def write(self, header: questions.Header, tensor: torch.Tensor) -> None:
-        """Sends a message; the tensor may be written again at once."""
-        content = tensor.numpy().data.cast("B")
-        self.send(_encoder.encode(_Message(header, _REQUEST_DTYPE, tuple(tensor.shape), content)))
-
-    def received(self, body: memoryview) -> None:
-        message = self._decoder.decode(body)
-        self.take(message.header, message.tensor())
+def _path(cell: questions.Cell) -> Path:
+    return Path(cell.directory, "inline-msgpack.sock")
 
 
-class _Answering(_Tensors):
+def _encoded(header: questions.Header, tensor: torch.Tensor) -> bytes:
+    return encode(_Message(header, _REQUEST_DTYPE, tuple(tensor.shape), tensor.numpy().data.cast("B")))
+
+
+class _Answering(Served):
     """The engine's end. It does not wait for a client to read: a client has no more replies to come than it has asked for."""
 
-    def __init__(self, desk: Desk, failed: asyncio.Future[None]) -> None:
-        super().__init__()
+    def __init__(self, finished: asyncio.Future[None], desk: Desk) -> None:
+        super().__init__(finished)
         self._desk = desk
-        self._failed = failed
 
-    def take(self, header: questions.Header, tensor: torch.Tensor) -> None:
-        self.write(header, self._desk.answer(header, tensor))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """A client has gone: all of them do, in the end."""
-
-    def failed(self, error: BaseException) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
+    def received(self, body: memoryview) -> None:
+        message = _request_decoder.decode(body)
+        self.send(_encoded(message.header, self._desk.answer(message.header, message.tensor(message.content))))
 
 
-class _Asking(_Tensors):
+class _Asking(Messages):
     """A client's end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._pending = Pending()
-
-    async def ask(self, header: questions.Header, tensor: torch.Tensor) -> Answer:
-        await self.writable.wait()
-        reply = self._pending.open(header.sequence)
-        self.write(header, tensor)
-        return await reply
-
-    def take(self, header: questions.Header, tensor: torch.Tensor) -> None:
-        self._pending.settle(Answer(header, tensor))
+        self.pending = Pending(self._ask)
 
     def failed(self, error: BaseException) -> None:
-        self._pending.fail(error)
+        self.pending.fail(error)
+
+    def _ask(self, header: questions.Header, tensor: torch.Tensor) -> Awaitable[object] | None:
+        self.send(_encoded(header, tensor))
+        return None if self.writable.is_set() else self.writable.wait()
+
+    def received(self, body: memoryview) -> None:
+        message = _request_decoder.decode(body)
+        self.pending.settle(Answer(message.header, message.tensor(message.content)))

@@ -16,7 +16,7 @@ from bench.messages import Cell, Sink, Source
 from bench.request import questions
 from bench.request.questions import Answer, Desk
 
-__all__ = ["Ask", "Peer", "RequestPeer", "allow_read_only_tensors"]
+__all__ = ["Adapter", "Ask", "Peer", "RequestPeer", "allow_read_only_tensors"]
 
 #: Sends a question and waits for its answer. Called by many tasks at a time; the tensor is not written in between.
 Ask = Callable[[questions.Header, torch.Tensor], Awaitable[Answer]]
@@ -27,8 +27,8 @@ def allow_read_only_tensors() -> None:
     warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable", UserWarning)
 
 
-class _Adapter(abc.ABC):
-    """A transport that may not be installed, whatever is measured of it.
+class Adapter:
+    """A transport that may not be installed. The package it needs is imported inside its methods.
 
     Attributes:
         name: as the command line and the results spell it.
@@ -55,12 +55,27 @@ class _Adapter(abc.ABC):
         except metadata.PackageNotFoundError:
             return None
 
+    def limits(self, cell: Any) -> str | None:
+        """Returns why this peer can't do a cell, such as a largest message; None if it can."""
+        return None
 
-class Peer(_Adapter):
-    """A transport, used the way its users use it.
+    def create_shared(self, context: SpawnContext, ends: int) -> Any:
+        """Makes what all processes must inherit, in their parent, once for the life of them. Nothing, usually.
+
+        Args:
+            ends: producers, or clients.
+        """
+        return None
+
+    def close_shared(self, shared: Any) -> None:
+        """Removes what :meth:`create_shared` made, in the parent, once, when all the processes have ended."""
+
+
+class Peer(Adapter, abc.ABC):
+    """A transport of streams, used the way its users use it.
 
     ``produce`` runs in each of a cell's producer processes, ``consume`` in its one consumer process, all on uvloop, once for
-    each cell. The package a peer needs is imported inside its methods: an adapter can be imported without it.
+    each cell.
 
     Attributes:
         in_place: whether the producer writes into the transport's memory, and copies nothing.
@@ -71,17 +86,6 @@ class Peer(_Adapter):
     in_place: ClassVar[bool] = False
     event_driven: ClassVar[bool] = True
     loop_is_free: ClassVar[bool] = True
-
-    def limits(self, cell: Cell) -> str | None:
-        """Returns why this peer can't do a cell, such as a largest message; None if it can."""
-        return None
-
-    def create_shared(self, context: SpawnContext, producers: int) -> Any:
-        """Makes what all processes must inherit, in their parent, once for the life of them. Nothing, usually."""
-        return None
-
-    def close_shared(self, shared: Any) -> None:  # most have nothing to close
-        """Removes what :meth:`create_shared` made, in the parent, once, when all the processes have ended."""
 
     @abc.abstractmethod
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
@@ -100,16 +104,8 @@ class Peer(_Adapter):
         """
 
 
-class RequestPeer(_Adapter):
+class RequestPeer(Adapter, abc.ABC):
     """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell."""
-
-    def limits(self, cell: questions.Cell) -> str | None:
-        """Returns why a cell can't be measured with it; None if it can."""
-        return None
-
-    def create_shared(self, context: SpawnContext, clients: int) -> Any:
-        """Makes what all processes must inherit, in their parent, once for the life of all. Nothing, usually."""
-        return None
 
     @abc.abstractmethod
     async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:

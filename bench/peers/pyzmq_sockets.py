@@ -22,56 +22,55 @@ import asyncio
 import contextlib
 import importlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
-from multiprocessing.context import SpawnContext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
 from bench import messages
-from bench.messages import DTYPES, Sink, Source
-from bench.peers.in_flight import Acknowledgements, Pending
+from bench.messages import Source
+from bench.peers.description import Description, HeaderType, encode
+from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
 from bench.peers.memory import memory_shortage
-from bench.peers.peer import Ask, Peer, RequestPeer
+from bench.peers.peer import Ask, RequestPeer
 from bench.request import questions
 from bench.request.questions import Answer, Desk
 
 __all__ = ["PyzmqMultipart", "PyzmqRequest"]
 
-_IO_THREADS = 2  # of requests
+_REQUEST_THREADS = 2  # of ZMQ
 _REQUEST_DTYPE = "float32"
 
-_Header = TypeVar("_Header", messages.Header, questions.Header)
+_stream_decoder = msgspec.msgpack.Decoder(Description[messages.Header])
+_request_decoder = msgspec.msgpack.Decoder(Description[questions.Header])
 
 
-class _Description(msgspec.Struct, Generic[_Header], array_like=True):
-    """The first frame; the second is the tensor."""
-
-    header: _Header
-    dtype: str
-    shape: tuple[int, ...]
+def _path(cell: messages.Cell | questions.Cell) -> Path:
+    return Path(cell.directory, "pyzmq.sock")
 
 
-_encoder = msgspec.msgpack.Encoder()
+@contextlib.contextmanager
+def _socket(context: Any, kind: str) -> Iterator[Any]:
+    """A socket; all has arrived when it is closed, or nothing matters any more."""
+    with context.socket(getattr(importlib.import_module("zmq"), kind)) as socket:
+        socket.set_hwm(0)  # what is in flight is the limit
+        socket.linger = 0
+        yield socket
 
 
-def _configure(socket: Any) -> None:
-    socket.set_hwm(0)  # what is in flight is the limit
-    socket.linger = 0  # all has arrived when a socket is closed, or nothing matters any more
-
-
-def _unpack(decoder: msgspec.msgpack.Decoder[_Description[_Header]], frames: list[Any]) -> tuple[_Header, torch.Tensor]:
-    head, content = frames
+def _unpack(
+    decoder: msgspec.msgpack.Decoder[Description[HeaderType]], head: Any, content: Any
+) -> tuple[HeaderType, torch.Tensor]:
     description = decoder.decode(head.buffer)
-    return description.header, torch.frombuffer(content.buffer, dtype=DTYPES[description.dtype]).view(description.shape)
+    return description.header, description.tensor(content.buffer)
 
 
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
-class PyzmqMultipart(Peer):
+class PyzmqMultipart(WindowedPeer):
     """See the head of this file."""
 
     name = "pyzmq"
@@ -82,41 +81,27 @@ class PyzmqMultipart(Peer):
         # All of the window is in the producer's tensors, and may at the same time be in the consumer's ZMQ.
         return memory_shortage(2 * cell.producers * cell.window * cell.nbytes)
 
-    def create_shared(self, context: SpawnContext, producers: int) -> Acknowledgements:
-        return Acknowledgements.create(context, producers)
-
-    def close_shared(self, shared: Acknowledgements) -> None:
-        shared.close()
-
-    async def produce(self, cell: messages.Cell, shared: Acknowledgements, source: Source) -> None:
-        import zmq
-
-        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            _configure(socket)
+    @contextlib.asynccontextmanager
+    async def sending(self, cell: messages.Cell, own: Any, source: Source) -> AsyncIterator[Send]:
+        with importlib.import_module("zmq").Context() as context, _socket(context, "PUSH") as socket:
             socket.connect(f"ipc://{_path(cell)}")
             contents = itertools.cycle(_contents(cell, source, socket.copy_threshold))
-            with shared.counted(source.producer, cell.window) as window:
-                while not source.finished:
-                    await window.take()
-                    tensor, frame = next(contents)
-                    header = source.stamp(tensor)
-                    socket.send_multipart((_encoder.encode(_Description(header, cell.dtype, cell.shape)), frame), copy=False)
-                await window.drain()
 
-    async def consume(self, cell: messages.Cell, shared: Acknowledgements, sink: Sink, listening: Callable[[], None]) -> None:
-        import zmq
+            def send() -> None:
+                tensor, frame = next(contents)
+                description = Description(source.stamp(tensor), cell.dtype, cell.shape)
+                socket.send_multipart((encode(description), frame), copy=False)
 
+            yield send
+
+    async def receive(self, cell: messages.Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
-        context = zmq.Context()
+        context = importlib.import_module("zmq").Context()
         try:
-            await asyncio.to_thread(_receive, context, cell, shared, sink, lambda: loop.call_soon_threadsafe(listening))
+            await asyncio.to_thread(_receive, context, cell, intake, lambda: loop.call_soon_threadsafe(listening))
         finally:
             context.term()  # a thread that still receives gets an error, and closes its socket; this waits for that
             _path(cell).unlink(missing_ok=True)
-
-
-def _path(cell: messages.Cell | questions.Cell) -> Path:
-    return Path(cell.directory, "pyzmq.sock")
 
 
 def _contents(cell: messages.Cell, source: Source, copy_threshold: int) -> list[tuple[torch.Tensor | None, memoryview]]:
@@ -127,22 +112,15 @@ def _contents(cell: messages.Cell, source: Source, copy_threshold: int) -> list[
     return [(tensor, tensor.view(torch.uint8).numpy().data) for tensor in tensors]
 
 
-def _receive(
-    context: Any, cell: messages.Cell, acknowledgements: Acknowledgements, sink: Sink, listening: Callable[[], object]
-) -> None:
-    import zmq
-
-    give = acknowledgements.givers()
-    decoder = msgspec.msgpack.Decoder(_Description[messages.Header])
-    finished = False
-    with context.socket(zmq.PULL) as socket:
-        _configure(socket)
+def _receive(context: Any, cell: messages.Cell, intake: Intake, listening: Callable[[], object]) -> None:
+    with _socket(context, "PULL") as socket:
         socket.bind(f"ipc://{_path(cell)}")
         listening()
-        while not finished:
-            header, tensor = _unpack(decoder, socket.recv_multipart(copy=False))
-            finished = sink.take(header, tensor)
-            give[header.producer]()
+        last = False
+        while not last:
+            header, tensor = _unpack(_stream_decoder, *socket.recv_multipart(copy=False))
+            last = intake.take(header, tensor)
+            intake.acknowledge(header)
 
 
 # -- requests ------------------------------------------------------------------------------------------------------------
@@ -156,14 +134,13 @@ class PyzmqRequest(RequestPeer):
     requires = "pyzmq"
 
     async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
-        decoder = msgspec.msgpack.Decoder(_Description[questions.Header])
         with _awaitable_socket("ROUTER") as router:
             try:
                 router.bind(f"ipc://{_path(cell)}")
                 listening()
                 while True:
                     identity, *frames = await router.recv_multipart(copy=False)
-                    header, tensor = _unpack(decoder, frames)
+                    header, tensor = _unpack(_request_decoder, *frames)
                     reply = desk.answer(header, tensor)
                     del tensor, frames
                     await router.send_multipart([identity, *_pack(header, reply)], copy=False)
@@ -174,43 +151,35 @@ class PyzmqRequest(RequestPeer):
     async def connect(self, cell: questions.Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         with _awaitable_socket("DEALER") as dealer:
             dealer.connect(f"ipc://{_path(cell)}")
-            pending = Pending()
+
+            def send(header: questions.Header, tensor: torch.Tensor) -> Awaitable[object]:
+                sending: Awaitable[object] = dealer.send_multipart(_pack(header, tensor), copy=False)
+                return sending
+
+            pending = Pending(send)
             reading = asyncio.create_task(_read(dealer, pending))
-
-            async def ask(header: questions.Header, tensor: torch.Tensor) -> Answer:
-                reply = pending.open(header.sequence)
-                await dealer.send_multipart(_pack(header, tensor), copy=False)
-                return await reply
-
             try:
-                yield ask
+                yield pending.ask
             finally:
                 reading.cancel()
                 await asyncio.wait([reading])
 
 
 async def _read(dealer: Any, pending: Pending) -> None:
-    decoder = msgspec.msgpack.Decoder(_Description[questions.Header])
     try:
         while True:
-            pending.settle(Answer(*_unpack(decoder, await dealer.recv_multipart(copy=False))))
+            pending.settle(Answer(*_unpack(_request_decoder, *await dealer.recv_multipart(copy=False))))
     except Exception as error:  # noqa: BLE001 # whoever waits for a reply hears of it
         pending.fail(error)
 
 
 def _pack(header: questions.Header, tensor: torch.Tensor) -> list[Any]:
-    return [_encoder.encode(_Description(header, _REQUEST_DTYPE, tuple(tensor.shape))), tensor.numpy().data]
+    return [encode(Description(header, _REQUEST_DTYPE, tuple(tensor.shape))), tensor.numpy().data]
 
 
 @contextlib.contextmanager
 def _awaitable_socket(kind: str) -> Iterator[Any]:
-    """A socket in a context of its own; both are closed again, and what was not sent is dropped."""
-    zmq: Any = importlib.import_module("zmq")
-    context = importlib.import_module("zmq.asyncio").Context(io_threads=_IO_THREADS)
-    socket = context.socket(getattr(zmq, kind))
-    _configure(socket)
-    try:
+    """A socket for a loop, in a context of its own."""
+    context = importlib.import_module("zmq.asyncio").Context(io_threads=_REQUEST_THREADS)
+    with context, _socket(context, kind) as socket:
         yield socket
-    finally:
-        socket.close()
-        context.term()

@@ -2,8 +2,8 @@
 
 None of them can be awaited. Producers and clients ``put`` from their event loops; whoever receives has a thread that blocks in
 ``get``, so that its loop stays free. Messages of a stream are checked on that thread, which spares these peers the hop to the
-loop, and the window is counted back through a pipe for each producer. The engine answers requests on that thread, too; replies,
-which are small, are numpy arrays by a queue for each client, whose thread hands each to its loop.
+loop. The engine answers requests on that thread, too; replies, which are small, are numpy arrays by a queue for each client,
+whose thread hands each to its loop.
 
 ``faster-fifo`` is a ring of bytes in shared memory with a mutex and condition variables, made before the processes are, as
 Sample Factory does. Instead of the default pickle, ``dumps`` joins a packed header and the tensor's bytes and ``loads`` is a
@@ -28,7 +28,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import functools
 import importlib
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -40,10 +39,10 @@ import torch
 import torch.multiprocessing
 
 from bench import messages
-from bench.messages import DTYPES, Sink, Source
-from bench.peers.in_flight import Acknowledgements, Pending
+from bench.messages import DTYPES, Source
+from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
 from bench.peers.memory import memory_shortage
-from bench.peers.peer import Ask, Peer, RequestPeer, allow_read_only_tensors
+from bench.peers.peer import Ask, RequestPeer, allow_read_only_tensors
 from bench.request import questions
 from bench.request.questions import Answer, Desk
 
@@ -66,31 +65,41 @@ _DTYPES = tuple(DTYPES)
 _Message = tuple[messages.Header, torch.Tensor]
 
 
-def _torch_queue() -> Any:
-    get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
-    return _torch_multiprocessing.get_context("spawn").Queue()
+class _Plain:
+    """``multiprocessing``'s queues."""
+
+    def prepare(self) -> None:
+        """What each process does before it uses a queue."""
+        allow_read_only_tensors()
+
+    def create_queue(self, context: SpawnContext) -> Any:
+        """Makes a queue, in the parent; its class exists only in a context."""
+        return context.Queue()
 
 
-def _in_new_segment(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor in a segment of its own, whose handle a torch queue sends."""
-    again: Any = torch.from_numpy(tensor.view(torch.uint8).numpy()).view(tensor.dtype)
-    return again.share_memory_()  # type: ignore[no-any-return] # it is not annotated
+class _Torch(_Plain):
+    """``torch.multiprocessing``'s."""
+
+    strategy: ClassVar[str] = "file_descriptor"
+
+    def prepare(self) -> None:
+        _torch_multiprocessing.set_sharing_strategy(self.strategy)
+
+    def create_queue(self, context: SpawnContext) -> Any:
+        get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
+        return _torch_multiprocessing.get_context("spawn").Queue()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor in a segment of its own, whose handle a queue sends."""
+        again: Any = torch.from_numpy(tensor.view(torch.uint8).numpy()).view(tensor.dtype)
+        return again.share_memory_()  # type: ignore[no-any-return] # it is not annotated
 
 
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
-class _SharedByStream(NamedTuple):
-    queue: Any  # whose class exists only in a context
-    acknowledgements: Acknowledgements
-
-
-class _QueueStream(Peer):
-    """What streams by queues have in common; what differs is how each makes, puts and gets."""
-
-    @abc.abstractmethod
-    def create_queue(self, context: SpawnContext) -> Any:
-        """Makes the queue, in the parent."""
+class _QueueStream(_Plain, WindowedPeer):
+    """What streams by queues have in common; what differs is how each puts and gets."""
 
     @abc.abstractmethod
     def put(self, queue: Any, header: messages.Header, source: Source, cell: messages.Cell) -> None:
@@ -100,50 +109,38 @@ class _QueueStream(Peer):
     def get(self, queue: Any, cell: messages.Cell) -> list[_Message]:
         """Waits for messages and returns them; none if :meth:`wake` was called."""
 
-    def prepare(self) -> None:
-        """What each process does before it uses the queue."""
-        allow_read_only_tensors()
-
-    def window(self, cell: messages.Cell) -> int:
-        return cell.window
-
     def wake(self, queue: Any) -> None:
         """Ends the wait of a consumer that is cancelled."""
         queue.put(None)
 
-    def create_shared(self, context: SpawnContext, producers: int) -> _SharedByStream:
-        return _SharedByStream(self.create_queue(context), Acknowledgements.create(context, producers))
+    def create_own(self, context: SpawnContext, producers: int) -> Any:
+        return self.create_queue(context)
 
-    def close_shared(self, shared: _SharedByStream) -> None:
-        shared.queue.close()
-        shared.acknowledgements.close()
+    def close_own(self, own: Any) -> None:
+        own.close()
 
-    async def produce(self, cell: messages.Cell, shared: _SharedByStream, source: Source) -> None:
+    @contextlib.asynccontextmanager
+    async def sending(self, cell: messages.Cell, own: Any, source: Source) -> AsyncIterator[Send]:
         self.prepare()
-        with shared.acknowledgements.counted(source.producer, self.window(cell)) as window:
-            while not source.finished:
-                await window.take()
-                self.put(shared.queue, source.stamp(), source, cell)
-            await window.drain()
+        yield lambda: self.put(own, source.stamp(), source, cell)
 
-    async def consume(self, cell: messages.Cell, shared: _SharedByStream, sink: Sink, listening: Callable[[], None]) -> None:
+    async def receive(self, cell: messages.Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
         self.prepare()
         listening()
         try:
-            await asyncio.to_thread(self._receive, cell, shared, sink)
+            await asyncio.to_thread(self._receive, cell, own, intake)
         except asyncio.CancelledError:
-            self.wake(shared.queue)
+            self.wake(own)
             raise
 
-    def _receive(self, cell: messages.Cell, shared: _SharedByStream, sink: Sink) -> None:
-        give = shared.acknowledgements.givers()
-        finished = False
-        while not finished and (received := self.get(shared.queue, cell)):
+    def _receive(self, cell: messages.Cell, queue: Any, intake: Intake) -> None:
+        last = False
+        while not last and (received := self.get(queue, cell)):
             while received:
                 header, tensor = received.pop(0)
-                finished = sink.take(header, tensor)
+                last = intake.take(header, tensor)
                 del tensor  # a segment goes with it
-                give[header.producer]()
+                intake.acknowledge(header)
 
 
 class FasterFifoQueue(_QueueStream):
@@ -164,9 +161,8 @@ class FasterFifoQueue(_QueueStream):
     def create_queue(self, context: SpawnContext) -> Any:
         return importlib.import_module("faster_fifo").Queue(_RING_NBYTES, loads=_loads, dumps=_dumps)
 
-    def close_shared(self, shared: _SharedByStream) -> None:
-        shared.queue.shared_memory = None  # the ring's memory, which the queue has no method to give back
-        shared.acknowledgements.close()
+    def close_own(self, own: Any) -> None:
+        own.shared_memory = None  # the ring's memory, which the queue has no method to give back
 
     def wake(self, queue: Any) -> None:
         """Its wait ends by the timeout."""
@@ -205,9 +201,6 @@ class MultiprocessingQueue(_QueueStream):
     def limits(self, cell: messages.Cell) -> str | None:
         return memory_shortage(cell.producers * (cell.window + _PICKLE_COPIES) * cell.nbytes)
 
-    def create_queue(self, context: SpawnContext) -> Any:
-        return context.Queue()
-
     def put(self, queue: Any, header: messages.Header, source: Source, cell: messages.Cell) -> None:
         queue.put((tuple(header), cell.dtype, cell.shape, source.array.tobytes()))
 
@@ -218,21 +211,14 @@ class MultiprocessingQueue(_QueueStream):
         return [(messages.Header(*fields), torch.frombuffer(content, dtype=DTYPES[dtype]).view(shape))]
 
 
-class TorchQueueByDescriptor(_QueueStream):
+class TorchQueueByDescriptor(_Torch, _QueueStream):
     """See the head of this file."""
 
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"
-    strategy: ClassVar[str] = "file_descriptor"
-
-    def prepare(self) -> None:
-        _torch_multiprocessing.set_sharing_strategy(self.strategy)
-
-    def create_queue(self, context: SpawnContext) -> Any:
-        return _torch_queue()
 
     def put(self, queue: Any, header: messages.Header, source: Source, cell: messages.Cell) -> None:
-        queue.put((header, _in_new_segment(source.tensor)), timeout=_TIMEOUT_S)
+        queue.put((header, self.pack(source.tensor)), timeout=_TIMEOUT_S)
 
     def get(self, queue: Any, cell: messages.Cell) -> list[_Message]:
         message = queue.get(timeout=_TIMEOUT_S)
@@ -255,33 +241,22 @@ class _SharedByRequests(NamedTuple):
     replies: list[Any]
 
 
-class MultiprocessingRequest(RequestPeer):
+class MultiprocessingRequest(_Plain, RequestPeer):
     """See the head of this file. None in a queue ends the thread that reads it."""
 
     name = "multiprocessing-queue"
     title = "multiprocessing.Queue"
 
-    def prepare(self) -> None:
-        """What each process does before it uses a queue."""
-
-    def create_queue(self, context: SpawnContext) -> Any:
-        """Makes the queue of requests, in the parent."""
-        return context.Queue()
-
     def pack(self, tensor: torch.Tensor) -> Any:
         """Returns what to put into the queue for a tensor."""
         return tensor.numpy()
 
-    def unpack(self, content: Any) -> torch.Tensor:
-        """Returns the tensor of what came out of it."""
-        return torch.from_numpy(content)
-
-    def create_shared(self, context: SpawnContext, clients: int) -> _SharedByRequests:
-        return _SharedByRequests(self.create_queue(context), [context.Queue() for _ in range(clients)])
+    def create_shared(self, context: SpawnContext, ends: int) -> _SharedByRequests:
+        return _SharedByRequests(self.create_queue(context), [context.Queue() for _ in range(ends)])
 
     async def serve(self, cell: questions.Cell, shared: _SharedByRequests, desk: Desk, listening: Callable[[], None]) -> None:
         self.prepare()
-        answering = asyncio.get_running_loop().run_in_executor(None, self._answer_all, shared, desk)
+        answering = asyncio.get_running_loop().run_in_executor(None, _answer_all, shared, desk)
         listening()
         try:
             await asyncio.shield(answering)
@@ -290,57 +265,37 @@ class MultiprocessingRequest(RequestPeer):
                 shared.requests.put(None)
                 await answering
 
-    def _answer_all(self, shared: _SharedByRequests, desk: Desk) -> None:
-        while (request := shared.requests.get()) is not None:
-            header, content = questions.Header(*request[0]), request[1]
-            reply = desk.answer(header, self.unpack(content))
-            del request, content  # the tensor's memory goes with them
-            shared.replies[header.client].put((tuple(header), reply.numpy()))
-
     @contextlib.asynccontextmanager
     async def connect(self, cell: questions.Cell, shared: _SharedByRequests, client: int) -> AsyncIterator[Ask]:
         self.prepare()
-        pending, replies = Pending(), shared.replies[client]
-
-        async def ask(header: questions.Header, tensor: torch.Tensor) -> Answer:
-            reply = pending.open(header.sequence)
-            shared.requests.put((tuple(header), self.pack(tensor)))
-            return await reply
-
-        receiving = asyncio.get_running_loop().run_in_executor(None, _receive, replies, asyncio.get_running_loop(), pending)
-        receiving.add_done_callback(functools.partial(_pass_on, pending))
+        loop, replies = asyncio.get_running_loop(), shared.replies[client]
+        pending = Pending(lambda header, tensor: shared.requests.put((tuple(header), self.pack(tensor))))
+        receiving = loop.run_in_executor(None, _receive_all, replies, loop, pending)
         try:
-            yield ask
+            yield pending.ask
         finally:
             replies.put(None)
             await asyncio.wait([receiving])
 
 
-def _receive(replies: Any, loop: asyncio.AbstractEventLoop, pending: Pending) -> None:
-    while (reply := replies.get()) is not None:
-        loop.call_soon_threadsafe(pending.settle, Answer(questions.Header(*reply[0]), torch.from_numpy(reply[1])))
+def _answer_all(shared: _SharedByRequests, desk: Desk) -> None:
+    while (request := shared.requests.get()) is not None:
+        header, content = questions.Header(*request[0]), request[1]
+        reply = desk.answer(header, torch.as_tensor(content))  # a view of a numpy array, or a tensor as it is
+        del request, content  # the tensor's memory goes with them
+        shared.replies[header.client].put((tuple(header), reply.numpy()))
 
 
-def _pass_on(pending: Pending, receiving: asyncio.Future[None]) -> None:
-    if not receiving.cancelled() and (error := receiving.exception()) is not None:
-        pending.fail(error)
+def _receive_all(replies: Any, loop: asyncio.AbstractEventLoop, pending: Pending) -> None:
+    try:
+        while (reply := replies.get()) is not None:
+            loop.call_soon_threadsafe(pending.settle, Answer(questions.Header(*reply[0]), torch.from_numpy(reply[1])))
+    except Exception as error:  # noqa: BLE001 # whoever waits for a reply hears of it
+        loop.call_soon_threadsafe(pending.fail, error)
 
 
-class TorchRequest(MultiprocessingRequest):
+class TorchRequest(_Torch, MultiprocessingRequest):
     """See the head of this file."""
 
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"
-
-    def prepare(self) -> None:
-        _torch_multiprocessing.set_sharing_strategy("file_descriptor")
-
-    def create_queue(self, context: SpawnContext) -> Any:
-        return _torch_queue()
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        return _in_new_segment(tensor)
-
-    def unpack(self, content: Any) -> torch.Tensor:
-        assert isinstance(content, torch.Tensor)
-        return content

@@ -8,10 +8,10 @@ arrays that it was told of at once; they are views of the store.
 
 Done well, to be worth comparing with: the mailbox is one hop, hands over all that is there at once, and calls of it are not
 awaited by the producers (so they may run in another order, and the consumer sorts them); the store is of the size that Ray
-gives it, nothing is spilled or evicted; there is no dashboard and no usage report. The window is counted back through a pipe
-for each producer that its loop reads. Starting a cluster takes seconds, so there is one for all cells of a group of processes;
-idle, it took about 2 % of a core when this was written. Its processes (raylet, GCS, the mailbox's worker) do much of the work,
-and their CPU time is not in the producers' or the consumer's: this peer is more expensive than it looks there.
+gives it, nothing is spilled or evicted; there is no dashboard and no usage report. Starting a cluster takes seconds, so there
+is one for all cells of a group of processes; idle, it took about 2 % of a core when this was written. Its processes (raylet,
+GCS, the mailbox's worker) do much of the work, and their CPU time is not in the producers' or the consumer's: this peer is more
+expensive than it looks there.
 
 The cluster listens on the loopback interface only, with a token made for the run, and ends with the consumer; what outlives
 one that was killed is ended by its parent.
@@ -29,7 +29,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from multiprocessing.util import Finalize
@@ -38,10 +38,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.messages import Cell, Header, Sink, Source
-from bench.peers.in_flight import Acknowledgements
+from bench.messages import Cell, Header, Source
+from bench.peers.in_flight import Intake, Send, WindowedPeer
 from bench.peers.memory import meminfo_nbytes
-from bench.peers.peer import Peer, allow_read_only_tensors
+from bench.peers.peer import allow_read_only_tensors
 from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["RayStore"]
@@ -57,16 +57,17 @@ _OPTIONS: dict[str, Any] = {"namespace": "bench", "log_to_driver": False, "loggi
 _MAX_MAILBOX_CALLS = 1000  # at the same time: windows of all producers, and the consumer's wait
 
 
-class _Shared(NamedTuple):
+class _Cluster(NamedTuple):
+    """What its processes share."""
+
     directory: str  # Ray's; its sockets are in it, so its path is short
     token: str
     store_nbytes: int
     producers: int
-    acknowledgements: Acknowledgements
     departures: tuple[Connection, Connection]  # a byte from each producer that has left the cluster
 
 
-class RayStore(Peer):
+class RayStore(WindowedPeer):
     """See the head of this file."""
 
     name = "ray"
@@ -77,92 +78,78 @@ class RayStore(Peer):
         needed, size = _STORE_WINDOWS * cell.producers * cell.window * cell.nbytes, _store_nbytes()
         return None if needed <= size else f"it needs {needed / 2**30:.1f} GiB in a store of {size / 2**30:.1f} GiB"
 
-    def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
-        return _Shared(
-            tempfile.mkdtemp(prefix="bench-ray-"),
-            secrets.token_hex(32),
-            _store_nbytes(),
-            producers,
-            Acknowledgements.create(context, producers),
-            context.Pipe(duplex=False),
-        )
+    def create_own(self, context: SpawnContext, producers: int) -> _Cluster:
+        departures = context.Pipe(duplex=False)
+        return _Cluster(tempfile.mkdtemp(prefix="bench-ray-"), secrets.token_hex(32), _store_nbytes(), producers, departures)
 
-    def close_shared(self, shared: _Shared) -> None:
-        _end_survivors(shared.directory)
-        shutil.rmtree(shared.directory)
-        shared.acknowledgements.close()
-        for end in shared.departures:
+    def close_own(self, own: _Cluster) -> None:
+        _end_survivors(own.directory)
+        shutil.rmtree(own.directory)
+        for end in own.departures:
             end.close()
 
-    async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
-        ray = _join(shared)
+    @contextlib.asynccontextmanager
+    async def sending(self, cell: Cell, own: _Cluster, source: Source) -> AsyncIterator[Send]:
+        ray = _join(own)
         mailbox = ray.get_actor(_MAILBOX)
-        with shared.acknowledgements.counted(source.producer, cell.window) as window:
-            while not source.finished:
-                await window.take()
-                header = source.stamp()
-                mailbox.put.remote(tuple(header), [ray.put(source.array)])  # in a list a reference stays one
-            await window.drain()
 
-    async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
-        mailbox = _start(shared).get_actor(_MAILBOX)
+        def send() -> None:
+            header = source.stamp()
+            mailbox.put.remote(tuple(header), [ray.put(source.array)])  # in a list a reference stays one
+
+        yield send
+
+    async def receive(self, cell: Cell, own: _Cluster, intake: Intake, listening: Callable[[], None]) -> None:
+        ray = _start(own)
+        mailbox = ray.get_actor(_MAILBOX)
         allow_read_only_tensors()
         listening()
-        await _receive(cell, shared, sink, mailbox)
+        order = _Order(cell.producers)
+        last = False
+        while not last:
+            messages = list(order.sort(await mailbox.take.remote()))
+            arrays = list(await asyncio.to_thread(ray.get, [reference for _, (reference,) in messages]))
+            while messages:
+                header, _ = messages.pop(0)
+                last = intake.take(header, torch.from_numpy(arrays.pop(0)).view(cell.torch_dtype))
+                intake.acknowledge(header)  # the reference and the array are gone, and the store's memory with them
 
 
-def _start(shared: _Shared) -> Any:
+def _start(cluster: _Cluster) -> Any:
     """Starts the cluster, once in the life of this process, with which it ends; returns Ray."""
-    ray = _import_ray(shared)
+    ray = _import_ray(cluster)
     if not ray.is_initialized():
-        sizes = {"num_cpus": 1, "object_store_memory": shared.store_nbytes}
-        context = ray.init(include_dashboard=False, _temp_dir=shared.directory, _node_ip_address=_ADDRESS, **sizes, **_OPTIONS)
-        Finalize(None, _stop, args=(ray, shared), exitpriority=0)
+        sizes = {"num_cpus": 1, "object_store_memory": cluster.store_nbytes}
+        context = ray.init(include_dashboard=False, _temp_dir=cluster.directory, _node_ip_address=_ADDRESS, **sizes, **_OPTIONS)
+        Finalize(None, _stop, args=(ray, cluster), exitpriority=0)
         actor = ray.remote(_mailbox_class())
         mailbox = actor.options(name=_MAILBOX, lifetime="detached", num_cpus=0, max_concurrency=_MAX_MAILBOX_CALLS).remote()
         ray.get(mailbox.ready.remote())
-        _address_path(shared).write_text(context.address_info["gcs_address"])
+        _address_path(cluster).write_text(context.address_info["gcs_address"])
     return ray
 
 
-def _join(shared: _Shared) -> Any:
+def _join(cluster: _Cluster) -> Any:
     """Connects to the cluster, once in the life of this process; returns Ray."""
-    ray = _import_ray(shared)
+    ray = _import_ray(cluster)
     if not ray.is_initialized():
-        ray.init(address=_address_path(shared).read_text(), **_OPTIONS)
-        Finalize(None, _leave, args=(ray, shared), exitpriority=0)
+        ray.init(address=_address_path(cluster).read_text(), **_OPTIONS)
+        Finalize(None, _leave, args=(ray, cluster), exitpriority=0)
     return ray
 
 
-def _leave(ray: Any, shared: _Shared) -> None:
+def _leave(ray: Any, cluster: _Cluster) -> None:
     ray.shutdown()
-    os.write(shared.departures[1].fileno(), b"\0")
+    os.write(cluster.departures[1].fileno(), b"\0")
 
 
-def _stop(ray: Any, shared: _Shared) -> None:
+def _stop(ray: Any, cluster: _Cluster) -> None:
     """Ends the cluster after the producers have left it: a driver does not survive its cluster."""
     deadline = time.monotonic() + _LEAVE_LIMIT_S
-    for _ in range(shared.producers):
-        if shared.departures[0].poll(max(0.0, deadline - time.monotonic())):
-            os.read(shared.departures[0].fileno(), 1)
+    for _ in range(cluster.producers):
+        if cluster.departures[0].poll(max(0.0, deadline - time.monotonic())):
+            os.read(cluster.departures[0].fileno(), 1)
     ray.shutdown()
-
-
-async def _receive(cell: Cell, shared: _Shared, sink: Sink, mailbox: Any) -> None:
-    give = shared.acknowledgements.givers()
-    order = _Order(cell.producers)
-    finished = False
-    while not finished:
-        messages = list(order.sort(await mailbox.take.remote()))
-        arrays = await asyncio.to_thread(_get, [reference for _, (reference,) in messages])
-        while messages:
-            header, _ = messages.pop(0)
-            finished = sink.take(header, torch.from_numpy(arrays.pop(0)).view(cell.torch_dtype))
-            give[header.producer]()  # the reference and the array are gone, and the store's memory with them
-
-
-def _get(references: list[Any]) -> list[Any]:
-    return list(importlib.import_module("ray").get(references))
 
 
 class _Order:
@@ -237,10 +224,10 @@ def _writes_in(process: int, directory: str) -> bool:
     return False
 
 
-def _import_ray(shared: _Shared) -> Any:
+def _import_ray(cluster: _Cluster) -> Any:
     """Ray is configured by its environment, which it reads when it is imported, and so do the processes that it starts."""
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = shared.token  # else it would write one into the user's home
+    os.environ["RAY_AUTH_TOKEN"] = cluster.token  # else it would write one into the user's home
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     return importlib.import_module("ray")
 
@@ -249,5 +236,5 @@ def _store_nbytes() -> int:
     return int(_STORE_SHARE * min(shutil.disk_usage(SHM_DIRECTORY).total, meminfo_nbytes("MemTotal")))
 
 
-def _address_path(shared: _Shared) -> Path:
-    return Path(shared.directory, "address")
+def _address_path(cluster: _Cluster) -> Path:
+    return Path(cluster.directory, "address")

@@ -2,85 +2,71 @@
 
 A message is a u32 length and a body, written to an asyncio transport on uvloop. The receiving end cuts the stream: what is
 small in a scratch buffer, the rest of a large body straight into memory of its own, uninitialised, so that no byte of it is
-copied once more. A one-way stream (:func:`connected`, :func:`consumed`) has a byte in the other direction for each message
-that has been taken.
+copied once more. :class:`SocketPeer` is a stream of such messages.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from bench.messages import Header, Phase
-from bench.peers.in_flight import Window
+from bench.messages import Cell, Header, Source
+from bench.peers.in_flight import Intake, Send, WindowedPeer
 
-__all__ = ["Messages", "Sender", "connected", "consumed", "dialled", "served"]
+__all__ = ["Messages", "Served", "SocketPeer", "dialled", "served"]
 
 _PREFIX = struct.Struct("<I")
 _SCRATCH_NBYTES = 256 << 10  # what uvloop, too, reads at a time
 
 
-class _Writing(asyncio.BaseProtocol):
-    """An end of a connection that writes messages.
+class Messages(asyncio.BufferedProtocol):
+    """An end of a connection: writes messages, and cuts what comes into messages.
 
     Attributes:
         writable: set while the transport's buffer has room; to be awaited by who writes much.
+        transport: there as soon as there is a connection.
     """
+
+    transport: asyncio.Transport
 
     def __init__(self) -> None:
         self.writable = asyncio.Event()
         self.writable.set()
-        self._transport: asyncio.Transport | None = None
-
-    @property
-    def transport(self) -> asyncio.Transport:
-        assert self._transport is not None, "nobody writes before there is a connection"
-        return self._transport
-
-    def send(self, body: bytes) -> None:
-        """Writes a message."""
-        self.transport.writelines((_PREFIX.pack(len(body)), body))
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.writable.set()
-
-    def pause_writing(self) -> None:
-        self.writable.clear()
-
-    def resume_writing(self) -> None:
-        self.writable.set()
-
-
-class Messages(_Writing, asyncio.BufferedProtocol):
-    """An end that writes messages, and cuts what comes into messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self._scratch = memoryview(bytearray(_SCRATCH_NBYTES))
         self._kept = 0  # bytes at the start of scratch
         self._body: memoryview | None = None
         self._filled = 0
+
+    def send(self, body: bytes) -> None:
+        """Writes a message."""
+        self.transport.writelines((_PREFIX.pack(len(body)), body))
 
     def received(self, body: memoryview) -> None:
         """A message has come. What this raises is said to :meth:`failed`."""
         raise NotImplementedError
 
     def failed(self, error: BaseException) -> None:
-        """The connection has ended, or what came on it was wrong."""
-        raise NotImplementedError
+        """The connection has ended, or what came on it was wrong; to be overridden where somebody waits for more."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
+        self.writable.set()
         self.failed(exc or ConnectionError("the other end closed the connection"))
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._scratch[self._kept :] if self._body is None else self._body[self._filled :]
@@ -114,14 +100,11 @@ class Messages(_Writing, asyncio.BufferedProtocol):
         self._scratch[: self._kept] = self._scratch[position:end]
 
 
-# -- one-way streams -----------------------------------------------------------------------------------------------------
-
-
-_Protocol = TypeVar("_Protocol", bound=asyncio.BaseProtocol)
+_End = TypeVar("_End", bound=Messages)
 
 
 @contextlib.asynccontextmanager
-async def dialled(path: Path, end: Callable[[], _Protocol]) -> AsyncIterator[_Protocol]:
+async def dialled(path: Path, end: Callable[[], _End]) -> AsyncIterator[_End]:
     """A connection to whoever serves at a path, for the time of a ``with``."""
     transport, protocol = await asyncio.get_running_loop().create_unix_connection(end, str(path))
     try:
@@ -130,88 +113,87 @@ async def dialled(path: Path, end: Callable[[], _Protocol]) -> AsyncIterator[_Pr
         transport.close()
 
 
-async def served(
-    path: Path, end: Callable[[], asyncio.BaseProtocol], finished: asyncio.Future[None], listening: Callable[[], None]
-) -> None:
-    """Accepts connections at a path until ``finished`` is done; the path is there no more when this returns."""
-    server = await asyncio.get_running_loop().create_unix_server(end, str(path))
+class Served(Messages):
+    """An end of whoever serves at a path. A client that goes is no failure: all of them do in the end.
+
+    Args:
+        finished: set when no more is to be served, or as soon as something has failed.
+    """
+
+    def __init__(self, finished: asyncio.Future[None]) -> None:
+        super().__init__()
+        self.finished = finished
+
+    def failed(self, error: BaseException) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.writable.set()
+
+
+async def served(path: Path, end: Callable[[asyncio.Future[None]], Served], listening: Callable[[], None]) -> None:
+    """Accepts connections at a path until one of their ends has finished; the path is gone when this returns."""
+    loop = asyncio.get_running_loop()
+    finished: asyncio.Future[None] = loop.create_future()
+    ends: list[Served] = []
+
+    def accept() -> Served:
+        ends.append(end(finished))
+        return ends[-1]
+
+    server = await loop.create_unix_server(accept, str(path))
     try:
         listening()
         await finished
     finally:
         server.close()
+        for accepted in ends:
+            accepted.transport.close()
         path.unlink(missing_ok=True)  # noqa: ASYNC240 # a name in a directory of our own is gone at once
 
 
-def connected(path: Path, window: Window) -> contextlib.AbstractAsyncContextManager[Sender]:
-    """A producer's end for the time of a ``with``; what is acknowledged is given back to the window."""
-    return dialled(path, lambda: Sender(window))
+# -- streams -------------------------------------------------------------------------------------------------------------
 
 
-async def consumed(path: Path, producers: int, take: Callable[[memoryview], Header], listening: Callable[[], None]) -> None:
-    """The consumer: returns when so many producers have sent their last message and have gone.
+class SocketPeer(WindowedPeer):
+    """A stream whose messages, or what describes them, go through a socket."""
 
-    Args:
-        path: of the socket.
-        producers: how many connect.
-        take: called with each body; returns the message's header.
-        listening: called when producers may connect.
-    """
-    consumption = _Consumption(producers, take)
-    await served(path, lambda: _Receiver(consumption), consumption.finished, listening)
+    @abc.abstractmethod
+    def encode(self, cell: Cell, own: Any, source: Source) -> bytes:
+        """Stamps the next message and returns what to send for it."""
 
+    @abc.abstractmethod
+    def take(self, body: memoryview, intake: Intake) -> tuple[Header, bool]:
+        """Takes a message that has come; returns its header, and whether it is the last one."""
 
-class Sender(_Writing, asyncio.Protocol):
-    """A producer's end; what comes back are acknowledgements."""
+    @contextlib.asynccontextmanager
+    async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
+        async with dialled(self._path(cell), Messages) as end:
 
-    def __init__(self, window: Window) -> None:
-        super().__init__()
-        self._window = window
+            def send() -> Awaitable[object] | None:
+                end.send(self.encode(cell, own, source))
+                return None if end.writable.is_set() else end.writable.wait()
 
-    def data_received(self, data: bytes) -> None:
-        self._window.give(len(data))
+            yield send
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._window.fail(exc or ConnectionError("the consumer closed the connection"))
+    async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
+        await served(self._path(cell), lambda finished: _Receiver(finished, self, intake), listening)
 
-
-class _Consumption:
-    """What the connections of one cell share."""
-
-    def __init__(self, producers: int, take: Callable[[memoryview], Header]) -> None:
-        self.take = take
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._unfinished = producers
-
-    def finish_one(self) -> None:
-        """A producer has read its last acknowledgement."""
-        self._unfinished -= 1
-        if not self._unfinished and not self.finished.done():
-            self.finished.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        if not self.finished.done():
-            self.finished.set_exception(error)
+    def _path(self, cell: Cell) -> Path:
+        return Path(cell.directory, f"{self.name}.sock")
 
 
-class _Receiver(Messages):
-    """The consumer's end of a connection."""
+class _Receiver(Served):
+    """The consumer's end of a producer's connection."""
 
-    def __init__(self, consumption: _Consumption) -> None:
-        super().__init__()
-        self._consumption = consumption
-        self._complete = False
+    def __init__(self, finished: asyncio.Future[None], peer: SocketPeer, intake: Intake) -> None:
+        super().__init__(finished)
+        self._peer = peer
+        self._intake = intake
 
     def received(self, body: memoryview) -> None:
-        self._complete = self._consumption.take(body).phase == Phase.LAST
-        self.transport.write(b"\0")
-
-    def failed(self, error: BaseException) -> None:
-        self._consumption.fail(error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._complete:  # and the producer has read the last acknowledgement
-            self._consumption.finish_one()
-        else:
-            super().connection_lost(exc)
+        header, last = self._peer.take(body, self._intake)
+        self._intake.acknowledge(header)
+        if last:
+            self.finished.set_result(None)

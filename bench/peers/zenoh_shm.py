@@ -8,7 +8,7 @@ hands the sample to the event loop with ``call_soon_threadsafe``. There is no de
 Done well, to be worth comparing with: the provider's pool holds more than the window, so that no allocation has to wait, and
 is kept for the life of the process, as servers keep theirs; the callback is direct, which spares a queue and a thread; the link
 is of the low-latency kind, without priorities; puts are express, so that none waits for a batch to fill, and block rather than
-drop; nothing is scouted or routed. The window is counted back through a pipe for each producer that its loop reads.
+drop; nothing is scouted or routed.
 
 Python sees zenoh's shared memory through copies alone. A buffer is written from ``bytes`` or a ``bytearray``, so the tensor
 goes through one, which is kept and so is warm; a buffer that was received is read by ``bytes(...)``. That makes three copies
@@ -23,43 +23,36 @@ and their parent removes them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import shutil
 import struct
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from bench.messages import Cell, Header, Sink, Source
-from bench.peers.in_flight import Acknowledgements
+from bench.messages import Cell, Header, Source
+from bench.peers.in_flight import Intake, Reception, Send, WindowedPeer
 from bench.peers.memory import shared_memory_shortage
-from bench.peers.peer import Peer, allow_read_only_tensors
+from bench.peers.peer import allow_read_only_tensors
 
 __all__ = ["ZenohShm"]
 
 _KEY = "bench/tensors"
 _HEADER = struct.Struct("<4Q")
-_SPARE_MESSAGES = (
-    4  # in a pool beside the window: one being written, one not yet collected, and what the allocator itself takes
-)
-_MAX_BATCH = 64  # messages taken before the loop's other work has its turn,
-_BATCH_NBYTES = 1 << 20  # and at most so many bytes of them, but for the first: each is copied
+_SPARE_MESSAGES = 4  # in a pool beside the window: one being written, one not yet collected, what the allocator itself takes
+_BATCH_NBYTES = 1 << 20
 _MIN_POOL_NBYTES = 1 << 20  # less would be made anew for each of the smaller sizes
 
 
-class _Shared(NamedTuple):
-    records: str  # a directory: what each process has mapped, one file for each
-    acknowledgements: Acknowledgements
-
-
-class ZenohShm(Peer):
-    """See the head of this file."""
+class ZenohShm(WindowedPeer):
+    """See the head of this file. What the processes share is a directory, where each says what it has mapped."""
 
     name = "zenoh"
     title = "zenoh, shared memory"
@@ -72,102 +65,84 @@ class ZenohShm(Peer):
     def limits(self, cell: Cell) -> str | None:
         return shared_memory_shortage(cell.producers * _pool_nbytes(cell), "its pools")
 
-    def create_shared(self, context: SpawnContext, producers: int) -> _Shared:
-        return _Shared(tempfile.mkdtemp(prefix="shmring-bench-"), Acknowledgements.create(context, producers))
+    def create_own(self, context: SpawnContext, producers: int) -> str:
+        return tempfile.mkdtemp(prefix="shmring-bench-")
 
-    def close_shared(self, shared: _Shared) -> None:
-        for record in Path(shared.records).iterdir():
+    def close_own(self, own: str) -> None:
+        for record in Path(own).iterdir():
             for segment in record.read_text().splitlines():
                 Path(segment).unlink(missing_ok=True)
-        shutil.rmtree(shared.records)
-        shared.acknowledgements.close()
+        shutil.rmtree(own)
 
-    async def produce(self, cell: Cell, shared: _Shared, source: Source) -> None:
+    @contextlib.asynccontextmanager
+    async def sending(self, cell: Cell, own: str, source: Source) -> AsyncIterator[Send]:
         zenoh: Any = importlib.import_module("zenoh")
         shm: Any = importlib.import_module("zenoh.shm")
-        provider = self._open_provider(shm, cell)
+        if self._pool_nbytes < (needed := _pool_nbytes(cell)):
+            self._provider = None  # first, so that there are not both
+            self._provider, self._pool_nbytes = shm.ShmProvider.default_backend(needed), needed
         policy = shm.BlockOn(shm.GarbageCollect())
         bytes_of_tensor = bytearray(cell.nbytes)
         with zenoh.open(_config(zenoh, cell, "connect")) as session:
             publisher = session.declare_publisher(_KEY, congestion_control=zenoh.CongestionControl.BLOCK, express=True)
             await _matched(publisher)
-            _record(shared)  # before anything is sent: this process may be killed because another one has failed
-            with shared.acknowledgements.counted(source.producer, cell.window) as window:
-                while not source.finished:
-                    await window.take()
-                    header = source.stamp()
-                    buffer = provider.alloc(cell.nbytes, policy)
-                    bytes_of_tensor[:] = source.array.data
-                    buffer[:] = bytes_of_tensor
-                    publisher.put(buffer, attachment=_HEADER.pack(*header))
-                    if not header.sequence:
-                        _record(shared)
-                await window.drain()
+            _record(own)  # before anything is sent: this process may be killed because another one has failed
 
-    async def consume(self, cell: Cell, shared: _Shared, sink: Sink, listening: Callable[[], None]) -> None:
+            def send() -> None:
+                header = source.stamp()
+                buffer = self._provider.alloc(cell.nbytes, policy)
+                bytes_of_tensor[:] = source.array.data
+                buffer[:] = bytes_of_tensor
+                publisher.put(buffer, attachment=_HEADER.pack(*header))
+                if not header.sequence:
+                    _record(own)
+
+            yield send
+
+    async def receive(self, cell: Cell, own: str, intake: Intake, listening: Callable[[], None]) -> None:
         zenoh: Any = importlib.import_module("zenoh")
         allow_read_only_tensors()
-        reception = _Reception(cell, shared, sink)
+        reception = _Reception(cell, own, intake)
         callback = zenoh.handlers.Callback(reception.deliver, indirect=False)
         with zenoh.open(_config(zenoh, cell, "listen")) as session:
             session.declare_subscriber(_KEY, callback)
             listening()
             await reception.finished
 
-    def _open_provider(self, shm: Any, cell: Cell) -> Any:
-        """Returns this process's provider; a new one if it is too small for the cell."""
-        if self._pool_nbytes < (needed := _pool_nbytes(cell)):
-            self._provider = None  # first, so that there are not both
-            self._provider, self._pool_nbytes = shm.ShmProvider.default_backend(needed), needed
-        return self._provider
 
-
-class _Reception:
+class _Reception(Reception):
     """Samples on their way from zenoh's thread to the loop's."""
 
-    def __init__(self, cell: Cell, shared: _Shared, sink: Sink) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.finished: asyncio.Future[None] = self._loop.create_future()
-        self._cell = cell
-        self._shared = shared
-        self._sink = sink
-        self._give = shared.acknowledgements.givers()
+    def __init__(self, cell: Cell, records: str, intake: Intake) -> None:
+        super().__init__(cell, intake, _BATCH_NBYTES)
+        self._dtype = cell.torch_dtype
+        self._records = records
         self._samples: deque[Any] = deque()
         self._due = False  # whether the loop is about to take samples
-        self._batch = max(1, min(_MAX_BATCH, _BATCH_NBYTES // cell.nbytes))
 
     def deliver(self, sample: Any) -> None:
         """A sample has come. Called on zenoh's thread."""
         self._samples.append(sample)
         if not self._due:
             self._due = True
-            self._loop.call_soon_threadsafe(self._take_batch)
+            self.loop.call_soon_threadsafe(self._wake)
 
-    def _take_batch(self) -> None:
+    def _wake(self) -> None:
         self._due = False  # before samples are taken: what comes in between calls us again
-        if self.finished.done():
-            return  # after a failure
-        try:
-            for _ in range(min(self._batch, len(self._samples))):
-                if self._take(self._samples.popleft()):
-                    self.finished.set_result(None)
-        except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
-            self.finished.set_exception(error)
-            return
-        if self._samples and not self._due:
-            self._due = True
-            self._loop.call_soon(self._take_batch)
+        self.take_batch()
 
-    def _take(self, sample: Any) -> bool:
-        header = Header(*_HEADER.unpack(sample.attachment.to_bytes()))
+    def next_sample(self) -> Any:
+        return self._samples.popleft() if self._samples else None
+
+    def read(self, sample: Any) -> tuple[Header, torch.Tensor]:
         buffer = sample.payload.as_shm()
         if buffer is None:
             raise RuntimeError("zenoh has sent the tensor through its link, not through shared memory")
-        finished = self._sink.take(header, torch.frombuffer(bytes(buffer), dtype=self._cell.torch_dtype))
-        self._give[header.producer]()
+        return Header(*_HEADER.unpack(sample.attachment.to_bytes())), torch.frombuffer(bytes(buffer), dtype=self._dtype)
+
+    def release(self, sample: Any, header: Header) -> None:
         if not header.sequence:
-            _record(self._shared)
-        return finished
+            _record(self._records)
 
 
 def _pool_nbytes(cell: Cell) -> int:
@@ -176,17 +151,19 @@ def _pool_nbytes(cell: Cell) -> int:
 
 def _config(zenoh: Any, cell: Cell, role: str) -> Any:
     """A session that knows its one endpoint and looks for nothing else."""
-    endpoint = f"unixsock-stream/{Path(cell.directory, 'zenoh.sock')}"
     config = zenoh.Config()
-    config.insert_json5("mode", '"peer"')
-    config.insert_json5("listen/endpoints", "[]")
-    config.insert_json5(f"{role}/endpoints", f'["{endpoint}"]')
-    config.insert_json5("scouting/multicast/enabled", "false")
-    config.insert_json5("scouting/gossip/enabled", "false")
-    config.insert_json5("transport/unicast/lowlatency", "true")
-    config.insert_json5("transport/unicast/qos/enabled", "false")  # low latency excludes it
-    config.insert_json5("transport/shared_memory/enabled", "true")
-    config.insert_json5("transport/shared_memory/mode", '"init"')
+    for setting, value in {
+        "mode": '"peer"',
+        "listen/endpoints": "[]",
+        f"{role}/endpoints": f'["unixsock-stream/{Path(cell.directory, "zenoh.sock")}"]',
+        "scouting/multicast/enabled": "false",
+        "scouting/gossip/enabled": "false",
+        "transport/unicast/lowlatency": "true",
+        "transport/unicast/qos/enabled": "false",  # low latency excludes it
+        "transport/shared_memory/enabled": "true",
+        "transport/shared_memory/mode": '"init"',
+    }.items():
+        config.insert_json5(setting, value)
     return config
 
 
@@ -202,8 +179,8 @@ async def _matched(publisher: Any) -> None:
     listener.undeclare()
 
 
-def _record(shared: _Shared) -> None:
-    """Writes down zenoh's segments that this process has mapped."""
+def _record(directory: str) -> None:
+    """Writes down zenoh's segments that this process has mapped, in a file of its own."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     segments = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and line.endswith(".zenoh")}
-    Path(shared.records, str(os.getpid())).write_text("\n".join(segments))
+    Path(directory, str(os.getpid())).write_text("\n".join(segments))

@@ -128,7 +128,7 @@ def test_rings_are_unmapped_after_a_cell(cell: Cell) -> None:
 
 def test_segments_that_nobody_has_read_are_removed() -> None:
     with parts("shared-memory", 1) as part:
-        segment = SharedMemory(f"{part.shared}-0-7", create=True, size=1)
+        segment = SharedMemory(f"{part.shared.own}-0-7", create=True, size=1)
         segment.close()
         assert (SHM_DIRECTORY / segment.name).exists()
     assert not (SHM_DIRECTORY / segment.name).exists()

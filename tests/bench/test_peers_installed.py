@@ -187,7 +187,8 @@ def test_content_that_is_not_what_was_sent_is_noticed_and_nothing_is_left(
 
 def traces(ends: Ends) -> list[str]:
     """What has the name of what the ends shared: segments, directories, processes that a package has started."""
-    names = [item for item in ends.shared if isinstance(item, str)]
+    own = ends.shared.own
+    names = [item for item in (own if isinstance(own, tuple) else (own,)) if isinstance(item, str)]
     deadline = time.monotonic() + END_S  # for processes that are ending
     while (found := [trace for name in names for trace in traces_of(name)]) and time.monotonic() < deadline:
         time.sleep(0.01)

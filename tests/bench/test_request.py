@@ -117,13 +117,12 @@ def test_the_checks_have_a_cost_of_their_own() -> None:
 
 
 async def test_a_reply_that_nobody_waits_for_fails_whoever_waits() -> None:
-    pending = Pending()
-    waiting = pending.open(1)
-    pending.settle(Answer(Header(0, 2), torch.empty(0)))
+    tensor = torch.empty(0)
+    pending = Pending(lambda header, tensor: pending.settle(Answer(Header(0, header.sequence + 1), tensor)))
     with pytest.raises(ConnectionError, match="which nobody waits for"):
-        await waiting
+        await pending.ask(Header(0, 1), tensor)
     with pytest.raises(ConnectionError):
-        pending.open(3)
+        await pending.ask(Header(0, 3), tensor)
 
 
 # -- peers -----------------------------------------------------------------------------------------------------------------

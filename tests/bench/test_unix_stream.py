@@ -1,9 +1,8 @@
-"""Streams of messages: cut where they begin and end, however they come; a one-way stream ends in order or says why not."""
+"""Streams of messages: cut where they begin and end, however they come; whoever serves ends in order or says why not."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -11,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.messages import Header, Phase
-from bench.peers.in_flight import Window
-from bench.peers.unix_stream import Messages, connected, consumed
+from bench.peers.unix_stream import Messages, Served, dialled, served
 
 BODIES = [b"", b"a", bytes(range(256)) * 3, b"x" * 300_000, b"end"]  # one of them larger than what is read at a time
 LIMIT_S = 10.0
@@ -58,37 +55,49 @@ def path() -> Iterator[Path]:
         yield Path(directory, "test.sock")
 
 
-async def test_a_one_way_stream_ends_with_its_producers(path: Path) -> None:
-    taken: list[bytes] = []
+class Counting(Served):
+    """Answers each message with its length, and has finished after the last."""
 
-    def take(body: memoryview) -> Header:
-        taken.append(bytes(body))
-        return Header(0, Phase.LAST if body == b"end" else Phase.TIMED, 0, 0)
+    def received(self, body: memoryview) -> None:
+        self.send(str(len(body)).encode())
+        if len(body) == len(BODIES[-2]):
+            raise ValueError("not this one")
+        if body == b"end":
+            self.finished.set_result(None)
 
-    async def produce() -> None:
-        window = Window(2)
-        async with connected(path, window) as sender:
-            for body in BODIES:
-                await window.take()
-                sender.send(body)
-                await sender.writable.wait()
-            await window.drain()
 
+async def test_whoever_serves_goes_on_until_an_end_has_finished(path: Path) -> None:
     listening = asyncio.Event()
+
+    async def talk(*bodies: bytes) -> Kept:
+        async with dialled(path, Kept) as client:
+            for body in bodies:
+                client.send(body)
+                await client.writable.wait()
+            async with asyncio.timeout(LIMIT_S):
+                while len(client.bodies) < len(bodies):  # it is told of each by the loop itself
+                    await asyncio.sleep(0)
+        return client
+
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(consumed(path, 2, take, listening.set))
+        serving = tasks.create_task(served(path, Counting, listening.set))
         await listening.wait()
-        tasks.create_task(produce())
-        tasks.create_task(produce())
-    assert sorted(taken) == sorted(2 * BODIES)
+        first = await talk(*BODIES[:3])
+        assert first.bodies == [b"0", b"1", b"768"]
+        assert not serving.done()  # a client that goes is no failure
+        assert (await talk(b"end")).bodies == [b"3"]
     assert not path.exists()
 
 
-async def test_a_producer_that_goes_too_early_is_an_error(path: Path) -> None:
-    def come_and_go() -> None:
-        with socket.socket(socket.AF_UNIX) as producer:
-            producer.connect(str(path))
-
+async def test_what_is_wrong_on_a_connection_ends_the_serving(path: Path) -> None:
+    listening = asyncio.Event()
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(ConnectionError, match="the other end closed the connection"):
-            await consumed(path, 1, lambda body: Header(0, 0, 0, 0), come_and_go)
+        serving = asyncio.create_task(served(path, Counting, listening.set))
+        await listening.wait()
+        async with dialled(path, Kept) as client:
+            client.send(BODIES[-2])
+            with pytest.raises(ValueError, match="not this one"):
+                await serving
+            while not client.errors:  # its connection is closed by the other end
+                await asyncio.sleep(0)
+    assert isinstance(client.errors[0], ConnectionError)
