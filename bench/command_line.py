@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.children import BenchError
 from shmring.config import parse_nbytes
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "NotMeasured",
     "console",
     "json_option",
+    "measuring",
     "peer_option",
     "plot_option",
     "repetitions_option",
@@ -122,6 +125,17 @@ def shown_progress(steps: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=steps, completed=-1)  # a line is about what comes, not what is done
         yield lambda line: progress.update(task, description=line, advance=1)
+
+
+@contextlib.contextmanager
+def measuring(steps: int) -> Iterator[Callable[[str], None]]:
+    """Shows the progress of a run, whose processes are ended if this one is told to end; its failure ends the command."""
+    signal.signal(signal.SIGTERM, terminated)
+    try:
+        with shown_progress(steps) as progress:
+            yield progress
+    except BenchError as error:
+        raise NotMeasured(str(error)) from error
 
 
 def terminated(number: int, frame: object) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import click
 import msgspec
 
 from bench import cases, command_line, plots, tables, targets, transport
-from bench.children import BenchError
 from bench.command_line import NotMeasured
 from bench.coverage import Key
 from bench.messages import DTYPES, ITEM_NBYTES
@@ -139,14 +137,10 @@ def _measure(
         if json_path is not None:
             write_json(msgspec.structs.replace(results, command=command), json_path)
 
-    signal.signal(signal.SIGTERM, command_line.terminated)
-    try:
-        if plot_stem is not None:
-            plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
-        with command_line.shown_progress(transport.steps(plan)) as progress:
-            results = transport.run(plan, progress, keep)
-    except (BenchError, plots.MissingPlotter) as error:
-        raise NotMeasured(str(error)) from error
+    if plot_stem is not None:
+        plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
+    with command_line.measuring(transport.steps(plan)) as progress:
+        results = transport.run(plan, progress, keep)
     verdicts = judge(results)
     load = f"Load {results.load_before:.1f} before the run."
     shown = list(tables.transport_tables(results))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases import Case
+from bench.command_line import NotMeasured
 from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import format_nbytes
@@ -28,7 +29,7 @@ _OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00", "shmring-busy-poll
 _DPI = 110
 
 
-class MissingPlotter(Exception):
+class MissingPlotter(NotMeasured):
     """matplotlib is not installed."""
 
 

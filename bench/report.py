@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import click
 import msgspec
 
 from bench import plots, targets
@@ -67,7 +68,7 @@ through a host slot, the device slab and torch's CUDA IPC.
 """
 
 
-class ReportError(Exception):
+class ReportError(click.ClickException):
     """There is nothing to report, or a file holds something else."""
 
 

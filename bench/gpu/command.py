@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bench import command_line
-from bench.children import BenchError
 from bench.command_line import NotMeasured
 from bench.gpu import device
 from bench.gpu.copies import WAYS
 from bench.gpu.handovers import ROUTES
 from bench.gpu.plan import Plan, run, steps
 from bench.gpu.report import draw, report
-from bench.plots import MissingPlotter, check_plotter
+from bench.plots import check_plotter
 from bench.tables import deliver
 from bench.targets import missed
 
@@ -53,16 +51,12 @@ def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **c
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    signal.signal(signal.SIGTERM, command_line.terminated)
     chosen = {name: value for name, value in choices.items() if value}
     plan = dataclasses.replace(Plan.quick() if quick else Plan(), **chosen)
-    try:
-        if plot_stem is not None:
-            check_plotter()  # before the run, so that nobody learns minutes later that it is missing
-        with command_line.shown_progress(steps(plan)) as progress:
-            findings = report(run(plan, progress))
-    except (BenchError, MissingPlotter) as error:
-        raise NotMeasured(str(error)) from error
+    if plot_stem is not None:
+        check_plotter()  # before the run, so that nobody learns minutes later that it is missing
+    with command_line.measuring(steps(plan)) as progress:
+        findings = report(run(plan, progress))
     deliver(findings, json_path)
     if plot_stem is not None:
         draw(findings, plot_stem)

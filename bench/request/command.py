@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import click
 import msgspec
 
 from bench import command_line
-from bench.children import BenchError
 from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
 from bench.request.plan import Plan, Results, run, steps
 from bench.request.questions import ITEM_NBYTES, MAX_CLIENTS
@@ -51,18 +49,14 @@ _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYT
 @command_line.json_option
 def request_command(json_path: Path | None, **choices: Any) -> None:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
-    signal.signal(signal.SIGTERM, command_line.terminated)
     plan, summarize = request_plan(**choices), scaling_report if choices["scaling"] else report
 
     def keep(results: Results) -> None:
         if json_path is not None:
             write_json(msgspec.structs.replace(summarize(results), command=command_line.typed()), json_path)
 
-    try:
-        with command_line.shown_progress(steps(plan)) as progress:
-            results = run(plan, progress, keep)
-    except BenchError as error:
-        raise command_line.NotMeasured(str(error)) from error
+    with command_line.measuring(steps(plan)) as progress:
+        results = run(plan, progress, keep)
     show(summarize(results))
 
 

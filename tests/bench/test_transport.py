@@ -202,7 +202,7 @@ def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_new_segments")
 def test_the_command_prints_tables_and_writes_json_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands.signal, "signal", lambda *arguments: None)  # this process keeps its own handlers
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process keeps its own handlers
     path, stem = tmp_path / "results.json", tmp_path / "plot"
     arguments = ["--quick", "--size", "4KiB", "--repetitions", "2", "--seconds", "0.1", "--peer", "torch-queue-by-name"]
     outcome = CliRunner().invoke(main, ["transport", *arguments, "--json", str(path), "--plot", str(stem)])
@@ -237,7 +237,7 @@ def test_a_missed_target_is_not_a_crash(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch, fails: Sequence[tuple[str, int]], code: int, last: str
 ) -> None:
     names = tuple(pretended.speeds)
-    monkeypatch.setattr(commands.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)
     monkeypatch.setattr(commands, "quick_plan", lambda repetitions, seconds: plan(4096, 65536, peers=names))
     monkeypatch.setattr(pretended, "speeds", dict.fromkeys(names, 1.0))  # as fast as ours, of which we want 30 times
     monkeypatch.setattr(pretended, "fails", [*fails, *((name, 65536) for name, _ in fails)])
