@@ -126,7 +126,7 @@ class _Routes:
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)
         self._intake = MediaIntake(engine, settings)
-        self.health = HealthReporter(engine, frontends, self._intake.decoders)
+        self.health = HealthReporter(engine, frontends, lambda: self._intake.statistics().decoders)
         self._embeddings = EmbeddingService(engine, self._model, self._intake, settings)
         self._chats = ChatService(engine, self._model, self._intake, settings)
 
@@ -142,8 +142,12 @@ class _Routes:
 
     async def _sample(self) -> None:
         while True:
-            self.metrics.take_over(self._engine.ring.statistics())
+            self._take_over_gauges()
             await asyncio.sleep(_SAMPLING_S)
+
+    def _take_over_gauges(self) -> None:
+        self.metrics.take_over(self._engine.ring.statistics())
+        self.metrics.take_over_media(self._intake.statistics())
 
     async def chat(self, http_request: Request) -> Response:
         request, notes = await _read(CHAT_PARSER, http_request)
@@ -191,7 +195,7 @@ class _Routes:
         return JsonResponse(await self.health.check_ready())
 
     async def render_metrics(self, _: Request) -> Response:
-        self.metrics.take_over(self._engine.ring.statistics())
+        self._take_over_gauges()
         numbers: dict[str, float] | None = None
         with contextlib.suppress(shmring.ShmringError, TimeoutError):  # the numbers then say shmring_engine_up 0
             numbers = await self._engine.statistics()

@@ -48,6 +48,11 @@ class DecodedMemory:
         """How much is taken."""
         return self._quick.taken_nbytes + self._slow.taken_nbytes
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for it."""
+        return self._quick.waiting + self._slow.waiting
+
     @contextlib.asynccontextmanager
     async def take(self, nbytes: int, *, is_quick: bool) -> AsyncIterator[None]:
         """Waits for memory in order of arrival, and holds it for as long as the block lasts.
@@ -79,6 +84,11 @@ class _Part:
         self.taken_nbytes = 0
         self._limit_nbytes = limit_nbytes
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._waiting)
 
     async def take(self, nbytes: int) -> None:
         """Waits until there is room for so many bytes, or until nobody else has any."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,6 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 import shmring
+from frontend.multimodal import IntakeStatistics
 
 __all__ = ["FrontendMetrics"]
 
@@ -76,9 +78,19 @@ class FrontendMetrics:
             "waiting": self._gauge("shmring_frontend_slot_waiters", "Requests that wait for space in the slab."),
         }
         self._seen = dict.fromkeys(self._counters, 0)
+        self._decoders = self._gauge("shmring_frontend_decoders", "Processes that frontends may have for decoding media.")
+        self._decoders_free = self._gauge("shmring_frontend_decoders_free", "Of these, those that nobody uses.")
+        self._decoder_waiters = self._gauge("shmring_frontend_decoder_waiters", "Media that wait for a decoder.")
+        self._decoder_waiting_seconds = self._gauge(
+            "shmring_frontend_decoder_waiting_seconds", "How long the first of them has waited.", across_frontends="livemax"
+        )
+        self._decoded_bytes = self._gauge(
+            "shmring_frontend_decoded_bytes", "Bytes of media that are decoded and not in the slab yet."
+        )
+        self._decoded_waiters = self._gauge("shmring_frontend_decoded_waiters", "Requests that wait for such memory.")
 
-    def _gauge(self, name: str, documentation: str) -> Gauge:
-        return Gauge(name, documentation, registry=self.registry, multiprocess_mode="livesum")
+    def _gauge(self, name: str, documentation: str, across_frontends: Literal["livesum", "livemax"] = "livesum") -> Gauge:
+        return Gauge(name, documentation, registry=self.registry, multiprocess_mode=across_frontends)
 
     def take_over(self, statistics: shmring.ClientStatistics) -> None:
         """Updates the counters of the ring's client."""
@@ -88,6 +100,16 @@ class FrontendMetrics:
             self._seen[field] = value
         for field, gauge in self._gauges.items():
             gauge.set(getattr(statistics, field))
+
+    def take_over_media(self, statistics: IntakeStatistics) -> None:
+        """Updates the gauges of decoders and of decoded media."""
+        decoders = statistics.decoders
+        self._decoders.set(decoders.total)
+        self._decoders_free.set(decoders.free)
+        self._decoder_waiters.set(decoders.waiting)
+        self._decoder_waiting_seconds.set(decoders.waiting_s)
+        self._decoded_bytes.set(statistics.decoded_nbytes)
+        self._decoded_waiters.set(statistics.decoded_waiting)
 
     async def render(self, engine_numbers: Mapping[str, float] | None) -> bytes:
         """Returns all numbers as Prometheus reads them.

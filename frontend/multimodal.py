@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -34,7 +35,7 @@ from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, Prepa
 from frontend.openai.messages import check_counts
 from frontend.settings import FrontendSettings
 
-__all__ = ["MediaIntake"]
+__all__ = ["IntakeStatistics", "MediaIntake"]
 
 _FETCH_THREADS = 2  # for base64 and local files: they hold the interpreter lock, or wait for a disk
 # Requests whose files are brought from elsewhere at a time, up to their turn: as many as there may be connections. They hold
@@ -46,6 +47,21 @@ _SMALL_NBYTES = 256 << 10
 _QUICK_DECODED_NBYTES = 2 << 20
 
 _Loaded = TypeVar("_Loaded")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IntakeStatistics:
+    """What a frontend's media are doing.
+
+    Attributes:
+        decoders: how busy they are.
+        decoded_nbytes: memory of requests whose media are decoded, or being decoded, and not in the slab yet.
+        decoded_waiting: requests that wait for such memory.
+    """
+
+    decoders: DecoderStatistics
+    decoded_nbytes: int
+    decoded_waiting: int
 
 
 class MediaIntake:
@@ -63,11 +79,12 @@ class MediaIntake:
         self._fetcher = Fetcher(settings.fetch, self._pool)
         self._fetching = asyncio.Semaphore(_MAX_FETCHING)
         self._decoded_memory = DecodedMemory(settings.max_decoded_nbytes, settings.queue_timeout_s)
-        self._loader = MediaLoader(settings.decode_threads, settings.media_limits, settings.media_io_kwargs, self._fetcher)
+        self._loader = MediaLoader(settings.decoders, settings.media_limits, settings.media_io_kwargs, self._fetcher)
 
-    def decoders(self) -> DecoderStatistics:
-        """Returns how busy the decoders are."""
-        return self._loader.statistics()
+    def statistics(self) -> IntakeStatistics:
+        """Returns how busy the decoders are, and how much memory decoded media take."""
+        memory = self._decoded_memory
+        return IntakeStatistics(self._loader.statistics(), memory.nbytes, memory.waiting)
 
     async def close(self) -> None:
         """Starts nothing more."""
@@ -143,7 +160,7 @@ class MediaIntake:
 
     async def _each(self, load: Callable[[MediaSource], Awaitable[_Loaded]], sources: Sequence[MediaSource]) -> list[_Loaded]:
         """Loads all sources, a few at a time: only then is it known whether they are too large together."""
-        at_a_time = asyncio.Semaphore(self._settings.decode_threads)
+        at_a_time = asyncio.Semaphore(self._settings.decoders)
 
         async def load_in_turn(source: MediaSource) -> _Loaded:
             async with at_a_time:

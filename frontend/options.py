@@ -179,7 +179,13 @@ _SETTINGS = (
         "{}",
         'How media are read, as JSON: {"video": {"num_frames": 32}}.',
     ),
-    _Setting(("--decode-threads",), "decode_threads", COUNT, _DEFAULT.decode_threads, "Media a frontend decodes at a time."),
+    _Setting(
+        ("--decoders",),
+        "decoders",
+        COUNT,
+        _DEFAULT.decoders,
+        "Processes in which a frontend decodes media, one medium each at a time.",
+    ),
     _Setting(
         ("--disable-mm-shm",),
         "disable_mm_shm",

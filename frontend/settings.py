@@ -100,8 +100,8 @@ class FrontendSettings:
         max_media_nbytes: of the files of a request's media together, wherever they come from; for clips that are fetched.
         max_inputs: texts and media of an embedding request, as in OpenAI's API.
         limit_mm_per_prompt: how many media a request may have.
-        decode_threads: media decoded at a time, each in a process of its own and on one core. With two or more, one is kept for
-            small pictures and recordings.
+        decoders: processes that decode, each one medium at a time and on one core. With two or more, one is kept for small
+            pictures and recordings.
         disable_mm_shm: media travel inside the messages to the engine instead of through the slab; to compare with.
         media_limits: what media may be.
         media_io_kwargs: how they are prepared, where that is not the executor's choice.
@@ -123,7 +123,7 @@ class FrontendSettings:
     max_media_nbytes: int = 512 << 20
     max_inputs: int = 2048
     limit_mm_per_prompt: MediaCounts = dataclasses.field(default_factory=MediaCounts)
-    decode_threads: int = 4
+    decoders: int = 4
     disable_mm_shm: bool = False
     media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
     media_io_kwargs: MediaIoKwargs = dataclasses.field(default_factory=MediaIoKwargs)

@@ -11,7 +11,9 @@ import pytest
 
 import shmring
 from engine.metrics import EngineMetrics
+from frontend.media.decoder_pool import DecoderStatistics
 from frontend.metrics import FrontendMetrics
+from frontend.multimodal import IntakeStatistics
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]
@@ -31,7 +33,8 @@ def names_of(record: type) -> set[str]:
     return {field.name for field in dataclasses.fields(record)} | properties
 
 
-RECORDS = [
+RECORDS: list[tuple[str, type]] = [
+    ("`GET /health`", DecoderStatistics),
     ("`EngineClient.statistics()`", EngineMetrics),
     ("`ring.statistics()`", shmring.RingStatistics),
     ("`client.statistics()`", shmring.ClientStatistics),
@@ -41,6 +44,24 @@ RECORDS = [
 @pytest.mark.parametrize(("heading", "record"), RECORDS, ids=[record.__name__ for _, record in RECORDS])
 def test_every_number_of_a_record_is_in_its_table(heading: str, record: type) -> None:
     assert rows(heading).keys() == names_of(record)
+
+
+def test_every_record_of_numbers_has_a_table() -> None:
+    """Records of numbers are classes called Statistics or Metrics. Two of them show their numbers through ``GET /metrics``."""
+    pattern = re.compile(r"^class (\w+(?:Statistics|Metrics))\b", re.MULTILINE)
+    sources = [path for package in ("shmring", "engine", "frontend") for path in (ROOT / package).rglob("*.py")]
+    records = {name for path in sources for name in pattern.findall(path.read_text())}
+    assert records == {record.__name__ for _, record in RECORDS} | {FrontendMetrics.__name__, IntakeStatistics.__name__}
+
+
+def test_every_number_of_the_decoders_and_of_decoded_media_is_a_metric() -> None:
+    metrics = FrontendMetrics()
+    decoders = DecoderStatistics(total=2, free=3, waiting=4, waiting_s=5.0)
+    metrics.take_over_media(IntakeStatistics(decoders, decoded_nbytes=6, decoded_waiting=7))
+    values = {sample.value for family in metrics.registry.collect() for sample in family.samples}
+    expected = (*dataclasses.astuple(decoders), 6, 7)
+    assert len(expected) == len(names_of(DecoderStatistics)) + len(names_of(IntakeStatistics)) - 1
+    assert values.issuperset(expected)
 
 
 async def test_every_metric_is_in_the_table_with_its_type() -> None:
@@ -57,4 +78,4 @@ def test_units_are_those_that_the_names_say(heading: str) -> None:
         assert unit
         assert columns[-1]
         assert (unit == "bytes") == bool(re.search(r"bytes", name)), name
-        assert (unit == "s") == ("seconds" in name), name
+        assert (unit == "s") == ("seconds" in name or name.endswith("_s")), name

@@ -124,7 +124,7 @@ def _rate(value: str) -> float | None:
 @click.option("--api-servers", default=_SERVER.api_servers, type=COUNT, help="Frontends of the server that is started.")
 @click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
 @click.option("--disable-mm-shm", "inline", is_flag=True, help="The server that is started sends media inside messages.")
-@click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decode-threads=2.")
+@click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decoders=2.")
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""

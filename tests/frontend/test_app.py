@@ -272,6 +272,8 @@ async def test_metrics_count_what_happened(open_engine: Any, open_app: OpenApp, 
     assert numbers["shmring_frontend_copies_total"] == 0
     assert "shmring_frontend_slots_in_use" in numbers
     assert "shmring_engine_ring_slots_in_use" in numbers
+    assert numbers["shmring_frontend_decoders"] == numbers["shmring_frontend_decoders_free"] == 4
+    assert numbers["shmring_frontend_decoded_bytes"] == 0
     assert numbers["shmring_http_in_flight"] == 1  # the question itself
     for line in (
         'shmring_http_requests_total{route="/v1/embeddings",status="200"} 1.0',

@@ -209,7 +209,7 @@ async def test_too_many_are_refused_before_anything_is_loaded(
 async def test_media_that_are_too_large_together_are_refused(
     open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, count: int, threads: int
 ) -> None:
-    intake = open_intake(await open_engine(), max_media_nbytes=3000, decode_threads=threads)
+    intake = open_intake(await open_engine(), max_media_nbytes=3000, decoders=threads)
     sources = [source_of(encoded(pixels)) for pixels in PIXELS[:count]]  # 1.9 KB each
     with pytest.raises(ApiError) as raised:
         await intake.take(sources, SPEC, admitted, "messages").__aenter__()

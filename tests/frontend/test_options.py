@@ -52,7 +52,7 @@ def test_settings_survive_being_handed_on(tmp_path: Path) -> None:
             "--max-body-nbytes",
             "3MiB",
             "--max-pixels=100",
-            "--decode-threads=3",
+            "--decoders=3",
             "--max-concurrent-media=5",
             "--disable-mm-shm",
             "--limit-mm-per-prompt=image=3",
