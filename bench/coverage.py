@@ -22,13 +22,7 @@ _SHOWN_SUBJECTS = 3  # by name, of those that a case lacks; more are counted
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A case that is to be measured.
-
-    Attributes:
-        case: in words.
-        subjects: what is compared in it.
-        repetitions: of each subject.
-    """
+    """A case that is to be measured, in words; what is compared in it, and the repetitions of each."""
 
     case: str
     subjects: list[str]
@@ -44,12 +38,7 @@ class Status(enum.Enum):
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """A subject that has fewer repetitions in a case than planned.
-
-    Attributes:
-        measured: repetitions that there are.
-        reason: in words; empty if the run ended before it.
-    """
+    """A subject that has fewer repetitions in a case than planned; with a reason, unless the run ended before it."""
 
     case: str
     subject: str
@@ -73,13 +62,7 @@ class Coverage(msgspec.Struct, frozen=True):
     def of(
         cls, planned: Iterable[Planned], measured: Mapping[Key, int], reasons: Mapping[Key, tuple[Status, str]] | None = None
     ) -> Coverage:
-        """Compares a plan with the repetitions that there are.
-
-        Args:
-            planned: cases; where one comes twice, its repetitions add up.
-            measured: repetitions, by case and subject.
-            reasons: why some have none.
-        """
+        """Compares a plan with the repetitions that there are; where a case comes twice in it, its repetitions add up."""
         planned = list(planned)
         expected = _expected(planned)
         gaps = []
@@ -128,11 +111,7 @@ class Coverage(msgspec.Struct, frozen=True):
 
 
 def checkout(commit: str | None) -> str:
-    """Returns in words what sources a result comes from.
-
-    Args:
-        commit: as of :class:`bench.machine.Machine`.
-    """
+    """Returns in words what sources a result comes from, by the commit of its :class:`bench.machine.Machine`."""
     if commit is None:
         return "no commit is known"
     clean = commit.removesuffix("-dirty")

@@ -44,11 +44,6 @@ def check_plotter() -> None:
 def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Draws ``stem-throughput``, ``stem-latency``, ``stem-scaling`` and ``stem-cpu``, those of which there are numbers.
 
-    Args:
-        results: of a transport run.
-        stem: path and beginning of the names.
-        kinds: file formats, by their endings.
-
     Returns:
         The files, of each plot those of all kinds.
 

@@ -81,14 +81,7 @@ _Stored: TypeAlias = Mapping[str, Results | Findings]
 
 
 def build(results_directory: Path, docs_directory: Path) -> Path:
-    """Writes ``benchmarks.md`` and ``benchmarks/*.svg`` into the directory of documents.
-
-    Args:
-        results_directory: of JSON files, any of which may be absent.
-        docs_directory: where to write.
-
-    Returns:
-        The document's path.
+    """Writes ``benchmarks.md`` and ``benchmarks/*.svg`` into the directory of documents; returns the document's path.
 
     Raises:
         ReportError: there is no result, or a file is none.

@@ -66,16 +66,7 @@ class _Flight(Iterator[int]):
 def bandwidths(
     names: Sequence[str], nbytes: int, in_flight: int, slab_nbytes: int, repetitions: int, seconds: float
 ) -> list[Bandwidth]:
-    """Measures copies into the places of policies.
-
-    Args:
-        names: keys of :data:`bench.allocation.policies.POLICIES`.
-        nbytes: of a slot.
-        in_flight: slots that are live at a time; the oldest is freed before the next is placed.
-        slab_nbytes: larger than the processor's caches.
-        repetitions: of each, interleaved.
-        seconds: of each repetition.
-    """
+    """Measures copies into the places of policies, by name: slots of a size, so many live, in a slab larger than any cache."""
     rates: dict[str, list[float]] = {name: [] for name in names}
     flights = {name: _Flight(name, slab_nbytes // BLOCK_NBYTES, slot_blocks(nbytes), in_flight) for name in names}
     with mmap.mmap(-1, slab_nbytes) as slab:
@@ -93,12 +84,7 @@ def bandwidths(
     ]
 
 
-def _rate(
-    memory: NDArray[np.uint8],
-    source: NDArray[np.uint8],
-    places: Iterator[int],
-    seconds: float,
-) -> float:
+def _rate(memory: NDArray[np.uint8], source: NDArray[np.uint8], places: Iterator[int], seconds: float) -> float:
     """Copies to one place after another, for so long, and returns GB/s."""
     slots = int(memory.ctypes.data) + SLOT_HEADER_NBYTES
     start, nbytes = int(source.ctypes.data), source.nbytes

@@ -94,14 +94,7 @@ def _swap(policy: Policy, places: list[tuple[int, int]], victims: Sequence[int],
 
 
 def costs(names: Sequence[str], live: int, batches: int, progress: Callable[[str], None]) -> list[Cost]:
-    """Returns what an operation costs, by subject.
-
-    Args:
-        names: keys of :data:`SUBJECTS`.
-        live: slots that are there at a time.
-        batches: of each subject, interleaved.
-        progress: called with a line before each subject is filled.
-    """
+    """Returns what an operation costs, over so many batches of each subject, with a line before each is filled."""
     runs = {}
     for name in names:
         progress(f"time: {SUBJECTS[name].title}, {live:,} slots live")

@@ -130,12 +130,7 @@ def steps(plan: Plan) -> int:
 
 
 def run(plan: Plan, progress: Callable[[str], None]) -> Findings:
-    """Measures what a plan says.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line before each step; :func:`steps` says how many there are.
-    """
+    """Measures what a plan says, with a line before each step."""
     filled = []
     for sizes, slab_nbytes, seeds, name in plan.fills():
         progress(f"fill: {SIZES[sizes].title}, {FILLED[name].title}, a slab of {_size(slab_nbytes)}")

@@ -47,13 +47,7 @@ def _mixed(chance: random.Random) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A distribution of sizes.
-
-    Attributes:
-        title: for people.
-        draw: returns one, in bytes.
-        largest_nbytes: that it can be.
-    """
+    """A distribution of sizes, of which ``draw`` returns one in bytes."""
 
     title: str
     draw: Callable[[random.Random], int]
@@ -75,13 +69,7 @@ SIZES: Mapping[str, Sizes] = {
 
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
-    """A distribution of how long slots stay.
-
-    Attributes:
-        title: for people.
-        draw: returns a time of the given mean.
-        storms: whether there are storms of aborts.
-    """
+    """A distribution of how long slots stay, of which ``draw`` returns a time of the given mean; with abort storms or not."""
 
     title: str
     draw: Callable[[random.Random, float], float]
@@ -111,14 +99,7 @@ class Arrival:
 
 
 def trace(sizes: Sizes, lifetime: Lifetime, slab_nbytes: int, seed: int) -> Iterator[Arrival]:
-    """Yields slots until more are there than fit a slab of this size, however they were placed.
-
-    Args:
-        sizes: how large they are.
-        lifetime: how long they stay.
-        slab_nbytes: of the slab that they are to fill.
-        seed: of all that is drawn.
-    """
+    """Yields slots until more are there than fit a slab of this size, however they were placed."""
     chance = random.Random(f"{seed}/{sizes.title}/{lifetime.title}")
     held = slab_nbytes / sizes.mean_nbytes  # slots that fill the slab
     ends: list[tuple[float, int]] = []

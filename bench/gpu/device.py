@@ -35,11 +35,7 @@ class Accelerator(msgspec.Struct, frozen=True):
     """What a result depends on beside the machine.
 
     Attributes:
-        name: of the GPU.
-        memory_nbytes: of its own.
-        driver: version.
-        cuda: version that torch was built for.
-        torch: version.
+        driver, cuda, torch: versions, of CUDA that which torch was built for.
         link: to the host, as far as the driver says.
     """
 

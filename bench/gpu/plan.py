@@ -41,10 +41,7 @@ class Plan:
     Attributes:
         sizes: of a request's tensor, in bytes.
         ways, routes: from host memory to the GPU, and between processes.
-        repetitions: of everything.
-        timed_s: of copying, in each repetition.
-        stalls: requests that are brought, in each repetition, while the loop is looked at.
-        messages: hand-overs timed in each repetition.
+        timed_s, stalls, messages: in each repetition: of copying, requests brought while the loop is looked at, hand-overs.
     """
 
     sizes: Sequence[int] = SIZES
@@ -125,11 +122,7 @@ def steps(plan: Plan) -> int:
 
 
 def run(plan: Plan, progress: _Progress) -> Results:
-    """Measures what a plan says.
-
-    Args:
-        plan: what to measure.
-        progress: called with a line before each step; :func:`steps` says how many there are.
+    """Measures what a plan says, with a line before each step.
 
     Raises:
         BenchError: the process that copies did not start; what fails later is among the results.

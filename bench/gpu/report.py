@@ -148,19 +148,10 @@ _OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 
 
 def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Draws bandwidth and hand-overs by size, a line for each way and route.
-
-    Args:
-        findings: of a run, as it is stored.
-        stem: path without an ending.
-        kinds: file formats, by their endings.
-
-    Returns:
-        The files.
+    """Draws bandwidth and hand-overs by size, a line for each way and route; see :func:`bench.plots.save`.
 
     Raises:
-        msgspec.ValidationError: it is no run of this benchmark.
-        MissingPlotter: matplotlib is not installed.
+        msgspec.ValidationError: what is stored is no run of this benchmark.
     """
     results = msgspec.convert(findings.results, Results, from_attributes=True)
     return plots.save(lambda: _figure(results), stem, kinds)

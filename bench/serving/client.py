@@ -49,12 +49,10 @@ class Exchange:
     """A request and what became of it; times are of ``time.perf_counter``.
 
     Attributes:
-        began: when it was due and its turn had come, in seconds.
+        began: when it was due and its turn had come.
         sent: when sending began.
-        ended: when the answer was whole, or the request had failed.
+        ended: when the answer was whole, or the request had failed, which ``failure`` says why.
         token_times: when each event with text came.
-        output_tokens: of the answer.
-        failure: why there is no whole answer.
     """
 
     __slots__ = ("began", "ended", "failure", "output_tokens", "sent", "token_times")
@@ -115,7 +113,7 @@ class Client:
     """A server, as a caller sees it. Make it in a running loop, and use it with ``async with``.
 
     Args:
-        url: without ``/v1``.
+        url: with or without ``/v1``.
         endpoint: that requests go to.
         timeout_s: after which a request has failed.
         api_key: that the server asks for, if it does.
@@ -180,12 +178,7 @@ class Client:
         return body
 
     async def exchange(self, body: bytes, began: float) -> Exchange:
-        """Sends a request, and returns when it has ended, however that is.
-
-        Args:
-            body: JSON.
-            began: when it was due, as a time of ``time.perf_counter``.
-        """
+        """Sends a request, and returns when it has ended, however that is."""
         exchange = Exchange(began)
         exchange.sent = time.perf_counter()
         try:

@@ -40,8 +40,7 @@ class Requests:
     """The bodies of a load's requests, made when they are sent: together they would take as much memory as their media.
 
     Args:
-        load: what they ask for.
-        model: of whom.
+        load, model: what they ask for, of whom.
         parts: JSON of message parts with media, taken in turn; none: text alone.
     """
 
@@ -174,16 +173,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         variant: which server: ``slab``, ``inline``, or ``url`` for one that was there before.
-        duration_s: from the start of the load to the end of its last request.
-        requests, completed: how many were sent, and had a whole answer.
+        completed: requests that had a whole answer; rates and latencies are theirs.
         failures: the others, by reason.
-        requests_per_s, output_tokens_per_s: of those with a whole answer.
-        ttft, tpot, itl: of chats.
-        e2e: of all.
         peak_concurrency: most requests in flight at a time.
-        generator: see there.
         cpu_s: CPU seconds of the server's processes meanwhile, by part; empty for one that was there before.
-        by_request: each of them, in the order in which they were due.
+        by_request: in the order in which they were due.
     """
 
     variant: str
@@ -204,14 +198,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator_cpu_s: float, lag: Lag) -> Measurement:
-    """Returns what a load has shown.
-
-    Args:
-        variant: which server.
-        exchanges: at least one, all ended.
-        start: of the load, as a time of ``time.perf_counter``.
-        generator_cpu_s, lag: of this process and its loop, meanwhile.
-    """
+    """Returns what a load of at least one request has shown, all of which have ended; start is one of their times."""
     whole = [exchange for exchange in exchanges if exchange.failure is None]
     chats = [exchange for exchange in whole if len(exchange.token_times)]
     duration_s = max(exchange.ended for exchange in exchanges) - start

@@ -1,4 +1,7 @@
-"""What a run does: the load, the media in it, the servers under it, and how often. All of it is in the stored results."""
+"""What a run does: the load, the media in it, the servers under it, and how often. All of it is in the stored results.
+
+Fields are what the options of ``bench serve`` set; their help says what they are.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 class Media(msgspec.Struct, frozen=True, kw_only=True):
     """What requests have besides their text: one medium each, of the kinds in turn; none: text alone.
 
-    Attributes:
-        kinds: of media.
-        picture_size, video_size: width and height in pixels.
-        audio_seconds: length of a recording (16 kHz, one channel, 16 bits, WAV).
-        video_frames: of a clip (H.264 at 10 frames a second, MP4).
-        distinct: media made of each kind; requests take them in turn. The server keeps nothing of a medium beyond its
-            request, so that one seen before costs it no less, and 64 clips of 360p are made in two seconds.
-        directory: take the files of this directory instead of making any.
+    Recordings have one channel of 16 kHz and 16 bits (WAV), clips 10 frames a second (H.264, MP4). Of each kind ``distinct``
+    ones are made, which requests take in turn: the server keeps nothing of a medium beyond its request, so that one seen
+    before costs it no less, and 64 clips of 360p are made in two seconds. A ``directory`` has files to send instead.
     """
 
     kinds: tuple[MediaKind, ...] = ("picture",)
@@ -57,18 +55,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What is sent, and when.
 
     Attributes:
-        requests: how many.
         endpoint: ``chat`` streams its answers; ``embeddings`` has one for each medium.
         request_rate: requests that become due a second; None: all at once.
-        burstiness: shape of the gamma distribution of the times between them. 1 is a Poisson process, less comes in
-            bursts, more is steadier.
-        max_concurrency: requests in flight at most; None: as many as are due.
-        output_tokens: asked for in each chat.
+        burstiness: shape of the gamma distribution of the times between them; 1 is a Poisson process.
+        max_concurrency: None: as many as are due.
         warm_up_requests: sent before, four at a time, and not counted: the first requests of a process pay for imports and
             first touches.
-        request_timeout_s: after which a request has failed.
         seed: of arrival times, texts and media.
-        media: see there.
     """
 
     requests: int
@@ -84,15 +77,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that is started for the run.
+    """A server that is started for the run: arguments of ``shmring serve``, of which ``further`` are as they are written there.
 
     Attributes:
-        executor: what computes.
-        executor_options: its options, as JSON.
-        api_servers: frontend processes.
-        slab_nbytes: size of the slab, in bytes or as ``1GiB``.
         inline: media travel inside messages instead of through the slab (``--disable-mm-shm``).
-        further: further arguments of ``shmring serve``, as they are written.
         start_timeout_s: until it must be ready. Importing torch in each process takes 10 s on a busy machine.
     """
 
@@ -109,12 +97,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A run.
 
     Attributes:
-        load: what is sent.
         url: of a server that runs already; None: the run has its own.
-        model: what requests name as their model; None: the first one that the server lists.
+        model: None: the first one that the server lists.
         api_key: that the server asks for; not stored with the results.
-        server: the run's own server.
-        compare: two of them, slab and inline, with the same load in turn.
+        compare: two servers, slab and inline, with the same load in turn.
         repetitions: how often each gets the load.
     """
 

@@ -36,11 +36,10 @@ class Results(msgspec.Struct, frozen=True):
     """A run.
 
     Attributes:
-        machine: where.
         client: what sent the requests.
         plan: what was asked for, without its key.
-        request_nbytes: size of the first request's body.
-        slab_nbytes: bytes that went through the slab for each request, by server; empty for one that was there before.
+        request_nbytes: of the first one's body.
+        slab_nbytes: that went through the slab for each request, by server; empty for one that was there before.
         measurements: every load, in the order in which they were sent.
     """
 
@@ -76,11 +75,7 @@ def steps(plan: Plan) -> int:
 
 
 async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
-    """Carries a plan out. When this returns or raises, no process and no file of it is left.
-
-    Args:
-        plan: what to do.
-        progress: called with a line before each step; :func:`steps` says how many there are.
+    """Carries a plan out, with a line before each step. When this returns or raises, no process and no file of it is left.
 
     Raises:
         ServerError: a server did not start or did not last.
