@@ -37,7 +37,7 @@ from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
 from bench.gpu.processes import Opened, opened
 from bench.peers.shmring_ring import see_to_its_end
 
-__all__ = ["BANDWIDTH", "CEILING", "CLONED", "PINNED_SLOT", "STALLS", "WAYS", "Stalls", "copying", "in_flight"]
+__all__ = ["BANDWIDTH", "CEILING", "CLONED", "PINNED_SLOT", "STALLS", "WAYS", "copying", "in_flight"]
 
 BANDWIDTH, STALLS = "bandwidth", "stalls"  # what is measured
 
@@ -223,13 +223,6 @@ WAYS: dict[str, Contender] = {
 # -- measuring -----------------------------------------------------------------------------------------------------------
 
 
-class Stalls(NamedTuple):
-    """The longest time between two turns of the loop, in seconds: while each request was brought, and before it."""
-
-    brought_s: list[float]
-    idle_s: list[float]
-
-
 @contextlib.asynccontextmanager
 async def copying(directory: str, sizes: Sequence[int], names: Sequence[str], gpu: Gpu) -> AsyncIterator[Opened]:
     """The process that copies.
@@ -244,10 +237,10 @@ async def copying(directory: str, sizes: Sequence[int], names: Sequence[str], gp
     openers = {name: functools.partial(WAYS[name].open, gpu, directory, footprint_nbytes) for name in names}
     async with opened(openers) as (ways, absent):
 
-        async def bandwidth(name: str, nbytes: int, timed_s: float) -> float:
-            return await _bandwidth(gpu, name, ways[name], nbytes, timed_s)
+        async def bandwidth(name: str, nbytes: int, timed_s: float) -> dict[str, list[float]]:
+            return {"gb_per_s": [await _bandwidth(gpu, name, ways[name], nbytes, timed_s)]}
 
-        async def stalls(name: str, nbytes: int, requests: int) -> Stalls:
+        async def stalls(name: str, nbytes: int, requests: int) -> dict[str, list[float]]:
             return await _stalls(gpu, name, ways[name], nbytes, requests)
 
         yield Opened(absent, {BANDWIDTH: bandwidth, STALLS: stalls})
@@ -288,16 +281,16 @@ async def _prepared(gpu: Gpu, way: Way, nbytes: int, requests: int) -> AsyncIter
         await asyncio.sleep(0)  # what was dropped on the GPU comes back by the loop
 
 
-async def _stalls(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> Stalls:
-    """How long the loop is held up while so many requests are brought, one after another."""
-    longest = Stalls([], [])
+async def _stalls(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> dict[str, list[float]]:
+    """The longest time between two turns of the loop: while each of so many requests is brought, and before it."""
+    brought_us, idle_us = [], []
     await _timed_pass(gpu, name, way, nbytes, 1)
     for _ in range(requests):
         async with _prepared(gpu, way, nbytes, 1) as (request,):
             with _Turns() as turns:
                 for _ in range(_IDLE_TURNS):
                     await asyncio.sleep(0)
-            longest.idle_s.append(turns.longest_s)
+            idle_us.append(turns.longest_s * 1e6)
             with _Turns() as turns:
                 await asyncio.sleep(0)
                 arrived = await way.bring(request)
@@ -305,10 +298,10 @@ async def _stalls(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> 
                 while not over():  # noqa: ASYNC110 # a loop that turns is what is looked at
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            longest.brought_s.append(turns.longest_s)
+            brought_us.append(turns.longest_s * 1e6)
             check(sample(arrived).tolist(), request.number, WAYS[name].title)
             del arrived
-    return longest
+    return {"brought_us": brought_us, "idle_us": idle_us}
 
 
 class _Turns:

@@ -14,22 +14,20 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 
 from bench.children import BenchError
 from bench.coverage import Coverage, Planned, Status
 from bench.gpu import copies, handovers
-from bench.gpu.copies import BANDWIDTH, CEILING, STALLS, WAYS
+from bench.gpu.copies import BANDWIDTH, STALLS, WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import HAND_OVERS, ROUTES
 from bench.gpu.processes import Process, Refused
 from bench.machine import Machine
-from bench.results import Spread, format_nbytes
+from bench.results import format_nbytes
 
-__all__ = ["SIZES", "HandedOver", "Plan", "Results", "Stalled", "Transferred", "run", "steps", "title_of"]
+__all__ = ["SIZES", "Measured", "Plan", "Results", "run", "steps", "title_of"]
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 
@@ -58,44 +56,26 @@ class Plan:
         return cls(sizes=(64 << 10, 8 << 20, 64 << 20), repetitions=3, timed_s=0.05, stalls=5, messages=20)
 
 
-class Transferred(msgspec.Struct, frozen=True):
-    """What a way brings to the GPU.
+class Measured(msgspec.Struct, frozen=True):
+    """What a way or a route did at a size.
 
     Attributes:
-        of_ceiling: as a part of what memory of ``pin_memory()`` gives in the same repetition; None where that was not measured.
-        runs: GB/s of each repetition.
+        what: was measured, as commands are called.
+        runs: what the command returned in each repetition: numbers, by what they are.
     """
 
-    way: str
+    what: str
+    name: str
     nbytes: int
-    gb_per_s: Spread
-    of_ceiling: Spread | None
-    runs: list[float]
+    runs: list[dict[str, list[float]]]
 
+    def medians(self, number: str) -> list[float]:
+        """Returns the median of each repetition."""
+        return [statistics.median(run[number]) for run in self.runs]
 
-class Stalled(msgspec.Struct, frozen=True):
-    """How long a way holds the loop up: the longest time between two turns, over all requests; an idle loop's beside it."""
-
-    way: str
-    nbytes: int
-    brought_us: Spread
-    idle_us: Spread
-
-
-class HandedOver(msgspec.Struct, frozen=True):
-    """How long a route takes.
-
-    Attributes:
-        p50_us: the median of each repetition.
-        p99_us: of all repetitions.
-        messages: timed, in all repetitions.
-    """
-
-    route: str
-    nbytes: int
-    messages: int
-    p50_us: Spread
-    p99_us: float
+    def every(self, number: str) -> list[float]:
+        """Returns what all repetitions have."""
+        return [value for run in self.runs for value in run[number]]
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -105,15 +85,15 @@ class Results(msgspec.Struct, frozen=True):
     gpu: Accelerator
     repetitions: int
     timed_s: float
-    transfers: list[Transferred]
-    stalls: list[Stalled]
-    handovers: list[HandedOver]
+    measured: list[Measured]
     coverage: Coverage | None = None
+
+    def of(self, what: str) -> dict[tuple[int, str], Measured]:
+        """Returns what was measured of something, by size and name."""
+        return {(measured.nbytes, measured.name): measured for measured in self.measured if measured.what == what}
 
 
 _Progress = Callable[[str], None]
-_Cell = tuple[str, int]  # a way or a route, and a size
-_Run = TypeVar("_Run")
 
 
 def steps(plan: Plan) -> int:
@@ -127,9 +107,9 @@ def run(plan: Plan, progress: _Progress) -> Results:
     Raises:
         BenchError: the process that copies did not start; what fails later is among the results.
     """
-    rates: _Part[float] = _Part(BANDWIDTH, plan, plan.ways, plan.timed_s)
-    stalls: _Part[copies.Stalls] = _Part(STALLS, plan, plan.ways, plan.stalls)
-    times: _Part[list[int]] = _Part(HAND_OVERS, plan, plan.routes, plan.messages)
+    rates = _Part(BANDWIDTH, plan, plan.ways, plan.timed_s)
+    stalls = _Part(STALLS, plan, plan.ways, plan.stalls)
+    times = _Part(HAND_OVERS, plan, plan.routes, plan.messages)
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         progress("starting: copies")
         with Process("copies", functools.partial(copies.copying, directory, plan.sizes, plan.ways)) as process:
@@ -142,20 +122,12 @@ def run(plan: Plan, progress: _Progress) -> Results:
         progress("starting: engine and frontend")
         with times.going():
             _hand_over(times, directory, progress)
-    ceiling = {nbytes: runs for (way, nbytes), runs in rates.runs.items() if way == CEILING}
-    return Results(
-        machine=Machine.here(),
-        gpu=gpu,
-        repetitions=plan.repetitions,
-        timed_s=plan.timed_s,
-        transfers=[_transferred(*cell, runs, ceiling.get(cell[1])) for cell, runs in rates.by_size()],
-        stalls=[_stalled(*cell, runs) for cell, runs in stalls.by_size()],
-        handovers=[_handed_over(*cell, runs) for cell, runs in times.by_size()],
-        coverage=_coverage([rates, stalls, times]),
-    )
+    parts = (rates, stalls, times)
+    measured = [measured for part in parts for measured in part.measured()]
+    return Results(Machine.here(), gpu, plan.repetitions, plan.timed_s, measured, _coverage(parts))
 
 
-class _Part(Generic[_Run]):
+class _Part:
     """A part of a run: what commands have returned, by cell. A cell that failed has nothing, and is not tried again."""
 
     def __init__(self, title: str, plan: Plan, names: Sequence[str], amount: float) -> None:
@@ -163,8 +135,8 @@ class _Part(Generic[_Run]):
         self.plan = plan
         self.names = list(names)
         self.amount = amount
-        self.runs: dict[_Cell, list[_Run]] = {}
-        self.reasons: dict[_Cell, str] = {}
+        self.runs: dict[tuple[str, int], list[dict[str, list[float]]]] = {}  # by name and size
+        self.reasons: dict[tuple[str, int], str] = {}
 
     def lacks(self, absent: Mapping[str, str]) -> None:
         """Notes what could not be opened, by name."""
@@ -194,9 +166,9 @@ class _Part(Generic[_Run]):
                 else:
                     self.runs.setdefault((name, nbytes), []).append(answer)
 
-    def by_size(self) -> list[tuple[_Cell, list[_Run]]]:
-        """Returns what was measured."""
-        return sorted(self.runs.items(), key=lambda run: run[0][1])
+    def measured(self) -> list[Measured]:
+        """Returns what was measured, by size."""
+        return [Measured(self.title, *cell, runs) for cell, runs in sorted(self.runs.items(), key=lambda run: run[0][1])]
 
 
 def title_of(name: str) -> str:
@@ -204,7 +176,7 @@ def title_of(name: str) -> str:
     return WAYS[name].title if name in WAYS else ROUTES[name].title
 
 
-def _hand_over(times: _Part[list[int]], directory: str, progress: _Progress) -> None:
+def _hand_over(times: _Part, directory: str, progress: _Progress) -> None:
     shared = {name: ROUTES[name].create_shared() for name in times.names}
     largest_nbytes = max(times.plan.sizes)
     with Process("engine", functools.partial(handovers.answering, directory, largest_nbytes, shared)) as engine:
@@ -218,7 +190,7 @@ def _hand_over(times: _Part[list[int]], directory: str, progress: _Progress) -> 
         engine.finish()
 
 
-def _coverage(parts: Sequence[_Part[Any]]) -> Coverage:
+def _coverage(parts: Sequence[_Part]) -> Coverage:
     planned: list[Planned] = []
     measured: dict[tuple[str, str], int] = {}
     reasons: dict[tuple[str, str], tuple[Status, str]] = {}
@@ -228,21 +200,3 @@ def _coverage(parts: Sequence[_Part[Any]]) -> Coverage:
         measured |= {(cases[nbytes], name): len(runs) for (name, nbytes), runs in part.runs.items()}
         reasons |= {(cases[nbytes], name): (Status.FAILED, reason) for (name, nbytes), reason in part.reasons.items()}
     return Coverage.of(planned, measured, reasons)
-
-
-def _transferred(way: str, nbytes: int, runs: list[float], ceiling: list[float] | None) -> Transferred:
-    # Of the repetitions that both were measured in: the last of a run that was broken off may have one of them only.
-    of_ceiling = Spread.of(ours / most for ours, most in zip(runs, ceiling, strict=False)) if ceiling else None
-    return Transferred(way, nbytes, Spread.of(runs), of_ceiling, runs)
-
-
-def _stalled(way: str, nbytes: int, runs: Sequence[copies.Stalls]) -> Stalled:
-    brought = Spread.of(seconds * 1e6 for stalls in runs for seconds in stalls.brought_s)
-    idle = Spread.of(seconds * 1e6 for stalls in runs for seconds in stalls.idle_s)
-    return Stalled(way, nbytes, brought, idle)
-
-
-def _handed_over(route: str, nbytes: int, runs: Sequence[Sequence[int]]) -> HandedOver:
-    every_us = np.concatenate([np.asarray(times, np.float64) for times in runs]) / 1e3
-    p50_us = Spread.of(statistics.median(times) / 1e3 for times in runs)
-    return HandedOver(route, nbytes, len(every_us), p50_us, float(np.percentile(every_us, 99)))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from bench import plots
-from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, WAYS
-from bench.gpu.handovers import DEVICE_SLAB, HOST_SLOT, ROUTES
-from bench.gpu.plan import Results, title_of
-from bench.results import Findings, Table, Verdict, deviation, format_nbytes
+from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, PINNED_SLOT, STALLS, WAYS
+from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
+from bench.gpu.plan import Measured, Results, title_of
+from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes
 from bench.targets import judge
 
 __all__ = ["draw", "report"]
@@ -43,21 +44,19 @@ def report(results: Results) -> Findings:
 
 
 def _copies_table(results: Results) -> Table:
-    stalls = {(entry.way, entry.nbytes): entry for entry in results.stalls}
+    stalls = results.of(STALLS)
     rows = []
-    for entry in results.transfers:
-        stall = stalls.get((entry.way, entry.nbytes))
-        times_us = [] if stall is None else [stall.brought_us.median, stall.brought_us.maximum, stall.idle_us.median]
-        rows.append(
-            [
-                format_nbytes(entry.nbytes),
-                WAYS[entry.way].title,
-                f"{entry.gb_per_s.median:.2f}",
-                deviation(entry.gb_per_s),
-                "" if entry.of_ceiling is None else f"{entry.of_ceiling.median:.2f} x",
-                *([f"{time_us:,.0f}" for time_us in times_us] or [""] * 3),
-            ]
-        )
+    for (nbytes, name), measured in results.of(BANDWIDTH).items():
+        rate = Spread.of(measured.medians("gb_per_s"))
+        of_ceiling = _ratio(results, nbytes, name, CEILING)
+        row = [format_nbytes(nbytes), WAYS[name].title, f"{rate.median:.2f}", deviation(rate)]
+        row.append("" if of_ceiling is None else f"{of_ceiling:.2f} x")
+        if (stall := stalls.get((nbytes, name))) is None:
+            rows.append([*row, "", "", ""])
+        else:
+            brought_us, idle_us = stall.every("brought_us"), stall.every("idle_us")
+            times_us = (statistics.median(brought_us), max(brought_us), statistics.median(idle_us))
+            rows.append([*row, *(f"{time_us:,.0f}" for time_us in times_us)])
     return Table(
         f"from host memory to the GPU, medians of {results.repetitions} interleaved runs, every request checked",
         ["size", "from", "GB/s", "spread", f"of {WAYS[CEILING].title}", "stall us", "longest", "idle loop"],
@@ -68,17 +67,11 @@ def _copies_table(results: Results) -> Table:
 
 
 def _hand_overs_table(results: Results) -> Table:
-    rows = [
-        [
-            format_nbytes(entry.nbytes),
-            ROUTES[entry.route].title,
-            f"{entry.p50_us.median:,.0f}",
-            deviation(entry.p50_us),
-            f"{entry.p99_us:,.0f}",
-            f"{entry.messages:,}",
-        ]
-        for entry in results.handovers
-    ]
+    rows = []
+    for (nbytes, name), measured in results.of(HAND_OVERS).items():
+        p50_us, every_us = Spread.of(measured.medians("us")), measured.every("us")
+        times = [f"{p50_us.median:,.0f}", deviation(p50_us), f"{np.percentile(every_us, 99):,.0f}"]
+        rows.append([format_nbytes(nbytes), ROUTES[name].title, *times, f"{len(every_us):,}"])
     return Table(
         "from submit in one process until usable on the GPU in the other, every message checked",
         ["size", "by", "p50 us", "spread", "p99 us", "messages"],
@@ -86,6 +79,18 @@ def _hand_overs_table(results: Results) -> Table:
         texts=("by",),
         grouped=True,
     )
+
+
+def _ratio(results: Results, nbytes: int, name: str, other: str) -> float | None:
+    """A way's bandwidth as a multiple of another's: the median of the ratios within each repetition.
+
+    Of those that both were measured in: the last of a run that was broken off may have one of them only.
+    """
+    rates = results.of(BANDWIDTH)
+    if (nbytes, name) not in rates or (nbytes, other) not in rates:
+        return None
+    pairs = zip(rates[nbytes, name].medians("gb_per_s"), rates[nbytes, other].medians("gb_per_s"), strict=False)
+    return statistics.median(ours / theirs for ours, theirs in pairs)
 
 
 def _notes(results: Results) -> list[str]:
@@ -110,18 +115,15 @@ def _notes(results: Results) -> list[str]:
 
 
 def _targets(results: Results) -> list[Verdict]:
-    hand_overs = {entry.nbytes: entry.p50_us.median for entry in results.handovers if entry.route == DEVICE_SLAB}
-    smallest = min(hand_overs, default=0)
-    of_ceiling = {
-        entry.nbytes: entry.of_ceiling.median
-        for entry in results.transfers
-        if entry.way == PINNED_SLOT and entry.nbytes >= _CEILING_FROM_NBYTES and entry.of_ceiling is not None
-    }
-    of_smallest = {nbytes: p50_us / hand_overs[smallest] for nbytes, p50_us in hand_overs.items() if nbytes > smallest}
+    sizes = sorted({nbytes for nbytes, _ in results.of(BANDWIDTH)})
+    of_ceiling = [(nbytes, _ratio(results, nbytes, PINNED_SLOT, CEILING)) for nbytes in sizes if nbytes >= _CEILING_FROM_NBYTES]
+    of_cloned = [(_CLONED_NBYTES, _ratio(results, _CLONED_NBYTES, PINNED_SLOT, CLONED))]
+    p50s_us = [(nbytes, _p50_us(one)) for (nbytes, name), one in results.of(HAND_OVERS).items() if name == DEVICE_SLAB]
+    of_smallest = [(nbytes, p50_us / p50s_us[0][1]) for nbytes, p50_us in p50s_us[1:]]
     return [
         judge("pinned slot: GB/s of pin_memory() memory", "8 MB and above", _OF_CEILING, "x", _named(of_ceiling)),
-        judge("pinned slot: GB/s of cloning, then copying", "64 MB", _OF_CLONED, "x", _named(_of_cloned(results))),
-        judge("device slab: p50 of a hand-over", "any size", _HAND_OVER_US, "us", _named(hand_overs), at_least=False),
+        judge("pinned slot: GB/s of cloning, then copying", "64 MB", _OF_CLONED, "x", _named(of_cloned)),
+        judge("device slab: p50 of a hand-over", "any size", _HAND_OVER_US, "us", _named(p50s_us), at_least=False),
         judge(
             "device slab: p50 over that of the smallest size", "any size", _OF_SMALLEST, "x", _named(of_smallest),
             at_least=False,
@@ -129,16 +131,12 @@ def _targets(results: Results) -> list[Verdict]:
     ]  # fmt: skip
 
 
-def _of_cloned(results: Results) -> dict[int, float]:
-    """The median of the ratios within each repetition; of a run that was broken off, one may have fewer."""
-    runs = {entry.way: entry.runs for entry in results.transfers if entry.nbytes == _CLONED_NBYTES}
-    pairs = zip(runs.get(PINNED_SLOT, ()), runs.get(CLONED, ()), strict=False)
-    ratios = [ours / theirs for ours, theirs in pairs]
-    return {_CLONED_NBYTES: statistics.median(ratios)} if ratios else {}
+def _p50_us(measured: Measured) -> float:
+    return statistics.median(measured.medians("us"))
 
 
-def _named(places: Mapping[int, float]) -> Iterator[tuple[str, float]]:
-    return ((format_nbytes(nbytes), number) for nbytes, number in places.items())
+def _named(places: Sequence[tuple[int, float | None]]) -> Iterator[tuple[str, float]]:
+    return ((format_nbytes(nbytes), number) for nbytes, number in places if number is not None)
 
 
 # -- plot ----------------------------------------------------------------------------------------------------------------
@@ -159,9 +157,10 @@ def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) 
 
 def _figure(results: Results) -> Any:
     figure, (bandwidth, hand_overs) = plots.panels(2, results.gpu.name, (12.8, 5.2))
-    _draw_lines(bandwidth, [(entry.way, entry.nbytes, entry.gb_per_s.median) for entry in results.transfers])
+    rates = results.of(BANDWIDTH).values()
+    _draw_lines(bandwidth, [(one.name, one.nbytes, statistics.median(one.medians("gb_per_s"))) for one in rates])
     bandwidth.set(title="from host memory to the GPU", ylabel="GB/s")
-    _draw_lines(hand_overs, [(entry.route, entry.nbytes, entry.p50_us.median) for entry in results.handovers])
+    _draw_lines(hand_overs, [(one.name, one.nbytes, _p50_us(one)) for one in results.of(HAND_OVERS).values()])
     hand_overs.axhline(_HAND_OVER_US, color="black", linewidth=0.8, linestyle=":")
     hand_overs.set(title="from submit until usable in the other process: lower is better", ylabel="median, microseconds")
     return figure

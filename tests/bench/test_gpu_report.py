@@ -21,46 +21,48 @@ from bench.gpu import command, device
 from bench.gpu.copies import WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import ROUTES
-from bench.gpu.plan import SIZES, HandedOver, Plan, Results, Stalled, Transferred
+from bench.gpu.plan import SIZES, Measured, Plan, Results
 from bench.gpu.report import draw, report
 from bench.machine import Machine
-from bench.results import Findings, Spread, Verdict, write_json
+from bench.results import Findings, Verdict, write_json
 from shmring.gpu.cuda import TorchCuda
 
 KB, MB = 1 << 10, 1 << 20
 GPU = Accelerator(name="NVIDIA H100", memory_nbytes=80 << 30, driver="570.1", cuda="12.8", torch="2.9", link="PCIe 5 x16")
 
 
-def transferred(way: str, nbytes: int, rate: float, of_ceiling: float | None = None) -> Transferred:
-    part = None if of_ceiling is None else Spread(of_ceiling, of_ceiling, of_ceiling)
-    return Transferred(way, nbytes, Spread(rate, 0.9 * rate, 1.1 * rate), part, [0.9 * rate, rate, 1.1 * rate])
+def transferred(way: str, nbytes: int, rates: list[float]) -> Measured:
+    return Measured("bandwidth", way, nbytes, [{"gb_per_s": [rate]} for rate in rates])
 
 
-def handed_over(route: str, nbytes: int, p50_us: float) -> HandedOver:
-    return HandedOver(route, nbytes, 150, Spread(p50_us, p50_us, p50_us), 2 * p50_us)
+def beside_ceiling(nbytes: int, of_ceiling: float) -> list[Measured]:
+    """A pinned slot, and what it reaches so much of."""
+    return [transferred("slot-pinned", nbytes, [of_ceiling * 50.0]), transferred("pin-memory", nbytes, [50.0])]
 
 
-def measured(**changes: Any) -> Results:
-    """A run that meets everything."""
-    whole = Results(
-        machine=Machine.here(),
-        gpu=GPU,
-        repetitions=3,
-        timed_s=0.1,
-        transfers=[
-            transferred("slot-pinned", 64 * KB, 1.0, 0.1),
-            transferred("slot-pinned", 8 * MB, 48.5, 0.97),
-            transferred("slot-pinned", 64 * MB, 50.0, 0.99),
-            transferred("clone", 64 * MB, 5.0, 0.1),
-        ],
-        stalls=[Stalled("slot-pinned", 64 * MB, Spread(200.0, 150.0, 900.0), Spread(5.0, 4.0, 6.0))],
-        handovers=[handed_over("device-slab", 64 * KB, 100.0), handed_over("device-slab", 256 * MB, 110.0)],
-    )
-    return msgspec.structs.replace(whole, **changes)
+def handed_over(route: str, nbytes: int, p50_us: float) -> Measured:
+    return Measured("hand-overs", route, nbytes, [{"us": [p50_us / 2, p50_us, p50_us * 2]}] * 3)
 
 
-def verdicts(**changes: Any) -> dict[str, Verdict]:
-    return {one.what: one for one in report(measured(**changes)).targets}
+HAND_OVERS = [handed_over("device-slab", 64 * KB, 100.0), handed_over("device-slab", 256 * MB, 110.0)]
+
+
+def measured(*changes: Measured, coverage: Coverage | None = None) -> Results:
+    """A run that meets everything; or this one."""
+    whole = [
+        *beside_ceiling(64 * KB, 0.1),
+        *beside_ceiling(8 * MB, 0.97),
+        transferred("slot-pinned", 64 * MB, [45.0, 50.0, 55.0]),
+        transferred("pin-memory", 64 * MB, [50.0, 50.0, 50.0]),
+        transferred("clone", 64 * MB, [4.5, 5.0, 5.5]),
+        Measured("stalls", "slot-pinned", 64 * MB, [{"brought_us": [150.0, 200.0, 900.0], "idle_us": [4.0, 5.0, 6.0]}]),
+        *HAND_OVERS,
+    ]
+    return Results(Machine.here(), GPU, repetitions=3, timed_s=0.1, measured=list(changes) or whole, coverage=coverage)
+
+
+def verdicts(*changes: Measured) -> dict[str, Verdict]:
+    return {one.what: one for one in report(measured(*changes)).targets}
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
@@ -74,31 +76,31 @@ def test_a_run_that_reaches_everything_meets_all_targets() -> None:
 
 
 def test_the_worst_size_decides() -> None:
-    slots = [transferred("slot-pinned", 8 * MB, 40.0, 0.94), transferred("slot-pinned", 64 * MB, 50.0, 0.99)]
-    found = verdicts(transfers=slots)["pinned slot: GB/s of pin_memory() memory"]
+    slots = [*beside_ceiling(8 * MB, 0.94), *beside_ceiling(64 * MB, 0.99)]
+    found = verdicts(*slots)["pinned slot: GB/s of pin_memory() memory"]
     assert (found.met, found.measured, found.detail) == (False, "0.94 x", "8 MB: 0.94, 64 MB: 0.99")
 
 
 def test_ratios_are_taken_within_repetitions() -> None:
-    ours = msgspec.structs.replace(transferred("slot-pinned", 64 * MB, 50.0), runs=[10.0, 60.0, 28.0])
-    clone = msgspec.structs.replace(transferred("clone", 64 * MB, 5.0), runs=[10.0, 10.0, 5.0])
-    found = verdicts(transfers=[ours, clone])["pinned slot: GB/s of cloning, then copying"]
+    ours = transferred("slot-pinned", 64 * MB, [10.0, 60.0, 28.0])
+    clone = transferred("clone", 64 * MB, [10.0, 10.0, 5.0])
+    found = verdicts(ours, clone)["pinned slot: GB/s of cloning, then copying"]
     assert (found.met, found.measured) == (True, "5.6 x")  # medians would say 28 over 10
 
 
 def test_hand_overs_are_short_and_do_not_grow() -> None:
     slow = [handed_over("device-slab", 64 * KB, 140.0), handed_over("device-slab", 256 * MB, 160.0)]
-    assert verdicts(handovers=slow)["device slab: p50 of a hand-over"].measured == "160 us"
-    assert verdicts(handovers=slow)["device slab: p50 of a hand-over"].met is False
+    assert verdicts(*slow)["device slab: p50 of a hand-over"].measured == "160 us"
+    assert verdicts(*slow)["device slab: p50 of a hand-over"].met is False
     grows = [handed_over("device-slab", 64 * KB, 50.0), handed_over("device-slab", 256 * MB, 70.0)]
-    found = verdicts(handovers=grows)["device slab: p50 over that of the smallest size"]
+    found = verdicts(*grows)["device slab: p50 over that of the smallest size"]
     assert (found.met, found.measured, found.detail) == (False, "1.4 x", "256 MB: 1.4")
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    found = verdicts(transfers=[], handovers=[handed_over("cuda-ipc", 64 * KB, 500.0)])
+    found = verdicts(handed_over("cuda-ipc", 64 * KB, 500.0))
     assert {one.met for one in found.values()} == {None}
-    one_size = verdicts(handovers=[handed_over("device-slab", 64 * KB, 100.0)])
+    one_size = verdicts(handed_over("device-slab", 64 * KB, 100.0))
     assert one_size["device slab: p50 over that of the smallest size"].met is None
 
 
@@ -108,9 +110,9 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 def test_tables_say_what_was_measured() -> None:
     copies, hand_overs = report(measured()).tables
     rows = {(row[0], row[1]): row[2:] for row in copies.rows}
-    assert rows["64 MB", "slot, pinned slab"] == ["50.00", "-10% +10%", "0.99 x", "200", "900", "5"]
+    assert rows["64 MB", "slot, pinned slab"] == ["50.00", "-10% +10%", "1.00 x", "200", "900", "5"]
     assert rows["64 MB", "cloned, then copied"] == ["5.00", "-10% +10%", "0.10 x", "", "", ""]
-    assert hand_overs.rows[0] == ["64 KB", "device slab", "100", "+0% +0%", "200", "150"]
+    assert hand_overs.rows[0] == ["64 KB", "device slab", "100", "+0% +0%", "200", "9"]
     assert all(len(row) == len(table.columns) for table in (copies, hand_overs) for row in table.rows)
 
 
@@ -129,8 +131,8 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_plot_has_a_line_for_each(tmp_path: Path) -> None:
     results = measured(
-        transfers=[transferred(way, nbytes, 10.0) for way in WAYS for nbytes in SIZES],
-        handovers=[handed_over(route, nbytes, 100.0) for route in ROUTES for nbytes in SIZES],
+        *(transferred(way, nbytes, [10.0]) for way in WAYS for nbytes in SIZES),
+        *(handed_over(route, nbytes, 100.0) for route in ROUTES for nbytes in SIZES),
     )
     picture, text = draw(report(results), tmp_path / "gpu")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -229,7 +231,7 @@ LACKING = Coverage([Planned("bandwidth, 64 KB", ["pin"], 3)], [Gap("bandwidth, 6
 @pytest.mark.parametrize(
     ("results", "code", "message"),
     [
-        (measured(handovers=[handed_over("device-slab", 64 * KB, 151.0)]), 1, "1 targets missed"),
+        (measured(handed_over("device-slab", 64 * KB, 151.0)), 1, "1 targets missed"),
         (measured(coverage=LACKING), 3, "1 measurements failed"),
         (BenchError("the copies have died"), 3, "the copies have died"),
     ],
