@@ -75,7 +75,9 @@ def test_a_document_says_what_was_measured(stored: Path, tmp_path: Path) -> None
     assert "not installed: pip install eclipse-zenoh" in section(text, "### Not measured")
     assert "**not measured**" in section(text, "## Targets")
     assert "| shmring, one copy | 100 | 100 |" in section(text, "### By size")
-    assert "4 KB of float32, 1 producer, window 16" in section(text, "### Every case")
+    every_case = section(text, "### Every case")
+    assert "4 KB of float32, 1 producer, window 16" in every_case
+    assert every_case.count("<details>") == every_case.count("</details>") == 1
     for name in ("throughput", "latency"):
         assert f"(benchmarks/transport-{name}.svg)" in text
         assert (tmp_path / "docs" / "benchmarks" / f"transport-{name}.svg").exists()
