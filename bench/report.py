@@ -216,7 +216,7 @@ def _transport(name: str, results: Results, plotted: Sequence[str]) -> Iterator[
     yield "### Not measured\n"
     yield from _missing(results.coverage)
     yield "### Every case\n"
-    yield "<details><summary>A table for each case, with costs and outer percentiles</summary>\n"  # most of the page is in these
+    yield "<details><summary>A table for each case, with costs and outer percentiles</summary>\n"
     yield "CPU, memory, descriptors and lag: producers, then consumer.\n"
     yield from _titled(transport_tables(results))
     yield "</details>\n"
