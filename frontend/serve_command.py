@@ -23,6 +23,7 @@ __all__ = ["serve"]
 # Requests without the slab are whole messages, and may then be as large as their media. For comparison only.
 _INLINE_FRAME_NBYTES = 256 << 20
 
+_STDIN_FD = 0
 _SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # a busy machine may well leave a process waiting for its turn for tenths of a second
 
 
@@ -58,6 +59,12 @@ _OWN = (
         callback=_check_heartbeat_timeout,
         help="Seconds without a sign of life of its event loop after which a frontend is killed and replaced; an engine "
         "ends the server. 0: never, for whoever stops processes to debug them.",
+    ),
+    click.Option(
+        ["--stop-with-stdin"],
+        is_flag=True,
+        help="Stop when standard input ends. A program that starts the server with a pipe there takes it along, even if it is "
+        "killed.",
     ),
     click.Option(["--log-level"], default="warning", type=LOG_LEVELS, help="What all processes log, to stderr."),
 )
@@ -120,5 +127,6 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
         frontends=values["frontends"],
         start_timeout_s=values["start_timeout_s"],
         heartbeat_timeout_s=values["heartbeat_timeout_s"],
+        lifeline_fd=_STDIN_FD if values["stop_with_stdin"] else None,
         notice=notice_of(values, "shmring serve"),
     )

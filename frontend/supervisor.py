@@ -12,7 +12,9 @@ What happens when a process dies:
 - the engine, or its event loop: everything ends with an error. The slab and all requests are lost with it, and the program that
   started the server decides whether to start another one. (During a long step the loop lives: the step runs on a thread.);
 - the supervisor, even by SIGKILL: engine and frontends see the end of the socket that it holds (:mod:`engine.supervision`), and
-  end themselves. What it leaves on the disk, the next one removes.
+  end themselves. What it leaves on the disk, the next one removes;
+- a program that started the supervisor with ``--stop-with-stdin`` and holds the other end of its standard input: the supervisor
+  sees the end of that in the same way, and stops.
 
 Children are started so that nothing is imported from the working directory, whatever lies there (``python -P``), and get their
 settings as JSON through that socket: command lines and environments can be read by others.
@@ -71,6 +73,7 @@ _PROGRESS_S = 5.0  # between two lines that say what a start waits for
 _LONGEST_HEARTBEAT_S = 1.0  # the more often, the sooner a stop shows; each takes a process some 20 us
 _HEARTBEATS = 10  # in the time after which a process without any is given up: one that is late is not yet silent
 _WORRYING_SHARE = 1 / 3  # of that time, from which on others are told
+_LIFELINE_NBYTES = 4096  # read and dropped at a time
 _METRICS_PREFIX = "shmring-metrics-"
 _METRICS_DIRECTORY = re.compile(rf"{_METRICS_PREFIX}(\d+)-.+")
 
@@ -89,6 +92,7 @@ class ServeOptions:
         frontends: how many there are.
         start_timeout_s: how long until all of them are ready. Loading a model takes minutes.
         heartbeat_timeout_s: how long an event loop may show no sign of life; 0: for ever.
+        lifeline_fd: a pipe, socket or terminal; the server stops when its other end is closed. None: there is none.
         notice: a line for whoever starts it; empty: none.
     """
 
@@ -97,6 +101,7 @@ class ServeOptions:
     frontends: int
     start_timeout_s: float
     heartbeat_timeout_s: float
+    lifeline_fd: int | None = None
     notice: str = ""
 
     @property
@@ -217,6 +222,8 @@ class _Supervisor:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._told_to_stop)
+        if self._options.lifeline_fd is not None:
+            self._watch_lifeline(self._options.lifeline_fd)
         tasks: list[asyncio.Task[None]] = []
         try:
             self._engine = await self._start_engine()
@@ -234,6 +241,24 @@ class _Supervisor:
             await self._end_all(tasks)
         if self._hurry.is_set():
             raise ServeError("told twice to stop: whatever was still running was killed")
+
+    def _watch_lifeline(self, fd: int) -> None:
+        """Stops the server when the other end of a descriptor is closed. What is written to it means nothing."""
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            data = b""
+            with contextlib.suppress(OSError):  # a terminal that hung up, a socket that was reset: an end, too
+                data = os.read(fd, _LIFELINE_NBYTES)
+            if not data:
+                loop.remove_reader(fd)
+                logger.warning("whoever started the server has gone, so it stops")
+                self._stop.set()
+
+        try:
+            loop.add_reader(fd, read)
+        except OSError:  # epoll refuses files and /dev/null
+            raise ServeError("standard input is no pipe, socket or terminal, as --stop-with-stdin needs") from None
 
     def _told_to_stop(self) -> None:
         now = asyncio.get_running_loop().time()

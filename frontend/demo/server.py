@@ -30,23 +30,22 @@ class Server:
 
 @contextlib.contextmanager
 def serving(arguments: list[str]) -> Iterator[Server]:
-    """Runs ``shmring serve`` with these arguments; ends it, whatever happens.
+    """Runs ``shmring serve`` with these arguments; ends it, whatever happens, even if this process is killed.
 
     Raises:
         RuntimeError: it did not start.
     """
     # -P: nothing of the working directory is imported.
-    command = [sys.executable, "-P", "-m", "frontend.cli", "serve", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield _wait_until_ready(process)
-    finally:
-        process.send_signal(signal.SIGTERM)
+    command = [sys.executable, "-P", "-m", "frontend.cli", "serve", "--stop-with-stdin", *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            yield _wait_until_ready(process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> Server:

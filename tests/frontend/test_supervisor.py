@@ -9,6 +9,7 @@ import errno
 import fcntl
 import itertools
 import os
+import select
 import signal
 import socket
 import tempfile
@@ -325,6 +326,39 @@ async def test_it_says_that_it_is_ready_and_ends_when_told(
     await asyncio.wait_for(running, 30)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
+
+
+async def test_it_stops_when_whoever_started_it_has_gone(supervise: Any, eventually: Any) -> None:
+    """SIGKILL closes the other end too; tests/frontend/demo/test_demo.py has that with real processes."""
+    lifeline, other_end = socket.socketpair()
+    with lifeline, other_end:
+        server, running = supervise(lifeline_fd=lifeline.fileno())
+        await eventually(lambda: server._ready[0].is_set(), 30)
+        other_end.send(b"means nothing\n")
+        await eventually(lambda: not select.select([lifeline], [], [], 0)[0])  # it was read
+        assert not running.done()
+        assert not server._stop.is_set()
+        other_end.close()
+        await asyncio.wait_for(running, 30)
+
+
+async def test_it_does_not_start_when_whoever_started_it_has_gone_by_then(supervise: Any) -> None:
+    lifeline, other_end = socket.socketpair()
+    other_end.close()
+    with lifeline:
+        _, running = supervise(engine=GET_READY, lifeline_fd=lifeline.fileno())
+        await asyncio.wait_for(running, 30)
+
+
+async def test_a_standard_input_that_never_ends_is_one_clear_message(supervise: Any) -> None:
+    lifeline_fd = os.open(os.devnull, os.O_RDONLY)
+    try:
+        server, running = supervise(lifeline_fd=lifeline_fd)
+        with pytest.raises(ServeError, match="standard input is no pipe, socket or terminal, as --stop-with-stdin needs"):
+            await asyncio.wait_for(running, 30)
+    finally:
+        os.close(lifeline_fd)
+    assert server.pids() == []
 
 
 async def test_the_port_is_closed_before_requests_have_ended(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from frontend import demo
@@ -31,6 +32,25 @@ def test_it_shows_that_altered_copies_find_their_originals_and_that_an_answer_st
     assert "[synthetic] token2" in result.stdout
     assert "24 tokens after" in result.stdout
     assert "nothing is left in /dev/shm" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_demonstration_that_is_killed_takes_its_server_and_all_its_processes_along() -> None:
+    command = [sys.executable, "-m", "frontend.cli", "demo"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as demonstration:
+        assert demonstration.stdout is not None
+        line = next(line for line in demonstration.stdout if "similarity" in line)  # of a table: decoders are there, too
+        processes = psutil.Process(demonstration.pid).children(recursive=True)
+        demonstration.kill()
+    assert line
+    # serve, the engine, two frontends, and of each frontend that had a request the two kinds of processes for decoding
+    assert len(processes) >= 6
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    for process in alive:
+        process.kill()
+    assert alive == []
+    assert not list(Path("/dev/shm").glob(f"shmring-*-demo-{demonstration.pid}-*"))
 
 
 def answer(*embedding: float, copies: int = 0, slab_nbytes: int = 1) -> Answer:
