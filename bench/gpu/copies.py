@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 import shmring
-from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
+from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import Opened, opened
 from bench.peers.shmring_ring import see_to_its_end
 
@@ -45,8 +45,6 @@ BANDWIDTH, STALLS = "bandwidth", "stalls"  # what is measured
 _IN_FLIGHT, _IN_FLIGHT_NBYTES = 64, 256 << 20
 #: What a request takes of a lease or of staging memory beyond its tensor: a header and a rounding, in any case less than this.
 _SPARE_NBYTES = 8 << 10
-#: Of a slab, beside what is leased: its header, and replies, of which there are none.
-_SLAB_SPARE_NBYTES = 16 << 20
 _HOME_LIMIT_S, _LOOK_S = 20.0, 0.001  # for slots to come back after their last copy, and between two looks at them
 _MOST_PASSES = 50  # of a repetition: preparing small requests takes longer than bringing them
 _IDLE_TURNS = 200  # a millisecond or less
@@ -129,12 +127,7 @@ class _FromSlot(Way):
 @contextlib.asynccontextmanager
 async def _open_slots(pin: str, gpu: Gpu, directory: str, footprint_nbytes: int) -> AsyncIterator[Way]:
     leased = footprint_nbytes + _IN_FLIGHT * _SPARE_NBYTES
-    options = {
-        "slab_nbytes": leased * 9 // 8 + _SLAB_SPARE_NBYTES,  # a sixteenth is for replies
-        "max_lease_nbytes": leased,
-        "staging_nbytes": leased,
-        "pin": pin,
-    }
+    options = pinned_slab(leased) | {"pin": pin}
     name = f"bench-pin-{pin}"
     async with (
         gpu.serve(name, socket_dir=directory, **options) as ring,

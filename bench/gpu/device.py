@@ -17,11 +17,12 @@ import shmring
 from bench.messages import CheckError
 from shmring.gpu.cuda import TorchCuda
 
-__all__ = ["DTYPE", "ITEM_NBYTES", "MIN_NBYTES", "Accelerator", "Gpu", "check", "marks", "missing", "sample"]
+__all__ = ["DTYPE", "ITEM_NBYTES", "MIN_NBYTES", "Accelerator", "Gpu", "check", "marks", "missing", "pinned_slab", "sample"]
 
 # torch annotates some of these and not others, and not the same in every version.
 _cuda: Any = torch.cuda
 
+_SLAB_SPARE_NBYTES = 16 << 20  # beside what is leased: a header, and replies, of which there are none
 _UNKNOWN = "unknown"
 _SMI_TIMEOUT_S = 20.0  # it loads the driver where nothing else keeps it loaded
 
@@ -124,6 +125,12 @@ def _driver(uuid: str) -> tuple[str, str]:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # not installed, or it says something else
         return _UNKNOWN, _UNKNOWN
     return version, f"PCIe {generation} x{width}"
+
+
+def pinned_slab(leased_nbytes: int) -> dict[str, Any]:
+    """Returns the options of a ring whose slab is pinned, and may be leased to one frontend in so large a part."""
+    slab_nbytes = leased_nbytes * 9 // 8 + _SLAB_SPARE_NBYTES  # a sixteenth is for replies
+    return {"slab_nbytes": slab_nbytes, "max_lease_nbytes": leased_nbytes, "staging_nbytes": leased_nbytes, "pin": "on"}
 
 
 # -- what tensors are checked by -----------------------------------------------------------------------------------------

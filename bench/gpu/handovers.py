@@ -14,7 +14,6 @@ message is handed over when the one before was answered: what is measured is the
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import functools
@@ -23,7 +22,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,7 @@ import torch.multiprocessing
 
 import shmring
 from bench.children import described
-from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, sample
+from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import SPAWN, Opened, opened
 
 __all__ = ["DEVICE_SLAB", "HAND_OVERS", "HOST_SLOT", "ROUTES", "CudaIpc", "answering", "asking"]
@@ -43,7 +41,7 @@ _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 _ANSWER_LIMIT_S = 30.0  # a thousand times what the slowest takes
 _STOP_S = 0.2  # between two looks of the engine's thread whether it is to end
 _SLOTS = 3  # that there is room for: the one that is being written, and those whose release is on its way
-_SLAB_SPARE_NBYTES = 16 << 20
+_SPARE_NBYTES = 16 << 20  # of a lease, and of a slab that has none
 _WARM_UP = 5  # messages: a slot's first use, an event's first opening, a clock that had slowed down
 
 #: Hands so many bytes over, with this number, and returns how many nanoseconds later they were usable.
@@ -69,39 +67,21 @@ def _use(gpu: Gpu, tensor: torch.Tensor) -> _Usable:
     return _Usable(time.monotonic_ns(), samples.tolist())
 
 
-class Route(abc.ABC):
-    """One of them, by its title."""
+class _Slots:
+    """Slots of the pinned slab in host memory, or of the device slab.
 
-    def __init__(self, title: str) -> None:
-        self.title = title
-
-    def create_shared(self) -> Any:
-        """Returns what both ends need; called by their parent."""
-        return None
-
-    @abc.abstractmethod
-    def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AbstractAsyncContextManager[None]:
-        """The engine's end, for the time of a ``with``.
-
-        Args:
-            gpu: that computes.
-            directory: for sockets.
-            shared: of :meth:`create_shared`.
-            nbytes: of the largest tensor.
-        """
-
-    @abc.abstractmethod
-    def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AbstractAsyncContextManager[Ask]:
-        """The frontend's end; the engine's is there."""
-
-
-class _Slots(Route):
-    """Slots of the pinned slab in host memory, or of the device slab."""
+    As every route it has two ends, each for the time of a ``with``: ``answering`` is the engine's, which is there before
+    ``asking``, the frontend's. Both get the GPU, a directory for sockets, what ``create_shared`` made in their parent, and the
+    bytes of the largest tensor.
+    """
 
     def __init__(self, title: str, *, on_gpu: bool) -> None:
-        super().__init__(title)
+        self.title = title
         self._on_gpu = on_gpu
         self._ring_name = f"bench-{'device' if on_gpu else 'host'}"
+
+    def create_shared(self) -> Any:
+        return None
 
     @contextlib.asynccontextmanager
     async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
@@ -109,12 +89,9 @@ class _Slots(Route):
             payload = claim.payload if self._on_gpu else await claim.to("cuda")
             await claim.reply(_use(gpu, payload.pop("x")))
 
-        options: dict[str, Any] = {"device_slab_nbytes": _leased(nbytes), "slab_nbytes": 2 * _SLAB_SPARE_NBYTES, "pin": "off"}
-        if not self._on_gpu:
-            slab_nbytes = _leased(nbytes) * 9 // 8 + _SLAB_SPARE_NBYTES  # a sixteenth is for replies
-            options = {
-                "slab_nbytes": slab_nbytes, "max_lease_nbytes": _leased(nbytes), "staging_nbytes": _leased(nbytes), "pin": "on",
-            }  # fmt: skip
+        options = pinned_slab(_leased(nbytes))
+        if self._on_gpu:
+            options = {"device_slab_nbytes": _leased(nbytes), "slab_nbytes": 2 * _SPARE_NBYTES, "pin": "off"}
         async with gpu.serve(self._ring_name, socket_dir=directory, **options) as ring:
             running = asyncio.create_task(ring.run(answer, max_concurrency=1))
             try:
@@ -145,10 +122,14 @@ class _Slots(Route):
 
 
 def _leased(nbytes: int) -> int:
-    return _SLOTS * nbytes + _SLAB_SPARE_NBYTES
+    return _SLOTS * nbytes + _SPARE_NBYTES
 
 
-class CudaIpc(Route):
+class CudaIpc:
+    """A new tensor for each request, through ``torch.multiprocessing.Queue`` to a thread of the engine."""
+
+    title = "torch CUDA IPC per tensor"
+
     def create_shared(self) -> Any:
         return _torch_multiprocessing.get_context("spawn").Queue(), *SPAWN.Pipe(duplex=False)
 
@@ -201,10 +182,10 @@ def _received(gpu: Gpu, tensors: Any) -> _Usable | str:
 
 HOST_SLOT, DEVICE_SLAB = "host-slot", "device-slab"
 
-ROUTES: dict[str, Route] = {
+ROUTES: dict[str, _Slots | CudaIpc] = {
     HOST_SLOT: _Slots("host slot, claim.to", on_gpu=False),
     DEVICE_SLAB: _Slots("device slab", on_gpu=True),
-    "cuda-ipc": CudaIpc("torch CUDA IPC per tensor"),
+    "cuda-ipc": CudaIpc(),
 }
 """By name, in the order of tables."""
 
@@ -219,7 +200,7 @@ async def answering(directory: str, nbytes: int, shared: Mapping[str, Any], gpu:
     Args:
         directory: for sockets.
         nbytes: of the largest tensor.
-        shared: what :meth:`Route.create_shared` gave, by route.
+        shared: what ``create_shared`` gave, by route.
         gpu: to compute on.
     """
     openers = {name: functools.partial(ROUTES[name].answering, gpu, directory, shared[name], nbytes) for name in shared}
