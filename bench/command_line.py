@@ -59,14 +59,7 @@ class NotMeasured(click.ClickException):
 def size_option(
     *names: str, item_nbytes: int, item: str, text: str, default: str | None = None
 ) -> Callable[[_Function], _Function]:
-    """A tensor's size, such as 64KiB; repeatable if it has no default.
-
-    Args:
-        names: of the option and its parameter.
-        item_nbytes, item: what sizes are positive multiples of, and what that is.
-        text: of the help.
-        default: if it is given once.
-    """
+    """A tensor's size, such as 64KiB, which is a positive multiple of some item's; repeatable if it has no default."""
 
     def size(value: str) -> int:
         try:

@@ -55,11 +55,7 @@ class Table(msgspec.Struct, frozen=True):
     ) -> Table:
         """Lays out cells, each of which comes with the names of its row and its column; what is in none stays empty.
 
-        Args:
-            title: of the table.
-            corner: what rows are.
-            cells: rows stand in the order in which they come.
-            columns: in their order; None: that in which they come.
+        Rows stand in the order in which they come; so do columns, unless their order is given.
         """
         texts = {(row, column): text for row, column, text in cells}
         columns = columns if columns is not None else list(dict.fromkeys(column for _, column in texts))

@@ -39,16 +39,7 @@ Numbers = Iterator[tuple[str, float | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something to reach.
-
-    Attributes:
-        what: is compared, for people.
-        at: where, for people.
-        limit: the threshold.
-        unit: of it.
-        numbers: what results say of it.
-        at_least: whether more is better.
-    """
+    """Something to reach: what is compared, and where, for people; the threshold; and what results say of it."""
 
     what: str
     at: str

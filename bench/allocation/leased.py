@@ -24,12 +24,7 @@ _ARRIVALS_PER_S = 50  # so that what was empty for ``lease_idle_s`` goes back in
 
 
 class Leased:
-    """A :class:`~bench.allocation.policies.Policy` made of a ledger and the books of its frontends.
-
-    Args:
-        length: blocks to lease out.
-        frontends: that share them.
-    """
+    """A :class:`~bench.allocation.policies.Policy` made of a ledger of so many blocks and the books of its frontends."""
 
     def __init__(self, length: int, frontends: int) -> None:
         ring, client = RingConfig(), ClientConfig()
@@ -123,9 +118,7 @@ def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientCo
 class LoneBook:
     """A lease book on its own as a policy, from acquiring a slot to its release, to measure what it costs.
 
-    Args:
-        length: blocks that it holds.
-        leases: of one size, that hold them.
+    Its blocks are in so many leases of one size.
     """
 
     def __init__(self, length: int, leases: int) -> None:

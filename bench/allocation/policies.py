@@ -99,10 +99,7 @@ class NextFit(_AddressOrdered):
 class BinnedFit:
     """Free runs in bins of eight to the octave; any run of the first bin of which every run is long enough.
 
-    Args:
-        start: first block of the range.
-        length: its blocks.
-        rounded: whether a place is as long as its bin's runs at least are, instead of exactly what was asked for.
+    Rounded, a place is as long as its bin's runs at least are, instead of exactly what was asked for.
 
     Source: TLSF (Masmano et al., 2004) for two levels of bins, the first that is not empty being found by its bit; Mooncake's
     offset allocator, after Aaltonen's, for eight bins to the octave and for rounded lengths.
@@ -250,7 +247,6 @@ class Contender:
     """A policy in the comparison.
 
     Attributes:
-        title: for people.
         create: called with the first block of a range, its length and the longest run that will be asked for.
         slack: range over what is live in it that lets the policy work without failing, where its time is measured.
     """

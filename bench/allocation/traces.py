@@ -87,12 +87,7 @@ LIFETIMES: Mapping[str, Lifetime] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """The next slot of a trace.
-
-    Attributes:
-        nbytes: of its content.
-        gone: earlier slots, by number, that go before it comes. Slots are numbered from 0.
-    """
+    """The next slot of a trace; gone are earlier ones that go before it comes, by their numbers from 0."""
 
     nbytes: int
     gone: tuple[int, ...]

@@ -59,12 +59,7 @@ def in_flight(nbytes: int) -> int:
 
 
 class Request(NamedTuple):
-    """A request whose data is in host memory.
-
-    Attributes:
-        number: what its marks hold.
-        source: whatever the way brings it from.
-    """
+    """A request whose data is in host memory: what its marks hold, and whatever the way brings it from."""
 
     number: int
     source: Any
@@ -175,12 +170,7 @@ def _to_reused(gpu: Gpu, nbytes: int) -> _Bring:
 
 
 class Contender(NamedTuple):
-    """A way that is compared.
-
-    Attributes:
-        title: for people.
-        open: called with the GPU, a directory for sockets, and the bytes of all requests in flight.
-    """
+    """A way that is compared, opened with the GPU, a directory for sockets, and the bytes of all requests in flight."""
 
     title: str
     open: Callable[[Gpu, str, int], AbstractAsyncContextManager[Way]]
@@ -218,14 +208,7 @@ WAYS: dict[str, Contender] = {
 
 @contextlib.asynccontextmanager
 async def copying(directory: str, sizes: Sequence[int], names: Sequence[str], gpu: Gpu) -> AsyncIterator[Opened]:
-    """The process that copies.
-
-    Args:
-        directory: for sockets.
-        sizes: of all tensors, in bytes.
-        names: of ways.
-        gpu: to copy to.
-    """
+    """The process that copies to a GPU, from tensors of these sizes in bytes, by the ways with these names."""
     footprint_nbytes = max(in_flight(nbytes) * nbytes for nbytes in sizes)
     openers = {name: functools.partial(WAYS[name].open, gpu, directory, footprint_nbytes) for name in names}
     async with opened(openers) as (ways, absent):
@@ -298,11 +281,7 @@ async def _stalls(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> 
 
 
 class _Turns:
-    """Looks at how long the running loop takes from one turn to the next, for the time of a ``with``.
-
-    Attributes:
-        longest_s: the longest that it took.
-    """
+    """Looks at how long the running loop takes at most from one turn to the next, for the time of a ``with``."""
 
     def __init__(self) -> None:
         self.longest_s = self._last_s = 0.0

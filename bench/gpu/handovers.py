@@ -49,12 +49,7 @@ Ask = Callable[[int, int], Awaitable[int]]
 
 
 class _Usable(NamedTuple):
-    """What the engine answers.
-
-    Attributes:
-        at_ns: when the data was usable, on the clock that all processes share.
-        samples: of the data.
-    """
+    """What the engine answers: when the data was usable, on the clock that all processes share, and samples of it."""
 
     at_ns: int
     samples: list[int]
@@ -195,14 +190,7 @@ ROUTES: dict[str, _Slots | CudaIpc] = {
 
 @contextlib.asynccontextmanager
 async def answering(directory: str, nbytes: int, shared: Mapping[str, Any], gpu: Gpu) -> AsyncIterator[Opened]:
-    """The engine's process: answers for as long as it lives, and has no commands.
-
-    Args:
-        directory: for sockets.
-        nbytes: of the largest tensor.
-        shared: what ``create_shared`` gave, by route.
-        gpu: to compute on.
-    """
+    """The engine's process: answers by the routes that something is shared for as long as it lives, and has no commands."""
     openers = {name: functools.partial(ROUTES[name].answering, gpu, directory, shared[name], nbytes) for name in shared}
     async with opened(openers) as (_, absent):
         yield Opened(absent, {})
@@ -210,7 +198,7 @@ async def answering(directory: str, nbytes: int, shared: Mapping[str, Any], gpu:
 
 @contextlib.asynccontextmanager
 async def asking(directory: str, nbytes: int, shared: Mapping[str, Any], gpu: Gpu) -> AsyncIterator[Opened]:
-    """The frontend's process; arguments as of :func:`answering`."""
+    """The frontend's process."""
     numbers = itertools.count(1)
     openers = {name: functools.partial(ROUTES[name].asking, gpu, directory, shared[name], nbytes) for name in shared}
     async with opened(openers) as (asks, absent):

@@ -33,12 +33,7 @@ _Thing = TypeVar("_Thing")
 
 
 class Opened(NamedTuple):
-    """What a child has opened.
-
-    Attributes:
-        absent: what could not be, by name, and why.
-        commands: what it carries out, by name: of what was opened, at a size in bytes, so much or so often.
-    """
+    """What a child could not open, and why; what it carries out: of what was opened, at a size in bytes, so much of it."""
 
     absent: Mapping[str, str]
     commands: Mapping[str, Callable[[str, int, Any], Awaitable[Any]]]
@@ -79,11 +74,8 @@ async def opened(
 
 class Process(Children):
     """One of the processes. Use it with ``with``: :meth:`open`, :meth:`carry_out`, :meth:`finish`; each raises
-    :class:`~bench.children.BenchError` if the process failed, died or took too long.
-
-    Args:
-        name: for people.
-        role: what it does; travels to it, with what processes share, which can be handed over at their start only.
+    :class:`~bench.children.BenchError` if the process failed, died or took too long. Its role travels to it with what processes
+    share, which can be handed over at their start only.
     """
 
     def __init__(self, name: str, role: _Role) -> None:

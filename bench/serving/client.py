@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.children import BenchError
 from bench.serving.plan import Endpoint
 
 __all__ = ["Client", "Exchange", "RequestFailedError", "ServerUnusableError"]
@@ -41,18 +42,13 @@ class RequestFailedError(Exception):
     """A request had no whole answer; the text is the reason, and the same for all that failed alike."""
 
 
-class ServerUnusableError(Exception):
+class ServerUnusableError(BenchError):
     """The server can't be asked at all."""
 
 
 class Exchange:
-    """A request and what became of it; times are of ``time.perf_counter``.
-
-    Attributes:
-        began: when it was due and its turn had come.
-        sent: when sending began.
-        ended: when the answer was whole, or the request had failed, which ``failure`` says why.
-        token_times: when each event with text came.
+    """A request and what became of it, by ``time.perf_counter``: when it was due and its turn had come; when sending began;
+    when each event with text came; when the answer was whole, or the request had failed and why.
     """
 
     __slots__ = ("began", "ended", "failure", "output_tokens", "sent", "token_times")
@@ -110,14 +106,7 @@ _MODELS = msgspec.json.Decoder(_Models)
 
 
 class Client:
-    """A server, as a caller sees it. Make it in a running loop, and use it with ``async with``.
-
-    Args:
-        url: with or without ``/v1``.
-        endpoint: that requests go to.
-        timeout_s: after which a request has failed.
-        api_key: that the server asks for, if it does.
-    """
+    """A server at a URL (with or without ``/v1``), as a caller sees it. Made in a running loop; used with ``async with``."""
 
     def __init__(self, url: str, endpoint: Endpoint, timeout_s: float, api_key: str | None = None) -> None:
         self._base = url.rstrip("/").removesuffix("/v1")

@@ -15,6 +15,7 @@ import click
 import msgspec
 import uvloop
 
+from bench.children import BenchError
 from bench.command_line import SETTINGS, NotMeasured, json_option, shown_progress
 from bench.results import Findings
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
@@ -128,9 +129,9 @@ def _rate(value: str) -> float | None:
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
     """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
-    findings, answered = _run(_plan(preset, **values))
+    findings = _run(_plan(preset, **values))
     deliver(findings, json_path)
-    if not answered:
+    if not all(measurement.completed for measurement in findings.results):
         raise NotMeasured("of a load, no request had an answer")
 
 
@@ -170,13 +171,10 @@ def _taken(kind: type[_Struct], values: dict[str, Any]) -> _Struct:
 # -- running it ----------------------------------------------------------------------------------------------------------
 
 
-def _run(plan: Plan) -> tuple[Findings, bool]:
-    """Carries a plan out; returns what it has shown, and whether each load had any answer."""
+def _run(plan: Plan) -> Findings:
+    """Carries a plan out; returns what it has shown."""
     try:
         from bench.serving import report, run
-        from bench.serving.client import ServerUnusableError
-        from bench.serving.media import MediaFileError
-        from bench.serving.server import ServerError
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"{error.name} is not installed: pip install -e '.[bench]' in a checkout of shmring"
@@ -186,9 +184,9 @@ def _run(plan: Plan) -> tuple[Findings, bool]:
             results = runner.run(_until_terminated(run.run(plan, progress)))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
-    except (ServerError, ServerUnusableError, MediaFileError, OSError) as error:
+    except (BenchError, OSError) as error:
         raise NotMeasured(str(error)) from error
-    return report.report(results), all(load.completed for load in results.measurements)
+    return report.report(results)
 
 
 async def _until_terminated(running: Coroutine[Any, Any, Results]) -> Results:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from bench.children import BenchError
 from bench.serving.plan import Load, Media, MediaKind
 
 __all__ = ["FILE_TYPES", "MediaFileError", "media_parts", "picture", "recording", "video"]
@@ -53,7 +54,7 @@ FILE_TYPES: Mapping[str, tuple[MediaKind, str]] = {
 }
 
 
-class MediaFileError(Exception):
+class MediaFileError(BenchError):
     """A directory has no media to send."""
 
 

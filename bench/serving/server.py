@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.children import BenchError
 from bench.serving import leash
 from bench.serving.plan import Load, ServerOptions
 from shmring.transport.liveness import ProcessWatch
@@ -35,17 +36,12 @@ _LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class ServerError(Exception):
+class ServerError(BenchError):
     """The server did not start, or did not last."""
 
 
 class _Process:
-    """A process of the server, which is no child of ours. Its pidfd says that it has ended, and reaches nobody else.
-
-    Attributes:
-        part: of the server.
-        ended: set when it has.
-    """
+    """A process of the server, which is no child of ours. Its pidfd says that it has ended, and reaches nobody else."""
 
     def __init__(self, part: str, pid: int) -> None:
         self.part = part
@@ -55,11 +51,7 @@ class _Process:
         self._watch = ProcessWatch(asyncio.get_running_loop(), os.dup(self._pidfd), self.ended.set)
 
     def cpu_s(self) -> float:
-        """Returns its CPU seconds, user and system.
-
-        Raises:
-            ServerError: it has ended.
-        """
+        """Returns its CPU seconds, user and system."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if not self.ended.is_set():
                 fields = Path("/proc", str(self._pid), "stat").read_text().rpartition(")")[2].split()
@@ -76,12 +68,7 @@ class _Process:
 
 
 class Server(msgspec.Struct):
-    """A server that runs.
-
-    Attributes:
-        url: without ``/v1``.
-        processes: of all its parts.
-    """
+    """A server that runs: its URL without ``/v1``, and its processes."""
 
     url: str
     processes: list[_Process]
@@ -100,11 +87,7 @@ class Server(msgspec.Struct):
 
 @contextlib.asynccontextmanager
 async def serving(options: ServerOptions, load: Load) -> AsyncIterator[Server]:
-    """Runs a server on a free port of the loopback interface; when the block is left, nothing of it is.
-
-    Args:
-        options: what it is.
-        load: what it will be asked: it is told how many frames its clips have.
+    """Runs a server on a free port of the loopback interface, for a load; when the block is left, nothing of it is.
 
     Raises:
         ServerError: it did not start, ended before it was told to, or ended with an error.
