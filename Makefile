@@ -11,6 +11,7 @@
 #   make sanitize the compiled core's tests under AddressSanitizer and UndefinedBehaviourSanitizer
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
+#   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
 #   make format   rewrites the sources in the project's style
 #   make clean    removes .venv and what the tools cached
 
@@ -21,8 +22,8 @@ PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu lint types unit chaos soak simulate bench-quick verify sanitize guards fuzz format clean \
-	install
+.PHONY: demo test test-all test-gpu lint types unit chaos soak simulate bench-quick verify sanitize guards fuzz wheel \
+	format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -81,17 +82,42 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
+# The wheel is built from the sdist, in an empty directory. auditwheel refuses one that needs what not every Linux has, or a newer
+# processor, and names it for the oldest Linux that it fits.
+ARCH ?= $(shell uname -m)
+
+wheel: $(INSTALLED)
+	rm -rf build/wheel
+	$(CROSS) $(BIN)/python -m build --quiet --no-isolation --outdir build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist/
+
+# For another processor: Debian's cross compiler (apt install gcc-aarch64-linux-gnu), and the names that belong to it. The headers are
+# this Python's own. Of these only pyconfig.h is made for one processor; where both have words of 64 bits, it says the same for both about
+# everything that an extension sees.
+ifneq ($(ARCH),$(shell uname -m))
+CROSS = CC=$(ARCH)-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
+	SETUPTOOLS_EXT_SUFFIX=$(subst $(shell uname -m),$(ARCH),$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'))
+endif
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 install: $(INSTALLED)
 
+# Where no C compiler is, one comes from the package index: Zig's, which setup.py looks for when it finds no other. (cc is what make
+# itself takes for CC when nobody says anything.)
+COMPILER = $(or $(filter-out cc,$(CC)),$(shell command -v gcc || command -v clang || command -v cc))
+
 # torch first and pinned: whatever else depends on it then takes this one.
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h)
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h shmring/memory/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shmring needs Python 3.11 or later: make PYTHON=python3.11")'
 	@echo 'Installing into $(VENV), once; this takes a minute or two, and longer where torch brings CUDA (some 3 GB).'
 	@$(PYTHON) -m venv $(VENV)
+	$(if $(COMPILER),,@echo '  No C compiler is on the PATH (gcc, clang, cc): taking one from the package index (ziglang, 100 MB) ...')
+	$(if $(COMPILER),,@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ziglang \
+		|| { echo '  It did not come. Install gcc or clang (Debian: apt install gcc python3-dev).'; exit 1; })
 	@echo '  1 of 2: torch ...'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	@echo '  2 of 2: shmring, and what serving, tests and benchmarks need ...'
@@ -100,4 +126,4 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shmring/core/*.
 	@echo '  installed'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info

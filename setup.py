@@ -1,14 +1,24 @@
-"""Builds the compiled parts: the core (Cython) and the streaming copies (C). Everything else is said in pyproject.toml."""
+"""Builds the compiled parts: the core (Cython) and the streaming copies (C). Everything else is said in pyproject.toml.
+
+The flags are the project's own and not those that this Python was built with, which may name its directories (rpath), its
+machine's processor (-march) or another compiler than the one that is here. So the same sources give the same code everywhere,
+for every processor of an architecture; what needs more than its baseline asks the processor at run time (_streaming.c). As
+usual, $CC is the compiler, and $CFLAGS and $LDFLAGS replace the flags that are a matter of taste.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 #: No check that the core's code has made needless: every index there is bounded where it is taken from a peer.
 DIRECTIVES = {
@@ -20,31 +30,64 @@ DIRECTIVES = {
     "annotation_typing": False,
 }
 
+CFLAGS = "-O2 -fwrapv -DNDEBUG -Wall"
+SHARED = ["-fPIC", "-fvisibility=hidden"]
 
-def compiler() -> str:
-    """Returns the C compiler that distutils would run.
+#: The compiler of the package ziglang. -I: where pip builds, it hides the environment's packages by variables. Without -mcpu
+#: it would compile for this machine's processor.
+ZIG = [sys.executable, "-I", "-m", "ziglang", "cc", "-mcpu=baseline"]
+
+
+def compiler() -> list[str]:
+    """Returns the command of the C compiler: $CC, or the one that built Python, or another one that is here.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is none, or Python's headers are missing.
     """
-    command = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
-    if shutil.which(command) is None:
-        raise SystemExit(
-            f"shmring builds its core from C, and the compiler {command!r} is not on the PATH: install gcc or clang and "
-            "Python's headers (Debian: apt install gcc python3-dev), or install a wheel, which needs neither"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise SystemExit(missing("Python's headers are not installed"))
+    named = os.environ.get("CC")
+    for command in [named] if named else [sysconfig.get_config_var("CC") or "cc", "gcc", "clang", "cc"]:
+        if shutil.which(shlex.split(command)[0]):
+            return shlex.split(command)
+    if named:
+        raise SystemExit(missing(f"the compiler {named!r}, which $CC names, is not on the PATH"))
+    if subprocess.run([*ZIG[:4], "version"], capture_output=True, check=False).returncode != 0:
+        raise SystemExit(missing("no C compiler (gcc, clang, cc) is on the PATH"))
+    return ZIG
+
+
+def missing(what: str) -> str:
+    """Returns a sentence that says what is missing and what to do about it."""
+    return (
+        f"shmring builds its core from C, and {what}: install gcc or clang and Python's headers "
+        "(Debian: apt install gcc python3-dev), or install a wheel, which needs neither"
+    )
+
+
+class Build(build_ext):
+    """Translates the core to C, under build/, and compiles it with the flags above."""
+
+    def build_extensions(self) -> None:
+        command = compiler()
+        flags = shlex.split(os.environ.get("CFLAGS", CFLAGS))
+        self.compiler.set_executables(
+            compiler_so=[*command, *flags, *SHARED],
+            linker_so=[*command, *flags, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))],
         )
-    return command
+        for extension in self.extensions:
+            [translated] = cythonize(extension, compiler_directives=DIRECTIVES, build_dir="build")
+            extension.sources, extension.depends = translated.sources, translated.depends
+        super().build_extensions()
 
 
 def extensions() -> list[Extension]:
     """Returns what is compiled."""
-    compiler()
     core = [
-        Extension(str(path.with_suffix("")).replace("/", "."), [str(path)], extra_compile_args=["-O2"])
+        Extension(str(path.with_suffix("")).replace("/", "."), [str(path)])
         for path in sorted(Path("shmring/core").glob("*.pyx"))
     ]
-    streaming = Extension("shmring.memory._streaming", ["shmring/memory/_streaming.c"], extra_compile_args=["-O2"])
-    return [*cythonize(core, compiler_directives=DIRECTIVES, build_dir="build"), streaming]
+    return [*core, Extension("shmring.memory._streaming", ["shmring/memory/_streaming.c"])]
 
 
-setup(ext_modules=extensions())
+setup(ext_modules=extensions(), cmdclass={"build_ext": Build})
