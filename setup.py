@@ -76,7 +76,7 @@ class Build(build_ext):
             linker_so=[*command, *flags, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))],
         )
         for extension in self.extensions:
-            [translated] = cythonize(extension, compiler_directives=DIRECTIVES, build_dir="build")
+            [translated] = cythonize(extension, compiler_directives=DIRECTIVES, build_dir="build", quiet=True)
             extension.sources, extension.depends = translated.sources, translated.depends
         super().build_extensions()
 
