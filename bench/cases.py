@@ -10,26 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from bench.coverage import Key
+from bench.interleaving import Round
 from bench.messages import Cell
 from bench.peers import BASELINE
 from bench.results import format_nbytes
 
-__all__ = [
-    "IN_FLIGHT_NBYTES",
-    "QUICK_SIZES",
-    "SIZES",
-    "Case",
-    "Choice",
-    "Round",
-    "product",
-    "quick",
-    "quick_without",
-    "sweeps",
-]
+__all__ = ["IN_FLIGHT_NBYTES", "QUICK_SIZES", "SIZES", "Case", "Choice", "product", "quick", "quick_without", "sweeps"]
 
 #: The sizes of the full benchmark, and of the quick one.
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
@@ -73,24 +64,14 @@ class Case(msgspec.Struct, frozen=True, order=True):
         window = min(self.window, IN_FLIGHT_NBYTES // (self.nbytes * self.producers))
         return msgspec.structs.replace(self, window=max(1, window))
 
-    def cell(self, *, warm_up_s: float, timed_s: float, limit_s: float, directory: str) -> Cell:
+    @property
+    def ends(self) -> int:
+        """How many processes send."""
+        return self.producers
+
+    def cell(self, **timing: Any) -> Cell:
         """Returns what processes need to run the case."""
-        return Cell(**msgspec.structs.asdict(self), warm_up_s=warm_up_s, timed_s=timed_s, limit_s=limit_s, directory=directory)
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """Cases whose repetitions are interleaved, with those of all their peers.
-
-    Attributes:
-        cases: of one size.
-        peers: names, the baseline first.
-        limits: whether to time copies and reads of that size, too.
-    """
-
-    cases: tuple[Case, ...]
-    peers: tuple[str, ...]
-    limits: bool = False
+        return Cell(**msgspec.structs.asdict(self), **timing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +85,9 @@ class Choice:
     copies_out: Sequence[bool] = (False, True)
 
 
-def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round]:
+def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round[Case]]:
     """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers."""
-    rounds: list[Round] = []
+    rounds: list[Round[Case]] = []
     for nbytes in choice.sizes:
         base = Case(nbytes, choice.dtypes[0], choice.producers[0], choice.windows[0], choice.copies_out[0])
         varied = [msgspec.structs.replace(base, window=window) for window in choice.windows[1:]]
@@ -120,7 +101,7 @@ def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round]:
     return rounds
 
 
-def product(choice: Choice, peers: Sequence[str]) -> list[Round]:
+def product(choice: Choice, peers: Sequence[str]) -> list[Round[Case]]:
     """Returns rounds with every combination: one for each size and number of producers."""
     rounds = []
     for producers, nbytes in itertools.product(choice.producers, choice.sizes):
@@ -130,7 +111,7 @@ def product(choice: Choice, peers: Sequence[str]) -> list[Round]:
     return rounds
 
 
-def quick(peers: Sequence[str]) -> list[Round]:
+def quick(peers: Sequence[str]) -> list[Round[Case]]:
     """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
     rounds = []
     for case_peers, of_them in itertools.groupby(_quick_cases(), lambda case: (case.nbytes, _quick_peers(case, peers))):

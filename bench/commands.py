@@ -12,6 +12,7 @@ import msgspec
 from bench import cases, command_line, plots, tables, targets, transport
 from bench.command_line import NotMeasured
 from bench.coverage import Key
+from bench.interleaving import Plan, Round
 from bench.messages import DTYPES, ITEM_NBYTES
 from bench.peers import BASELINE, PEERS
 from bench.records import Results
@@ -71,7 +72,7 @@ def transport_plan(
     peers: tuple[str, ...],
     repetitions: int | None,
     seconds: float | None,
-) -> transport.Plan:
+) -> Plan[cases.Case]:
     """Returns what the options of ``bench transport`` mean."""
     names = _peers(peers)
     given = {"sizes": sizes, "dtypes": dtypes, "producers": producers, "windows": windows}
@@ -83,7 +84,7 @@ def transport_plan(
     return _plan((cases.product if product else cases.sweeps)(choice, names), quick, repetitions, seconds, {})
 
 
-def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> transport.Plan:
+def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan[cases.Case]:
     """Returns what the options of ``bench quick`` mean."""
     return _plan(cases.quick(names), True, repetitions, seconds, cases.quick_without(names))
 
@@ -105,14 +106,14 @@ def _peers(chosen: Sequence[str]) -> list[str]:
 
 
 def _plan(
-    rounds: Sequence[cases.Round],
+    rounds: Sequence[Round[cases.Case]],
     quick: bool,
     repetitions: int | None,
     seconds: float | None,
     left_out: Mapping[Key, str],
-) -> transport.Plan:
+) -> Plan[cases.Case]:
     base = _QUICK if quick else _FULL
-    return transport.Plan(
+    return Plan(
         rounds=rounds,
         repetitions=repetitions or int(base["repetitions"]),
         timed_s=seconds or base["timed_s"],
@@ -122,7 +123,7 @@ def _plan(
 
 
 def _measure(
-    plan: transport.Plan,
+    plan: Plan[cases.Case],
     json_path: Path | None,
     plot_stem: Path | None,
     judge: Callable[[Results], list[Verdict]] = lambda results: [],
@@ -139,7 +140,7 @@ def _measure(
 
     if plot_stem is not None:
         plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
-    with command_line.measuring(transport.steps(plan)) as progress:
+    with command_line.measuring(plan.steps()) as progress:
         results = transport.run(plan, progress, keep)
     verdicts = judge(results)
     load = f"Load {results.load_before:.1f} before the run."

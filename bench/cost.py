@@ -12,36 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import click
 import msgspec
 import torch
 import uvloop
 
-from bench.command_line import (
-    SETTINGS,
-    NotMeasured,
-    json_option,
-    repetitions_option,
-    seconds_option,
-    shown_progress,
-)  # fmt: skip
-from bench.coverage import Coverage, Planned, Status
+from bench.children import BenchError, described
+from bench.command_line import SETTINGS, NotMeasured, json_option, repetitions_option, seconds_option, shown_progress
+from bench.interleaving import Plan, Round, Run
 from bench.machine import Machine
 from bench.messages import Cell, Sink, Source, Start
-from bench.peers import PEERS
+from bench.peers import PEERS, Peer
+from bench.peers.peer import Adapter
 from bench.results import Findings, Spread, Table, deviation, format_nbytes
 from bench.tables import deliver
 
-__all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
+__all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure", "plan_of"]
 
 _WINDOW = 16
-_LIMIT_S = 60.0  # of a repetition; the slowest takes a second
-_SUBJECT = "both ends"
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -56,9 +48,15 @@ class Case(msgspec.Struct, frozen=True):
     way: str
     peer: str
 
+    ends: ClassVar[int] = 0  # processes that send: both ends are in this one
+
     @property
     def title(self) -> str:
         return f"{format_nbytes(self.nbytes)}, {self.way}"
+
+    def cell(self, **timing: Any) -> tuple[Cell, Peer]:
+        """Returns what is run, and whose ends."""
+        return Cell(nbytes=self.nbytes, window=_WINDOW, **timing), PEERS[self.peer]
 
 
 CASES = (
@@ -82,10 +80,9 @@ class Cost(msgspec.Struct, frozen=True):
     runs: list[float]
 
 
-async def both_ends(case: Case, timed_s: float, warm_up_s: float, directory: str) -> tuple[float, int]:
-    """Returns CPU microseconds for each message of a case, and how many messages there were."""
-    cell = Cell(nbytes=case.nbytes, window=_WINDOW, warm_up_s=warm_up_s, timed_s=timed_s, limit_s=_LIMIT_S, directory=directory)
-    start, peer, listening = Start(), PEERS[case.peer], asyncio.Event()
+async def both_ends(cell: Cell, peer: Peer) -> tuple[float, int]:
+    """Returns CPU microseconds for each message of a cell, and how many messages there were."""
+    start, listening = Start(), asyncio.Event()
     source, sink = Source(cell, 0, start), Sink(cell, start)
     async with asyncio.timeout(cell.limit_s), asyncio.TaskGroup() as ends:
         ends.create_task(peer.consume(cell, None, sink, listening.set))
@@ -96,52 +93,60 @@ async def both_ends(case: Case, timed_s: float, warm_up_s: float, directory: str
     return cost.cpu_s / cost.messages * 1e6, cost.messages
 
 
-def measure(
-    cases: Sequence[Case], repetitions: int, timed_s: float, warm_up_s: float, progress: Callable[[str], None]
-) -> Findings:
+class _BothEnds(Adapter):
+    """The one subject, for each case with the peer that the case says; and its processes, of which there are none."""
+
+    name = title = "both ends"
+
+    def start(self) -> None:
+        """There is nothing to wait for."""
+
+    def run(self, cell: tuple[Cell, Peer]) -> tuple[float, int]:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(both_ends(*cell))
+        except Exception as error:
+            raise BenchError(described(error)) from error
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    kill = close
+
+
+def plan_of(cases: Sequence[Case], repetitions: int, timed_s: float, warm_up_s: float) -> Plan[Case]:
+    """Returns the plan that measures cases."""
+    rounds = [Round(tuple(cases), (_BothEnds.name,))]
+    return Plan(rounds=rounds, repetitions=repetitions, timed_s=timed_s, warm_up_s=warm_up_s)
+
+
+def measure(plan: Plan[Case], progress: Callable[[str], None]) -> Findings:
     """Measures cases in turn, again and again; one that fails is left out from then on, and said.
 
     Args:
-        cases: what to measure.
-        repetitions: of each.
-        timed_s, warm_up_s: of each repetition.
-        progress: called with a line before each of them.
+        plan: what to measure.
+        progress: called with a line before each step.
     """
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    runs: dict[Case, list[tuple[float, int]]] = {case: [] for case in cases}
-    failures: dict[tuple[str, str], tuple[Status, str]] = {}
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        for repetition, case in itertools.product(range(repetitions), cases):
-            if (case.title, _SUBJECT) in failures:
-                continue
-            progress(f"{case.title}, repetition {repetition + 1} of {repetitions}")
-            try:
-                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    runs[case].append(runner.run(both_ends(case, timed_s, warm_up_s, directory)))
-            except (Exception, ExceptionGroup) as error:  # noqa: BLE001 # it has its place among the results
-                failures[case.title, _SUBJECT] = (Status.FAILED, f"{type(error).__name__}: {error}")
+    ends = _BothEnds()
+    with Run(plan, {ends.name: ends}, lambda *_: ends, progress) as running:
+        running.play(plan.rounds[0])
     costs = []
-    for case, measured in runs.items():
-        if measured:
-            each_us, messages = zip(*measured, strict=True)
-            costs.append(Cost(case.title, Spread.of(each_us), sum(messages), list(each_us)))
+    for (case, _), pairs in running.measured.items():
+        each_us, messages = zip(*(ours for ours, _ in pairs), strict=True)
+        costs.append(Cost(case.title, Spread.of(each_us), sum(messages), list(each_us)))
     rows = [[cost.case, f"{cost.cpu_us.median:.1f}", deviation(cost.cpu_us), f"{cost.messages:,}"] for cost in costs]
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
+    medians = f"Medians of {plan.repetitions} interleaved repetitions of {plan.timed_s:g} s."
     return Findings(
         mode="cost",
         machine=Machine.here(),
         tables=[Table(title, ["message", "CPU us", "least, most", "messages"], rows)],
-        notes=[
-            f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s. The benchmark's stamps and checks are in it."
-        ],
+        notes=[f"{medians} The benchmark's stamps and checks are in it."],
         results=costs,
-        coverage=Coverage.of(
-            [Planned(case.title, [_SUBJECT], repetitions) for case in cases],
-            {(case.title, _SUBJECT): len(measured) for case, measured in runs.items()},
-            failures,
-        ),
+        coverage=running.coverage(),
     )
 
 
@@ -152,9 +157,9 @@ def measure(
 @json_option
 def cost_command(quick: bool, repetitions: int | None, seconds: float | None, json_path: Path | None) -> None:
     """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB."""
-    repetitions = repetitions or (3 if quick else 7)
-    with shown_progress(repetitions * len(CASES)) as progress:
-        findings = measure(CASES, repetitions, seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.3, progress)
+    plan = plan_of(CASES, repetitions or (3 if quick else 7), seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.3)
+    with shown_progress(plan.steps()) as progress:
+        findings = measure(plan, progress)
     deliver(findings, json_path)
     if findings.failures:
         raise NotMeasured(f"{findings.failures} measurements failed: see the table")

@@ -1,4 +1,7 @@
-"""A consumer process and its producer processes, and running cells on them; see :mod:`bench.children` for their life."""
+"""The processes of one peer: one that receives, and those that send to it; see :mod:`bench.children` for their life.
+
+:class:`StreamGroup` is a consumer and its producers. An engine and its clients are in :mod:`bench.request.processes`.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,17 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing import get_context
 from typing import Any
 
 from bench.children import BenchError, Child, Children, Parent
 from bench.messages import Cell, Measurement, Sink, Source, Start
 from bench.meter import Cost, Meter
-from bench.peers import PEERS
+from bench.peers import Peer
+from bench.peers.peer import Adapter
 
-__all__ = ["Group", "Part", "consume", "produce"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Listening:
-    """Within a cell: producers may start."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Finished:
-    """A child has done its part of a cell: a consumer with what it measured, a producer with what it cost."""
-
-    measurement: Measurement | None = None
-    cost: Cost | None = None
+__all__ = ["Part", "PeerGroup", "StreamGroup", "consume", "produce"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,73 +27,55 @@ class Part:
     """What a child must know to play its part in every cell.
 
     Attributes:
-        peer_name: a key of :data:`bench.peers.PEERS`.
+        peer: what it uses.
         shared: what the peer made for all of them.
+        number: of who sends, from 0; without meaning to who receives.
         start_memory: of a :class:`Start`.
-        producers: how many there are.
-        producer: which of them this is; without meaning to a consumer.
     """
 
-    peer_name: str
+    peer: Any
     shared: Any = None
+    number: int = 0
     start_memory: Any = None
-    producers: int = 1
-    producer: int = 0
 
 
-class Group(Children):
-    """A consumer and its producers, of one peer.
+class PeerGroup(Children):
+    """Processes that use a peer, and end with what it made for them.
 
     Args:
-        peer_name: a key of :data:`bench.peers.PEERS`.
-        producers: how many.
+        peer: what they use; it travels to them.
+        ends: how many send.
+        receiver, sender: what each does, and how it is called.
+        start_memory: for a :class:`Part`.
 
     Raises:
         BenchError: what the processes share could not be made.
     """
 
-    def __init__(self, peer_name: str, producers: int = 1) -> None:
+    def __init__(
+        self,
+        peer: Adapter,
+        ends: int,
+        receiver: tuple[str, Callable[[Part, Parent, Any], Coroutine[Any, Any, Any]]],
+        sender: tuple[str, Callable[[Part, Parent, Any], Coroutine[Any, Any, Any]]],
+        start_memory: Any = None,
+    ) -> None:
         context = get_context("spawn")
-        self._peer = PEERS[peer_name]
-        super().__init__(self._peer.title)
-        self._producers = producers
-        start_memory = context.RawArray("q", 2)
-        self._start = Start(start_memory)
+        super().__init__(peer.title)
+        self._peer = peer
+        self._ends = ends
         try:
-            self._shared = self._peer.create_shared(context, producers)  # kept: what children inherit is ours to remove
+            self._shared = peer.create_shared(context, ends)  # kept: what children inherit is ours to remove
         except Exception as error:  # any of a library's own; it has its place among the results
-            raise BenchError(f"{self._peer.title}: {type(error).__name__}: {error}") from error
-        part = Part(peer_name, self._shared, start_memory, producers)
+            raise BenchError(f"{peer.title}: {type(error).__name__}: {error}") from error
         try:
-            play = functools.partial(consume, part)
-            self._children.append(Child(context, "consumer", peer_name, play))
-            for producer in range(producers):
-                play = functools.partial(produce, dataclasses.replace(part, producer=producer))
-                name = f"producer {producer}" if producers > 1 else "producer"
-                self._children.append(Child(context, name, peer_name, play))
+            for number, (role, play) in enumerate([receiver] + [sender] * ends, start=-1):
+                name = f"{role} {number}" if number >= 0 and ends > 1 else role
+                part = Part(peer, self._shared, number, start_memory)
+                self._children.append(Child(context, name, peer.name, functools.partial(play, part)))
         except BaseException:
             self.kill()
             raise
-
-    def run(self, cell: Cell) -> Measurement:
-        """Runs one cell, whose ``producers`` are as many as this group has.
-
-        Raises:
-            BenchError: a message was not what was sent, a process died, or it took longer than ``cell.limit_s``. The
-                processes are dead.
-        """
-        assert cell.producers == self._producers, "a group has the producers of its cells"
-        what = f"{cell.nbytes:,} bytes, window {cell.window}"
-        consumer, *producers = self._children
-        with self._playing(cell.limit_s) as deadline:
-            self._start.clear()
-            self._tell([consumer], cell, what)
-            self._hear([consumer], deadline, what)  # it listens
-            self._tell(producers, cell, what)
-            consumed, *produced = self._hear(self._children, deadline, what)
-            measurement: Measurement | None = consumed.measurement
-            assert measurement is not None, "a consumer that finishes has measured"
-            return dataclasses.replace(measurement, producers=tuple(finished.cost for finished in produced))
 
     def kill(self) -> None:
         """Ends all processes at once, and removes what they shared. Twice is once."""
@@ -111,29 +84,57 @@ class Group(Children):
             self._peer.close_shared(self._shared)
 
 
+class StreamGroup(PeerGroup):
+    """A consumer and its producers."""
+
+    def __init__(self, peer: Peer, producers: int = 1) -> None:
+        start_memory = get_context("spawn").RawArray("q", 2)
+        self._start = Start(start_memory)
+        super().__init__(peer, producers, ("consumer", consume), ("producer", produce), start_memory)
+
+    def run(self, cell: Cell) -> Measurement:
+        """Runs one cell, whose ``producers`` are as many as this group has.
+
+        Raises:
+            BenchError: a message was not what was sent, a process died, or it took longer than ``cell.limit_s``. The
+                processes are dead.
+        """
+        assert cell.producers == self._ends, "a group has the producers of its cells"
+        what = f"{cell.nbytes:,} bytes, window {cell.window}"
+        consumer, *producers = self._children
+        with self._playing(cell.limit_s) as deadline:
+            self._start.clear()
+            self._tell([consumer], cell, what)
+            self._hear([consumer], deadline, what)  # it listens
+            self._tell(producers, cell, what)
+            measurement: Measurement
+            measurement, *costs = self._hear(self._children, deadline, what)
+            return dataclasses.replace(measurement, producers=tuple(costs))
+
+
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-async def produce(part: Part, parent: Parent, cell: Cell) -> _Finished:
-    """A producer's part of a cell."""
-    source = Source(cell, part.producer, Start(part.start_memory))
-    with _watched(part, source.meter):
-        await PEERS[part.peer_name].produce(cell, part.shared, source)
-    return _Finished(cost=source.meter.cost)
+async def produce(part: Part, parent: Parent, cell: Cell) -> Cost | None:
+    """A producer's part of a cell; returns what it cost."""
+    source = Source(cell, part.number, Start(part.start_memory))
+    with _watched(part.peer, source.meter):
+        await part.peer.produce(cell, part.shared, source)
+    return source.meter.cost
 
 
-async def consume(part: Part, parent: Parent, cell: Cell) -> _Finished:
+async def consume(part: Part, parent: Parent, cell: Cell) -> Measurement:
     """The consumer's part of a cell."""
     sink = Sink(cell, Start(part.start_memory))
-    with _watched(part, sink.meter):
-        await PEERS[part.peer_name].consume(cell, part.shared, sink, lambda: parent.tell(_Listening()))
-    return _Finished(sink.measurement())
+    with _watched(part.peer, sink.meter):
+        await part.peer.consume(cell, part.shared, sink, lambda: parent.tell("listening"))
+    return sink.measurement()
 
 
 @contextlib.contextmanager
-def _watched(part: Part, meter: Meter) -> Iterator[None]:
+def _watched(peer: Peer, meter: Meter) -> Iterator[None]:
     """Has the meter look after the running loop, where the loop is meant to be free for other work."""
-    if PEERS[part.peer_name].loop_is_free:
+    if peer.loop_is_free:
         meter.watch(asyncio.get_running_loop())
     try:
         yield

@@ -64,7 +64,7 @@ class InlineRequest(RequestPeer):
     def limits(self, cell: questions.Cell) -> str | None:
         if max(cell.nbytes, cell.reply_nbytes) > _MAX_NBYTES:
             return "its length prefix ends at 4 GiB"
-        return None
+        return super().limits(cell)
 
     async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         await served(_path(cell), lambda finished: _Answering(finished, desk), listening)

@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 import torch
 
 from bench.messages import Cell, Sink, Source
+from bench.peers.memory import memory_shortage
 from bench.request import questions
 from bench.request.questions import Answer, Desk
 
 __all__ = ["Adapter", "Ask", "Peer", "RequestPeer", "allow_read_only_tensors"]
+
+_QUESTION_COPIES = 3  # of all that are in flight: at their client, on their way, at the engine
 
 #: Sends a question and waits for its answer. Called by many tasks at a time; the tensor is not written in between.
 Ask = Callable[[questions.Header, torch.Tensor], Awaitable[Answer]]
@@ -106,6 +109,9 @@ class Peer(Adapter, abc.ABC):
 
 class RequestPeer(Adapter, abc.ABC):
     """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell."""
+
+    def limits(self, cell: questions.Cell) -> str | None:
+        return memory_shortage(_QUESTION_COPIES * cell.total_nbytes)
 
     @abc.abstractmethod
     async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:

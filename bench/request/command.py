@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,13 @@ import click
 import msgspec
 
 from bench import command_line
-from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
-from bench.request.plan import Plan, Results, run, steps
+from bench.coverage import Status
+from bench.interleaving import Plan
+from bench.peers import BASELINE, REQUEST_PEERS
+from bench.request.plan import Case, Results, rounds, run
 from bench.request.questions import ITEM_NBYTES, MAX_CLIENTS
 from bench.request.report import report, scaling_report
-from bench.request.scaling import MAX_SCALING_NBYTES, VARIANTS
+from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
 from bench.results import write_json
 from bench.tables import show
 from shmring.config import parse_nbytes
@@ -30,6 +31,7 @@ _QUICK_IN_FLIGHT = (16,)
 _SCALING_IN_FLIGHT = (32,)  # one of each client, where all of them ask
 _CLIENTS = (1, 4)
 _QUICK_CLIENTS = (1,)
+_LIMIT_S = 120.0  # of a repetition
 
 _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYTES, item="a float32")
 
@@ -55,9 +57,11 @@ def request_command(json_path: Path | None, **choices: Any) -> None:
         if json_path is not None:
             write_json(msgspec.structs.replace(summarize(results), command=command_line.typed()), json_path)
 
-    with command_line.measuring(steps(plan)) as progress:
-        results = run(plan, progress, keep)
+    with command_line.measuring(plan.steps()) as progress:
+        results = run(plan, REQUEST_PEERS | VARIANTS, progress, keep)
     show(summarize(results))
+    if failed := sum(gap.status is Status.FAILED for gap in results.coverage.gaps):
+        raise command_line.NotMeasured(f"{failed} measurements failed: see the table")
 
 
 def request_plan(
@@ -70,24 +74,23 @@ def request_plan(
     seconds: float | None,
     quick: bool,
     scaling: bool,
-) -> Plan:
+) -> Plan[Case]:
     """Returns what the options of ``bench request`` mean."""
     if scaling:
         _check_scaling(sizes, peers, clients)
-        groups: Sequence[Sequence[RequestPeer]] = VARIANTS
+        groups = VARIANT_GROUPS
         sizes, in_flight, clients = sizes or _SCALING_SIZES, in_flight or _SCALING_IN_FLIGHT, (1,)
     else:
-        chosen = [peer for name, peer in REQUEST_PEERS.items() if not peers or name in peers or name == BASELINE]
-        groups = [chosen]
+        groups = [[name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]]
+    sizes = sizes or (_QUICK_SIZES if quick else _SIZES)
+    in_flight = in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT)
+    clients = clients or (_QUICK_CLIENTS if quick else _CLIENTS)
     return Plan(
-        groups=groups,
-        sizes=sizes or (_QUICK_SIZES if quick else _SIZES),
-        in_flight=in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT),
-        clients=clients or (_QUICK_CLIENTS if quick else _CLIENTS),
-        reply_nbytes=reply_nbytes,
+        rounds=rounds(groups, sizes, in_flight, clients, reply_nbytes),
         repetitions=repetitions or (5 if quick else 7),
         timed_s=seconds or (0.2 if quick else 1.0),
         warm_up_s=0.1 if quick else 0.25,
+        limit_s=_LIMIT_S,
     )
 
 

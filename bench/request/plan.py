@@ -1,80 +1,73 @@
 """What ``bench request`` measures, and measuring it.
 
-Method: for each number of clients, all processes are started first. Then, cell by cell, repetitions are interleaved (A B C
-A B C ...): whatever else the machine does hits all peers alike, and the ratio to shmring is taken within each repetition.
-Medians over the repetitions are reported, with the spread beside them; latencies are pooled. In each repetition all
-clients start at one moment and warm up, every process measures itself between two moments, and every request and every
-reply is checked (:mod:`bench.request.questions`). A peer that can't be measured is a result, too: it says why.
+Method: that of :mod:`bench.interleaving`. Medians over the repetitions are reported, with the spread beside them; latencies are
+pooled. In each repetition all clients start at one moment and warm up, every process measures itself between two moments, and
+every request and every reply is checked (:mod:`bench.request.questions`). A peer that can't be measured is a result, too: it
+says why.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import itertools
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from bench.coverage import Coverage, Key, Planned, Status
+from bench.coverage import Coverage
+from bench.interleaving import Plan, Round, Run
 from bench.machine import Machine
 from bench.peers import RequestPeer
-from bench.peers.memory import available_nbytes
-from bench.request.processes import Group, Measurement
+from bench.request.processes import Measurement, RequestGroup
 from bench.request.questions import Cell, checks_us
 from bench.results import Spread, format_nbytes
 
-__all__ = ["Checks", "Plan", "Repetition", "Result", "Results", "planned", "run", "steps"]
-
-_COPIES_IN_FLIGHT = 3  # of all questions at a time: at their client, on their way, at the engine
+__all__ = ["Case", "Checks", "Repetition", "Result", "Results", "rounds", "run"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to measure: every combination of these.
+class Case(msgspec.Struct, frozen=True):
+    """A kind of request.
 
     Attributes:
-        groups: of peers; the first of each is what the others of the group are compared with.
-        sizes: of a question's tensor in bytes, multiples of 4.
-        in_flight: requests of each client.
-        clients: processes that ask.
-        reply_nbytes: size of a reply's tensor, a multiple of 4.
-        repetitions: of each peer and cell.
-        timed_s, warm_up_s: of each repetition.
-        limit_s: after which a repetition has failed.
+        nbytes, in_flight, clients, reply_nbytes: as of a :class:`bench.request.questions.Cell`.
     """
 
-    groups: Sequence[Sequence[RequestPeer]]
-    sizes: Sequence[int]
-    in_flight: Sequence[int]
-    clients: Sequence[int]
+    nbytes: int
+    in_flight: int
+    clients: int
     reply_nbytes: int
-    repetitions: int
-    timed_s: float
-    warm_up_s: float
-    limit_s: float = 120.0
 
     @property
-    def peers(self) -> list[RequestPeer]:
-        """Of all groups."""
-        return list(itertools.chain.from_iterable(self.groups))
+    def title(self) -> str:
+        """The case in words."""
+        several = "s" * (self.clients > 1)
+        return f"{format_nbytes(self.nbytes)}, {self.in_flight} in flight of {self.clients} client{several}"
 
-    def cells(self, clients: int, directory: str) -> Iterator[Cell]:
-        """The cells of a number of clients, in the order in which they are measured."""
-        for in_flight in self.in_flight:
-            for nbytes in self.sizes:
-                yield Cell(
-                    nbytes=nbytes,
-                    reply_nbytes=self.reply_nbytes,
-                    in_flight=in_flight,
-                    clients=clients,
-                    warm_up_s=self.warm_up_s,
-                    timed_s=self.timed_s,
-                    limit_s=self.limit_s,
-                    directory=directory,
-                )
+    @property
+    def ends(self) -> int:
+        """How many processes ask."""
+        return self.clients
+
+    def cell(self, **timing: Any) -> Cell:
+        """Returns what processes need to run the case."""
+        return Cell(**msgspec.structs.asdict(self), **timing)
+
+
+def rounds(
+    groups: Sequence[Sequence[str]], sizes: Sequence[int], in_flight: Sequence[int], clients: Sequence[int], reply_nbytes: int
+) -> list[Round[Case]]:
+    """Returns every combination, in an order in which no process is started twice.
+
+    Args:
+        groups: names of peers; the first of each is what the others of the group are compared with.
+    """
+    return [
+        Round((Case(nbytes, requests, number, reply_nbytes),), tuple(group))
+        for group in groups
+        for number in clients
+        for requests in in_flight
+        for nbytes in sizes
+    ]
 
 
 class Repetition(msgspec.Struct, frozen=True):
@@ -138,126 +131,53 @@ class Results(msgspec.Struct, frozen=True):
     coverage: Coverage
 
 
-def planned(plan: Plan) -> list[Planned]:
-    """Returns the cases of a plan."""
-    return [
-        Planned(title(nbytes, in_flight, clients), [peer.name for peer in plan.peers], plan.repetitions)
-        for clients in plan.clients
-        for in_flight in plan.in_flight
-        for nbytes in plan.sizes
-    ]
-
-
-def title(nbytes: int, in_flight: int, clients: int) -> str:
-    """Returns a case in words."""
-    return f"{format_nbytes(nbytes)}, {in_flight} in flight of {clients} client{'s' * (clients > 1)}"
-
-
-def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Results], object] | None = None) -> Results:
+def run(
+    plan: Plan[Case],
+    peers: Mapping[str, RequestPeer],
+    progress: Callable[[str], None],
+    keep: Callable[[Results], object],
+) -> Results:
     """Measures what a plan says. When this returns or raises, no process and no file of it is left.
 
     Args:
         plan: what to measure.
-        progress: called with a line before each step; :func:`steps` says how many there are at most.
-        keep: called after each cell with what there is so far, so that a long run that is ended early was not for nothing.
-
-    Raises:
-        BenchError: a request or a reply was not what was sent, or a process died or took too long.
+        peers: by name.
+        progress: called with a line before each step; ``plan.steps()`` says how many there are.
+        keep: called after each round with what there is so far, so that a long run that is ended early was not for nothing.
     """
-    reasons: dict[Key, tuple[Status, str]] = {}  # why something is not measured
-    for case, peer in itertools.product(planned(plan), plan.peers):
-        if (missing := peer.missing()) is not None:
-            reasons[case.case, peer.name] = Status.EXCLUDED, missing
-    peers = [peer for peer in plan.peers if peer.missing() is None]
-    versions = {peer.name: found for peer in peers if (found := peer.version()) is not None}
-    results: list[Result] = []
     checks: dict[int, Checks] = {}
     machine = Machine.here()
+    versions = {name: version for name in plan.peers if (version := peers[name].version()) is not None}
+    baselines = {name: part.peers[0] for part in plan.rounds for name in part.peers}
 
-    def so_far() -> Results:
-        there = {(title(result.nbytes, result.in_flight, result.clients), result.peer): plan.repetitions for result in results}
-        coverage = Coverage.of(planned(plan), there, reasons)
-        return Results(machine, plan.reply_nbytes, plan.timed_s, versions, [*results], [*checks.values()], coverage)
+    def results() -> Results:
+        there = [_result(case, name, baselines[name], pairs) for (case, name), pairs in running.measured.items()]
+        reply_nbytes = plan.rounds[0].cases[0].reply_nbytes
+        return Results(machine, reply_nbytes, plan.timed_s, versions, there, [*checks.values()], running.coverage())
 
-    for clients in plan.clients:
-        with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-            progress(f"starting {(clients + 1) * len(peers)} processes")
-            with started(peers, clients) as groups:
-                for cell in plan.cells(clients, directory):
-                    if cell.nbytes not in checks:
-                        checks[cell.nbytes] = _checks(cell)
-                    case_title = title(cell.nbytes, cell.in_flight, clients)
-                    for peer in peers:
-                        if (reason := _reason(peer, cell)) is not None:
-                            reasons[case_title, peer.name] = Status.EXCLUDED, reason
-                    able = {peer: group for peer, group in groups.items() if (case_title, peer.name) not in reasons}
-                    results += _results(plan, cell, _measured(able, cell, plan.repetitions, progress))
-                    if keep is not None:
-                        keep(so_far())
-    return so_far()
+    with Run(plan, peers, RequestGroup, progress) as running:
+        for part in plan.rounds:
+            running.play(part)
+            for case in part.cases:
+                if case.nbytes not in checks:
+                    checks[case.nbytes] = _checks(case)
+            keep(results())
+    return results()
 
 
-def steps(plan: Plan) -> int:
-    """Returns how often :func:`run` reports progress, at most."""
-    return len(plan.clients) * (1 + len(plan.sizes) * len(plan.in_flight) * plan.repetitions * len(plan.peers))
+def _checks(case: Case) -> Checks:
+    client_us, engine_us = checks_us(case.cell(warm_up_s=0.0, timed_s=0.0, limit_s=0.0, directory=""))
+    return Checks(case.nbytes, engine_us, client_us)
 
 
-@contextlib.contextmanager
-def started(peers: Sequence[RequestPeer], clients: int) -> Iterator[dict[RequestPeer, Group]]:
-    """The processes of these peers, all started at the same time; they end when this is left."""
-    with contextlib.ExitStack() as stack:
-        groups = {peer: stack.enter_context(Group(peer, clients)) for peer in peers}
-        for group in groups.values():
-            group.start()
-        yield groups
-
-
-def _measured(
-    groups: dict[RequestPeer, Group], cell: Cell, repetitions: int, progress: Callable[[str], None]
-) -> dict[RequestPeer, list[Measurement]]:
-    """Runs a cell on all groups in turn, again and again."""
-    measurements: dict[RequestPeer, list[Measurement]] = {peer: [] for peer in groups}
-    for repetition in range(repetitions):
-        for peer, group in groups.items():
-            progress(
-                f"{cell.nbytes:,} bytes, {cell.in_flight} in flight, clients: {cell.clients}, "
-                f"repetition {repetition + 1} of {repetitions}: {peer.title}"
-            )
-            measurements[peer].append(group.run(cell))
-    return measurements
-
-
-def _checks(cell: Cell) -> Checks:
-    client_us, engine_us = checks_us(cell)
-    return Checks(cell.nbytes, engine_us, client_us)
-
-
-def _reason(peer: RequestPeer, cell: Cell) -> str | None:
-    """Why a cell can't be measured with a peer."""
-    needed, available = _COPIES_IN_FLIGHT * cell.total_nbytes, available_nbytes()
-    if needed > available:
-        return f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
-    return peer.limits(cell)
-
-
-def _results(plan: Plan, cell: Cell, measurements: Mapping[RequestPeer, list[Measurement]]) -> Iterator[Result]:
-    for first, *others in plan.groups:
-        for peer in (first, *others):
-            if peer in measurements:
-                yield _result(cell, peer, measurements[peer], first, measurements[first])
-
-
-def _result(cell: Cell, peer: RequestPeer, ours: list[Measurement], first: RequestPeer, theirs: list[Measurement]) -> Result:
+def _result(case: Case, peer: str, baseline: str, pairs: list[tuple[Measurement, Measurement]]) -> Result:
+    ours = [measurement for measurement, _ in pairs]
     latencies_us = np.concatenate([measurement.latencies_ns for measurement in ours]) / 1e3
     p50, p99, p999 = np.percentile(latencies_us, [50, 99, 99.9])
-    pairs = list(zip(ours, theirs, strict=True))
     return Result(
-        peer=peer.name,
-        baseline=first.name,
-        nbytes=cell.nbytes,
-        reply_nbytes=cell.reply_nbytes,
-        in_flight=cell.in_flight,
-        clients=cell.clients,
+        peer=peer,
+        baseline=baseline,
+        **msgspec.structs.asdict(case),
         requests=sum(measurement.requests for measurement in ours),
         requests_per_s=Spread.of(measurement.requests_per_s for measurement in ours),
         shmring_ratio=Spread.of(base.requests_per_s / measurement.requests_per_s for measurement, base in pairs),

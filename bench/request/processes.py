@@ -4,48 +4,29 @@ The parent leads them through a cell::
 
     engine listens -> clients have connected -> all start at one moment -> all have measured -> clients stop -> engine stops
 
-What it does when one of them fails, dies or is silent, and what the processes are, is in :mod:`bench.children`.
+What it does when one of them fails, dies or is silent, and what the processes are, is in :mod:`bench.children`. A child says
+in a word how far it has got; the parent says when to start, of ``time.perf_counter_ns``, and when to stop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import enum
-import functools
 import time
-from multiprocessing import get_context
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.children import BenchError, Child, Children, Parent
+from bench.children import BenchError, Parent
 from bench.meter import Cost
 from bench.peers import RequestPeer
+from bench.processes import Part, PeerGroup
 from bench.request.load import Load, Phases, come_to_rest
 from bench.request.questions import Cell, Desk
 
-__all__ = ["Group", "Measurement"]
+__all__ = ["Measurement", "RequestGroup"]
 
-
-class _Step(enum.Enum):
-    """What a child says when it has got that far in a cell."""
-
-    CONNECTED = "connecting"
-    MEASURED = "measuring"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Start:
-    """What the parent says when the load begins."""
-
-    at_ns: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stop:
-    """What the parent says when it is over."""
+_CONNECTED, _MEASURED, _STOP = "connected", "measured", "stop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,26 +72,11 @@ class Measurement:
         return self.engine_us + self.client_us
 
 
-class Group(Children):
-    """The processes of one peer.
-
-    Args:
-        peer: what they use; it travels to them.
-        clients: how many processes ask.
-    """
+class RequestGroup(PeerGroup):
+    """An engine and its clients."""
 
     def __init__(self, peer: RequestPeer, clients: int) -> None:
-        context = get_context("spawn")
-        super().__init__(peer.title)
-        self._shared = peer.create_shared(context, clients)  # kept: what the children inherit is ours to remove
-        try:
-            for client in (None, *range(clients)):
-                name = "engine" if client is None else f"client {client}"
-                play = functools.partial(_play, peer, self._shared, client)
-                self._children.append(Child(context, name, peer.name, play))
-        except BaseException:
-            self.kill()
-            raise
+        super().__init__(peer, clients, ("engine", _answer), ("client", _ask))
 
     def run(self, cell: Cell) -> Measurement:
         """Runs one cell.
@@ -119,69 +85,57 @@ class Group(Children):
             BenchError: a request or a reply was not what was sent, a process died, or it took longer than
                 ``cell.limit_s``. The processes are dead.
         """
-        with self._playing(cell.limit_s) as deadline:
-            return self._run(cell, deadline)
-
-    def _run(self, cell: Cell, deadline: float) -> Measurement:
         what = f"{cell.nbytes:,} bytes, {cell.in_flight} in flight, clients: {cell.clients}"
         engine, *clients = self._children
-        for some in ([engine], clients):  # the engine listens before anybody connects
-            self._tell(some, cell, what)
-            self._hear(some, deadline, what)
-        self._tell(self._children, _Start(time.perf_counter_ns()), what)
-        self._hear(self._children, deadline, what)
-        reports: list[_Finished] = []
-        for some in (clients, [engine]):
-            self._tell(some, _Stop(), what)
-            reports += self._hear(some, deadline, what)
-        *client_reports, engine_report = reports
-        total = sum(report.total for report in client_reports)
-        if engine_report.total != total:
-            raise BenchError(f"{self._title}, {what}: {engine_report.total} requests were answered, {total} replies came")
-        return Measurement(
-            engine_report.cost,
-            [report.cost for report in client_reports],
-            np.concatenate([report.latencies_ns for report in client_reports]),
-        )
+        with self._playing(cell.limit_s) as deadline:
+            for some in ([engine], clients):  # the engine listens before anybody connects
+                self._tell(some, cell, what)
+                self._hear(some, deadline, what)
+            self._tell(self._children, time.perf_counter_ns(), what)
+            self._hear(self._children, deadline, what)
+            reports: list[_Finished] = []
+            for some in (clients, [engine]):
+                self._tell(some, _STOP, what)
+                reports += self._hear(some, deadline, what)
+            *asked, answered = reports
+            if answered.total != (total := sum(report.total for report in asked)):
+                raise BenchError(f"{self._title}, {what}: {answered.total} requests were answered, {total} replies came")
+        latencies_ns = np.concatenate([report.latencies_ns for report in asked])
+        return Measurement(answered.cost, [report.cost for report in asked], latencies_ns)
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-async def _play(peer: RequestPeer, shared: Any, client: int | None, parent: Parent, cell: Cell) -> _Finished:
-    """A child's part of a cell. The engine has no number."""
-    if client is None:
-        return await _answer(peer, shared, parent, cell)
-    return await _ask(peer, shared, client, parent, cell)
-
-
-async def _answer(peer: RequestPeer, shared: Any, parent: Parent, cell: Cell) -> _Finished:
+async def _answer(part: Part, parent: Parent, cell: Cell) -> _Finished:
+    """The engine's part of a cell."""
     desk = Desk(cell)
     phases = Phases(cell, lambda: desk.answered)
+
+    async def serve() -> None:
+        await part.peer.serve(cell, part.shared, desk, lambda: parent.tell(_CONNECTED))
+        raise RuntimeError("the engine has stopped answering by itself")
+
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(_serve(peer, cell, shared, desk, parent))
-        cost = await phases.measure((await parent.hear()).at_ns)
-        parent.tell(_Step.MEASURED)
+        serving = tasks.create_task(serve())
+        cost = await phases.measure(await parent.hear())
+        parent.tell(_MEASURED)
         await parent.hear()
         serving.cancel()
     return _Finished(cost, desk.answered, np.empty(0, np.int64))
 
 
-async def _serve(peer: RequestPeer, cell: Cell, shared: Any, desk: Desk, parent: Parent) -> None:
-    await peer.serve(cell, shared, desk, lambda: parent.tell(_Step.CONNECTED))
-    raise RuntimeError("the engine has stopped answering by itself")
-
-
-async def _ask(peer: RequestPeer, shared: Any, client: int, parent: Parent, cell: Cell) -> _Finished:
-    load = Load(cell, client)
-    async with peer.connect(cell, shared, client) as ask:
+async def _ask(part: Part, parent: Parent, cell: Cell) -> _Finished:
+    """A client's."""
+    load = Load(cell, part.number)
+    async with part.peer.connect(cell, part.shared, part.number) as ask:
         await come_to_rest()
-        parent.tell(_Step.CONNECTED)
-        start = await parent.hear()
+        parent.tell(_CONNECTED)
+        start_ns = await parent.hear()
         async with asyncio.TaskGroup() as tasks:
             load.start(tasks, ask)
-            cost = await load.phases.measure(start.at_ns)
-            parent.tell(_Step.MEASURED)
+            cost = await load.phases.measure(start_ns)
+            parent.tell(_MEASURED)
             await parent.hear()
             load.stop()
     return _Finished(cost, load.answered, np.array(load.latencies_ns, np.int64))

@@ -20,7 +20,6 @@ _TARGET_SCALING_RATIO = 1.2
 _COLUMNS = ["request", "transport", "requests/s", "spread", "shmring is"]
 _COLUMNS += ["p50 us", "p99 us", "p99.9 us", "engine us", "client us"]
 _SCALING_COLUMNS = ["request", "in flight", "variant", "requests/s", "engine us", "client us", "engine", "client", "both"]
-_VARIANT_TITLES = {peer.name: peer.title for group in VARIANTS for peer in group}
 _TEXT_COLUMNS = ("transport", "variant")  # to the left
 
 
@@ -61,7 +60,7 @@ def scaling_report(results: Results) -> Findings:
         [
             format_nbytes(result.nbytes),
             str(result.in_flight),
-            _VARIANT_TITLES[result.peer],
+            VARIANTS[result.peer].title,
             _number(result.requests_per_s.median),
             f"{result.engine_us.median:.1f}",
             f"{result.client_us.median:.1f}",
@@ -143,7 +142,7 @@ def _scaling_targets(results: Results) -> Iterator[Verdict]:
     for result in results.results:
         if result.peer != result.baseline:
             yield Verdict(
-                f"CPU time per request with {_VARIANT_TITLES[result.peer]}",
+                f"CPU time per request with {VARIANTS[result.peer].title}",
                 format_nbytes(result.nbytes),
                 f"<= {_TARGET_SCALING_RATIO} x",
                 format_times(result.cpu_ratio.median),

@@ -27,7 +27,7 @@ from bench.peers.shmring_ring import RING, answer, request
 from bench.request.questions import ITEM_NBYTES, Answer, Cell, Desk, Header
 from shmring.client.client import Connecting
 
-__all__ = ["MAX_SCALING_NBYTES", "VARIANTS", "ConnectedClients", "SlotsInUse"]
+__all__ = ["MAX_SCALING_NBYTES", "VARIANTS", "VARIANT_GROUPS", "ConnectedClients", "SlotsInUse"]
 
 #: Of a question's tensor: so that slots are of two blocks at most.
 MAX_SCALING_NBYTES = 8 * 1000
@@ -131,8 +131,11 @@ def _connect(cell: Cell) -> Connecting:
     return shmring.connect(RING, socket_dir=cell.directory, lease_nbytes=_LEASE_NBYTES)
 
 
-#: Groups of variants; the first of each is what the others of the group are compared with.
-VARIANTS: tuple[tuple[RequestPeer, ...], ...] = (
+_GROUPS: tuple[tuple[RequestPeer, ...], ...] = (
     (ConnectedClients(1, 1), ConnectedClients(_CLIENTS, 1), ConnectedClients(_CLIENTS, _CLIENTS)),
     (SlotsInUse(_FEW_SLOTS), SlotsInUse(_SLOTS)),
 )
+
+#: By name; and the names in groups, of which the first is what the others of the group are compared with.
+VARIANTS = {variant.name: variant for group in _GROUPS for variant in group}
+VARIANT_GROUPS = [[variant.name for variant in group] for group in _GROUPS]

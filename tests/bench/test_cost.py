@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from bench import cost
 from bench.__main__ import main
-from bench.cost import CASES, Case, measure
+from bench.cost import CASES, Case, measure, plan_of
 from bench.coverage import Status
 
 SMALL = CASES[:3]
@@ -18,13 +18,13 @@ SMALL = CASES[:3]
 
 def test_every_way_has_a_cost() -> None:
     lines: list[str] = []
-    findings = measure(SMALL, 2, 0.05, 0.01, lines.append)
+    findings = measure(plan_of(SMALL, 2, 0.05, 0.01), lines.append)
     assert [(cost.case, len(cost.runs)) for cost in findings.results] == [
         ("4 KB, inline", 2), ("64 KB, copied", 2), ("64 KB, in place", 2),
     ]  # fmt: skip
     assert all(1 < cost.cpu_us.minimum < 10_000 for cost in findings.results)
     assert all(cost.messages >= 2 * 16 for cost in findings.results)
-    assert len(lines) == 6
+    assert len(lines) == plan_of(SMALL, 2, 0.05, 0.01).steps() == 1 + 6
     assert findings.failures == 0
 
 
@@ -35,7 +35,7 @@ def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(cost.PEERS, "broken", Broken())
-        findings = measure((Case(4096, "broken", "broken"), SMALL[0]), 1, 0.02, 0.01, lambda line: None)
+        findings = measure(plan_of((Case(4096, "broken", "broken"), SMALL[0]), 1, 0.02, 0.01), lambda line: None)
     assert findings.coverage is not None
     (gap,) = findings.coverage.gaps
     assert (gap.case, gap.status) == ("4 KB, broken", Status.FAILED)

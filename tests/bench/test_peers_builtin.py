@@ -49,7 +49,7 @@ def parts(name: str, producers: int) -> Iterator[Part]:
         pytest.skip(reason)
     shared = peer.create_shared(context, producers)
     try:
-        yield Part(name, shared, context.RawArray("q", 2), producers)
+        yield Part(peer, shared, 0, context.RawArray("q", 2))
     finally:
         peer.close_shared(shared)
 
@@ -64,7 +64,7 @@ def run(name: str, cell: Cell) -> list[Any]:
         outcomes = [ends.submit(play_cell, functools.partial(consume, part), controls[0][1], cell)]
         assert controls[0][0].poll(LISTENING_S), "the consumer does not listen"
         for producer, (_, control) in enumerate(controls[1:]):
-            role = dataclasses.replace(part, producer=producer)
+            role = dataclasses.replace(part, number=producer)
             outcomes.append(ends.submit(play_cell, functools.partial(produce, role), control, cell))
         if isinstance(outcomes[0].result(), Failed):
             for ours, _ in controls[1:]:
@@ -82,9 +82,9 @@ def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options:
     cell = dataclasses.replace(cell, nbytes=nbytes, producers=producers, **options)
     outcome, *others = run(name, cell)
     assert not [end for end in (outcome, *others) if isinstance(end, Failed | BaseException)]
-    measurement: Measurement = outcome.measurement
+    measurement: Measurement = outcome
     assert measurement.messages >= cell.window
-    assert all(end.cost.messages > 2 * cell.window for end in others)
+    assert all(cost.messages > 2 * cell.window for cost in others)
     assert (measurement.latencies_ns > 0).all()
 
 
@@ -107,9 +107,9 @@ def test_a_consumer_that_nobody_sends_to_gives_up(cell: Cell, name: str) -> None
 def test_busy_polling_ends_say_what_they_take_when_nothing_comes(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shmring_ring, "_IDLE_S", 0.3)
     outcome, producer = run("shmring-busy-poll", dataclasses.replace(cell, window=1))
-    for cost in (outcome.measurement.consumer, producer.cost):
+    for cost in (outcome.consumer, producer):
         assert 0 < cost.idle_share < 0.5  # of a core, by both ends, which are one process here; they would take two
-    assert run("shmring-busy-poll", cell)[1].cost.idle_share is None  # of a larger window
+    assert run("shmring-busy-poll", cell)[1].idle_share is None  # of a larger window
 
 
 @pytest.mark.parametrize("name", BOUNDED)

@@ -71,7 +71,7 @@ class Ends:
         self._closed = False
         for number in range(1 + PRODUCERS):
             ours, theirs = context.Pipe()
-            part = Part(name, self.shared, memory, PRODUCERS, number - 1)
+            part = Part(self.peer, self.shared, number - 1, memory)
             process = context.Process(target=live, args=(produce if number else consume, part, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -162,8 +162,8 @@ def test_checked_messages_arrive_and_nothing_is_left(open_ends: Callable[[str], 
         assert ends.peer.limits(now) is None
         outcome, *others = ends.run(now)
         assert not [end for end in (outcome, *others) if isinstance(end, Failed)]
-        assert outcome.measurement.messages >= now.window
-        assert (outcome.measurement.latencies_ns > 0).all()
+        assert outcome.messages >= now.window
+        assert (outcome.latencies_ns > 0).all()
         mapped |= segments(ends.processes)
     left = [path for path in Path(cell.directory).rglob("*") if not path.is_dir()]
     assert left == []

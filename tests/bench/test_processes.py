@@ -15,7 +15,7 @@ import pytest
 from bench.children import BenchError, Failed, play_cell
 from bench.messages import Cell
 from bench.peers import PEERS
-from bench.processes import Group, Part, consume
+from bench.processes import Part, StreamGroup, consume
 
 SMALL = Cell(nbytes=4096, window=4, warm_up_s=0.02, timed_s=0.05, limit_s=20.0, directory="")
 NAME = "shmring"
@@ -30,7 +30,7 @@ def cell() -> Iterator[Cell]:
 @pytest.mark.slow
 def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
     cell = dataclasses.replace(cell, producers=2)
-    with Group(NAME, 2) as group:
+    with StreamGroup(PEERS[NAME], 2) as group:
         group.start()
         for copies_out in (False, True):
             measurement = group.run(dataclasses.replace(cell, copies_out=copies_out))
@@ -56,7 +56,7 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
-    with Group(NAME) as group:
+    with StreamGroup(PEERS[NAME]) as group:
         group.start()
         group.processes[0].kill()
         with pytest.raises(BenchError, match="the consumer has died with exit code -9"):
@@ -68,7 +68,7 @@ def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
 def test_a_cell_that_takes_too_long_is_an_error(cell: Cell) -> None:
     control, ours = multiprocessing.Pipe()
     with control, ours:
-        outcome = play_cell(functools.partial(consume, Part(NAME)), control, dataclasses.replace(cell, limit_s=0.05))
+        outcome = play_cell(functools.partial(consume, Part(PEERS[NAME])), control, dataclasses.replace(cell, limit_s=0.05))
     assert outcome == Failed("it took longer than 0.05 s")  # no producer ever came
 
 
@@ -78,4 +78,4 @@ def test_what_can_not_be_made_for_a_group_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(PEERS[NAME], "create_shared", refuse)
     with pytest.raises(BenchError, match="ValueError: not for 3"):
-        Group(NAME, 3)
+        StreamGroup(PEERS[NAME], 3)

@@ -25,6 +25,7 @@ from click.testing import CliRunner
 import shmring
 from bench.children import BenchError
 from bench.coverage import Coverage
+from bench.interleaving import Plan
 from bench.machine import Machine
 from bench.messages import CheckError
 from bench.meter import Cost
@@ -32,11 +33,11 @@ from bench.peers import BASELINE, REQUEST_PEERS, Ask, RequestPeer
 from bench.peers.in_flight import Pending
 from bench.request.command import request_command
 from bench.request.load import Load, Phases, come_to_rest
-from bench.request.plan import Checks, Plan, Repetition, Result, Results, run
-from bench.request.processes import Group, Measurement
+from bench.request.plan import Case, Checks, Repetition, Result, Results, rounds, run
+from bench.request.processes import Measurement, RequestGroup
 from bench.request.questions import Answer, Cell, Desk, Header, Question, checks_us
 from bench.request.report import report, scaling_report
-from bench.request.scaling import VARIANTS, ConnectedClients, SlotsInUse
+from bench.request.scaling import VARIANT_GROUPS, ConnectedClients, SlotsInUse
 from bench.results import Spread
 
 SMALL = Cell(nbytes=4096, reply_nbytes=64, in_flight=4, clients=1, warm_up_s=0.01, timed_s=0.05, limit_s=60.0, directory="")
@@ -269,7 +270,7 @@ async def test_so_many_slots_are_in_use_and_as_many_holes_between_them(cell: Cel
 @pytest.mark.slow
 def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
     two = dataclasses.replace(cell, clients=2)
-    with Group(REQUEST_PEERS["shmring"], 2) as group:
+    with RequestGroup(REQUEST_PEERS["shmring"], 2) as group:
         group.start()
         for in_flight in (1, 8):
             measurement = group.run(dataclasses.replace(two, in_flight=in_flight))
@@ -299,7 +300,7 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     options += ["--repetitions", "2", "--seconds", "0.05", "--json", str(path)]
     result = CliRunner().invoke(request_command, options)
     assert result.exit_code == 0, result.output
-    assert "65,536 bytes, 16 in flight, clients: 1, repetition 2 of 2: shmring" in result.stderr
+    assert "64 KB, 16 in flight of 1 client, repetition 2 of 2: shmring" in result.stderr
     assert "1.00 x" in result.stdout
     assert "pip install shmring-absent" in result.stdout
 
@@ -338,29 +339,51 @@ def test_options_that_make_no_sense_are_refused(options: list[str], message: str
     assert message in result.output
 
 
-def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(peers: list[RequestPeer], clients: int) -> contextlib.AbstractContextManager[dict[RequestPeer, None]]:
-        return contextlib.nullcontext(dict.fromkeys(peers))
+def planned(*sizes: int) -> Plan[Case]:
+    return Plan(rounds=rounds([["shmring", "pyzmq"]], sizes, [16], [1], 64), repetitions=2, timed_s=1.0, warm_up_s=0.1)
 
-    monkeypatch.setattr("bench.request.plan.available_nbytes", lambda: 1 << 30)
-    monkeypatch.setattr("bench.request.plan.started", nothing)
-    plan = Plan(
-        groups=[[REQUEST_PEERS[BASELINE]]],
-        sizes=[1 << 30, 2 << 30],
-        in_flight=[16],
-        clients=[1],
-        reply_nbytes=64,
-        repetitions=2,
-        timed_s=1.0,
-        warm_up_s=0.1,
-    )
-    monkeypatch.setattr("bench.request.plan._checks", lambda cell: Checks(cell.nbytes, 1.0, 1.0))
+
+def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.peers.memory.available_nbytes", lambda: 1 << 30)
+    monkeypatch.setattr("bench.request.plan._checks", lambda case: Checks(case.nbytes, 1.0, 1.0))
     kept: list[Results] = []
-    results = run(plan, lambda line: None, kept.append)
+    results = run(planned(1 << 30, 2 << 30), REQUEST_PEERS, lambda line: None, kept.append)
     assert results.results == []
-    reasons = ["it takes 48.0 GiB of memory, 1.0 are available", "it takes 96.0 GiB of memory, 1.0 are available"]
-    assert [[gap.reason for gap in each.coverage.gaps] for each in (*kept, results)] == [[reasons[0], ""], reasons, reasons]
+    reasons = [f"{size}.0 GiB would be in flight, and 1.0 GiB of memory are available" for size in (48, 96)]
+    assert [[gap.reason for gap in each.coverage.gaps if gap.subject == "shmring"] for each in (*kept, results)] == [
+        [reasons[0], ""], reasons, reasons,
+    ]  # fmt: skip
     assert report(results).coverage == results.coverage
+
+
+class Pretended:
+    """Processes that there are none of: pyzmq's fail with the larger size."""
+
+    def __init__(self, peer: RequestPeer, clients: int) -> None:
+        self.name = peer.name
+
+    def start(self) -> None:
+        pass
+
+    def run(self, cell: Cell) -> Measurement:
+        if self.name == "pyzmq" and cell.nbytes > 4096:
+            raise BenchError("broke")
+        return Measurement(cost_of(10, 1.0, 0.001), [cost_of(10, 1.0, 0.002)], np.full(10, 1000, np.int64))
+
+    def close(self) -> None:
+        pass
+
+    kill = close
+
+
+def test_a_peer_that_fails_is_reported_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.request.plan.RequestGroup", Pretended)
+    monkeypatch.setattr(type(REQUEST_PEERS["pyzmq"]), "requires", None)
+    results = run(planned(4096, 8192), REQUEST_PEERS, lambda line: None, lambda results: None)
+    assert [(one.peer, one.nbytes, one.baseline) for one in results.results] == [
+        ("shmring", 4096, "shmring"), ("pyzmq", 4096, "shmring"), ("shmring", 8192, "shmring"),
+    ]  # fmt: skip
+    assert [(gap.subject, gap.reason, gap.measured) for gap in results.coverage.gaps] == [("pyzmq", "broke", 0)]
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------
@@ -444,8 +467,7 @@ def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
 
 
 def test_the_report_of_scaling_compares_with_the_first_of_each_group() -> None:
-    peers = [[peer.name for peer in group] for group in VARIANTS]
-    (one, _, many), (few_slots, many_slots) = peers
+    (one, _, many), (few_slots, many_slots) = VARIANT_GROUPS
     some = [
         msgspec.structs.replace(result(peer, 100.0, 1.0), baseline=baseline, cpu_ratio=same(ratio))
         for peer, baseline, ratio in ((one, one, 1.0), (many, one, 1.21), (many_slots, few_slots, 1.2))

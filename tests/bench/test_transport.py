@@ -15,15 +15,15 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from bench import cases, commands, transport
+from bench import cases, commands, interleaving, transport
 from bench.__main__ import main
-from bench.cases import Case, Choice, Round
+from bench.cases import Case, Choice
 from bench.children import BenchError
+from bench.interleaving import Plan, Round
 from bench.messages import Cell, Measurement
 from bench.meter import Cost
-from bench.peers import PEERS
+from bench.peers import PEERS, Peer
 from bench.records import Results
-from bench.transport import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,12 +76,12 @@ def test_what_is_in_flight_fits_into_memory() -> None:
 
 def test_processes_are_started_for_as_many_peers_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(PEERS)
-    monkeypatch.setattr(transport, "_PROCESS_NBYTES", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 32)
-    chunks = transport._chunks(Round((Case(4096, producers=3),), names, limits=True))  # 16 processes: 4 peers of 4
-    assert [len(chunk.peers) for chunk in chunks[:-1]] == [4] * (len(chunks) - 1)
-    assert {chunk.peers[0] for chunk in chunks} == {names[0]}
-    assert [name for chunk in chunks for name in chunk.peers[1:]] == list(names[1:])
-    assert [chunk.limits for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    monkeypatch.setattr(interleaving, "_PROCESS_NBYTES", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 32)
+    chunks = Round((Case(4096, producers=3),), names).chunks()  # 16 processes: 4 peers of 4
+    assert [len(chunk) for chunk in chunks[:-1]] == [4] * (len(chunks) - 1)
+    assert {chunk[0] for chunk in chunks} == {names[0]}
+    assert [name for chunk in chunks for name in chunk[1:]] == list(names[1:])
+    assert Round((Case(4096),), names[:1]).chunks() == [names[:1]]
 
 
 # -- a run, with groups that only pretend -------------------------------------------------------------------------------------
@@ -94,9 +94,9 @@ class Pretended:
     started: list[str] = []  # noqa: RUF012 # of the class, for the tests to look at
     speeds = {"shmring": 100.0, "inline-msgpack": 50.0, "torch-queue": 10.0}  # noqa: RUF012 # not changed
 
-    def __init__(self, name: str, producers: int) -> None:
-        self.name, self.producers = name, producers
-        self.started.append(name)
+    def __init__(self, peer: Peer, producers: int) -> None:
+        self.name, self.producers = peer.name, producers
+        self.started.append(peer.name)
 
     def start(self) -> None:
         pass
@@ -116,14 +116,14 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    monkeypatch.setattr(transport, "Group", Pretended)
+    monkeypatch.setattr(transport, "StreamGroup", Pretended)
     monkeypatch.setattr(transport, "_LIMITS_S", 0.001)
     monkeypatch.setattr(transport, "torch_resident_nbytes", lambda: 200 << 20)
     monkeypatch.setattr(Pretended, "started", [])
     return Pretended
 
 
-def plan(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan:
+def plan(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan[Case]:
     rounds = [Round((Case(nbytes),), tuple(peers), limits=True) for nbytes in sizes]
     return Plan(rounds=rounds, repetitions=3, timed_s=0.1, warm_up_s=0.1)
 
@@ -143,7 +143,7 @@ def test_what_was_measured_so_far_is_kept_after_each_round() -> None:
 def test_repetitions_are_interleaved_and_ratios_taken_within_them(pretended: type[Pretended]) -> None:
     lines: list[str] = []
     results = transport.run(plan(4096), lines.append)
-    assert len(lines) == transport.steps(plan(4096)) == 10
+    assert len(lines) == plan(4096).steps() == 10
     order = [line.partition(": ")[2] for line in lines[1:]]
     assert order == [PEERS[name].title for name in pretended.speeds] * 3
     slowest = results.find("torch-queue", Case(4096))

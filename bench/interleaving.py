@@ -1,0 +1,244 @@
+"""Rounds of cases and peers, measured in processes of their own and beside each other: the method of every comparison.
+
+Within a round all processes are started first. Then repetitions are interleaved (A B C D A B C D ...): whatever else the
+machine does hits all peers alike, and each is compared with the baseline in the same repetition. A peer that is not installed,
+can't do a case or fails in it is reported as such, with the reason, and goes on with new processes in other cases. A case in
+which the baseline fails has no results, since all are compared with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from bench.children import BenchError
+from bench.coverage import Coverage, Key, Planned, Status
+from bench.peers.peer import Adapter
+
+__all__ = ["Case", "Group", "Plan", "Round", "Run"]
+
+_PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
+_MEMORY_SHARE = 0.5  # of the machine's memory that processes may take before any message is sent
+
+
+class Case(Protocol):
+    """What is measured with each peer of a round."""
+
+    @property
+    def title(self) -> str:
+        """The case in words."""
+
+    @property
+    def ends(self) -> int:
+        """How many processes send to the one that receives."""
+
+    def cell(self, *, warm_up_s: float, timed_s: float, limit_s: float, directory: str) -> Any:
+        """Returns what processes need to run the case."""
+
+
+class Group(Protocol):
+    """The processes of a peer, made with it and the number of ends; see :class:`bench.children.Children`."""
+
+    def start(self) -> None: ...
+    def run(self, cell: Any) -> Any: ...
+    def close(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+_Case = TypeVar("_Case", bound=Case)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round(Generic[_Case]):
+    """Cases whose repetitions are interleaved, with those of all their peers.
+
+    Attributes:
+        cases: of one size.
+        peers: names, the baseline first.
+        limits: whether to time copies and reads of that size, too.
+    """
+
+    cases: tuple[_Case, ...]
+    peers: tuple[str, ...]
+    limits: bool = False
+
+    def chunks(self) -> list[tuple[str, ...]]:
+        """Returns peers whose processes fit into memory, the baseline among them each time."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _MEMORY_SHARE
+        processes = sum({case.ends + 1 for case in self.cases})
+        room = max(1, int(memory / (_PROCESS_NBYTES * processes)) - 1)
+        baseline, *others = self.peers
+        return [(baseline, *others[first : first + room]) for first in range(0, max(1, len(others)), room)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Generic[_Case]):
+    """What to measure.
+
+    Attributes:
+        repetitions: of each case and peer.
+        timed_s, warm_up_s: of each repetition.
+        left_out: cases and peers that are not in the rounds on purpose, and why; to be said with the results.
+        limit_s: after which a repetition has failed. A peer that moves 1 GB/s takes some 20 s for the largest case.
+    """
+
+    rounds: Sequence[Round[_Case]]
+    repetitions: int
+    timed_s: float
+    warm_up_s: float
+    left_out: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+    limit_s: float = 60.0
+
+    @property
+    def peers(self) -> list[str]:
+        """Of all rounds, each once."""
+        return list(dict.fromkeys(name for part in self.rounds for name in part.peers))
+
+    def planned(self) -> list[Planned]:
+        """Returns the cases."""
+        cases = [Planned(case.title, list(part.peers), self.repetitions) for part in self.rounds for case in part.cases]
+        return cases + [Planned(case, [name], self.repetitions) for case, name in self.left_out]
+
+    def steps(self) -> int:
+        """Returns how often a run reports progress, if nothing is missing and nothing fails."""
+        chunks = [(part, peers) for part in self.rounds for peers in part.chunks()]
+        return sum(1 + self.repetitions * len(part.cases) * len(peers) for part, peers in chunks)
+
+
+class Run(Generic[_Case]):
+    """The processes of a run, and what they have measured so far. Use it with ``with``, which leaves no process and no file.
+
+    Args:
+        plan: what to measure.
+        peers: by name.
+        new_group: makes the processes of a peer, with a number of ends.
+        progress: called with a line before each step.
+
+    Attributes:
+        measured: what a case and peer have measured, with what the baseline has in the same repetition.
+    """
+
+    def __init__(
+        self,
+        plan: Plan[_Case],
+        peers: Mapping[str, Adapter],
+        new_group: Callable[[Any, int], Group],
+        progress: Callable[[str], None],
+    ) -> None:
+        self.measured: dict[tuple[_Case, str], list[tuple[Any, Any]]] = defaultdict(list)
+        self._plan = plan
+        self._peers = peers
+        self._new_group = new_group
+        self._progress = progress
+        self._groups: dict[tuple[str, int], Group] = {}
+        self._reasons = {key: (Status.EXCLUDED, why) for key, why in plan.left_out.items()}  # why something has no result
+        self._directory = tempfile.TemporaryDirectory(prefix="shmring-bench-")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with self._directory:
+            for group in self._groups.values():
+                if kind is None:
+                    group.close()
+                else:
+                    group.kill()
+
+    def coverage(self) -> Coverage:
+        """What was planned, and what of it is missing so far."""
+        there = {(case.title, name): len(pairs) for (case, name), pairs in self.measured.items()}
+        return Coverage.of(self._plan.planned(), there, self._reasons)
+
+    def play(self, part: Round[_Case], after_first: Callable[[], object] = lambda: None) -> None:
+        """Measures a round.
+
+        Args:
+            after_first: called in each repetition behind the baseline's first case, once for each case and peer.
+        """
+        there = tuple(name for name in part.peers if self._peers[name].missing() is None)
+        for case, name in itertools.product(part.cases, part.peers):
+            if (reason := self._peers[name].missing() or self._peers[name].limits(self._cell(case))) is not None:
+                self._reasons[case.title, name] = Status.EXCLUDED, reason
+        for number, peers in enumerate(dataclasses.replace(part, peers=there).chunks()):
+            able = [pair for pair in itertools.product(part.cases, peers) if (pair[0].title, pair[1]) not in self._reasons]
+            self._repeat(self._start(able, peers[0]), peers[0], (lambda: None) if number else after_first)
+
+    def _cell(self, case: _Case) -> Any:
+        plan, directory = self._plan, self._directory.name
+        return case.cell(warm_up_s=plan.warm_up_s, timed_s=plan.timed_s, limit_s=plan.limit_s, directory=directory)
+
+    def _start(self, pairs: list[tuple[_Case, str]], baseline: str) -> list[tuple[_Case, str]]:
+        """Has the processes that are needed and no others. Returns the pairs that have theirs."""
+        needed = dict.fromkeys((name, case.ends) for case, name in pairs)
+        for key in self._groups.keys() - needed.keys():
+            self._groups.pop(key).close()
+        new = [key for key in needed if key not in self._groups]
+        self._progress(f"peers to start: {len(new)}")
+        errors = self._launch(new)
+        for case, name in pairs:
+            if (error := errors.get((name, case.ends))) is not None:
+                self._fail(case, name, error)
+        return self._with_baseline([pair for pair in pairs if (pair[1], pair[0].ends) not in errors], baseline)
+
+    def _launch(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], BenchError]:
+        """Starts processes, all at the same time. Returns what went wrong."""
+        errors = {}
+        for name, ends in keys:
+            try:
+                self._groups[name, ends] = self._new_group(self._peers[name], ends)
+            except BenchError as error:
+                errors[name, ends] = error
+        for key in [key for key in keys if key not in errors]:
+            try:
+                self._groups[key].start()
+            except BenchError as error:
+                errors[key] = error
+                self._groups.pop(key).kill()
+        return errors
+
+    def _repeat(self, pairs: list[tuple[_Case, str]], baseline: str, after_first: Callable[[], object]) -> None:
+        """Measures cases with peers, interleaved."""
+        measured: dict[tuple[_Case, str], list[Any]] = {pair: [] for pair in pairs}
+        for repetition, pair in itertools.product(range(self._plan.repetitions), pairs):
+            case, name = pair
+            if pair not in measured:
+                continue  # it has failed
+            self._progress(f"{case.title}, repetition {repetition + 1} of {self._plan.repetitions}: {self._peers[name].title}")
+            try:
+                measured[pair].append(self._groups[name, case.ends].run(self._cell(case)))
+            except BenchError as error:
+                self._fail(case, name, error)
+                lost = {pair} | self._restart(name, case.ends, measured)
+                kept = self._with_baseline([other for other in measured if other not in lost], baseline)
+                measured = {other: measured[other] for other in kept}
+            if pair == pairs[0]:
+                after_first()
+        for (case, name), measurements in measured.items():
+            self.measured[case, name] += zip(measurements, measured[case, baseline], strict=True)
+
+    def _restart(self, name: str, ends: int, pairs: Iterable[tuple[_Case, str]]) -> set[tuple[_Case, str]]:
+        """Replaces processes that have failed. Returns which pairs are lost, because there are no new ones."""
+        self._groups.pop((name, ends)).close()
+        error = self._launch([(name, ends)]).get((name, ends))
+        lost = {(case, other) for case, other in pairs if error is not None and (other, case.ends) == (name, ends)}
+        for case, _ in lost:
+            self._reasons.setdefault((case.title, name), (Status.FAILED, str(error)))
+        return lost
+
+    def _with_baseline(self, pairs: Sequence[tuple[_Case, str]], baseline: str) -> list[tuple[_Case, str]]:
+        """Drops the cases in which the baseline has failed: there is nothing to compare the others with."""
+        alone = BenchError(f"{self._peers[baseline].title}, which it is compared with, has failed")
+        for case, name in pairs:
+            if (case, baseline) not in pairs:
+                self._fail(case, name, alone)
+        return [(case, name) for case, name in pairs if (case, baseline) in pairs]
+
+    def _fail(self, case: _Case, name: str, error: BenchError) -> None:
+        """A peer has no result in a case."""
+        self._reasons[case.title, name] = Status.FAILED, str(error)
