@@ -2,7 +2,8 @@
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
 #   make test     style, types, tests, and a check that nothing is left behind
 #   make bench-quick  transports side by side in under 5 minutes; fails if a target that this measures is missed
-#   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks
+#   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
+#                 random examples of each property
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
@@ -21,6 +22,9 @@ VENV := .venv
 PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+
+# Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-gpu lint types unit chaos soak simulate bench-quick verify sanitize guards fuzz wheel \
 	format clean install
@@ -46,7 +50,7 @@ unit: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
 	$(BIN)/python -m tests.chaos --minutes 1 --seed 1
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=thorough -m 'slow or hypothesis'
 	$(BIN)/python tests/leftovers.py
 
 SEED ?= 1
@@ -127,3 +131,4 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shmring/core/*.
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import uvloop
@@ -31,6 +32,12 @@ BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 
+
+# How many examples there are of each property: few in each run, many in `make test-all`. None fails for the time that it takes, as
+# other tests run beside it.
+hypothesis.settings.register_profile("fast", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None)
+hypothesis.settings.load_profile("fast")
 
 _MAX_WORKERS = 8  # with a GB for each of them and the processes that it starts
 

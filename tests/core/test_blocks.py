@@ -200,7 +200,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAllocatorMachine.settings = settings(stateful_step_count=40)
 
 
 # -- many runs: the orders lie in many chunks, which split and join ------------------------------------------------------

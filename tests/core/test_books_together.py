@@ -52,4 +52,4 @@ class TogetherMachine(RuleBasedStateMachine):
 
 
 TestTogetherMachine = TogetherMachine.TestCase
-TestTogetherMachine.settings = settings(max_examples=100, stateful_step_count=100, deadline=None)
+TestTogetherMachine.settings = settings(stateful_step_count=100)

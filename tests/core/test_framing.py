@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.core.framing import PREFIX, FrameDecoder, append_frame, encode_frame
@@ -59,7 +59,6 @@ def test_what_can_not_be_appended_leaves_the_stream_as_it_was() -> None:
 
 
 @given(frames=bodies, cuts=st.lists(st.integers(0, 600), max_size=12))
-@settings(deadline=None)
 def test_any_split_of_the_stream_gives_the_same_frames(frames: list[bytes], cuts: list[int]) -> None:
     stream = stream_of(frames)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
@@ -74,7 +73,6 @@ def test_any_split_of_the_stream_gives_the_same_frames(frames: list[bytes], cuts
 
 
 @given(frames=bodies)
-@settings(deadline=None)
 def test_one_byte_at_a_time_gives_the_same_frames_each_with_its_last_byte(frames: list[bytes]) -> None:
     decoder = FrameDecoder(LIMIT_NBYTES)
     for frame in frames:

@@ -339,4 +339,4 @@ class LeaseBookMachine(RuleBasedStateMachine):
 
 
 TestLeaseBookMachine = LeaseBookMachine.TestCase
-TestLeaseBookMachine.settings = settings(max_examples=150, stateful_step_count=100, deadline=None)
+TestLeaseBookMachine.settings = settings(stateful_step_count=100)

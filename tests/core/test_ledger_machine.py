@@ -643,4 +643,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=150, stateful_step_count=100, deadline=None)
+TestLedgerMachine.settings = settings(stateful_step_count=100)

@@ -193,7 +193,7 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestRingMachine.settings = settings(stateful_step_count=60)
 
 
 # -- sleeping and waking ------------------------------------------------------------------------------------------------
@@ -301,7 +301,6 @@ def test_skips_with_nothing_behind_them_are_the_writers_fault(pair: Pair, tail: 
         pair.reader.read()
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     st.lists(st.tuples(st.sampled_from(range(RECORDS, RECORDS + 64, 8)), st.integers(0, 2**32 - 1) | st.just(SKIP))),
     st.integers(0, 72),

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.core import messages
@@ -148,13 +148,11 @@ def test_the_examples_above_are_every_message_there_is() -> None:
 
 
 @given(frontend_messages)
-@settings(deadline=None)
 def test_anything_a_frontend_can_send_arrives(message: FrontendMessage) -> None:
     assert decode_frontend_message(encode_message(message)) == message
 
 
 @given(engine_messages)
-@settings(deadline=None)
 def test_anything_an_engine_can_send_arrives(message: EngineMessage) -> None:
     assert decode_engine_message(encode_message(message)) == message
 
@@ -319,7 +317,6 @@ def decodes_or_is_refused(body: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None, max_examples=300)
 def test_random_bytes_are_decoded_or_refused(body: bytes) -> None:
     decodes_or_is_refused(body)
 
@@ -329,7 +326,6 @@ def test_random_bytes_are_decoded_or_refused(body: bytes) -> None:
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4),
     st.binary(max_size=4),
 )
-@settings(deadline=None, max_examples=300)
 def test_a_message_with_bytes_changed_is_decoded_or_refused(message: Any, changes: list[tuple[int, int]], tail: bytes) -> None:
     body = bytearray(encode_message(message))
     for position, byte in changes:
@@ -345,7 +341,6 @@ anything = st.recursive(
 
 
 @given(st.sampled_from([*range(1, 9), *range(101, 110)]), st.lists(anything, max_size=5))
-@settings(deadline=None, max_examples=300)
 def test_random_fields_behind_a_good_tag_are_decoded_or_refused(tag: int, fields: list[Any]) -> None:
     decodes_or_is_refused(msgspec.msgpack.encode([tag, *fields]))
 
@@ -444,7 +439,6 @@ some_dtypes = st.sampled_from([*TORCH_ITEM_NBYTES, "|b1", "<i2", ">u4", "<f8", "
 
 
 @given(some_dtypes, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.integers(0, 300), st.integers(-1, 1))
-@settings(deadline=None, max_examples=300)
 def test_what_is_accepted_can_be_viewed(dtype: str, shape: tuple[int, ...], offset: int, error: int) -> None:
     nbytes = max(0, int(np.prod(shape)) * (item_nbytes(dtype) or 1) + error)
     tensor = TensorRef(0, offset, nbytes, dtype, shape)
@@ -498,7 +492,6 @@ def test_any_other_text_is_no_dtype(dtype: str) -> None:
 
 
 @given(st.from_regex(r"[<>|=]?[a-zA-Z?]\d{0,8}(\[\d{0,7}[a-zA-Z]{0,2}\])?", fullmatch=True))
-@settings(deadline=None, max_examples=500)
 def test_what_is_taken_for_a_numpy_dtype_is_one(text: str) -> None:
     size = item_nbytes(text)
     if size is not None:
