@@ -33,8 +33,8 @@ BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 
-# How many examples there are of each property: few in each run, many in `make test-all`. None fails for the time that it takes, as
-# other tests run beside it.
+# How many examples there are of each property: few in each run, many in `make test-all`. None fails for the time that it takes,
+# as other tests run beside it.
 hypothesis.settings.register_profile("fast", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("fast")
@@ -179,6 +179,32 @@ def turns() -> Callable[[], Awaitable[None]]:
             await asyncio.sleep(0)
 
     return pass_by
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _peak_nbytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the kernel says nothing of VmHWM")
+
+
+@pytest.fixture
+def peak_nbytes() -> Callable[[Callable[[], Any]], int]:
+    """``peak_nbytes(function)``: calls it; by how many resident bytes this process grew meanwhile, at its peak.
+
+    Memory that was freed before and is still resident is not counted; what takes megabytes is mapped anew.
+    """
+
+    def measure(function: Callable[[], Any]) -> int:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is reset to what is resident now
+        before = _peak_nbytes()
+        function()
+        return _peak_nbytes() - before
+
+    return measure
 
 
 # -- both ends ----------------------------------------------------------------------------------------------------------

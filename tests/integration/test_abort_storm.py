@@ -1,4 +1,4 @@
-"""Ten thousand requests of four frontends, nine in ten aborted at a random moment: nothing leaks, the rest are right."""
+"""Many requests of four frontends, nine in ten aborted at a random moment: nothing leaks, the rest are right."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Launch = Callable[..., Any]
 
 FRONTENDS = 4
-REQUESTS = 2_500  # of each
 
 
 async def storm(launch: Launch, socket_dir: Path, name: str, requests: int, aborted_percent: int) -> dict[str, float]:
@@ -28,19 +29,20 @@ async def storm(launch: Launch, socket_dir: Path, name: str, requests: int, abor
     words = await engine.said()
     engine_report = dict(zip(words[::2], words[1::2], strict=True))
     assert (engine_report["errors"], engine_report["whole"]) == ("0", "True")
-    assert int(engine_report["steps"]) > 10
+    assert int(engine_report["steps"]) > 1
     return {**outcomes, "aborted in the engine": float(engine_report["aborted"])}
 
 
+@pytest.mark.parametrize("requests", [500, pytest.param(2_500, marks=pytest.mark.slow)], ids="{} of each".format)
 async def test_an_abort_storm_leaks_nothing_and_the_rest_are_right(
-    launch: Launch, socket_dir: Path, record_property: Callable[[str, object], None]
+    requests: int, launch: Launch, socket_dir: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    calm = await storm(launch, socket_dir, "calm", REQUESTS // 5, 0)
-    assert (calm["answered"], calm["aborted"]) == (FRONTENDS * REQUESTS // 5, 0)
-    stormy = await storm(launch, socket_dir, "storm", REQUESTS, 90)
-    assert stormy["answered"] + stormy["aborted"] == FRONTENDS * REQUESTS
-    assert stormy["answered"] >= 0.08 * FRONTENDS * REQUESTS
-    assert stormy["aborted"] > 0.5 * FRONTENDS * REQUESTS  # the answer was faster than some aborts
+    calm = await storm(launch, socket_dir, "calm", requests // 5, 0)
+    assert (calm["answered"], calm["aborted"]) == (FRONTENDS * requests // 5, 0)
+    stormy = await storm(launch, socket_dir, "storm", requests, 90)
+    assert stormy["answered"] + stormy["aborted"] == FRONTENDS * requests
+    assert stormy["answered"] >= 0.07 * FRONTENDS * requests
+    assert stormy["aborted"] > 0.5 * FRONTENDS * requests  # the answer was faster than some aborts
     assert stormy["aborted in the engine"] > 0
     # How many requests come to their end in a second, of which kind ever. Not asserted: that would time a test.
     rates = [(run["answered"] + run["aborted"]) / run["seconds"] for run in (calm, stormy)]

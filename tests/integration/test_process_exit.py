@@ -20,7 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("how", "loop"), [("closed", "asyncio"), ("closed", "uvloop"), ("unclosed", "uvloop"), ("exited", "asyncio")]
+    ("how", "loop"),
+    [
+        *(pytest.param("closed", loop, marks=pytest.mark.slow) for loop in ("asyncio", "uvloop")),
+        ("unclosed", "uvloop"),
+        ("exited", "asyncio"),
+    ],
 )
 def test_an_interpreter_that_ends_with_living_views_does_not_crash(how: str, loop: str, socket_dir: Path) -> None:
     done = subprocess.run(

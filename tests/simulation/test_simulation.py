@@ -35,17 +35,18 @@ MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
 # -- walking and exploring -----------------------------------------------------------------------------------------------------
 
 
-def test_a_walk_finds_nothing_and_everything_happens() -> None:
-    walked = walk(20_000, seed=7)
+@pytest.mark.parametrize("steps", [5_000, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_a_walk_finds_nothing_and_everything_happens(steps: int) -> None:
+    walked = walk(steps, seed=7)
     assert walked.failure is None
-    assert walked.steps == 20_000
-    assert walked.episodes > 5
-    assert walked.states > 15_000
+    assert walked.steps == steps
+    assert walked.episodes > 2
+    assert walked.states > 0.75 * steps
     assert [kind for kind in Kind if not walked.actions[kind]] == []
 
 
 def test_a_walk_is_what_its_seed_says() -> None:
-    walks = [walk(2_000, seed) for seed in (3, 3, 4)]
+    walks = [walk(600, seed) for seed in (3, 3, 4)]
     assert walks[0].actions == walks[1].actions
     assert walks[0].states == walks[1].states
     assert walks[0].actions != walks[2].actions

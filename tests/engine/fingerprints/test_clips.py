@@ -136,7 +136,13 @@ def originals(made: dict[str, Frames]) -> dict[str, torch.Tensor]:
     return {name: describe(take(frames, 16)) for name, frames in made.items()}
 
 
-@pytest.mark.parametrize("alteration", ALTERATIONS.values(), ids=ALTERATIONS.keys())
+QUICKEST = "mpeg4-half-size-12-fps"  # and it changes most: size, frame rate and codec. The others take seconds each.
+CASES = [
+    pytest.param(alteration, id=name, marks=[pytest.mark.slow] * (name != QUICKEST)) for name, alteration in ALTERATIONS.items()
+]
+
+
+@pytest.mark.parametrize("alteration", CASES)
 def test_altered_copy_is_nearest_to_its_original(
     alteration: Callable[[Frames], Frames], made: dict[str, Frames], originals: dict[str, torch.Tensor]
 ) -> None:

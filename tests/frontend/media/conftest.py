@@ -6,7 +6,6 @@ import functools
 import io
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import av
@@ -118,23 +117,3 @@ def _long_clip(count: int, size: tuple[int, int] = (4096, 2160)) -> bytes:
 def long_clip() -> Callable[..., bytes]:
     """``long_clip(count, size)``: frames that take 11 ms of a core each, if they have 4096 x 2160 pixels."""
     return functools.cache(_long_clip)
-
-
-def _peak_nbytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("the kernel says nothing of VmHWM")
-
-
-@pytest.fixture
-def peak_nbytes() -> Callable[[Callable[[], Any]], int]:
-    """``peak_nbytes(function)``: calls it; by how many resident bytes this process grew meanwhile, at its peak."""
-
-    def measure(function: Callable[[], Any]) -> int:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is reset to what is resident now
-        before = _peak_nbytes()
-        function()
-        return _peak_nbytes() - before
-
-    return measure

@@ -8,6 +8,7 @@ nursery lives; with its stdin closed it ends, and all that it started is killed 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -53,6 +54,8 @@ def become(order: dict[str, Any]) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # else each child's first collection walks through all of torch, and copies the pages that it marks
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -20,29 +22,13 @@ def block(containing: str) -> str:
     return example
 
 
-def test_the_example_runs_in_two_processes(tmp_path: Path, socket_dir: Path) -> None:
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(socket_dir), "PYTHONPATH": str(ROOT)}
+async def test_the_example_runs_in_two_processes(launch: Callable[..., Any], tmp_path: Path, socket_dir: Path) -> None:
     (tmp_path / "engine.py").write_text(block("shmring.serve("))
     (tmp_path / "frontend.py").write_text(block("shmring.connect("))
-    engine = subprocess.Popen([sys.executable, "engine.py"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        frontend = subprocess.run(
-            [sys.executable, "frontend.py"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    finally:
-        engine.send_signal(signal.SIGINT)
-        try:
-            _, errors = engine.communicate(timeout=20)
-        finally:
-            engine.kill()
-    assert frontend.returncode == 0, frontend.stderr + errors
-    first, second, statistics = frontend.stdout.splitlines()
+    launch(str(tmp_path / "engine"), XDG_RUNTIME_DIR=str(socket_dir))
+    frontend = launch(str(tmp_path / "frontend"), XDG_RUNTIME_DIR=str(socket_dir))
+    await frontend.died()
+    first, second, statistics = frontend.output.read_text().splitlines()
     assert first == "{'mean': 0.5}"
     assert second == "{'mean': 1.0}"
     assert "copies=1" in statistics
