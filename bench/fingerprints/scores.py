@@ -12,15 +12,7 @@ __all__ = ["Kind", "Score", "sample_files", "score"]
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What became of one alteration, over all originals.
-
-    Attributes:
-        alteration: its name.
-        lowest: cosine of a copy and its original, the worst of all.
-        mean: the same, of all.
-        found: copies to which no original is nearer than their own.
-        copies: how many there are.
-    """
+    """What became of one alteration: cosines of all copies and their originals, and how many are nearest to their own."""
 
     alteration: str
     lowest: float
@@ -30,15 +22,7 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What is measured of one kind of thing.
-
-    Attributes:
-        name: of the kind.
-        originals: how many there are.
-        highest_between: cosine of the two different originals that are most alike.
-        mean_between: of all pairs of different originals.
-        scores: one for each alteration.
-    """
+    """What is measured of one kind of thing; ``between`` are cosines of two different originals."""
 
     name: str
     originals: int
