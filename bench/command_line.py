@@ -42,7 +42,7 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 _WHERE_RESULTS_GO = ("--json", "--plot")
-_PIPE_WIDTH = 176  # what the widest table needs
+_PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be cut
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

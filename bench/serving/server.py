@@ -1,7 +1,7 @@
 """A server of the run's own: ``shmring serve`` as a process, with a directory for all that it leaves on the disk.
 
-It is told to stop in every way out of the block, and what does not stop is killed; it is told by the kernel if this process is
-killed (:mod:`bench.serving.leash`). Its supervisor takes engine and frontends with it, also if it is killed itself.
+It is told to stop in every way out of the block, and what does not stop is killed; if this process is killed, it sees the end
+of its standard input. Its supervisor takes engine and frontends with it, also if it is killed itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from bench.children import BenchError
-from bench.serving import leash
 from bench.serving.plan import Load, ServerOptions
 from shmring.transport.liveness import ProcessWatch
 
@@ -28,7 +27,7 @@ __all__ = ["Server", "ServerError", "serving"]
 
 logger = logging.getLogger("bench.serving")
 
-_PROGRAM = ("-P", "-m", "frontend.cli", "serve")  # nothing is imported from the working directory
+_PROGRAM = ("-P", "-m", "frontend.cli", "serve", "--stop-with-stdin")  # nothing is imported from the working directory
 _READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
 _PARTS = ("engine", "frontends")
 _STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
@@ -46,7 +45,7 @@ class _Process:
     def __init__(self, part: str, pid: int) -> None:
         self.part = part
         self.ended = asyncio.Event()
-        self._pid = pid
+        self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self._watch = ProcessWatch(asyncio.get_running_loop(), os.dup(self._pidfd), self.ended.set)
 
@@ -54,9 +53,9 @@ class _Process:
         """Returns its CPU seconds, user and system."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if not self.ended.is_set():
-                fields = Path("/proc", str(self._pid), "stat").read_text().rpartition(")")[2].split()
+                fields = Path("/proc", str(self.pid), "stat").read_text().rpartition(")")[2].split()
                 return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
-        raise ServerError(f"a process of the server (pid {self._pid}) ended during the run")
+        raise ServerError(f"a process of the server (pid {self.pid}) ended during the run")
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -131,15 +130,12 @@ def _arguments(options: ServerOptions, load: Load, directory: str) -> list[str]:
 
 
 async def _start(arguments: list[str], directory: str, errors: Path) -> asyncio.subprocess.Process:
-    command = [sys.executable, *_PROGRAM, *arguments]
     with errors.open("wb") as file:
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",
-            leash.__file__,
-            str(os.getpid()),
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
+            *_PROGRAM,
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=file,
             env=os.environ | {"TMPDIR": directory},  # frontends keep their counters in files

@@ -8,6 +8,8 @@ import contextlib
 import io
 import json
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from aiohttp import web
 from bench.machine import Machine
 from bench.meter import Lag
 from bench.results import Spread, write_json
-from bench.serving import command, leash, report, run, serve_command
+from bench.serving import command, report, run, serve_command
 from bench.serving import server as server_module
 from bench.serving.client import Client, Exchange, ServerUnusableError
 from bench.serving.load import Generator, Latency, Measurement, Requests, measure, play
@@ -494,22 +496,39 @@ async def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, cap
     assert private_directories() == []
 
 
-def test_what_is_leashed_ends_with_whoever_started_it() -> None:
-    sleeper = [sys.executable, "-S", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"]
-    parent = (
-        "import os, subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, {leash.__file__!r}, str(os.getpid()), *{sleeper!r}])\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+#: Has a server, says which process it is, and waits. The server lives for as long as its standard input does.
+HAS_A_SERVER = """
+import asyncio
+from bench.serving import server
+from bench.serving.plan import Load, ServerOptions
+
+STAND_IN = '''
+import os, sys
+print(f"serving on http://127.0.0.1:9 (engine pid {os.getpid()}, frontends pids {os.getpid()})", flush=True)
+sys.stdin.read()
+'''
+
+async def main():
+    async with server.serving(ServerOptions(), Load(requests=1)) as served:
+        print(served.processes[0].pid, flush=True)
+        await asyncio.Event().wait()
+
+server._PROGRAM = ("-S", "-c", STAND_IN)
+asyncio.run(main())
+"""
+
+
+def test_a_server_ends_with_whoever_started_it() -> None:
+    assert "--stop-with-stdin" in server_module._PROGRAM
+    with subprocess.Popen([sys.executable, "-c", HAS_A_SERVER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            pid = int(process.stdout.readline())
-            assert Path("/proc", str(pid)).exists()
+            server = os.pidfd_open(int(process.stdout.readline()))
         finally:
             process.kill()
-        process.stdout.read()  # until the one that has it, too, has ended
-    deadline = time.monotonic() + 10
-    while (stat := Path("/proc", str(pid), "stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    try:
+        assert select.select([server], [], [], 20.0)[0], "it still runs"
+    finally:
+        os.close(server)
+        for directory in Path("/tmp").glob(f"shmring-serve-{process.pid}-*"):
+            shutil.rmtree(directory)
