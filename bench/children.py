@@ -41,11 +41,6 @@ class BenchError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ready:
-    """A child is there."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Failed:
     """A child's part of a cell has failed.
 
@@ -256,7 +251,7 @@ def _run(play: Play, control: Connection) -> None:
     gc.collect()
     gc.freeze()
     with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):  # the parent has gone
-        control.send(_Ready())
+        control.send("ready")
         while (cell := control.recv()) is not None:
             control.send(play_cell(play, control, cell))
 

@@ -13,10 +13,11 @@ from bench import cases, command_line, plots, tables, targets, transport
 from bench.command_line import NotMeasured
 from bench.coverage import Key
 from bench.interleaving import Plan, Round
-from bench.messages import DTYPES, ITEM_NBYTES
+from bench.messages import DTYPES
 from bench.peers import BASELINE, PEERS
 from bench.records import Results
 from bench.results import Findings, Verdict, write_json
+from bench.stamps import ITEM_NBYTES
 
 __all__ = ["quick_command", "quick_plan", "transport_command", "transport_plan"]
 

@@ -130,17 +130,16 @@ class CopyLimits:
         self._memchr = ctypes.CDLL(None).memchr
         self._memchr.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
-    def copies_cold_per_s(self, seconds: float) -> float:
-        """Returns how often a second so many bytes are copied, to another place each time, through more than the cache."""
-        return self._per_s(lambda turn: self._copy(turn % self._places), seconds)
+    def measure(self, seconds: float) -> tuple[float, float, float]:
+        """Returns how often a second so many bytes are copied to another place each time, through more than the cache; to the
+        same place; and read at another place each time, by ``memchr``, in vain.
 
-    def copies_hot_per_s(self, seconds: float) -> float:
-        """Returns how often a second so many bytes are copied to the same place."""
-        return self._per_s(lambda turn: self._copy(0), seconds)
-
-    def reads_per_s(self, seconds: float) -> float:
-        """Returns how often a second so many bytes are read, at another place each time: by ``memchr``, in vain."""
-        return self._per_s(self._read, seconds)
+        Args:
+            seconds: for each of the three.
+        """
+        cold = self._per_s(lambda turn: self._copy(turn % self._places), seconds)
+        hot = self._per_s(lambda turn: self._copy(0), seconds)
+        return cold, hot, self._per_s(self._read, seconds)
 
     def __enter__(self) -> CopyLimits:
         return self

@@ -1,11 +1,7 @@
 """What the benchmarks send, and the check of every message of it.
 
-A message is a tensor with a header: its producer, its sequence number with that producer, the phase of the run that it
-belongs to, and when it was sent. Before each send the producer writes a value that follows from the sequence number to a few
-places of the tensor, most of which move from message to message; the consumer compares. A message that is lost, doubled,
-overtaken, torn, overwritten too early or seen too late so ends the run, and no transport is timed that does not deliver
-what was sent. Whatever the tensor's dtype, stamps are 4 bytes at places that are multiples of 4: nothing is computed with
-them, and an odd bit pattern of a float is as good as any.
+A message is a tensor with stamps (:mod:`bench.stamps`) and a header: its producer, its sequence number with that producer, the
+phase of the run that it belongs to, and when it was sent. Messages of a producer come in the order in which they were sent.
 
 Producers share a :class:`Start` with their consumer: they warm up until messages of all of them have arrived, and for
 ``warm_up_s`` from then on; they are timed until timed messages of all have arrived, and for ``timed_s`` from then on. So all
@@ -26,22 +22,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench import stamps
 from bench.meter import Cost, Meter
+from bench.stamps import ITEM_NBYTES, MAX_SENDERS, CheckError
 
-__all__ = ["DTYPES", "ITEM_NBYTES", "Cell", "CheckError", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
-
-ITEM_NBYTES = 4  # of a stamp; sizes are multiples of it, and so of every dtype's
+__all__ = ["DTYPES", "Cell", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
 
 #: The dtypes of tensors that can be sent, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
-_STAMP_BITS = 24  # of the sequence number in a stamp; the 7 above are the producer's, the sign says that it is a stamp
-_MAX_PRODUCERS = 1 << 7
 _MIN_WINDOWS = 2  # windows of messages that each phase lasts at least, however slow the transport
-
-
-class CheckError(Exception):
-    """A message was not what was sent."""
 
 
 class Phase(enum.IntEnum):
@@ -83,7 +73,7 @@ class Cell:
     def __post_init__(self) -> None:
         assert self.nbytes > 0, "a tensor has stamps"
         assert self.nbytes % ITEM_NBYTES == 0, "a tensor holds whole stamps"
-        assert 1 <= self.producers <= _MAX_PRODUCERS, "a stamp has 7 bits for its producer"
+        assert 1 <= self.producers <= MAX_SENDERS, "a stamp has 7 bits for its producer"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -128,44 +118,26 @@ class Measurement:
 
 
 class Start:
-    """Two moments that the consumer sets and the producers read: when it had seen each of them, and each of them timed.
+    """When messages of a phase had arrived of all producers, which the consumer sets and the producers read; 0 until then.
 
     Args:
-        memory: two int64 that all processes of a cell share; of this process alone if there are no others.
+        memory: an int64 for each phase but the last, which all processes of a cell share; of this process alone if there are
+            no others.
     """
 
     def __init__(self, memory: Any = None) -> None:
         self._moments: Any = [0, 0] if memory is None else memory
 
-    @property
-    def all_seen_ns(self) -> int:
-        """When a message of every producer had arrived; 0 as long as one is missing."""
-        return int(self._moments[0])
+    def moment_ns(self, phase: Phase) -> int:
+        return int(self._moments[phase])
 
-    @property
-    def all_timed_ns(self) -> int:
-        """When a timed message of every producer had arrived; 0 as long as one is missing."""
-        return int(self._moments[1])
+    def set(self, phase: Phase) -> None:
+        """Now all are in that phase."""
+        self._moments[phase] = time.perf_counter_ns()
 
     def clear(self) -> None:
         """A new cell begins."""
         self._moments[0] = self._moments[1] = 0
-
-    def set_all_seen(self) -> None:
-        self._moments[0] = time.perf_counter_ns()
-
-    def set_all_timed(self) -> None:
-        self._moments[1] = time.perf_counter_ns()
-
-
-def _places(sequence: int, length: int) -> tuple[int, int, int, int]:
-    """Where a message is stamped: both ends, and two places that move through the tensor."""
-    return 0, length - 1, sequence * 40_503 % length, (sequence * 9_973 + length // 2) % length
-
-
-def _stamp(sequence: int, producer: int) -> int:
-    """The int32 a message is stamped with: negative, which the tensors' initial content nowhere is."""
-    return -1 - (producer << _STAMP_BITS | sequence % (1 << _STAMP_BITS))
 
 
 class Source:
@@ -188,13 +160,12 @@ class Source:
         self.producer = producer
         self._cell = cell
         self._start = start
-        self._length = cell.nbytes // ITEM_NBYTES
-        words = np.arange(self._length, dtype=np.int32)
+        words = np.arange(cell.nbytes // ITEM_NBYTES, dtype=np.int32)
         self.array: NDArray[np.uint8] = words.view(np.uint8)
         self.tensor = torch.from_numpy(self.array).view(cell.torch_dtype)
         self.finished = False
         self.meter = Meter(cell.nbytes)
-        self._words: Any = words.data  # a memoryview: the fastest way to write single items
+        self._words: Any = words.data
         self._sequence = 0
         self._phase = Phase.WARM_UP
         self._phase_started_ns = time.perf_counter_ns()
@@ -210,11 +181,7 @@ class Source:
         now = time.perf_counter_ns()
         words: Any = self._words if tensor is None else tensor.view(torch.int32).numpy().data
         sequence = self._sequence
-        value = _stamp(sequence, self.producer)
-        for place in _places(sequence, self._length):
-            words[place] = value
-        if sequence == self._cell.corrupt_sequence:
-            words[self._length - 1] = ~value
+        stamps.write(words, self.producer, sequence, spoiled=sequence == self._cell.corrupt_sequence)
         self._sequence += 1
         self._advance(now)
         return Header(sequence, self._phase, now, self.producer)
@@ -225,8 +192,7 @@ class Source:
         warming_up = self._phase is Phase.WARM_UP
         began_ns = self._phase_started_ns
         if self._start is not None:
-            all_ns = self._start.all_seen_ns if warming_up else self._start.all_timed_ns
-            if not all_ns:
+            if not (all_ns := self._start.moment_ns(self._phase)):
                 return  # a producer is still missing
             began_ns = max(began_ns, all_ns)
         if now - began_ns >= (self._cell.warm_up_s if warming_up else self._cell.timed_s) * 1e9:
@@ -280,16 +246,13 @@ class Sink:
         if self._copy is not None:
             tensor = self._copy.copy_(tensor)
         received_ns = time.perf_counter_ns()
-        items = tensor.view(torch.int32).numpy()
-        value = _stamp(sequence, producer)
-        for place in _places(sequence, self._length):
-            if items.item(place) != value:
-                raise CheckError(
-                    f"message {sequence} holds {items.item(place)} at {place * ITEM_NBYTES}, not {value}: "
-                    f"it is corrupted{self._whose(producer)}"
-                )
+        words = tensor.view(torch.int32).numpy()
+        if wrong := stamps.wrong_content(words, producer, sequence, stamps.places(sequence, self._length)):
+            raise CheckError(f"message {sequence} {wrong}{self._whose(producer)}")
         if not sequence:
-            self._see()
+            self._unseen -= 1
+            if not self._unseen and self._start is not None:
+                self._start.set(Phase.WARM_UP)
         self._sequences[producer] = sequence + 1
         if phase != Phase.WARM_UP:
             self._record(phase, received_ns - sent_ns, producer)
@@ -316,20 +279,11 @@ class Sink:
         due = self._sequences[producer]
         if sequence != due:
             raise CheckError(f"message {sequence} came where message {due} was due{self._whose(producer)}")
-        if tensor.dtype is not self._dtype or tensor.shape != self._shape:
-            raise CheckError(
-                f"message {sequence} is {tensor.dtype}{list(tensor.shape)}, not {self._dtype}{list(self._shape)}"
-                f"{self._whose(producer)}"
-            )
+        if wrong := stamps.wrong_form(tensor, self._dtype, self._shape):
+            raise CheckError(f"message {sequence} {wrong}{self._whose(producer)}")
 
     def _whose(self, producer: int) -> str:
         return f" (of producer {producer})" if len(self._sequences) > 1 else ""
-
-    def _see(self) -> None:
-        """A producer's first message has come."""
-        self._unseen -= 1
-        if not self._unseen and self._start is not None:
-            self._start.set_all_seen()
 
     def _record(self, phase: int, latency_ns: int, producer: int) -> None:
         """Counts a message that is not warm-up. The phase is over for all once one producer has left it."""
@@ -354,4 +308,4 @@ class Sink:
         if not self._untimed:
             self.meter.start()
             if self._start is not None:
-                self._start.set_all_timed()
+                self._start.set(Phase.TIMED)

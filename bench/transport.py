@@ -73,9 +73,7 @@ def _timed_limits(part: Round[Case], limits: list[Limit]) -> Iterator[Callable[[
     nbytes = part.cases[0].nbytes
     runs: list[tuple[float, float, float]] = []
     with CopyLimits(nbytes) as copies:
-        yield lambda: runs.append(
-            (copies.copies_cold_per_s(_LIMITS_S), copies.copies_hot_per_s(_LIMITS_S), copies.reads_per_s(_LIMITS_S))
-        )
+        yield lambda: runs.append(copies.measure(_LIMITS_S))
     if runs:
         cold, hot, reads = zip(*runs, strict=True)
         limits.append(Limit(nbytes, Spread.of(cold), Spread.of(hot), Spread.of(reads), list(cold)))

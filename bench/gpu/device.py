@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 import shmring
-from bench.messages import CheckError
+from bench.stamps import CheckError
 from shmring.gpu.cuda import TorchCuda
 
 __all__ = ["DTYPE", "ITEM_NBYTES", "MIN_NBYTES", "Accelerator", "Gpu", "check", "marks", "missing", "pinned_slab", "sample"]

@@ -14,10 +14,11 @@ from bench.coverage import Status
 from bench.interleaving import Plan
 from bench.peers import BASELINE, REQUEST_PEERS
 from bench.request.plan import Case, Results, rounds, run
-from bench.request.questions import ITEM_NBYTES, MAX_CLIENTS
+from bench.request.questions import MAX_CLIENTS
 from bench.request.report import report, scaling_report
 from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
 from bench.results import write_json
+from bench.stamps import ITEM_NBYTES
 from bench.tables import show
 from shmring.config import parse_nbytes
 

@@ -1,10 +1,8 @@
 """What clients ask, what the engine answers, and the check of both.
 
-A question is a float32 tensor under a header: the client's index and a sequence number of that client. Before each request
-a client writes a value that follows from the header to a few places of the tensor, most of which move from question to
-question. The engine compares them, and that no question comes twice; it answers with a tensor that holds the same value at
-both ends, and the client compares those. A request that is lost, doubled, torn, overwritten too early or answered with
-somebody else's reply so ends the run: nothing is timed that does not deliver. What is lost ends it by the limit of time.
+A question is a float32 tensor with stamps (:mod:`bench.stamps`) under a header: the client's index and a sequence number of
+that client. The engine checks them, and that no question comes twice; it answers with a tensor that holds the same stamp at both
+ends, and the client checks those. What is lost ends a run by the limit of time.
 
 Invariants: a question's memory is not written between its sending and its reply, so that a transport may send from it at
 any time in between; and each reply is memory of its own, as the results of a model are.
@@ -18,16 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from bench.messages import CheckError
+from bench import stamps
+from bench.stamps import ITEM_NBYTES, CheckError
 
-__all__ = ["ITEM_NBYTES", "MAX_CLIENTS", "Answer", "Cell", "Desk", "Header", "Question", "checks_us"]
+__all__ = ["MAX_CLIENTS", "Answer", "Cell", "Desk", "Header", "Question", "checks_us"]
 
-ITEM_NBYTES = 4  # float32
-MAX_CLIENTS = 64  # so that stamps of different clients differ for a quarter of a million questions of each
+MAX_CLIENTS = 64
 
-_EXACT_INTEGERS = 1 << 24  # that float32 can hold
 _CHECKS = 2000  # rounds over which the cost of the checks alone is taken: some ten milliseconds
 
 
@@ -77,34 +73,12 @@ class Answer(NamedTuple):
     tensor: torch.Tensor
 
 
-def _places(sequence: int, length: int) -> tuple[int, int, int, int]:
-    """Where a question is stamped: both ends, and two places that move through the tensor."""
-    return 0, length - 1, sequence * 40_503 % length, (sequence * 9_973 + length // 2) % length
-
-
-def _stamp(header: Header) -> float:
-    """The value of a question and of its answer; what tensors hold otherwise is positive."""
-    return -1.0 - (header.sequence * MAX_CLIENTS + header.client) % (_EXACT_INTEGERS - 1)
-
-
-def _checked(what: str, header: Header, array: NDArray[np.float32], places: tuple[int, ...]) -> None:
-    value = _stamp(header)
-    for place in places:
-        if array.item(place) != value:
-            raise CheckError(
-                f"{what} {header.sequence} of client {header.client} holds {array.item(place)} at {place}, not {value}: "
-                "it is corrupted"
-            )
-
-
-def _array(what: str, header: Header, tensor: torch.Tensor, shape: tuple[int]) -> NDArray[np.float32]:
-    if tensor.dtype is not torch.float32 or tensor.shape != shape:
-        raise CheckError(
-            f"{what} {header.sequence} of client {header.client} is {tensor.dtype}{list(tensor.shape)}, "
-            f"not torch.float32{list(shape)}"
-        )
-    array: NDArray[np.float32] = tensor.numpy()
-    return array
+def _check(what: str, header: Header, tensor: torch.Tensor, length: int, places: tuple[int, ...]) -> None:
+    """Raises CheckError if a tensor is not so many float32, or does not hold the header's stamp."""
+    wrong = stamps.wrong_form(tensor, torch.float32, (length,))
+    wrong = wrong or stamps.wrong_content(tensor.numpy().view(np.int32), header.client, header.sequence, places)
+    if wrong is not None:
+        raise CheckError(f"{what} {header.sequence} of client {header.client} {wrong}")
 
 
 class Question:
@@ -116,19 +90,15 @@ class Question:
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
-        self._length = cell.nbytes // ITEM_NBYTES
-        self._reply_shape = (cell.reply_nbytes // ITEM_NBYTES,)
-        array = np.ones(self._length, np.float32)
+        self._reply_length = cell.reply_nbytes // ITEM_NBYTES
+        array = np.ones(cell.nbytes // ITEM_NBYTES, np.float32)
         self.tensor = torch.from_numpy(array)
-        self._items: Any = array.data  # a memoryview: the fastest way to write single items
+        self._words: Any = array.view(np.int32).data
 
     def stamp(self, header: Header) -> None:
         """Makes it the question of a header."""
-        value = _stamp(header)
-        for place in _places(header.sequence, self._length):
-            self._items[place] = value
-        if header.sequence == self._cell.corrupt_question:
-            self._items[self._length - 1] = value - 1
+        spoiled = header.sequence == self._cell.corrupt_question
+        stamps.write(self._words, header.client, header.sequence, spoiled=spoiled)
 
     def check(self, header: Header, answer: Answer) -> None:
         """Compares an answer with the question's header.
@@ -138,8 +108,7 @@ class Question:
         """
         if answer.header != header:
             raise CheckError(f"request {tuple(header)} (client, sequence) got the reply of {tuple(answer.header)}")
-        array = _array("reply", header, answer.tensor, self._reply_shape)
-        _checked("reply", header, array, (0, len(array) - 1))
+        _check("reply", header, answer.tensor, self._reply_length, (0, self._reply_length - 1))
 
 
 class _Seen:
@@ -187,14 +156,13 @@ class Desk:
             CheckError: it is not what was sent, or came before.
         """
         self._seen[header.client].add(header)
-        array = _array("request", header, tensor, (self._length,))
-        _checked("request", header, array, _places(header.sequence, self._length))
-        reply = np.empty(self._reply_length, np.float32)
-        reply[0] = reply[-1] = _stamp(header)
+        _check("request", header, tensor, self._length, stamps.places(header.sequence, self._length))
+        reply = np.empty(self._reply_length, np.int32)
+        reply[0] = reply[-1] = stamps.value(header.client, header.sequence)
         if header.sequence == self._cell.corrupt_answer:
             reply[-1] += 1
         self.answered += 1
-        return torch.from_numpy(reply)
+        return torch.from_numpy(reply.view(np.float32))
 
 
 def checks_us(cell: Cell) -> tuple[float, float]:

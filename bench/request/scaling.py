@@ -24,7 +24,8 @@ import torch
 import shmring
 from bench.peers import Ask, RequestPeer
 from bench.peers.shmring_ring import RING, answer, request
-from bench.request.questions import ITEM_NBYTES, Answer, Cell, Desk, Header
+from bench.request.questions import Answer, Cell, Desk, Header
+from bench.stamps import ITEM_NBYTES
 from shmring.client.client import Connecting
 
 __all__ = ["MAX_SCALING_NBYTES", "VARIANTS", "VARIANT_GROUPS", "ConnectedClients", "SlotsInUse"]

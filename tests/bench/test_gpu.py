@@ -29,7 +29,7 @@ from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.plan import Plan, Results, run, steps
 from bench.gpu.processes import Process, Refused
-from bench.messages import CheckError
+from bench.stamps import CheckError
 from shmring.client.client import Connecting, RingClient
 from shmring.config import ClientConfig, RingConfig
 from shmring.gpu.cuda import CudaError

@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
-from bench.messages import DTYPES, Cell, CheckError, Header, Phase, Sink, Source, Start
+from bench.messages import DTYPES, Cell, Header, Phase, Sink, Source, Start
 from bench.meter import Meter, resident_nbytes
+from bench.stamps import CheckError
 
 CELL = Cell(nbytes=4096, window=4, warm_up_s=0.0, timed_s=0.0, limit_s=10.0, directory="")
 
@@ -163,11 +164,11 @@ def test_producers_warm_up_until_all_have_been_seen_and_are_timed_until_all_are(
 
     assert set(send(first, 20)) == {Phase.WARM_UP}  # the second is missing
     assert set(send(second, 1)) == {Phase.WARM_UP}
-    assert start.all_seen_ns
+    assert start.moment_ns(Phase.WARM_UP)
     assert send(first, 10)[-1] == Phase.TIMED  # and stays there: the second is not timed
-    assert not start.all_timed_ns
+    assert not start.moment_ns(Phase.TIMED)
     assert send(second, 3)[-1] == Phase.TIMED
-    assert start.all_timed_ns
+    assert start.moment_ns(Phase.TIMED)
     assert send(first, 1) == [Phase.LAST]
     while not second.finished:
         send(second, 1)

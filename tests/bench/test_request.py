@@ -27,7 +27,6 @@ from bench.children import BenchError
 from bench.coverage import Coverage
 from bench.interleaving import Plan
 from bench.machine import Machine
-from bench.messages import CheckError
 from bench.meter import Cost
 from bench.peers import BASELINE, REQUEST_PEERS, Ask, RequestPeer
 from bench.peers.in_flight import Pending
@@ -39,6 +38,7 @@ from bench.request.questions import Answer, Cell, Desk, Header, Question, checks
 from bench.request.report import report, scaling_report
 from bench.request.scaling import VARIANT_GROUPS, ConnectedClients, SlotsInUse
 from bench.results import Spread
+from bench.stamps import CheckError
 
 SMALL = Cell(nbytes=4096, reply_nbytes=64, in_flight=4, clients=1, warm_up_s=0.01, timed_s=0.05, limit_s=60.0, directory="")
 
@@ -64,7 +64,7 @@ def test_an_answer_belongs_to_its_question() -> None:
 def test_a_question_that_is_not_what_was_sent_is_noticed() -> None:
     question, desk = Question(SMALL), Desk(SMALL)
     question.stamp(Header(0, 7))
-    with pytest.raises(CheckError, match=r"request 8 of client 0 holds -449\.0 at 0, not -513\.0: it is corrupted"):
+    with pytest.raises(CheckError, match=r"request 8 of client 0 holds -8 at 0, not -9: it is corrupted"):
         desk.answer(Header(0, 8), question.tensor)
     for tensor in (question.tensor[1:], question.tensor.to(torch.float64)):
         with pytest.raises(CheckError, match=r"not torch\.float32"):
@@ -76,7 +76,7 @@ def test_every_stamped_place_is_looked_at(place: int) -> None:
     question = Question(SMALL)
     question.stamp(Header(0, 7))
     question.tensor[place] = 1.0
-    with pytest.raises(CheckError, match=f"at {place}, not"):
+    with pytest.raises(CheckError, match=f"at {4 * place}, not"):
         Desk(SMALL).answer(Header(0, 7), question.tensor)
 
 
@@ -107,7 +107,7 @@ def test_an_answer_that_is_not_the_question_s_is_noticed() -> None:
     with pytest.raises(CheckError, match="reply 1 of client 0 holds"):
         question.check(Header(0, 1), Answer(Header(0, 1), reply))
     reply[-1] = 1.0
-    with pytest.raises(CheckError, match="at 15, not"):
+    with pytest.raises(CheckError, match="at 60, not"):
         question.check(Header(0, 0), Answer(Header(0, 0), reply))
 
 
