@@ -1,8 +1,8 @@
 """What clients ask, what the engine answers, and the check of both.
 
 A question is a float32 tensor with stamps (:mod:`bench.stamps`) under a header: the client's index and a sequence number of
-that client. The engine checks them, and that no question comes twice; it answers with a tensor that holds the same stamp at both
-ends, and the client checks those. What is lost ends a run by the limit of time.
+that client. The engine checks them, and that no question comes twice; it answers with a tensor that holds the same stamp at
+both ends, and the client checks those. What is lost ends a run by the limit of time.
 
 Invariants: a question's memory is not written between its sending and its reply, so that a transport may send from it at
 any time in between; and each reply is memory of its own, as the results of a model are.
