@@ -15,7 +15,6 @@ from bench.__main__ import main
 from bench.cases import Case
 from bench.coverage import Coverage, Gap, Planned, Status, checkout
 from bench.request.command import request_plan
-from bench.request.plan import planned
 from bench.results import write_json
 
 Make = Callable[..., Any]
@@ -73,6 +72,6 @@ def test_the_plan_of_requests_has_every_cell() -> None:
     plan = request_plan(
         sizes=(), in_flight=(), clients=(), reply_nbytes=64, peers=(), repetitions=5, seconds=None, quick=False, scaling=False
     )
-    cases = planned(plan)
+    cases = plan.planned()
     assert len(cases) == 4 * 3 * 2
     assert (cases[0].case, cases[0].repetitions) == ("4 KB, 1 in flight of 1 client", 5)
