@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPILED = ("tests/core/test_blocks.py", "tests/core/test_message_ring.py")
+COMPILED = tuple(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views"))
 FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
 

@@ -1,0 +1,123 @@
+"""Shared memory that stays mapped until nobody uses it any more.
+
+Theory of operation: what is mapped is counted in C, so that a view can hold it whose end no Python code sees
+(:mod:`shmring.core.views`). The :class:`Mapping` has one reference, and so has each region with a view. It is unmapped by whoever
+drops the last one, on whatever thread that is. A :class:`Mapping` has no ``close``: some takers of a buffer (``numpy.ndarray``,
+``torch.frombuffer``) give it back at once and keep the object.
+
+A forked child drops references like its parent, but unmaps nothing: memory that is kept out of children is not there, and
+something else may be.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.exc cimport PyErr_SetFromErrno
+from libc.errno cimport ENOMEM
+from libc.stdint cimport int32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from posix.unistd cimport getpid
+
+cdef extern from "<sys/mman.h>" nogil:
+    void* mmap(void*, size_t, int, int, int, long)
+    int munmap(void*, size_t)
+    int madvise(void*, size_t, int)
+    int mprotect(void*, size_t, int)
+    enum:
+        PROT_READ
+        PROT_WRITE
+        MAP_SHARED
+    void* MAP_FAILED
+
+cdef extern from "atomics.h" nogil:
+    void take_reference(int32_t* count)
+    int32_t drop_reference(int32_t* count)
+
+
+cdef void keep_mapped(Mapped* mapped) noexcept nogil:
+    take_reference(&mapped.references)
+
+
+cdef void leave_mapped(Mapped* mapped) noexcept nogil:
+    if drop_reference(&mapped.references):
+        return
+    if mapped.nbytes and mapped.process == getpid():
+        munmap(mapped.address, mapped.nbytes)
+    free(mapped)
+
+
+@cython.final
+@cython.no_gc
+cdef class Mapping:
+    """The memory behind a descriptor, to be read and written. It is a buffer.
+
+    Args:
+        fd: the descriptor; not needed any more afterwards.
+        nbytes: how much of it; 0 maps nothing.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+
+    def __cinit__(self, fd: int, nbytes: int) -> None:
+        cdef uint64_t size = nbytes
+        cdef int descriptor = fd
+        cdef void* address = NULL
+        self.mapped = <Mapped*>malloc(sizeof(Mapped))
+        if self.mapped == NULL:
+            raise MemoryError
+        self.mapped.references = 1
+        self.mapped.process = getpid()
+        self.mapped.nbytes = 0
+        if size:
+            with nogil:
+                address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0)
+            if address == MAP_FAILED:
+                PyErr_SetFromErrno(OSError)
+        self.mapped.address = <char*>address
+        self.mapped.nbytes = size
+
+    def __dealloc__(self) -> None:
+        if self.mapped != NULL:
+            leave_mapped(self.mapped)
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped."""
+        return <uintptr_t>self.mapped.address
+
+    @property
+    def nbytes(self) -> int:
+        """Size."""
+        return self.mapped.nbytes
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.mapped.address, <Py_ssize_t>self.mapped.nbytes, 0, flags)
+
+    def advise(self, offset: int, nbytes: int, advice: int) -> None:
+        """Tells the kernel about a range (``madvise``), without the interpreter's lock.
+
+        Raises:
+            OSError: the range is not in this mapping, or the kernel refuses.
+        """
+        cdef char* start = self._place(offset, nbytes)
+        cdef uint64_t length = nbytes
+        cdef int what = advice, failed
+        with nogil:
+            failed = madvise(start, length, what)
+        if failed:
+            PyErr_SetFromErrno(OSError)
+
+    def protect(self, offset: int, nbytes: int, protection: int) -> None:
+        """Sets what this process may do with a range (``mprotect``).
+
+        Raises:
+            OSError: the range is not in this mapping, or the kernel refuses.
+        """
+        cdef char* start = self._place(offset, nbytes)
+        if mprotect(start, nbytes, protection):
+            PyErr_SetFromErrno(OSError)
+
+    cdef char* _place(self, uint64_t offset, uint64_t nbytes) except? NULL:
+        if offset > self.mapped.nbytes or nbytes > self.mapped.nbytes - offset:
+            raise OSError(ENOMEM, f"{nbytes} bytes at {offset} are not in a mapping of {self.mapped.nbytes}")
+        return self.mapped.address + offset

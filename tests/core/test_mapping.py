@@ -1,0 +1,117 @@
+"""A mapping stays as long as anybody uses it, and no longer."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmring.core.mapping import Mapping
+from shmring.core.views import Regions
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("mapping")
+    os.ftruncate(fd, 4 * PAGE)
+    yield fd
+    os.close(fd)
+
+
+def is_mapped(address: int) -> bool:
+    return any(
+        line.startswith((f"{address:x}-", f"{address:012x}-")) for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+
+
+def test_it_is_the_memory_behind_the_descriptor(fd: int) -> None:
+    first, second = Mapping(fd, 4 * PAGE), Mapping(fd, PAGE)
+    assert (first.nbytes, second.nbytes) == (4 * PAGE, PAGE)
+    np.frombuffer(first, np.uint8)[5] = 7
+    assert bytes(memoryview(second)[4:7]) == b"\0\7\0"
+    assert ctypes.string_at(second.address + 5, 1) == b"\7"
+    assert os.pread(fd, 1, 5) == b"\7"
+
+
+def test_it_goes_with_the_object_and_what_was_built_on_it(fd: int) -> None:
+    gc.disable()
+    try:
+        for build in (
+            memoryview,
+            lambda buffer: np.ndarray((4,), np.uint8, buffer),
+            lambda buffer: np.frombuffer(buffer, np.uint8)[1:],
+        ):
+            mapping = Mapping(fd, PAGE)
+            address = mapping.address
+            built = build(mapping)
+            del mapping
+            assert is_mapped(address)
+            del built
+            assert not is_mapped(address)
+    finally:
+        gc.enable()
+
+
+def test_a_region_keeps_it_and_so_does_a_view_of_one(fd: int) -> None:
+    mapping, regions = Mapping(fd, PAGE), Regions()
+    address = mapping.address
+    region = regions.open(mapping, 64, 64, (0, 0))
+    del mapping
+    view = np.ndarray((4,), np.uint8, region.memory())
+    region.abandon()
+    regions.close()
+    assert is_mapped(address)
+    del view
+    assert not is_mapped(address)
+
+
+def test_nothing_can_be_mapped_too(fd: int) -> None:
+    nothing = Mapping(fd, 0)
+    assert (nothing.nbytes, bytes(nothing)) == (0, b"")
+
+
+def test_what_the_kernel_refuses_is_an_error_with_its_number(fd: int) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        Mapping(-1, PAGE)
+    assert caught.value.errno == errno.EBADF
+    with pytest.raises(OverflowError):
+        Mapping(fd, -1)
+
+
+def test_advice_and_protection_are_for_ranges_of_its_own(fd: int) -> None:
+    mapping = Mapping(fd, 2 * PAGE)
+    mapping.advise(0, 2 * PAGE, mmap.MADV_WILLNEED)
+    mapping.protect(PAGE, PAGE, mmap.PROT_READ)
+    line = next(
+        line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(f"{mapping.address + PAGE:x}")
+    )
+    assert line.split()[1] == "r--s"
+    for call in (mapping.advise, mapping.protect):
+        for offset, nbytes in ((0, 3 * PAGE), (3 * PAGE, 0), (PAGE, 2**64 - PAGE)):
+            with pytest.raises(OSError, match="not in a mapping") as caught:
+                call(offset, nbytes, 1)
+            assert caught.value.errno == errno.ENOMEM
+    with pytest.raises(OSError, match="Invalid argument"):
+        mapping.protect(1, PAGE, mmap.PROT_READ)
+    with pytest.raises(OSError, match="Invalid argument"):
+        mapping.advise(0, PAGE, 9999)
+
+
+def test_a_forked_child_unmaps_nothing(fd: int) -> None:
+    """What is kept out of children is not mapped there; something else may be, at the same address."""
+    mapping = Mapping(fd, PAGE)
+    address = mapping.address
+    pid = os.fork()
+    if not pid:
+        del mapping
+        os._exit(10 if is_mapped(address) else 20)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10
