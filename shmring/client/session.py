@@ -55,6 +55,7 @@ from shmring.core.messages import (
     decode_engine_message,
 )
 from shmring.core.states import ClientSlot
+from shmring.core.views import Region, Regions
 from shmring.errors import (
     AbortedError,
     CapacityError,
@@ -76,7 +77,6 @@ from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
 from shmring.memory.slab import Slab
-from shmring.memory.views import Obituaries
 from shmring.transport.connection import Connection
 from shmring.transport.endpoint import attach_engine, say_goodbye
 from shmring.transport.liveness import ProcessWatch
@@ -92,6 +92,7 @@ _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _COPY_WORTH_A_WAKE_NBYTES = 128 << 10  # copying so much takes longer than waking the engine, which may as well begin
 _CLOSED = "this client was closed"
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
+_OF_SLOTS, _OF_REPLIES = 0, 1  # what a region is of
 
 
 @dataclass(slots=True)
@@ -123,6 +124,7 @@ class Session:
         device_memory: DeviceMemory,
         welcome: Welcome,
         slab: Slab,
+        regions: Regions,
         pidfd: int,
         on_lost: Callable[[Session], object],
     ) -> None:
@@ -135,6 +137,7 @@ class Session:
         self._cuda = cuda
         self._device_memory = device_memory
         self._slab = slab
+        self._regions = regions  # by _OF_SLOTS and the id of a record, or by _OF_REPLIES and a generation
         self._on_lost = on_lost
         self._origin = Origin()
         self.book = LeaseBook(
@@ -160,9 +163,9 @@ class Session:
         self._held: dict[int, SlotRecord] = {}  # by first block
         self._held_starts: list[int] = []
         self._lease_ranges: dict[int, tuple[int, int]] = {}
-        self._slot_views: Obituaries[int, NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
+        self._held_regions: dict[int, Region] = {}  # by first block; of slots in host memory
         self._viewed: dict[int, SlotRecord] = {}  # by id: left by their caller, still viewed
-        self._reply_views: Obituaries[int, NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
+        self._viewed_replies: set[int] = set()  # generations of slots
         self._expiry: asyncio.TimerHandle | None = None
         self._touching: asyncio.Task[None] | None = None
         self._copies: dict[asyncio.Future[None], SlotRecord] = {}  # that are being made, or wait for their turn
@@ -177,6 +180,7 @@ class Session:
             polling=BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None,
         )
         self._watch = ProcessWatch(self.loop, pidfd, self._engine_died)
+        self.loop.add_reader(regions.bell, self._collect_deaths)
 
     @classmethod
     async def open(
@@ -202,12 +206,13 @@ class Session:
         welcome = engine.welcome
         try:
             slab = Slab.attach(engine.slab_fd, welcome.slab_nbytes, welcome.epoch)
+            regions = Regions()
         except BaseException:
             os.close(engine.pidfd)
             say_goodbye(engine.socket)
             engine.socket.close()
             raise
-        session = cls(config, counters, copier, cuda, device_memory, welcome, slab, engine.pidfd, on_lost)
+        session = cls(config, counters, copier, cuda, device_memory, welcome, slab, regions, engine.pidfd, on_lost)
         try:
             if config.map_leased_only:
                 slab.protect(0, welcome.slab_nbytes, readable=True, writable=False)
@@ -283,6 +288,8 @@ class Session:
             return
         self.error = ClosedError(_CLOSED) if self._closing else error
         self._watch.close()
+        self.loop.remove_reader(self._regions.bell)
+        self._regions.close()
         self.connection.abort()
         if self._expiry is not None:
             self._expiry.cancel()
@@ -438,13 +445,13 @@ class Session:
     def hold(self, record: SlotRecord, *, drain: bool) -> Slot:
         """Hands an acquired slot to the caller."""
         try:
-            anchor = self._anchor(record, watched=drain or self.config.debug)
+            memory = self._memory_of(record)
         except BaseException:  # of device memory, CUDA has to make the view
             self._carry_out(self._book_of(record).give_up(record, self.loop.time()))
             raise
         self._held[record.start] = record
         insort(self._held_starts, record.start)
-        return Slot(self, record, anchor, drain)
+        return Slot(self, record, memory, drain)
 
     def hold_now(self, nbytes: int, *, drain: bool) -> Slot | None:
         """Hands the caller a slot in host memory; None if one has to be waited for."""
@@ -452,36 +459,32 @@ class Session:
         record = self.book.acquire(nbytes, held=True)
         return None if record is None else self.hold(record, drain=drain)
 
-    def _anchor(self, record: SlotRecord, *, watched: bool) -> NDArray[np.uint8] | torch.Tensor:
-        """Returns the bytes of a slot's content, whose last view's death is watched for where somebody wants to know."""
+    def _memory_of(self, record: SlotRecord) -> Region | torch.Tensor:
+        """Returns a slot's content, for views that are counted."""
         if self.device is not None and self.device.has(record):
             return self.device.anchor(record)
-        anchor = self._slab.anchor(content_start(record), record.nbytes)
-        if watched:
-            self._slot_views.watch(id(record), anchor)
-        return anchor
+        region = self._regions.open(self._slab.mapping, content_start(record), record.nbytes, (_OF_SLOTS, id(record)))
+        self._held_regions[record.start] = region
+        return region
 
     def leave_slot(self, record: SlotRecord, *, drain: bool) -> None:
         """The caller leaves a slot; with ``drain`` it is not used again before the last view of it has died."""
         del self._held[record.start]
         self._held_starts.remove(record.start)
+        region = self._held_regions.pop(record.start, None)
         if self.error is not None:
             return
-        if self.device is not None and self.device.has(record):
+        if region is None:
+            assert self.device is not None
             self._warn_of_views(record, self.device.is_viewed(record))
             self._carry_out(self.device.leave(record, drain=drain, now=self.loop.time()))
             return
-        is_viewed = self._slot_views.anchor(id(record)) is not None
-        self._warn_of_views(record, is_viewed)
-        draining = drain and is_viewed
-        if draining:
+        self._warn_of_views(record, region.is_viewed)
+        if drain and region.leave():
             record.viewed = True
             self._viewed[id(record)] = record
-        else:
-            self._slot_views.forget(id(record))
+        region.abandon()
         self._carry_out(self.book.give_up(record, self.loop.time()))
-        if draining:  # not `viewed`: what the caller has not left when the client closes counts as that, too
-            self._slot_views.expect(id(record))
 
     def _warn_of_views(self, record: SlotRecord, is_viewed: bool) -> None:
         if is_viewed and self.config.debug:
@@ -498,13 +501,15 @@ class Session:
             return
         if self.device is not None:
             self._carry_out(self.device.collect(self.loop.time()))
-        for key in self._slot_views.collect():
-            record = self._viewed.pop(key, None)
-            if record is not None:
-                self._carry_out(self.book.last_view_gone(record, self.loop.time()))
-        dead = self._reply_views.collect()
-        if dead:
-            self.connection.send(ReplyRelease(tuple(dead)))
+        replies = []
+        for kind, key in self._regions.collect():
+            if kind == _OF_SLOTS:
+                self._carry_out(self.book.last_view_gone(self._viewed.pop(key), self.loop.time()))
+            else:
+                self._viewed_replies.discard(key)
+                replies.append(key)
+        if replies:
+            self.connection.send(ReplyRelease(tuple(replies)))
 
     # -- device memory -----------------------------------------------------------------------------------------------------
 
@@ -795,30 +800,26 @@ class Session:
         """Decodes a reply; its slots go back when the last view of each dies."""
         self.check_alive()
 
-        def region(number: int) -> NDArray[np.uint8]:
+        regions: dict[int, Region] = {}
+
+        def region_of(number: int) -> Region:
             slot = content.slots[number - 1]
-            anchor = self._reply_views.anchor(slot.generation)
-            if anchor is None:
+            region = regions.get(slot.generation)
+            if region is None:
                 if self._slab.read_slot_header(slot.offset) != (slot.generation, slot.nbytes):
                     raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
-                anchor = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES, slot.nbytes)
-                self._reply_views.watch(slot.generation, anchor)
-            return anchor
+                start, key = slot.offset + SLOT_HEADER_NBYTES, (_OF_REPLIES, slot.generation)
+                region = regions[slot.generation] = self._regions.open(self._slab.mapping, start, slot.nbytes, key)
+            return region
 
-        viewed: set[int] = set()
         try:
-            reply = decoder.decode(content, region)
-            viewed = {slot.generation for slot in content.slots if self._reply_views.anchor(slot.generation) is not None}
-            for generation in viewed:
-                self._reply_views.expect(generation)
+            return decoder.decode(content, region_of)
         except msgspec.ValidationError as error:
             raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error
         finally:
-            for slot in content.slots:
-                if slot.generation not in viewed:
-                    self._reply_views.forget(slot.generation)
+            viewed = {generation for generation, region in regions.items() if region.leave()}
+            self._viewed_replies |= viewed
             self.release_reply_slots(tuple(slot for slot in content.slots if slot.generation not in viewed))
-        return reply
 
     def release_reply_slots(self, slots: tuple[SlotRef, ...]) -> None:
         """Gives reply slots back of which no view was made."""
@@ -828,7 +829,7 @@ class Session:
     @property
     def reply_slots_held(self) -> int:
         """Reply slots that living views keep."""
-        return len(self._reply_views)
+        return len(self._viewed_replies)
 
     # -- calls -----------------------------------------------------------------------------------------------------------------
 
@@ -897,7 +898,8 @@ class Session:
         for record in (*self._held.values(), *self._copies.values()):
             record.viewed = True  # its caller has not left it, or a thread not ended, and may still write
         kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
-        self.connection.send(Goodbye(kept, tuple(self._reply_views.living()), maps_device_slab))
+        replies = tuple([generation for kind, generation in self._regions.living() if kind == _OF_REPLIES])
+        self.connection.send(Goodbye(kept, replies, maps_device_slab))
         self.connection.close()
 
     async def _leave_device(self) -> bool:

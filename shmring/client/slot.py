@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from shmring.core.leasebook import SlotRecord
 from shmring.core.messages import SLOT_HEADER_NBYTES, TensorRef, align, item_nbytes
+from shmring.core.views import Region
 from shmring.errors import CapacityError, ClosedError
 from shmring.memory.payload import torch_dtype_name
 from shmring.memory.views import device_view, tensor_view
@@ -39,12 +40,12 @@ class Slot:
         nbytes: how many bytes of tensors it holds, alignment between them included.
     """
 
-    def __init__(self, session: Session, record: SlotRecord, anchor: NDArray[np.uint8] | torch.Tensor, drain: bool) -> None:
+    def __init__(self, session: Session, record: SlotRecord, memory: Region | torch.Tensor, drain: bool) -> None:
         self._session: Session | None = session
         self._drain = drain
         self._record = record
         self._cursor = 0
-        self._anchor: NDArray[np.uint8] | torch.Tensor | None = anchor
+        self._memory: Region | torch.Tensor | None = memory
         self.nbytes = record.nbytes
 
     def __repr__(self) -> str:
@@ -73,7 +74,7 @@ class Slot:
         Raises:
             TypeError: also of a slot in device memory, where no array can be.
         """
-        if isinstance(self._anchor, torch.Tensor):
+        if isinstance(self._memory, torch.Tensor):
             raise TypeError("numpy has no arrays in device memory: use tensor(), or a slot with device='cpu'")
         spelled = np.dtype(dtype)
         size = item_nbytes(spelled.str)
@@ -84,7 +85,7 @@ class Slot:
         return view
 
     def _view(self, shape: tuple[int, ...], dtype: str, itemsize: int) -> torch.Tensor | NDArray[Any]:
-        if self._session is None or self._anchor is None:
+        if self._session is None or self._memory is None:
             raise ClosedError("this slot was left; views of it are made inside its block")
         self._session.check_alive()
         if any(extent < 0 for extent in shape):
@@ -99,9 +100,9 @@ class Slot:
             )
         self._cursor = offset + nbytes
         ref = TensorRef(1, offset, nbytes, dtype, shape)
-        if isinstance(self._anchor, torch.Tensor):
-            return device_view(ref, self._anchor)
-        return tensor_view(ref, self._anchor, writable=True)
+        if isinstance(self._memory, torch.Tensor):
+            return device_view(ref, self._memory)
+        return tensor_view(ref, self._memory, writable=True)
 
     def close(self) -> None:
         """Leaves the slot: it is free again when the engine has released it, and drained if that was asked for.
@@ -109,7 +110,7 @@ class Slot:
         Views of it must not be used any more. Twice is once.
         """
         if self._session is not None:
-            session, self._session, self._anchor = self._session, None, None
+            session, self._session, self._memory = self._session, None, None
             session.leave_slot(self._record, drain=self._drain)
 
     def __enter__(self) -> Slot:

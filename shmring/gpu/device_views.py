@@ -3,8 +3,8 @@
 Theory of operation: the death of a view says that nobody in this process will queue anything on it any more; the GPU may still
 be at what was queued before. So when the last view of a slot has died, an event is recorded on each stream that it was used
 on, and a :class:`Hold` is put where the views were: a thread keeps it until the events have come (``watcher.py``). Its death is
-the slot's last, and is noticed like that of any view (``views.py``). Both ends do the same: the engine with slots that it was
-handed, a frontend with slots that it gives up.
+the slot's last, and is noticed like that of a view (``obituaries.py``). Both ends do the same: the engine with slots that it
+was handed, a frontend with slots that it gives up.
 
 Nothing of CUDA is called where a view dies, which is anywhere: only in the loop, when it hears of it.
 
@@ -22,8 +22,8 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Stream
+from shmring.gpu.obituaries import Obituaries
 from shmring.gpu.watcher import Watcher
-from shmring.memory.views import Obituaries
 
 __all__ = ["DeviceViews", "Hold"]
 

@@ -4,7 +4,7 @@ Theory of operation: the bytes that a request's tensors cover in each slot are c
 their gaps allow, into a part of the device's staging memory; the tensors are then views of that part. The consumer's
 stream waits for an event behind the copies, so whatever it is given next may use the tensors at once.
 
-Until that event has come, the slots must not be reused. An anchor in our hands is what says so, as with any view: it is
+Until that event has come, the slots must not be reused. A view in our hands is what says so, like any other: it is
 handed to a thread that waits for the events of one stream, in their order, and lets go of what each of them guards
 (``watcher.py``). From
 there on it is the death of a view like any other.
@@ -14,7 +14,7 @@ Copies from a slab that is not pinned block whoever asks for them until the byte
 
 Invariants:
 
-- an anchor is let go of only when CUDA has said that the copies before its event are over;
+- such a view is let go of only when CUDA has said that the copies before its event are over;
 - no copy crosses a boundary of :meth:`~shmring.gpu.pinned.PinnedSlab.split`;
 - :meth:`Uploads.close` returns when no copy is under way, or says that it can't tell.
 """
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
 from shmring.core.messages import Content, TensorRef
+from shmring.core.views import borrowed
 from shmring.errors import ClosedError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError, Event, Stream, cuda_index
 from shmring.gpu.layout import Given, Layout
@@ -43,15 +44,15 @@ from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.views import Place, tensor_view
 
-__all__ = ["Decode", "Region", "Uploads"]
+__all__ = ["BytesOf", "Decode", "Uploads"]
 
 #: How long closing waits for the copies under way: thousands of times what the largest of them takes.
 _CLOSE_TIMEOUT_S = 10.0
 
 #: Decodes a payload, its tensors made by a :data:`~shmring.gpu.layout.Place`.
 Decode = Callable[[Place], Any]
-#: Returns a slot's bytes by region number, 1 being the first slot, as an anchor.
-Region = Callable[[int], NDArray[np.uint8]]
+#: Returns a slot's bytes by region number, 1 being the first slot, as a view, which keeps the slot.
+BytesOf = Callable[[int], NDArray[np.uint8]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -115,7 +116,7 @@ class Uploads:
     async def upload(
         self,
         content: Content,
-        region: Region,
+        bytes_of: BytesOf,
         decode: Decode,
         device: torch.device | str | int,
         stream: Stream | None,
@@ -126,7 +127,7 @@ class Uploads:
 
         Args:
             content: as it was checked.
-            region: returns a slot's anchor; those that are read are kept until their copies are over.
+            bytes_of: returns a slot's bytes; those that are read are kept until their copies are over.
             decode: makes the payload.
             device: where to.
             stream: that will use the tensors; ``None``: the current one of this thread on that device.
@@ -141,10 +142,10 @@ class Uploads:
         """
         layout = _layout(content, given)
         if given is not None and not layout.nbytes:
-            return decode(self._placing(layout, content, region, given, given.nowhere()))
+            return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
-        prepare = functools.partial(self._prepare, layout, content, region, decode, given)
+        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
         try:
             return await self._upload(lane, consumer, layout, prepare, check)
         except BaseException as error:
@@ -169,7 +170,7 @@ class Uploads:
     def upload_nowait(
         self,
         content: Content,
-        region: Region,
+        bytes_of: BytesOf,
         decode: Decode,
         device: torch.device | str | int,
         stream: Stream | None,
@@ -183,14 +184,14 @@ class Uploads:
         self._check_open()
         layout = _layout(content, given)
         if given is not None and not layout.nbytes:
-            return decode(self._placing(layout, content, region, given, given.nowhere()))
+            return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = self._lanes.get(cuda_index(self._cuda, device))
         if lane is None:
             raise WouldBlock(f"nothing was copied to {device} yet, its staging memory has to be made; await the waiting twin")
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
-        prepare = functools.partial(self._prepare, layout, content, region, decode, given)
+        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
         try:
             return self._upload_nowait(lane, consumer, layout, prepare)
         except BaseException as error:
@@ -277,18 +278,18 @@ class Uploads:
         self,
         layout: Layout,
         content: Content,
-        region: Region,
+        bytes_of: BytesOf,
         decode: Decode,
         given: Given | None,
         part: Part,
         target: torch.Tensor,
     ) -> _Upload:
         self._check_open()
-        sources = [_bytes_of(content, region, run.region) for run in layout.runs]
-        return _Upload(layout, sources, part, target, decode(self._placing(layout, content, region, given, target)))
+        sources = [_bytes_of(content, bytes_of, run.region) for run in layout.runs]
+        return _Upload(layout, sources, part, target, decode(self._placing(layout, content, bytes_of, given, target)))
 
     @staticmethod
-    def _placing(layout: Layout, content: Content, region: Region, given: Given | None, target: torch.Tensor) -> Place:
+    def _placing(layout: Layout, content: Content, bytes_of: BytesOf, given: Given | None, target: torch.Tensor) -> Place:
         """Returns what makes each tensor: as it is there, as it is copied to ``target``, or, unknown to torch, on the host."""
 
         def place(ref: TensorRef) -> torch.Tensor | NDArray[Any]:
@@ -297,7 +298,8 @@ class Uploads:
                 placed = layout.place(ref, target)
             if placed is not None:
                 return placed
-            on_host = tensor_view(ref, _bytes_of(content, region, ref.region) if ref.nbytes else _NOTHING, writable=False)
+            source = _bytes_of(content, bytes_of, ref.region) if ref.nbytes else _NOTHING
+            on_host = tensor_view(ref, borrowed(source.ctypes.data, source.nbytes), writable=False)
             assert isinstance(on_host, np.ndarray)
             return on_host.copy()
 
@@ -362,6 +364,6 @@ def _layout(content: Content, given: Given | None) -> Layout:
     return Layout(content) if given is None else Layout(content, given.regions)
 
 
-def _bytes_of(content: Content, region: Region, number: int) -> NDArray[np.uint8]:
+def _bytes_of(content: Content, bytes_of: BytesOf, number: int) -> NDArray[np.uint8]:
     # What is inline as a bytearray, since torch warns of arrays that it must not write to.
-    return region(number) if number else np.frombuffer(bytearray(content.inline), np.uint8)
+    return bytes_of(number) if number else np.frombuffer(bytearray(content.inline), np.uint8)

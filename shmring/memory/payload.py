@@ -25,6 +25,7 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from shmring.core.messages import TENSOR_EXTENSION, Content, SlotRef, TensorRef, align, item_nbytes
+from shmring.core.views import Region, borrowed, copied
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.streaming import Copy, copier_for
 from shmring.memory.views import TORCH_DTYPES, Place, tensor_view
@@ -104,7 +105,7 @@ class _Part:
         if address is not None:
             copy(anchor_address + self.offset, address, self.nbytes)
             return
-        target = tensor_view(self.ref(), anchor, writable=True)
+        target = tensor_view(self.ref(), borrowed(anchor_address, anchor.nbytes), writable=True)
         if isinstance(self.source, np.ndarray):
             assert isinstance(target, np.ndarray)
             np.copyto(target, self.source)
@@ -335,16 +336,16 @@ class PayloadDecoder:
             payload_type, ext_hook=self._decode_extension, dec_hook=_convert
         )
         self._content = _NO_CONTENT  # this and the rest: of the payload that is being decoded
-        self._region: Callable[[int], NDArray[np.uint8]] = _no_region
+        self._region: Callable[[int], Region] = _no_region
         self._place: Place | None = None
-        self._inline: NDArray[np.uint8] | None = None
+        self._inline: Region | None = None
 
-    def decode(self, content: Content, region: Callable[[int], NDArray[np.uint8]], place: Place | None = None) -> Any:
+    def decode(self, content: Content, region: Callable[[int], Region], place: Place | None = None) -> Any:
         """Decodes a content that :meth:`Content.check` has accepted.
 
         Args:
             content: from a message.
-            region: returns a slot's bytes, header excluded, by region number (1 is ``content.slots[0]``).
+            region: returns a slot's memory, header excluded, by region number (1 is ``content.slots[0]``).
             place: makes tensors in place of views of the regions, those for which it does not return None.
 
         Returns:
@@ -374,25 +375,25 @@ class PayloadDecoder:
         ref = self._content.tensors[index]
         if self._place is not None and (placed := self._place(ref)) is not None:
             return placed
-        return tensor_view(ref, self._anchor(ref), writable=self._writable)
+        return tensor_view(ref, self._region_of(ref), writable=self._writable)
 
-    def _anchor(self, ref: TensorRef) -> NDArray[np.uint8]:
+    def _region_of(self, ref: TensorRef) -> Region:
         if not ref.nbytes:
             return _EMPTY
-        return self._region(ref.region) if ref.region else self._inline_anchor()
+        return self._region(ref.region) if ref.region else self._inline_region()
 
-    def _inline_anchor(self) -> NDArray[np.uint8]:
+    def _inline_region(self) -> Region:
         """A copy of what came inline, for all tensors in it: theirs, to be written to."""
         if self._inline is None:
-            self._inline = np.frombuffer(bytearray(self._content.inline), np.uint8)
+            self._inline = copied(self._content.inline)
         return self._inline
 
 
-_EMPTY = np.empty(0, np.uint8)
+_EMPTY = copied(b"")
 _NO_CONTENT = Content(b"")
 
 
-def _no_region(number: int) -> NDArray[np.uint8]:
+def _no_region(number: int) -> Region:
     raise AssertionError(f"region {number} was asked for outside of a decode")
 
 

@@ -16,7 +16,6 @@ and vllm #54002 fill ``/dev/shm``; Docker's 64 MB of it is vllm #48879.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -29,6 +28,7 @@ import numpy as np
 import posix_ipc
 from numpy.typing import NDArray
 
+from shmring.core.mapping import Mapping
 from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import SlabError
 
@@ -49,9 +49,6 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PROT_NONE = 0
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
 
 class Slab:
     """A mapping of the slab in this process. Made by :meth:`create` (the engine) or :meth:`attach` (a frontend).
@@ -61,14 +58,15 @@ class Slab:
         nbytes: size.
         epoch: identity of the engine's life that it belongs to.
         address: where it is mapped.
+        mapping: the mapping, for regions of it; an empty one once the slab was closed.
     """
 
-    def __init__(self, fd: int, memory: mmap.mmap, epoch: int) -> None:
+    def __init__(self, fd: int, mapping: Mapping, epoch: int) -> None:
         self.fd = fd
-        self.nbytes = len(memory)
+        self.nbytes = mapping.nbytes
         self.epoch = epoch
-        self._memory = memory
-        self.address: int = np.frombuffer(memory, np.uint8, 1).ctypes.data
+        self.mapping = mapping
+        self.address = mapping.address
 
     @classmethod
     def create(cls, name: str, nbytes: int, epoch: int, *, prefault: bool) -> Slab:
@@ -87,14 +85,14 @@ class Slab:
         fd = _create_unlinked(path, nbytes)
         try:
             _reserve(fd, nbytes, path)
-            memory = mmap.mmap(fd, nbytes)
+            mapping = _map(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
-        slab = cls(fd, memory, epoch)
+        slab = cls(fd, mapping, epoch)
         slab._advise(_MADV_DONTFORK, required=True)
         slab._advise(_MADV_HUGEPAGE)
-        _SLAB_HEADER.pack_into(memory, 0, _SLAB_MAGIC, _LAYOUT_VERSION, epoch, nbytes)
+        _SLAB_HEADER.pack_into(mapping, 0, _SLAB_MAGIC, _LAYOUT_VERSION, epoch, nbytes)
         if prefault:
             slab.prefault(0, nbytes)
         return slab
@@ -110,19 +108,19 @@ class Slab:
             size = os.fstat(fd).st_size
             if size != nbytes:
                 raise SlabError(f"the engine announced a slab of {nbytes} bytes and passed one of {size}", nbytes=nbytes)
-            memory = mmap.mmap(fd, nbytes)
+            mapping = _map(fd, nbytes)
         finally:
             os.close(fd)
-        magic, version, slab_epoch, slab_nbytes = _SLAB_HEADER.unpack_from(memory, 0)
+        magic, version, slab_epoch, slab_nbytes = _SLAB_HEADER.unpack_from(mapping, 0)
         if (magic, version, slab_epoch, slab_nbytes) != (_SLAB_MAGIC, _LAYOUT_VERSION, epoch, nbytes):
             raise SlabError(f"what the engine passed is not the slab of its epoch {epoch:016x} in layout {_LAYOUT_VERSION}")
-        slab = cls(-1, memory, epoch)
+        slab = cls(-1, mapping, epoch)
         slab._advise(_MADV_DONTFORK, required=True)
         return slab
 
     def anchor(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Returns the bytes at ``offset`` as an array that keeps the mapping alive; the root of all views of a slot."""
-        return np.frombuffer(self._memory, np.uint8, nbytes, offset)
+        """Returns the bytes at ``offset`` as an array that keeps the mapping alive."""
+        return np.frombuffer(memoryview(self.mapping), np.uint8, nbytes, offset)
 
     def find(self, address: int) -> int | None:
         """Returns the offset of an address of this process in the slab, or None if it is elsewhere."""
@@ -131,42 +129,45 @@ class Slab:
 
     def write_slot_header(self, offset: int, generation: int, nbytes: int) -> None:
         """Writes what the engine compares with the descriptor when it claims the slot."""
-        _SLOT_HEADER.pack_into(self._memory, offset, _SLOT_MAGIC, generation, nbytes)
+        _SLOT_HEADER.pack_into(self.mapping, offset, _SLOT_MAGIC, generation, nbytes)
 
     def read_slot_header(self, offset: int) -> tuple[int, int]:
         """Returns ``(generation, nbytes)`` as they stand in memory, ``(0, 0)`` if there is no header."""
-        magic, generation, nbytes = _SLOT_HEADER.unpack_from(self._memory, offset)
+        magic, generation, nbytes = _SLOT_HEADER.unpack_from(self.mapping, offset)
         return (generation, nbytes) if magic == _SLOT_MAGIC else (0, 0)
 
     def prefault(self, offset: int, nbytes: int) -> None:
         """Maps the pages of a range now, so that no copy pays for it; releases the interpreter lock meanwhile."""
-        if _libc.madvise(self.address + offset, nbytes, _MADV_POPULATE_WRITE) == 0:
-            return
-        if ctypes.get_errno() != errno.EINVAL:
-            raise _os_error("prefault", ctypes.get_errno(), nbytes)
-        # A kernel before 5.14. Reading maps a reserved page as well; writing, even what is there, could undo what another
-        # process writes at that moment.
-        self.anchor(offset, nbytes)[:: mmap.PAGESIZE].max(initial=0)
+        try:
+            self.mapping.advise(offset, nbytes, _MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise _os_error("prefault", error, nbytes) from error
+            # A kernel before 5.14. Reading maps a reserved page as well; writing, even what is there, could undo what another
+            # process writes at that moment.
+            self.anchor(offset, nbytes)[:: mmap.PAGESIZE].max(initial=0)
 
     def protect(self, offset: int, nbytes: int, *, readable: bool, writable: bool) -> None:
         """Sets what this process may do with a range (see ``ClientConfig.map_leased_only``)."""
         protection = (mmap.PROT_READ if readable else _PROT_NONE) | (mmap.PROT_WRITE if writable else _PROT_NONE)
-        if _libc.mprotect(self.address + offset, nbytes, protection):
-            raise _os_error("mprotect", ctypes.get_errno(), nbytes)
+        try:
+            self.mapping.protect(offset, nbytes, protection)
+        except OSError as error:
+            raise _os_error("mprotect", error, nbytes) from error
 
     def close(self) -> None:
         """Closes the descriptor and the mapping; where views are alive, the mapping goes with the last of them."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        memory, self._memory = self._memory, mmap.mmap(-1, mmap.PAGESIZE)
-        self._memory.close()  # a closed one in its place: a reference to the real one would keep it mapped
-        with contextlib.suppress(BufferError):
-            memory.close()
+        self.mapping = Mapping(-1, 0)  # in its place: a reference to the real one would keep it mapped
 
     def _advise(self, advice: int, *, required: bool = False) -> None:
-        if _libc.madvise(self.address, self.nbytes, advice) and required:
-            raise _os_error("madvise", ctypes.get_errno(), self.nbytes)
+        try:
+            self.mapping.advise(0, self.nbytes, advice)
+        except OSError as error:
+            if required:
+                raise _os_error("madvise", error, self.nbytes) from error
 
 
 def sweep() -> list[str]:
@@ -225,5 +226,13 @@ def _reserve(fd: int, nbytes: int, path: str) -> None:
         ) from error
 
 
-def _os_error(what: str, number: int, nbytes: int) -> SlabError:
+def _map(fd: int, nbytes: int) -> Mapping:
+    try:
+        return Mapping(fd, nbytes)
+    except OSError as error:
+        raise _os_error("mmap", error, nbytes) from error
+
+
+def _os_error(what: str, error: OSError, nbytes: int) -> SlabError:
+    number = error.errno or 0
     return SlabError(f"{what} of {nbytes} bytes of the slab failed: {os.strerror(number)}", errno=number, nbytes=nbytes)

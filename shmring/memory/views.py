@@ -1,113 +1,50 @@
-"""Views of a slot, and knowing when the last of them has died.
+"""numpy and torch views of a region of memory, as a descriptor describes them.
 
-Theory of operation: the *anchor* of a slot is one uint8 array over its bytes. Every numpy and torch view of the slot is
-built on it and keeps it alive, slices and reshapes included, so the slot is unviewed when a weak reference to the anchor
-dies. (``torch.frombuffer`` would not do: its buffer can be released under a live tensor.)
+Theory of operation: every view holds a reference to its :class:`~shmring.core.views.Region`, which is counted in C, and so does
+whatever is derived from it. When the last one dies is noticed there (:mod:`shmring.core.views`).
 
-A weak reference's callback may run on any thread and in the middle of anything, so it does nothing but append to a deque
-and wake the event loop; :class:`Obituaries` hands the deaths out there. Waking a loop takes system calls and a turn of it,
-and most anchors die before anybody waits for that, so it is done for those only whose death is expected.
+torch takes memory by DLPack, and an older torch does not know all of its dtypes: the others are taken as integers of their
+size, and viewed as what they are.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 from numpy.typing import NDArray
 
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
+from shmring.core.views import Region, TensorMaker, copied
 from shmring.errors import RemoteProtocolError
 
-__all__ = ["Obituaries", "Place", "TORCH_DTYPES", "device_view", "tensor_view"]
+__all__ = ["Place", "TORCH_DTYPES", "device_view", "tensor_view"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TORCH_ITEM_NBYTES if hasattr(torch, name)}
 
-# numpy has no bfloat16, float8 or complex32: those travel as integers of their size and are viewed as what they are.
-_CARRIERS: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name) if name in np.sctypeDict else np.dtype(f"int{8 * nbytes}")
-    for name, nbytes in TORCH_ITEM_NBYTES.items()
-}
+_SIGNED = 0  # DLPack's code of whole numbers, which every torch takes
+_DLPACK_CODES = {
+    "bool": 6, "uint8": 1, "int8": _SIGNED, "uint16": 1, "int16": _SIGNED, "uint32": 1, "int32": _SIGNED, "uint64": 1,
+    "int64": _SIGNED, "float16": 2, "bfloat16": 4, "float32": 2, "float64": 2, "complex32": 5, "complex64": 5, "complex128": 5,
+    "float8_e4m3fn": 10, "float8_e4m3fnuz": 11, "float8_e5m2": 12, "float8_e5m2fnuz": 13, "float8_e8m0fnu": 14,
+}  # fmt: skip
+
+_MAKER = TensorMaker(torch.utils.dlpack.from_dlpack, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 #: Makes the tensor that a descriptor describes, somewhere else than in host memory; None: it is to be viewed there after all.
 Place = Callable[[TensorRef], "torch.Tensor | NDArray[Any] | None"]
 
-_Key = TypeVar("_Key", bound=Hashable)
-_Anchor = TypeVar("_Anchor")
 
-
-class Obituaries(Generic[_Key, _Anchor]):
-    """Tells when anchors die.
-
-    Args:
-        wake: called on whatever thread an expected death happened; must only wake the loop, which calls :meth:`collect`.
-    """
-
-    def __init__(self, wake: Callable[[], object]) -> None:
-        self._wake = wake
-        self._references: dict[_Key, weakref.ref[_Anchor]] = {}
-        self._expected: set[_Key] = set()
-        self._dead: deque[tuple[_Key, weakref.ref[_Anchor]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def watch(self, key: _Key, anchor: _Anchor) -> None:
-        """Watches an anchor; one living one at a time for a key."""
-        assert self.anchor(key) is None, f"{key} is watched already"
-        self._references[key] = weakref.ref(anchor, functools.partial(self._died, key))
-
-    def anchor(self, key: _Key) -> _Anchor | None:
-        """Returns the living anchor watched under a key."""
-        reference = self._references.get(key)
-        return None if reference is None else reference()
-
-    def expect(self, key: _Key) -> None:
-        """Has a watched anchor's death reported; at once if it has died."""
-        self._expected.add(key)
-        reference = self._references[key]
-        if reference() is None:  # maybe a moment ago on another thread, which did not see yet that it was expected
-            self._report(key, reference)
-
-    def living(self) -> list[_Key]:
-        """Returns the keys whose anchors are alive."""
-        return [key for key, reference in self._references.items() if reference() is not None]
-
-    def collect(self) -> list[_Key]:
-        """Returns the keys whose expected deaths have happened since the last call, and forgets them."""
-        dead = []
-        while self._dead:
-            key, reference = self._dead.popleft()
-            if self._references.get(key) is reference:
-                self.forget(key)
-                dead.append(key)
-        return dead
-
-    def forget(self, key: _Key) -> None:
-        """Stops watching; a death that was already noticed is dropped as well."""
-        self._references.pop(key, None)
-        self._expected.discard(key)
-
-    def _died(self, key: _Key, reference: weakref.ref[_Anchor]) -> None:
-        if key in self._expected:
-            self._report(key, reference)
-
-    def _report(self, key: _Key, reference: weakref.ref[_Anchor]) -> None:
-        self._dead.append((key, reference))
-        self._wake()
-
-
-def tensor_view(ref: TensorRef, anchor: NDArray[np.uint8], *, writable: bool) -> torch.Tensor | NDArray[Any]:
+def tensor_view(ref: TensorRef, region: Region, *, writable: bool) -> torch.Tensor | NDArray[Any]:
     """Returns the tensor (or array) that a descriptor describes, as a view.
 
     Args:
-        ref: a descriptor that was checked against the anchor's size.
-        anchor: the region's bytes, header excluded.
+        ref: a descriptor that was checked against the region's size.
+        region: where it is; one without bytes needs none of it, and does not hold it.
         writable: whether numpy may write to it. torch can't be told: a tensor is writable where its memory is.
 
     Raises:
@@ -116,9 +53,14 @@ def tensor_view(ref: TensorRef, anchor: NDArray[np.uint8], *, writable: bool) ->
     """
     try:
         if ref.dtype in TORCH_ITEM_NBYTES:
-            return _torch_view(ref, anchor)
+            return _torch_view(ref, region)
         dtype = np.dtype(ref.dtype)
-        array: NDArray[Any] = np.ndarray(ref.shape, dtype, anchor, ref.offset) if ref.nbytes else np.empty(ref.shape, dtype)
+        # numpy's types know no buffers but the standard library's.
+        array: NDArray[Any] = (
+            np.ndarray(ref.shape, dtype, region.memory(), ref.offset)  # type: ignore[arg-type]
+            if ref.nbytes
+            else np.empty(ref.shape, dtype)
+        )
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} can't be viewed here: {error}") from error
     array.flags.writeable = writable
@@ -146,10 +88,21 @@ def device_view(ref: TensorRef, region: torch.Tensor) -> torch.Tensor:
         raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} can't be viewed here: {error}") from error
 
 
-def _torch_view(ref: TensorRef, anchor: NDArray[np.uint8]) -> torch.Tensor:
+def _torch_view(ref: TensorRef, region: Region) -> torch.Tensor:
     dtype = TORCH_DTYPES[ref.dtype]
     if not ref.nbytes:
         return torch.empty(ref.shape, dtype=dtype)
-    carrier = _CARRIERS[ref.dtype]
-    tensor = torch.from_numpy(np.ndarray(ref.shape, carrier, anchor, ref.offset))
+    bits = 8 * TORCH_ITEM_NBYTES[ref.dtype]
+    tensor: torch.Tensor = _MAKER.tensor(region, ref.offset, ref.shape, _dlpack_code(ref.dtype), bits)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+@functools.cache
+def _dlpack_code(name: str) -> int:
+    """Returns by which code torch takes items of a dtype: its own, or that of whole numbers of the same size."""
+    code, nbytes = _DLPACK_CODES[name], TORCH_ITEM_NBYTES[name]
+    try:
+        tried = _MAKER.tensor(copied(bytes(nbytes)), 0, (1,), code, 8 * nbytes)
+    except (RuntimeError, BufferError):
+        return _SIGNED
+    return code if tried.dtype == TORCH_DTYPES[name] else _SIGNED

@@ -74,6 +74,7 @@ from shmring.core.messages import (
     decode_frontend_message,
 )
 from shmring.core.states import EngineSlot, Lease, RequestEvent
+from shmring.core.views import Region, Regions
 from shmring.errors import (
     CapacityError,
     ClosedError,
@@ -88,10 +89,9 @@ from shmring.gpu.device import DeviceMemory, whole_nbytes
 from shmring.gpu.device_claims import DeviceClaims, check_fence
 from shmring.gpu.driver import Driver
 from shmring.gpu.layout import Given
-from shmring.gpu.upload import Decode, Region, Uploads
+from shmring.gpu.upload import BytesOf, Decode, Uploads
 from shmring.memory.copier import Copier
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
-from shmring.memory.views import Obituaries
 from shmring.ring.claim import Claim
 from shmring.ring.reserve import Memories, create_memories
 from shmring.statistics import RingStatistics
@@ -228,7 +228,8 @@ class Ring:
         self._claimers: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._reply_waiters: dict[int, asyncio.Future[ReplySlot]] = {}
         self._tickets = itertools.count(1)
-        self._views: Obituaries[tuple[int, int], NDArray[np.uint8]] = Obituaries(self._wake_for_deaths)
+        self._views = Regions()  # by client and generation
+        self._regions: dict[tuple[int, int], Region] = {}  # of claims, those that were looked at
         self._device: DeviceClaims | None = None
         if memories.device is not None:
             self._device = DeviceClaims(cuda, memories.device, self._slab_nbytes, self._wake_for_deaths)
@@ -237,6 +238,7 @@ class Ring:
         self._greeting = 0  # of those, who are no frontends yet
         self._counters = _Counters()
         self._closed = False
+        self.loop.add_reader(self._views.bell, self._collect_deaths)
         self._accepting = self.loop.create_task(self._accept(), name=f"shmring-accept-{name}")
 
     @classmethod
@@ -441,14 +443,14 @@ class Ring:
         claim = self._claims[client_id, submit.request_id] = Claim(self, client_id, submit, payload)
         return claim
 
-    def _region(self, client_id: int, submit: Submit, number: int) -> NDArray[np.uint8]:
+    def _region(self, client_id: int, submit: Submit, number: int) -> Region:
         slot = submit.content.slots[number - 1]
         key = (client_id, slot.generation)
-        anchor = self._views.anchor(key)
-        if anchor is None:
-            anchor = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES, slot.nbytes)
-            self._views.watch(key, anchor)
-        return anchor
+        region = self._regions.get(key)
+        if region is None:
+            region = self._views.open(self._slab.mapping, slot.offset + SLOT_HEADER_NBYTES, slot.nbytes, key)
+            self._regions[key] = region
+        return region
 
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
 
@@ -465,15 +467,15 @@ class Ring:
         Args:
             check: raises if the claim was released while this waited: its slots may then be somebody else's.
         """
-        region, decode = self._sources(client_id, submit)
+        bytes_of, decode = self._sources(client_id, submit)
         given = self._given(client_id, submit, device, stream)
-        return await self._uploads.upload(submit.content, region, decode, device, stream, check, given)
+        return await self._uploads.upload(submit.content, bytes_of, decode, device, stream, check, given)
 
     def upload_nowait(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Any:
         """The same if nothing has to be waited for. See :meth:`Claim.to_nowait`."""
-        region, decode = self._sources(client_id, submit)
+        bytes_of, decode = self._sources(client_id, submit)
         given = self._given(client_id, submit, device, stream)
-        return self._uploads.upload_nowait(submit.content, region, decode, device, stream, given)
+        return self._uploads.upload_nowait(submit.content, bytes_of, decode, device, stream, given)
 
     def _given(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given | None:
         """Returns a claim's tensors in device memory, for whose fence the stream waits from now on; None if it has none."""
@@ -482,22 +484,24 @@ class Ring:
         self._device.use_on(client_id, submit, device, stream)
         return self._device.given(client_id, submit)
 
-    def _sources(self, client_id: int, submit: Submit) -> tuple[Region, Decode]:
+    def _sources(self, client_id: int, submit: Submit) -> tuple[BytesOf, Decode]:
         """Returns where a claim's bytes are, and how its payload is decoded with tensors that are somewhere else."""
         region = functools.partial(self._region, client_id, submit)
-        return region, functools.partial(self._decoder.decode, submit.content, region)
+
+        def bytes_of(number: int) -> NDArray[np.uint8]:
+            return np.frombuffer(memoryview(region(number).memory()), np.uint8)
+
+        return bytes_of, functools.partial(self._decoder.decode, submit.content, region)
 
     def release_claim(self, client_id: int, submit: Submit, *, copying: bool = False) -> None:
         """Releases a claim's slots; those with living views drain first. A copy that reads them counts as one."""
-        effects, viewed = self._release(client_id, submit, copying=copying)
-        self._carry_out(effects)
-        self._expect_deaths(client_id, viewed)
+        self._carry_out(self._release(client_id, submit, copying=copying))
 
     def finish_claim(self, claim: Claim, submit: Submit) -> None:
         """Releases a claim's slots and finishes its request, of which its frontend is told in one message."""
         client_id = claim.client_id
         self._claims.pop((client_id, claim.request_id), None)
-        effects, viewed = self._release(client_id, submit)
+        effects = self._release(client_id, submit)
         if self._ledger.end(client_id, claim.request_id, RequestEvent.FINISH):
             released: tuple[int, ...] = ()
             if effects:  # it is connected, or its request would have ended before; so there is nothing else to do
@@ -507,32 +511,26 @@ class Ring:
             self._finished(client_id, claim.request_id, released)
         else:
             self._carry_out(effects)
-        if viewed:
-            self._expect_deaths(client_id, viewed)
 
-    def _expect_deaths(self, client_id: int, viewed: set[int]) -> None:
-        for generation in viewed:
-            self._views.expect((client_id, generation))
-
-    def _release(self, client_id: int, submit: Submit, *, copying: bool = False) -> tuple[list[Effect], set[int]]:
-        """Releases slots in the book; returns what is to be done, and the generations that views keep."""
-        viewed: set[int] = set()
+    def _release(self, client_id: int, submit: Submit, *, copying: bool = False) -> list[Effect]:
+        """Releases slots in the book, all but those that views keep; returns what is to be done."""
         if not submit.content.slots:
-            return [], viewed
+            return []
+        viewed: set[int] = set()
         generations = tuple([slot.generation for slot in submit.content.slots])
         on_device = self._release_on_device(client_id, submit, copying=copying) if self._device is not None else _NO_SLOTS
         for generation in generations:
             key = (client_id, generation)
             if generation in on_device:
                 continue
-            if self._views.anchor(key) is None:
-                self._views.forget(key)
+            region = self._regions.pop(key, None)
+            if region is None or not region.leave():
                 continue
             viewed.add(generation)
             self._draining[key] = f"request {submit.request_id} of client {client_id}"
             if self.config.debug and not copying:
                 _log_drain(submit)
-        return self._ledger.release_slots(client_id, generations, viewed | on_device if on_device else viewed), viewed
+        return self._ledger.release_slots(client_id, generations, viewed | on_device if on_device else viewed)
 
     def _release_on_device(self, client_id: int, submit: Submit, *, copying: bool) -> frozenset[int]:
         """Releases slots in device memory. All of them drain: a GPU may be at work on what nobody views any more."""
@@ -949,6 +947,8 @@ class Ring:
             if self._device is not None:
                 await self._device.close()
         finally:
+            self.loop.remove_reader(self._views.bell)
+            self._views.close()
             self._slab.close()
 
     async def __aenter__(self) -> Ring:

@@ -46,6 +46,7 @@ from shmring.core.messages import (
     encode_message,
 )
 from shmring.core.states import RequestEvent
+from shmring.core.views import Region, borrowed
 from shmring.errors import RemoteProtocolError, StaleDescriptorError
 from shmring.memory.payload import PayloadDecoder
 
@@ -123,7 +124,11 @@ def payloads(data: bytes) -> None:
     regions = [np.arange(slot.nbytes, dtype=np.uint64).astype(np.uint8) for slot in content.slots]
     for decoder in _DECODERS:
         with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError):
-            _check_views(decoder.decode(content, lambda number: regions[number - 1]), content, regions)
+            _check_views(decoder.decode(content, lambda number: _region_of(regions[number - 1])), content, regions)
+
+
+def _region_of(memory: np.ndarray[Any, Any]) -> Region:
+    return borrowed(memory.ctypes.data, memory.nbytes)
 
 
 def _check_views(value: object, content: Content, regions: list[np.ndarray[Any, Any]]) -> None:

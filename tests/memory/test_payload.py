@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
+from shmring.core import views
 from shmring.core.messages import (
     TENSOR_ALIGNMENT,
     TENSOR_EXTENSION,
@@ -29,6 +30,7 @@ from shmring.core.messages import (
     decode_frontend_message,
     encode_message,
 )
+from shmring.core.views import borrowed, copied
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.payload import Packed, Packer, PayloadDecoder, nbytes_for, torch_dtype_name
 
@@ -56,9 +58,15 @@ def over_the_wire(packed: Packed, *, inline: bool) -> tuple[Content, NDArray[np.
     return message.content, region
 
 
+def region_of(memory: NDArray[np.uint8]) -> views.Region:
+    """A region over an array that outlives its views."""
+    return borrowed(memory.ctypes.data, memory.nbytes)
+
+
 def round_trip(payload: object, payload_type: Any = Any, *, inline: bool = False) -> Any:
     content, region = over_the_wire(Packer(4096).pack(payload), inline=inline)
-    return PayloadDecoder(payload_type).decode(content, lambda number: region)
+    memory = copied(region)
+    return PayloadDecoder(payload_type).decode(content, lambda number: memory)
 
 
 def bits(value: torch.Tensor | NDArray[Any]) -> bytes:
@@ -258,8 +266,8 @@ def test_a_tensor_that_occurs_twice_arrives_twice() -> None:
 
 def test_received_arrays_are_read_only_unless_the_decoder_says_otherwise() -> None:
     content, region = over_the_wire(Packer(8).pack(np.arange(5)), inline=False)
-    assert not PayloadDecoder().decode(content, lambda _: region).flags.writeable
-    assert PayloadDecoder(writable=True).decode(content, lambda _: region).flags.writeable
+    assert not PayloadDecoder().decode(content, lambda _: region_of(region)).flags.writeable
+    assert PayloadDecoder(writable=True).decode(content, lambda _: region_of(region)).flags.writeable
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------
@@ -563,8 +571,8 @@ def test_a_hostile_payload_is_refused_and_nothing_else(payload: bytes, tensors: 
     decoder = PayloadDecoder()
     region = np.zeros(64, np.uint8)
     with pytest.raises(RemoteProtocolError):
-        decoder.decode(Content(payload, tensors, b"", (SlotRef(1, 4096, 64, 1),)), lambda _: region)
-    assert decoder.decode(Content(b"\x01"), lambda _: region) == 1, "the decoder goes on"
+        decoder.decode(Content(payload, tensors, b"", (SlotRef(1, 4096, 64, 1),)), lambda _: region_of(region))
+    assert decoder.decode(Content(b"\x01"), lambda _: region_of(region)) == 1, "the decoder goes on"
 
 
 @given(st.binary(max_size=200))
@@ -573,13 +581,11 @@ def test_no_bytes_make_decoding_raise_anything_else(payload: bytes) -> None:
     for payload_type in (Any, Picture, dict[str, torch.Tensor]):
         content = Content(payload, ONE_TENSOR, b"", (SlotRef(1, 4096, 64, 1),))
         with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError):
-            PayloadDecoder(payload_type).decode(content, lambda _: region)
+            PayloadDecoder(payload_type).decode(content, lambda _: region_of(region))
 
 
 def test_an_unknown_extension_arrives_as_one() -> None:
-    assert PayloadDecoder().decode(Content(msgspec.msgpack.encode(Ext(9, b"abc"))), lambda _: np.empty(0, np.uint8)) == Ext(
-        9, b"abc"
-    )
+    assert PayloadDecoder().decode(Content(msgspec.msgpack.encode(Ext(9, b"abc"))), lambda _: copied(b"")) == Ext(9, b"abc")
 
 
 def test_dtypes_are_named_as_the_wire_spells_them() -> None:

@@ -121,7 +121,7 @@ def test_a_failure_midway_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPa
     if step == "_reserve":
         monkeypatch.setattr(slab_module, "_reserve", fail)
     else:
-        monkeypatch.setattr(slab_module.mmap, "mmap", fail)
+        monkeypatch.setattr(slab_module, "Mapping", fail)
     before = descriptors()
     with pytest.raises(SlabError, match="broken"):
         Slab.create("unit", MIB, epoch=1, prefault=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from shmring.core.mapping import Mapping
 from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
+from shmring.core.views import Region, Regions, borrowed, copied
 from shmring.errors import RemoteProtocolError
-from shmring.memory.views import TORCH_DTYPES, Obituaries, tensor_view
+from shmring.memory import views
+from shmring.memory.views import TORCH_DTYPES, tensor_view
 
 
 @pytest.fixture(autouse=True)
@@ -26,33 +29,33 @@ def without_collections() -> Iterator[None]:
 
 
 class Watched:
-    """An anchor that only its views keep alive."""
+    """A region that was left, so that only its views keep it."""
 
     def __init__(self, nbytes: int = 256) -> None:
-        self.memory = bytearray(range(256)) * (nbytes // 256)
-        self.wakes = 0
-        self.obituaries: Obituaries[str, NDArray[np.uint8]] = Obituaries(self.wake)
-        self.obituaries.watch("slot", np.frombuffer(self.memory, np.uint8))
-        self.obituaries.forget("slot")
-
-    def wake(self) -> None:
-        self.wakes += 1
+        self.regions = Regions()
+        fd = os.memfd_create("watched")
+        os.ftruncate(fd, nbytes)
+        self.region = self.regions.open(Mapping(fd, nbytes), 0, nbytes, (1, 2))
+        os.close(fd)
 
 
-def watched_view(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[Watched, Any]:
+def region_of(memory: NDArray[np.uint8]) -> Region:
+    """A region over an array that outlives its views."""
+    return borrowed(memory.ctypes.data, memory.nbytes)
+
+
+def watched_view(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[Regions, Any]:
     watched = Watched()
-    watched.obituaries.collect()
-    anchor = np.frombuffer(watched.memory, np.uint8)
-    watched.obituaries.watch("slot", anchor)
-    watched.obituaries.expect("slot")
-    return watched, tensor_view(TensorRef(1, 0, nbytes, dtype, shape), anchor, writable=True)
+    view = tensor_view(TensorRef(1, 0, nbytes, dtype, shape), watched.region, writable=True)
+    assert watched.region.leave()
+    return watched.regions, view
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
 def test_a_torch_view_shows_the_bytes_it_describes(name: str) -> None:
     size = TORCH_ITEM_NBYTES[name]
     anchor = np.zeros(256, np.uint8)
-    view = tensor_view(TensorRef(1, 64, 6 * size, name, (2, 3)), anchor, writable=True)
+    view = tensor_view(TensorRef(1, 64, 6 * size, name, (2, 3)), region_of(anchor), writable=True)
     assert isinstance(view, torch.Tensor)
     assert (view.dtype, tuple(view.shape), view.is_contiguous()) == (TORCH_DTYPES[name], (2, 3), True)
     assert view.data_ptr() == anchor.ctypes.data + 64
@@ -64,7 +67,7 @@ def test_a_torch_view_shows_the_bytes_it_describes(name: str) -> None:
 def test_a_numpy_view_shows_the_bytes_it_describes(dtype: str) -> None:
     size = np.dtype(dtype).itemsize
     anchor = np.zeros(256, np.uint8)
-    view = tensor_view(TensorRef(1, 64, 6 * size, dtype, (3, 2)), anchor, writable=True)
+    view = tensor_view(TensorRef(1, 64, 6 * size, dtype, (3, 2)), region_of(anchor), writable=True)
     assert isinstance(view, np.ndarray)
     assert (view.dtype.str, view.shape, view.ctypes.data) == (dtype, (3, 2), anchor.ctypes.data + 64)
     view.view(np.uint8)[0, 0] = 1
@@ -72,7 +75,7 @@ def test_a_numpy_view_shows_the_bytes_it_describes(dtype: str) -> None:
 
 
 def test_read_views_are_read_only_to_numpy() -> None:
-    view = tensor_view(TensorRef(1, 0, 8, "<i8", (1,)), np.zeros(8, np.uint8), writable=False)
+    view = tensor_view(TensorRef(1, 0, 8, "<i8", (1,)), copied(bytes(8)), writable=False)
     assert isinstance(view, np.ndarray)
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 1
@@ -80,7 +83,7 @@ def test_read_views_are_read_only_to_numpy() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "<f4"])
 def test_an_empty_view_needs_no_memory(dtype: str) -> None:
-    view = tensor_view(TensorRef(0, 0, 0, dtype, (2, 0, 3)), np.empty(0, np.uint8), writable=True)
+    view = tensor_view(TensorRef(0, 0, 0, dtype, (2, 0, 3)), copied(b""), writable=True)
     assert tuple(view.shape) == (2, 0, 3)
 
 
@@ -89,13 +92,13 @@ def test_an_empty_view_needs_no_memory(dtype: str) -> None:
 )
 def test_what_cannot_be_viewed_is_the_peers_fault(ref: TensorRef) -> None:
     with pytest.raises(RemoteProtocolError, match="can't be viewed"):
-        tensor_view(ref, np.zeros(8, np.uint8), writable=True)
+        tensor_view(ref, copied(bytes(8)), writable=True)
 
 
 def test_a_dtype_this_torch_lacks_is_the_peers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(TORCH_DTYPES, "uint16")
     with pytest.raises(RemoteProtocolError, match="uint16"):
-        tensor_view(TensorRef(1, 0, 8, "uint16", (4,)), np.zeros(8, np.uint8), writable=True)
+        tensor_view(TensorRef(1, 0, 8, "uint16", (4,)), copied(bytes(8)), writable=True)
 
 
 DERIVED = {
@@ -130,18 +133,16 @@ NUMPY_DERIVED = DERIVED | {
 
 
 def outlives(dtype: str, derive: Any) -> None:
-    watched, view = watched_view(dtype, (2, 4), 8 * (4 if dtype == "<i4" else TORCH_ITEM_NBYTES[dtype]))
+    regions, view = watched_view(dtype, (2, 4), 8 * (4 if dtype == "<i4" else TORCH_ITEM_NBYTES[dtype]))
     derived = derive(view)
     del view
-    assert watched.obituaries.collect() == []
-    assert watched.obituaries.living() == ["slot"]
-    assert len(watched.obituaries) == 1
-    wakes = watched.wakes
+    assert regions.collect() == []
+    assert regions.living() == [(1, 2)]
+    assert len(regions) == 1
     del derived
-    assert watched.wakes == wakes + 1
-    assert watched.obituaries.living() == []
-    assert watched.obituaries.collect() == ["slot"]
-    assert len(watched.obituaries) == 0
+    assert regions.living() == []
+    assert regions.collect() == [(1, 2)]
+    assert len(regions) == 0
 
 
 @pytest.mark.parametrize("derive", TORCH_DERIVED.values(), ids=TORCH_DERIVED.keys())
@@ -158,119 +159,45 @@ def test_whatever_is_derived_from_a_numpy_view_keeps_the_slot(derive: Any) -> No
 
 
 def test_a_copy_does_not_keep_the_slot() -> None:
-    watched, view = watched_view("int32", (2, 4), 32)
+    regions, view = watched_view("int32", (2, 4), 32)
     copies = [view.clone(), view + 1, view.numpy().copy(), view.tolist(), view[0, 0].item()]
     del view
-    assert watched.obituaries.collect() == ["slot"]
+    assert regions.collect() == [(1, 2)]
     assert copies
 
 
 def test_every_view_of_a_slot_counts() -> None:
-    watched, first = watched_view("int32", (2, 4), 32)
-    anchor = watched.obituaries.anchor("slot")
-    assert anchor is not None
-    second = tensor_view(TensorRef(1, 64, 4, "<i4", (1,)), anchor, writable=False)
-    del anchor, first
-    assert watched.obituaries.collect() == []
-    del second
-    assert watched.obituaries.collect() == ["slot"]
-
-
-# -- obituaries ---------------------------------------------------------------------------------------------------------
-
-
-def anchor() -> NDArray[np.uint8]:
-    return np.zeros(8, np.uint8)
-
-
-def test_a_death_on_another_thread_is_noticed_there_and_collected_here() -> None:
-    woken_on: list[int] = []
-    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: woken_on.append(threading.get_ident()))
-    held = [anchor()]
-    obituaries.watch(1, held[0])
-    obituaries.expect(1)
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join()
-    assert woken_on == [thread.ident]
-    assert obituaries.collect() == [1]
-    assert obituaries.collect() == []
-
-
-def test_a_key_can_be_watched_again_after_its_death_and_the_old_death_is_not_the_new_ones() -> None:
-    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    first = anchor()
-    obituaries.watch(1, first)
-    obituaries.expect(1)
+    watched = Watched()
+    first = tensor_view(TensorRef(1, 0, 32, "int32", (2, 4)), watched.region, writable=True)
+    second = tensor_view(TensorRef(1, 64, 4, "<i4", (1,)), watched.region, writable=False)
+    watched.region.leave()
     del first
-    second = anchor()
-    obituaries.watch(1, second)
-    obituaries.expect(1)
-    assert obituaries.collect() == [], "the death of the first is not that of the second"
-    assert obituaries.anchor(1) is second
+    assert watched.regions.collect() == []
     del second
-    assert obituaries.collect() == [1]
+    assert watched.regions.collect() == [(1, 2)]
 
 
-def test_two_living_anchors_of_one_key_are_our_own_bug() -> None:
-    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    first = anchor()
-    obituaries.watch(1, first)
-    with pytest.raises(AssertionError, match="watched already"):
-        obituaries.watch(1, anchor())
+@pytest.mark.parametrize("dtype", ["int32", "bfloat16", "<i4"])
+def test_an_empty_view_keeps_nothing(dtype: str) -> None:
+    watched = Watched()
+    view = tensor_view(TensorRef(1, 0, 0, dtype, (2, 0)), watched.region, writable=True)
+    assert not watched.region.leave()
+    assert tuple(view.shape) == (2, 0)
 
 
-def test_what_is_forgotten_has_no_obituary() -> None:
-    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    living, dying = anchor(), anchor()
-    for key, value in ((1, living), (2, dying)):
-        obituaries.watch(key, value)
-        obituaries.expect(key)
-    del dying, value
-    obituaries.forget(1)
-    obituaries.forget(2)
-    obituaries.forget(3)
-    del living
-    assert obituaries.collect() == []
-    assert len(obituaries) == 0
-
-
-def test_deaths_are_told_in_order_and_only_of_the_dead() -> None:
-    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    anchors = {key: anchor() for key in range(5)}
-    for key, value in anchors.items():
-        obituaries.watch(key, value)
-        obituaries.expect(key)
-    del value
-    del anchors[3], anchors[1]
-    assert obituaries.living() == [0, 2, 4]
-    assert obituaries.collect() == [3, 1]
-    assert len(obituaries) == 3
-
-
-def test_only_expected_deaths_wake_and_one_that_has_happened_is_told_at_once() -> None:
-    wakes: list[int] = []
-    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: wakes.append(1))
-    held = anchor()
-    obituaries.watch(1, held)
-    del held
-    assert wakes == []
-    assert obituaries.collect() == []
-    obituaries.expect(1)
-    assert wakes == [1]
-    assert obituaries.collect() == [1]
-    assert len(obituaries) == 0
-
-
-def test_a_death_at_the_very_moment_at_which_it_is_expected_is_told_once() -> None:
-    """The thread on which it dies, and the one that expects it, may both report it."""
-    obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    for _ in range(200):
-        held = [anchor()]
-        obituaries.watch(1, held[0])
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        obituaries.expect(1)
-        thread.join()
-        assert obituaries.collect() == [1]
-        assert obituaries.collect() == []
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "bool", "complex32", "uint16"])
+def test_a_dtype_that_this_torch_does_not_take_is_viewed_as_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an older torch, whose DLPack does not know it."""
+    monkeypatch.setitem(views._DLPACK_CODES, name, 200)
+    views._dlpack_code.cache_clear()
+    try:
+        size = TORCH_ITEM_NBYTES[name]
+        regions, view = watched_view(name, (2, 3), 6 * size)
+        assert (view.dtype, tuple(view.shape)) == (TORCH_DTYPES[name], (2, 3))
+        derived = view[1:]
+        del view
+        assert regions.collect() == []
+        del derived
+        assert regions.collect() == [(1, 2)]
+    finally:
+        views._dlpack_code.cache_clear()
