@@ -33,6 +33,22 @@ BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 
+class AdjustableLoop(asyncio.SelectorEventLoop):
+    """Its clock can be put forward by minutes, beside which it does not matter how long a test takes."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        """What timers go by."""
+        return super().time() + self._ahead_s
+
+    def advance(self, seconds: float) -> None:
+        """Makes timers due."""
+        self._ahead_s += seconds
+
+
 # How many examples there are of each property: few in each run, many in `make test-all`. None fails for the time that it takes,
 # as other tests run beside it.
 hypothesis.settings.register_profile("fast", max_examples=50, deadline=None)
@@ -44,6 +60,7 @@ _MAX_WORKERS = 8  # with a GB for each of them and the processes that it starts
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "both_loops: run each asynchronous test on plain asyncio and on uvloop")
+    config.addinivalue_line("markers", "adjustable_clock: the fixture pass_time puts the loop's clock forward")
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the machine's cores are for the processes under test
@@ -65,6 +82,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("adjustable_clock") is not None:
+        return {"adjustable": AdjustableLoop}
     if item.get_closest_marker("both_loops") is not None:
         return BOTH_LOOPS
     return {"asyncio": asyncio.new_event_loop}
@@ -177,6 +196,20 @@ def turns() -> Callable[[], Awaitable[None]]:
     async def pass_by() -> None:
         for _ in range(50):
             await asyncio.sleep(0)
+
+    return pass_by
+
+
+@pytest.fixture
+def pass_time(turns: Callable[[], Awaitable[None]]) -> Callable[[float], Awaitable[None]]:
+    """``await pass_time(seconds)``, in a test with the marker ``adjustable_clock``: what is due by then has been done."""
+
+    async def pass_by(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, AdjustableLoop)
+        await turns()
+        loop.advance(seconds)
+        await turns()
 
     return pass_by
 

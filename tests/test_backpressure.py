@@ -158,13 +158,17 @@ async def test_leases_grow_with_what_is_needed_and_idle_ones_go_back(serve: Any,
     assert client.statistics().free_nbytes == 64 * KIB
 
 
-async def test_a_lease_that_is_used_now_and_then_does_not_go_back(serve: Any, connect: Any) -> None:
+@pytest.mark.adjustable_clock
+async def test_a_lease_that_is_used_now_and_then_does_not_go_back(serve: Any, connect: Any, pass_time: Any) -> None:
     await serve()
-    client = await connect(lease_idle_s=0.3)
+    client = await connect(lease_idle_s=300.0)
     await slot(client, 200_000)
     for _ in range(10):
-        await asyncio.sleep(0.05)
+        await pass_time(200.0)
         client.slot_nowait(200_000).close()
+    await pass_time(301.0)
+    with pytest.raises(shmring.WouldBlock):
+        client.slot_nowait(200_000)
 
 
 async def test_a_large_lease_is_sized_exactly(serve: Any, connect: Any) -> None:

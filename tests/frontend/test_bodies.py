@@ -42,6 +42,7 @@ class Reading:
 
 
 Begin = Callable[[BodyReader], Reading]
+PassTime = Callable[[float], Awaitable[None]]
 
 
 @pytest.fixture
@@ -155,47 +156,55 @@ async def test_memory_that_does_not_come_free_is_a_503(begin: Begin) -> None:
         reading.task.cancel()
 
 
-async def test_a_body_that_stands_still_is_a_408(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_IDLE_S", 0.02)
-    reading = begin(reader_of())
-    reading.sender.send(b"x" * 10)
+@pytest.mark.adjustable_clock
+async def test_a_body_that_stands_still_is_a_408(begin: Begin, pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_IDLE_S", 600.0)
+    reading = begin(reader_of(body_timeout_s=6000))
+    for _ in range(2):
+        reading.sender.send(bytes(2000 * bodies._LEAST_BYTES_PER_S))
+        await pass_time(400.0)
+    assert not reading.task.done()
+    await pass_time(300.0)
     error = await refusal(reading.task)
     assert (error.status, error.code, error.headers) == (408, "body_timeout", {"connection": "close"})
 
 
-async def drip(sender: Sender, piece: bytes) -> None:
-    while True:
-        sender.send(piece)
-        await asyncio.sleep(0.005)
+@pytest.mark.adjustable_clock
+async def test_a_body_has_a_least_rate(begin: Begin, pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_IDLE_S", 6000.0)
+    monkeypatch.setattr(bodies, "_GRACE_S", 600.0)
+    monkeypatch.setattr(bodies, "_LEAST_BYTES_PER_S", 10)
+    reader = reader_of(body_timeout_s=6000)
+    slow, fast = begin(reader), begin(reader)
+    for minute in range(30):
+        # At a little less than half of the least rate, what is lacking is more than the grace after twice as long as that.
+        assert slow.task.done() == (minute >= 20)
+        slow.sender.send(bytes(290))
+        fast.sender.send(bytes(1200))
+        await pass_time(60.0)
+    assert (await refusal(slow.task)).code == "body_timeout"
+    assert not fast.task.done()
+    fast.task.cancel()
 
 
-@pytest.mark.parametrize(("piece", "refused"), [(b"x", True), (b"x" * 10_000, False)])
-async def test_a_body_has_a_least_rate(begin: Begin, monkeypatch: pytest.MonkeyPatch, piece: bytes, refused: bool) -> None:
-    monkeypatch.setattr(bodies, "_GRACE_S", 0.05)
-    # The slow one sends 200 bytes a second, at most; the fast one two million.
-    monkeypatch.setattr(bodies, "_LEAST_BYTES_PER_S", 100_000)
-    reading = begin(reader_of())
-    dripping = asyncio.create_task(drip(reading.sender, piece))
-    if refused:
-        assert (await refusal(reading.task)).code == "body_timeout"
-    else:
-        _, pending = await asyncio.wait([reading.task], timeout=0.3)
-        assert pending
-    dripping.cancel()
-    reading.task.cancel()
-
-
+@pytest.mark.adjustable_clock
 async def test_who_overdraws_must_be_quick_and_who_waits_for_memory_need_not(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, pass_time: PassTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "_OVERDRAWING_GRACE_S", 0.05)
-    reader = reader_of(max_bodies_nbytes=10)
+    monkeypatch.setattr(bodies, "_IDLE_S", 6000.0)
+    monkeypatch.setattr(bodies, "_GRACE_S", 6000.0)
+    monkeypatch.setattr(bodies, "_OVERDRAWING_GRACE_S", 570.0)
+    reader = reader_of(max_bodies_nbytes=10, body_timeout_s=6000, queue_timeout_s=6000)
     full, slow, waiting = (begin(reader) for _ in range(3))
     for reading in (full, slow, waiting):
         reading.sender.send(b"x" * 10)
-    dripping = asyncio.create_task(drip(slow.sender, b"x"))
+    for minute in range(12):
+        assert slow.task.done() == (minute >= 10)
+        slow.sender.send(b"x")
+        await pass_time(60.0)
     assert (await refusal(slow.task)).code == "body_timeout"
-    dripping.cancel()
+    assert not full.task.done()
+    assert not waiting.task.done()
     slow.share.release()
     waiting.sender.send(b"x", more=False)
     await asyncio.wait_for(waiting.task, 1)

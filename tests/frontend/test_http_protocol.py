@@ -175,38 +175,55 @@ async def test_an_answer_that_nobody_takes_is_given_up(
         await eventually(lambda: not server.server_state.tasks)
 
 
-async def test_an_answer_that_is_taken_slowly_is_not_given_up(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_STALL_TIMEOUT_S", 0.2)
+def the_connection(server: uvicorn.Server) -> Any:
+    [connection] = server.server_state.connections
+    return connection
+
+
+@pytest.mark.adjustable_clock
+async def test_an_answer_that_is_taken_slowly_is_not_given_up(server: uvicorn.Server, port: int, pass_time: Any) -> None:
+    assert http_protocol._STALL_TIMEOUT_S >= 30  # which no part of this test takes
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=64 << 10)
     writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n")
-    nbytes = 0
-    for _ in range(10):
-        nbytes += len(await reader.readexactly(2 << 20))
-        await asyncio.sleep(0.1)
-    nbytes += len(await asyncio.wait_for(reader.read(), 20))
+    nbytes, left_nbytes = 0, 32 << 20
+    for _ in range(5):
+        nbytes += len(await reader.readexactly(4 << 20))
+        while (left_now_nbytes := the_connection(server).transport.get_write_buffer_size()) >= left_nbytes:
+            await asyncio.sleep(0)
+        left_nbytes = left_now_nbytes
+        await pass_time(http_protocol._STALL_TIMEOUT_S)
+    nbytes += len(await reader.read())
     assert nbytes > 32 << 20
     writer.close()
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 0.1])
-async def test_who_hangs_up_with_a_request_sent_ahead_is_noticed(port: int, eventually: Any, pause_s: float) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_who_hangs_up_with_a_request_sent_ahead_is_noticed(
+    server: uvicorn.Server, port: int, eventually: Any, turns: Any, at_once: bool
+) -> None:
     TOLD.clear()
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    for piece in (b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc", b"GET /never HTTP/1.1\r\nhost: x\r\n\r\n"):
-        writer.write(piece)
-        await asyncio.sleep(pause_s)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: server.server_state.connections)
+    connection = the_connection(server)
+    writer.write(b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
+    if not at_once:
+        await eventually(lambda: connection.cycle is not None)
+        await turns()
+    writer.write(b"GET /never HTTP/1.1\r\nhost: x\r\n\r\n")
+    await eventually(lambda: connection.pipeline)
     writer.close()
     await eventually(lambda: TOLD == [3])
 
 
-async def test_a_slow_body_is_not_a_slow_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "_HEAD_TIMEOUT_S", 0.05)
+@pytest.mark.adjustable_clock
+async def test_a_slow_body_is_not_a_slow_head(server: uvicorn.Server, port: int, pass_time: Any) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(HEAD + CLOSE + b"content-length: 2\r\n\r\na")
-    await asyncio.sleep(0.15)  # longer than a head may take
+    while not server.server_state.tasks:
+        await asyncio.sleep(0)
+    await pass_time(3 * http_protocol._HEAD_TIMEOUT_S)
     writer.write(b"b")
-    assert (await asyncio.wait_for(reader.read(), 20)).endswith(b"\r\n\r\n2")
+    assert (await reader.read()).endswith(b"\r\n\r\n2")
     writer.close()
 
 

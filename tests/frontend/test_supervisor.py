@@ -389,7 +389,9 @@ async def test_the_port_is_closed_before_requests_have_ended(
         await asyncio.wait_for(running, 30)
 
 
-async def test_a_second_signal_kills(supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_second_signal_kills(
+    supervise: Any, eventually: Any, turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", 600.0)
     deaf = tmp_path / "deaf"
     engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
@@ -398,7 +400,7 @@ async def test_a_second_signal_kills(supervise: Any, eventually: Any, tmp_path: 
     os.kill(os.getpid(), signal.SIGTERM)
     await eventually(server._stop.is_set)
     os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` and `tini -g` do: to a process, and then to its group
-    await asyncio.sleep(0.05)
+    await turns()  # the signal was delivered, to this thread, when it was sent
     assert not server._hurry.is_set()
     monkeypatch.setattr(supervisor, "_SAME_SIGNAL_S", -1.0)
     os.kill(os.getpid(), signal.SIGINT)
