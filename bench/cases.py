@@ -10,24 +10,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from bench.coverage import Key
 from bench.interleaving import Round
-from bench.messages import Cell
+from bench.messages import Case
 from bench.peers import BASELINE
-from bench.results import format_nbytes
 
-__all__ = ["IN_FLIGHT_NBYTES", "QUICK_SIZES", "SIZES", "Case", "Choice", "product", "quick", "quick_without", "sweeps"]
+__all__ = ["QUICK_SIZES", "SIZES", "Case", "Choice", "product", "quick", "quick_without", "sweeps"]
 
 #: The sizes of the full benchmark, and of the quick one.
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = SIZES[:-1]
-
-#: What may be in flight of all producers together: transports hold up to twice of it, in /dev/shm or in memory of their own.
-IN_FLIGHT_NBYTES = 1 << 30
 
 _QUICK_LATENCY_SIZES = SIZES[:4]
 _QUICK_WITHOUT = ("ray",)  # it starts a cluster for every case
@@ -37,41 +32,6 @@ _QUICK_LATENCY_NBYTES = _QUICK_LATENCY_SIZES[-1]  # where latency is compared wi
 _QUICK_LATENCY_PEERS = ("shmring", "shmring-in-place")
 _QUICK_SCALING_NBYTES = 64 << 10  # small enough for the fixed cost of a message to show
 _QUICK_SCALING_PRODUCERS = 8
-
-
-class Case(msgspec.Struct, frozen=True, order=True):
-    """A kind of message stream.
-
-    Attributes:
-        nbytes, dtype, producers, window, copies_out: as of a :class:`bench.messages.Cell`.
-    """
-
-    nbytes: int
-    dtype: str = "float32"
-    producers: int = 1
-    window: int = 16
-    copies_out: bool = False
-
-    @property
-    def title(self) -> str:
-        """The case in words."""
-        several = f"{self.producers} producers" if self.producers > 1 else "1 producer"
-        copies = ", copied out" if self.copies_out else ""
-        return f"{format_nbytes(self.nbytes)} of {self.dtype}, {several}, window {self.window}{copies}"
-
-    def bounded(self) -> Case:
-        """Returns the case with a window that keeps what is in flight below :data:`IN_FLIGHT_NBYTES`, if it can be."""
-        window = min(self.window, IN_FLIGHT_NBYTES // (self.nbytes * self.producers))
-        return msgspec.structs.replace(self, window=max(1, window))
-
-    @property
-    def ends(self) -> int:
-        """How many processes send."""
-        return self.producers
-
-    def cell(self, **timing: Any) -> Cell:
-        """Returns what processes need to run the case."""
-        return Cell(**msgspec.structs.asdict(self), **timing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,19 +18,23 @@ import enum
 import time
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bench import stamps
 from bench.meter import Cost, Meter
+from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, MAX_SENDERS, CheckError
 
-__all__ = ["DTYPES", "Cell", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
+__all__ = ["DTYPES", "Case", "Cell", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
 
 #: The dtypes of tensors that can be sent, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
+# What may be in flight of all producers together: transports hold up to twice of it, in /dev/shm or in memory of their own.
+_MAX_IN_FLIGHT_NBYTES = 1 << 30
 _MIN_WINDOWS = 2  # windows of messages that each phase lasts at least, however slow the transport
 
 
@@ -42,9 +46,8 @@ class Phase(enum.IntEnum):
     LAST = 2  # one message of each producer, not timed, after which it sends nothing
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One measurement: what to send, for how long.
+class Case(msgspec.Struct, frozen=True, order=True):
+    """A kind of message stream.
 
     Attributes:
         nbytes: size of a message's tensor, a multiple of 4.
@@ -53,21 +56,50 @@ class Cell:
         window: messages in flight of each producer.
         copies_out: whether the consumer copies every byte of a tensor into a warm buffer of its own before it counts as
             received, as an engine would.
+    """
+
+    nbytes: int
+    dtype: str = "float32"
+    producers: int = 1
+    window: int = 16
+    copies_out: bool = False
+
+    @property
+    def title(self) -> str:
+        """The case in words."""
+        several = f"{self.producers} producers" if self.producers > 1 else "1 producer"
+        copies = ", copied out" if self.copies_out else ""
+        return f"{format_nbytes(self.nbytes)} of {self.dtype}, {several}, window {self.window}{copies}"
+
+    def bounded(self) -> Case:
+        """Returns the case with a window that keeps what is in flight within memory, if it can be."""
+        window = min(self.window, _MAX_IN_FLIGHT_NBYTES // (self.nbytes * self.producers))
+        return msgspec.structs.replace(self, window=max(1, window))
+
+    @property
+    def ends(self) -> int:
+        """How many processes send."""
+        return self.producers
+
+    def cell(self, **timing: Any) -> Cell:
+        """Returns what processes need to run the case."""
+        return Cell(**msgspec.structs.asdict(self), **timing)
+
+
+class Cell(Case, frozen=True, kw_only=True):
+    """One measurement: what to send, for how long.
+
+    Attributes:
         warm_up_s, timed_s: how long a producer sends in each phase.
         limit_s: after which the whole measurement has failed.
         directory: for sockets; private to this run.
         corrupt_sequence: for tests of the check: the message whose content the producer spoils.
     """
 
-    nbytes: int
-    window: int
     warm_up_s: float
     timed_s: float
     limit_s: float
     directory: str
-    dtype: str = "float32"
-    producers: int = 1
-    copies_out: bool = False
     corrupt_sequence: int | None = None
 
     def __post_init__(self) -> None:

@@ -100,15 +100,14 @@ class StreamGroup(PeerGroup):
                 processes are dead.
         """
         assert cell.producers == self._ends, "a group has the producers of its cells"
-        what = f"{cell.nbytes:,} bytes, window {cell.window}"
         consumer, *producers = self._children
         with self._playing(cell.limit_s) as deadline:
             self._start.clear()
-            self._tell([consumer], cell, what)
-            self._hear([consumer], deadline, what)  # it listens
-            self._tell(producers, cell, what)
+            self._tell([consumer], cell, cell.title)
+            self._hear([consumer], deadline, cell.title)  # it listens
+            self._tell(producers, cell, cell.title)
             measurement: Measurement
-            measurement, *costs = self._hear(self._children, deadline, what)
+            measurement, *costs = self._hear(self._children, deadline, cell.title)
             return dataclasses.replace(measurement, producers=tuple(costs))
 
 

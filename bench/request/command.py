@@ -13,8 +13,8 @@ from bench import command_line
 from bench.coverage import Status
 from bench.interleaving import Plan
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.request.plan import Case, Results, rounds, run
-from bench.request.questions import MAX_CLIENTS
+from bench.request.plan import Results, rounds, run
+from bench.request.questions import MAX_CLIENTS, Case
 from bench.request.report import report, scaling_report
 from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
 from bench.results import write_json

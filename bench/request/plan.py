@@ -9,7 +9,6 @@ says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,38 +18,10 @@ from bench.interleaving import Plan, Round, Run
 from bench.machine import Machine
 from bench.peers import RequestPeer
 from bench.request.processes import Measurement, RequestGroup
-from bench.request.questions import Cell, checks_us
-from bench.results import Spread, format_nbytes
+from bench.request.questions import Case, checks_us
+from bench.results import Spread
 
-__all__ = ["Case", "Checks", "Repetition", "Result", "Results", "rounds", "run"]
-
-
-class Case(msgspec.Struct, frozen=True):
-    """A kind of request.
-
-    Attributes:
-        nbytes, in_flight, clients, reply_nbytes: as of a :class:`bench.request.questions.Cell`.
-    """
-
-    nbytes: int
-    in_flight: int
-    clients: int
-    reply_nbytes: int
-
-    @property
-    def title(self) -> str:
-        """The case in words."""
-        several = "s" * (self.clients > 1)
-        return f"{format_nbytes(self.nbytes)}, {self.in_flight} in flight of {self.clients} client{several}"
-
-    @property
-    def ends(self) -> int:
-        """How many processes ask."""
-        return self.clients
-
-    def cell(self, **timing: Any) -> Cell:
-        """Returns what processes need to run the case."""
-        return Cell(**msgspec.structs.asdict(self), **timing)
+__all__ = ["Checks", "Repetition", "Result", "Results", "rounds", "run"]
 
 
 def rounds(

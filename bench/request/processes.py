@@ -85,21 +85,20 @@ class RequestGroup(PeerGroup):
             BenchError: a request or a reply was not what was sent, a process died, or it took longer than
                 ``cell.limit_s``. The processes are dead.
         """
-        what = f"{cell.nbytes:,} bytes, {cell.in_flight} in flight, clients: {cell.clients}"
         engine, *clients = self._children
         with self._playing(cell.limit_s) as deadline:
             for some in ([engine], clients):  # the engine listens before anybody connects
-                self._tell(some, cell, what)
-                self._hear(some, deadline, what)
-            self._tell(self._children, time.perf_counter_ns(), what)
-            self._hear(self._children, deadline, what)
+                self._tell(some, cell, cell.title)
+                self._hear(some, deadline, cell.title)
+            self._tell(self._children, time.perf_counter_ns(), cell.title)
+            self._hear(self._children, deadline, cell.title)
             reports: list[_Finished] = []
             for some in (clients, [engine]):
-                self._tell(some, _STOP, what)
-                reports += self._hear(some, deadline, what)
+                self._tell(some, _STOP, cell.title)
+                reports += self._hear(some, deadline, cell.title)
             *asked, answered = reports
             if answered.total != (total := sum(report.total for report in asked)):
-                raise BenchError(f"{self._title}, {what}: {answered.total} requests were answered, {total} replies came")
+                raise BenchError(f"{self._title}, {cell.title}: {answered.total} requests were answered, {total} replies came")
         latencies_ns = np.concatenate([report.latencies_ns for report in asked])
         return Measurement(answered.cost, [report.cost for report in asked], latencies_ns)
 

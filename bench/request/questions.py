@@ -10,53 +10,76 @@ any time in between; and each reply is memory of its own, as the results of a mo
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from bench import stamps
+from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, CheckError
 
-__all__ = ["MAX_CLIENTS", "Answer", "Cell", "Desk", "Header", "Question", "checks_us"]
+__all__ = ["MAX_CLIENTS", "Answer", "Case", "Cell", "Desk", "Header", "Question", "checks_us"]
 
 MAX_CLIENTS = 64
 
 _CHECKS = 2000  # rounds over which the cost of the checks alone is taken: some ten milliseconds
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One measurement: what to ask, how much at a time, for how long.
+class Case(msgspec.Struct, frozen=True):
+    """A kind of request.
 
     Attributes:
         nbytes: size of a question's tensor, a multiple of 4.
-        reply_nbytes: size of a reply's tensor, a multiple of 4.
         in_flight: requests that each client has in flight.
         clients: processes that ask.
+        reply_nbytes: size of a reply's tensor, a multiple of 4.
+    """
+
+    nbytes: int
+    in_flight: int
+    clients: int
+    reply_nbytes: int
+
+    @property
+    def title(self) -> str:
+        """The case in words."""
+        several = "s" * (self.clients > 1)
+        return f"{format_nbytes(self.nbytes)}, {self.in_flight} in flight of {self.clients} client{several}"
+
+    @property
+    def ends(self) -> int:
+        """How many processes ask."""
+        return self.clients
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of questions in flight, of all clients."""
+        return self.nbytes * self.in_flight * self.clients
+
+    def cell(self, **timing: Any) -> Cell:
+        """Returns what processes need to run the case."""
+        return Cell(**msgspec.structs.asdict(self), **timing)
+
+
+class Cell(Case, frozen=True, kw_only=True):
+    """One measurement: what to ask, how much at a time, for how long.
+
+    Attributes:
         warm_up_s, timed_s: how long they do; all at the same time.
         limit_s: after which the whole measurement has failed.
         directory: for sockets; private to this run.
         corrupt_question, corrupt_answer: for tests of the checks: the sequence number of what is spoiled.
     """
 
-    nbytes: int
-    reply_nbytes: int
-    in_flight: int
-    clients: int
     warm_up_s: float
     timed_s: float
     limit_s: float
     directory: str
     corrupt_question: int | None = None
     corrupt_answer: int | None = None
-
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of questions in flight, of all clients."""
-        return self.nbytes * self.in_flight * self.clients
 
 
 class Header(NamedTuple):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 
+import msgspec
 import pytest
 import torch
 
@@ -33,7 +33,7 @@ def messages_of(source: Source) -> list[Message]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("copies_out", [False, True])
 def test_what_was_sent_is_accepted_and_measured(dtype: str, copies_out: bool) -> None:
-    cell = dataclasses.replace(CELL, dtype=dtype, copies_out=copies_out)
+    cell = msgspec.structs.replace(CELL, dtype=dtype, copies_out=copies_out)
     messages = sent(cell)
     assert messages[0][1].dtype is DTYPES[dtype]
     assert messages[0][1].nbytes == cell.nbytes
@@ -59,7 +59,7 @@ def test_phases_follow_each_other_and_last_two_windows() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stamps_go_where_the_producer_writes(dtype: str) -> None:
-    cell = dataclasses.replace(CELL, dtype=dtype)
+    cell = msgspec.structs.replace(CELL, dtype=dtype)
     source, sink = Source(cell), Sink(cell)
     slot = torch.full_like(source.tensor, 7)
     before = source.tensor.clone()
@@ -68,14 +68,14 @@ def test_stamps_go_where_the_producer_writes(dtype: str) -> None:
 
 
 def test_the_array_is_the_tensor() -> None:
-    source = Source(dataclasses.replace(CELL, dtype="bfloat16"))
+    source = Source(msgspec.structs.replace(CELL, dtype="bfloat16"))
     source.stamp()
     assert source.array.nbytes == CELL.nbytes
     assert source.array.tobytes() == bytes(source.tensor.view(torch.uint8).tolist())
 
 
 def test_what_is_copied_out_is_what_is_checked() -> None:
-    cell = dataclasses.replace(CELL, copies_out=True)
+    cell = msgspec.structs.replace(CELL, copies_out=True)
     source, sink = Source(cell), Sink(cell)
     sink.take(source.stamp(), source.tensor)
     assert sink._copy is not None
@@ -99,7 +99,7 @@ def test_a_doubled_message_is_noticed() -> None:
 @pytest.mark.parametrize("copies_out", [False, True])
 @pytest.mark.parametrize("step", [-1, 1])
 def test_the_content_of_another_message_is_noticed(step: int, copies_out: bool) -> None:
-    messages, sink = sent(), Sink(dataclasses.replace(CELL, copies_out=copies_out))
+    messages, sink = sent(), Sink(msgspec.structs.replace(CELL, copies_out=copies_out))
     for message in messages[:5]:
         sink.take(*message)
     with pytest.raises(CheckError, match="message 5 holds"):
@@ -122,7 +122,7 @@ def test_another_shape_or_dtype_is_noticed() -> None:
 
 
 def test_a_message_can_be_spoiled_on_purpose() -> None:
-    messages, sink = sent(dataclasses.replace(CELL, corrupt_sequence=3)), Sink(CELL)
+    messages, sink = sent(msgspec.structs.replace(CELL, corrupt_sequence=3)), Sink(CELL)
     for message in messages[:3]:
         sink.take(*message)
     with pytest.raises(CheckError, match="message 3 holds"):
@@ -131,7 +131,7 @@ def test_a_message_can_be_spoiled_on_purpose() -> None:
 
 # -- several producers ----------------------------------------------------------------------------------------------------
 
-TWO = dataclasses.replace(CELL, producers=2, window=1)
+TWO = msgspec.structs.replace(CELL, producers=2, window=1)
 
 
 def test_producers_have_sequences_of_their_own() -> None:

@@ -18,6 +18,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.children import Failed, play_cell
@@ -37,7 +38,7 @@ LISTENING_S = 10.0  # for a consumer to listen, on a machine that does much else
 @pytest.fixture
 def cell() -> Iterator[Cell]:
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        yield dataclasses.replace(SMALL, directory=directory)
+        yield msgspec.structs.replace(SMALL, directory=directory)
         assert list(Path(directory).glob("*.sock")) == []
 
 
@@ -79,7 +80,7 @@ def run(name: str, cell: Cell) -> list[Any]:
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options: dict[str, Any], nbytes: int) -> None:
-    cell = dataclasses.replace(cell, nbytes=nbytes, producers=producers, **options)
+    cell = msgspec.structs.replace(cell, nbytes=nbytes, producers=producers, **options)
     outcome, *others = run(name, cell)
     assert not [end for end in (outcome, *others) if isinstance(end, Failed | BaseException)]
     measurement: Measurement = outcome
@@ -90,7 +91,7 @@ def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_content_that_is_not_what_was_sent_is_noticed(cell: Cell, name: str) -> None:
-    outcome, _ = run(name, dataclasses.replace(cell, corrupt_sequence=20))
+    outcome, _ = run(name, msgspec.structs.replace(cell, corrupt_sequence=20))
     assert isinstance(outcome, Failed)
     assert "message 20" in outcome.error
     assert "corrupted" in outcome.error
@@ -100,13 +101,13 @@ def test_content_that_is_not_what_was_sent_is_noticed(cell: Cell, name: str) -> 
 def test_a_consumer_that_nobody_sends_to_gives_up(cell: Cell, name: str) -> None:
     ours, control = get_context("spawn").Pipe()
     with parts(name, 1) as part, ours, control:
-        outcome = play_cell(functools.partial(consume, part), control, dataclasses.replace(cell, limit_s=0.1))
+        outcome = play_cell(functools.partial(consume, part), control, msgspec.structs.replace(cell, limit_s=0.1))
     assert outcome == Failed("it took longer than 0.1 s")
 
 
 def test_busy_polling_ends_say_what_they_take_when_nothing_comes(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shmring_ring, "_IDLE_S", 0.3)
-    outcome, producer = run("shmring-busy-poll", dataclasses.replace(cell, window=1))
+    outcome, producer = run("shmring-busy-poll", msgspec.structs.replace(cell, window=1))
     for cost in (outcome.consumer, producer):
         assert 0 < cost.idle_share < 0.5  # of a core, by both ends, which are one process here; they would take two
     assert run("shmring-busy-poll", cell)[1].idle_share is None  # of a larger window
@@ -115,7 +116,7 @@ def test_busy_polling_ends_say_what_they_take_when_nothing_comes(cell: Cell, mon
 @pytest.mark.parametrize("name", BOUNDED)
 def test_what_does_not_fit_is_said_beforehand(cell: Cell, name: str) -> None:
     assert PEERS[name].limits(cell) is None
-    reason = PEERS[name].limits(dataclasses.replace(cell, nbytes=1 << 40))
+    reason = PEERS[name].limits(msgspec.structs.replace(cell, nbytes=1 << 40))
     assert reason is not None
     assert "GiB" in reason
 

@@ -7,7 +7,6 @@ has been imported. As spawned ones they run in ``test_transport.py``.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import bench.peers
@@ -158,7 +158,7 @@ def test_checked_messages_arrive_and_nothing_is_left(open_ends: Callable[[str], 
     ends = open_ends(name)
     mapped = set()
     for producers, nbytes, options in CELLS:
-        now = dataclasses.replace(cell, producers=producers, nbytes=nbytes, **options)
+        now = msgspec.structs.replace(cell, producers=producers, nbytes=nbytes, **options)
         assert ends.peer.limits(now) is None
         outcome, *others = ends.run(now)
         assert not [end for end in (outcome, *others) if isinstance(end, Failed)]
@@ -177,7 +177,7 @@ def test_content_that_is_not_what_was_sent_is_noticed_and_nothing_is_left(
     open_ends: Callable[[str], Ends], cell: Cell, name: str
 ) -> None:
     ends = open_ends(name)
-    (outcome,) = ends.run(dataclasses.replace(cell, producers=PRODUCERS, corrupt_sequence=10))
+    (outcome,) = ends.run(msgspec.structs.replace(cell, producers=PRODUCERS, corrupt_sequence=10))
     assert isinstance(outcome, Failed)
     assert "message 10" in outcome.error
     assert "corrupted" in outcome.error
@@ -208,11 +208,11 @@ def traces_of(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in ("faster-fifo", "ray")])
 def test_what_takes_more_memory_than_there_is_is_said_beforehand(cell: Cell, name: str) -> None:
-    assert "GiB are available" in (PEERS[name].limits(dataclasses.replace(cell, nbytes=1 << 40)) or "")
+    assert "GiB are available" in (PEERS[name].limits(msgspec.structs.replace(cell, nbytes=1 << 40)) or "")
 
 
 def test_what_does_not_fit_into_a_queue_or_a_store_is_said_beforehand(cell: Cell) -> None:
-    large = dataclasses.replace(cell, nbytes=1 << 40)
+    large = msgspec.structs.replace(cell, nbytes=1 << 40)
     assert "does not fit into its ring" in (PEERS["faster-fifo"].limits(large) or "")
     assert "GiB in a store of" in (PEERS["ray"].limits(large) or "")
 

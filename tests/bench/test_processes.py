@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import multiprocessing
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from multiprocessing.context import SpawnContext
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.children import BenchError, Failed, play_cell
@@ -24,16 +24,16 @@ NAME = "shmring"
 @pytest.fixture
 def cell() -> Iterator[Cell]:
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        yield dataclasses.replace(SMALL, directory=directory)
+        yield msgspec.structs.replace(SMALL, directory=directory)
 
 
 @pytest.mark.slow
 def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
-    cell = dataclasses.replace(cell, producers=2)
+    cell = msgspec.structs.replace(cell, producers=2)
     with StreamGroup(PEERS[NAME], 2) as group:
         group.start()
         for copies_out in (False, True):
-            measurement = group.run(dataclasses.replace(cell, copies_out=copies_out))
+            measurement = group.run(msgspec.structs.replace(cell, copies_out=copies_out))
             assert measurement.messages > 0
             costs = [measurement.consumer, *measurement.producers]
             assert len(costs) == 3
@@ -47,7 +47,7 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
                 assert cost.lag.max_ms >= cost.lag.p50_ms
             assert all(cost.connect_s is not None for cost in measurement.producers)
         with pytest.raises(BenchError, match=r"the consumer failed: CheckError: message 10 holds .* it is corrupted") as caught:
-            group.run(dataclasses.replace(cell, corrupt_sequence=10))
+            group.run(msgspec.structs.replace(cell, corrupt_sequence=10))
         assert PEERS[NAME].title in str(caught.value)
         assert not any(process.is_alive() for process in group.processes)
         with pytest.raises(BenchError, match="were ended after a failure"):
@@ -68,7 +68,7 @@ def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
 def test_a_cell_that_takes_too_long_is_an_error(cell: Cell) -> None:
     control, ours = multiprocessing.Pipe()
     with control, ours:
-        outcome = play_cell(functools.partial(consume, Part(PEERS[NAME])), control, dataclasses.replace(cell, limit_s=0.05))
+        outcome = play_cell(functools.partial(consume, Part(PEERS[NAME])), control, msgspec.structs.replace(cell, limit_s=0.05))
     assert outcome == Failed("it took longer than 0.05 s")  # no producer ever came
 
 

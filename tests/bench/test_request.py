@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import json
 import multiprocessing
@@ -32,9 +31,9 @@ from bench.peers import BASELINE, REQUEST_PEERS, Ask, RequestPeer
 from bench.peers.in_flight import Pending
 from bench.request.command import request_command
 from bench.request.load import Load, Phases, come_to_rest
-from bench.request.plan import Case, Checks, Repetition, Result, Results, rounds, run
+from bench.request.plan import Checks, Repetition, Result, Results, rounds, run
 from bench.request.processes import Measurement, RequestGroup
-from bench.request.questions import Answer, Cell, Desk, Header, Question, checks_us
+from bench.request.questions import Answer, Case, Cell, Desk, Header, Question, checks_us
 from bench.request.report import report, scaling_report
 from bench.request.scaling import VARIANT_GROUPS, ConnectedClients, SlotsInUse
 from bench.results import Spread
@@ -46,7 +45,7 @@ SMALL = Cell(nbytes=4096, reply_nbytes=64, in_flight=4, clients=1, warm_up_s=0.0
 @pytest.fixture(scope="module")
 def cell() -> Iterator[Cell]:
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        yield dataclasses.replace(SMALL, directory=directory)
+        yield msgspec.structs.replace(SMALL, directory=directory)
 
 
 # -- questions and answers ---------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ def test_every_stamped_place_is_looked_at(place: int) -> None:
 
 
 def test_questions_of_two_clients_differ() -> None:
-    question, desk = Question(SMALL), Desk(dataclasses.replace(SMALL, clients=2))
+    question, desk = Question(SMALL), Desk(msgspec.structs.replace(SMALL, clients=2))
     question.stamp(Header(0, 7))
     with pytest.raises(CheckError, match="request 7 of client 1 holds"):
         desk.answer(Header(1, 7), question.tensor)
@@ -168,7 +167,7 @@ def peer(request: pytest.FixtureRequest) -> RequestPeer:
 
 @pytest.mark.parametrize(("nbytes", "reply_nbytes"), [(4096, 64), (1 << 20, 4), (4, 256 << 10)])
 async def test_every_peer_answers_every_question(peer: RequestPeer, cell: Cell, nbytes: int, reply_nbytes: int) -> None:
-    load, desk, cost = await asked(peer, dataclasses.replace(cell, nbytes=nbytes, reply_nbytes=reply_nbytes))
+    load, desk, cost = await asked(peer, msgspec.structs.replace(cell, nbytes=nbytes, reply_nbytes=reply_nbytes))
     assert desk.answered == load.answered >= 8  # a window in each phase
     assert 4 <= cost.messages == len(load.latencies_ns) <= load.answered
     assert min(load.latencies_ns) > 0
@@ -181,7 +180,7 @@ async def test_every_peer_answers_every_question(peer: RequestPeer, cell: Cell, 
 async def test_what_a_peer_corrupts_is_noticed(peer: RequestPeer, cell: Cell, spoiled: str) -> None:
     what = "request" if spoiled == "corrupt_question" else "reply"
     with pytest.raises(BaseExceptionGroup) as caught:
-        await asked(peer, dataclasses.replace(cell, **{spoiled: 5}))
+        await asked(peer, msgspec.structs.replace(cell, **{spoiled: 5}))
     found = [str(innermost(error)) for error in caught.value.exceptions]
     assert any(f"{what} 5 of client 0 holds" in text for text in found), found
 
@@ -207,7 +206,7 @@ async def test_a_phase_lasts_until_enough_has_happened() -> None:
             await asyncio.sleep(0.02)
             done += 1
 
-    cell = dataclasses.replace(SMALL, warm_up_s=0.0, timed_s=0.0, in_flight=3)
+    cell = msgspec.structs.replace(SMALL, warm_up_s=0.0, timed_s=0.0, in_flight=3)
     task = asyncio.create_task(happen())
     phases = Phases(cell, lambda: done)
     cost = await phases.measure(time.perf_counter_ns())
@@ -269,11 +268,11 @@ async def test_so_many_slots_are_in_use_and_as_many_holes_between_them(cell: Cel
 
 @pytest.mark.slow
 def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
-    two = dataclasses.replace(cell, clients=2)
+    two = msgspec.structs.replace(cell, clients=2)
     with RequestGroup(REQUEST_PEERS["shmring"], 2) as group:
         group.start()
         for in_flight in (1, 8):
-            measurement = group.run(dataclasses.replace(two, in_flight=in_flight))
+            measurement = group.run(msgspec.structs.replace(two, in_flight=in_flight))
             assert len(measurement.clients) == 2
             assert min(cost.messages for cost in measurement.clients) >= in_flight
             assert measurement.requests == len(measurement.latencies_ns)
@@ -283,8 +282,8 @@ def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
         with pytest.raises(
             BenchError, match=r"^shmring.*the engine failed: CheckError: request 20 of client . holds"
         ) as caught:
-            group.run(dataclasses.replace(two, corrupt_question=20))
-        assert "4,096 bytes, 4 in flight, clients: 2" in str(caught.value)
+            group.run(msgspec.structs.replace(two, corrupt_question=20))
+        assert "4 KB, 4 in flight of 2 clients" in str(caught.value)
         assert not any(process.is_alive() for process in group.processes)
         with pytest.raises(BenchError, match="were ended after a failure"):
             group.run(two)

@@ -24,6 +24,7 @@ from bench.messages import Cell, Measurement
 from bench.meter import Cost
 from bench.peers import PEERS, Peer
 from bench.records import Results
+from bench.results import format_nbytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -276,4 +277,4 @@ def test_sizes_must_be_whole_numbers_of_stamps() -> None:
 
 @pytest.mark.parametrize(("nbytes", "text"), [(65536, "64 KB"), (16 << 20, "16 MB"), (1000, "1000 B")])
 def test_sizes_are_shown_as_people_say_them(nbytes: int, text: str) -> None:
-    assert cases.format_nbytes(nbytes) == text
+    assert format_nbytes(nbytes) == text
