@@ -92,13 +92,14 @@ ARCH ?= $(shell uname -m)
 
 wheel: $(INSTALLED)
 	rm -rf build/wheel
-	$(CROSS) $(BIN)/python -m build --quiet --no-isolation --outdir build/wheel
+	$(CROSS) $(BIN)/python -m build --no-isolation --outdir build/wheel > /dev/null
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist/
 
 # For another processor: Debian's cross compiler (apt install gcc-aarch64-linux-gnu), and the names that belong to it. The headers are
-# this Python's own. Of these only pyconfig.h is made for one processor; where both have words of 64 bits, it says the same for both about
-# everything that an extension sees.
+# this Python's own. Only pyconfig.h is made for one processor, and what it says to extensions (sizes, alignments) is the same for all
+# little-endian ones with words of 64 bits. Debian's Python refuses that, and wants its own for the other processor: dpkg
+# --add-architecture arm64; apt update; apt install libpython3-dev:arm64.
 ifneq ($(ARCH),$(shell uname -m))
 CROSS = CC=$(ARCH)-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	SETUPTOOLS_EXT_SUFFIX=$(subst $(shell uname -m),$(ARCH),$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'))

@@ -33,9 +33,9 @@ DIRECTIVES = {
 CFLAGS = "-O2 -fwrapv -DNDEBUG -Wall"
 SHARED = ["-fPIC", "-fvisibility=hidden"]
 
-#: The compiler of the package ziglang. -I: where pip builds, it hides the environment's packages by variables. Without -mcpu
-#: it would compile for this machine's processor.
-ZIG = [sys.executable, "-I", "-m", "ziglang", "cc", "-mcpu=baseline"]
+#: The compiler of the package ziglang. -I: where pip builds, it hides the environment's packages by variables. It compiles for
+#: this machine's processor and with debug information, unless it is told not to.
+ZIG = [sys.executable, "-I", "-m", "ziglang", "cc", "-mcpu=baseline", "-Wl,--strip-debug"]
 
 
 def compiler() -> list[str]:
@@ -75,6 +75,7 @@ class Build(build_ext):
             compiler_so=[*command, *flags, *SHARED],
             linker_so=[*command, *flags, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))],
         )
+        self.compiler.set_library_dirs([])  # those of Python, which Zig's compiler would write into what it links
         for extension in self.extensions:
             [translated] = cythonize(extension, compiler_directives=DIRECTIVES, build_dir="build", quiet=True)
             extension.sources, extension.depends = translated.sources, translated.depends
