@@ -1,6 +1,7 @@
 """Clip fingerprints: the frames of a video in, a unit vector out, such that altered copies of a clip stay near it.
 
-A frame is described as a picture (see :mod:`.pictures`), which takes care of other sizes, codecs and qualities. Time is
+A frame is described as a picture (see :mod:`.pictures`), which takes care of other sizes, codecs and qualities; but of the
+whole picture alone, since views around the middle lose part of how a movement goes on, and take time for each frame. Time is
 taken relative to the clip's length, and fingerprints are interpolated between frames, so the frame rate does not matter. The
 course of the frames' fingerprints over time is then broken into cosine waves:
 
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.executors.fingerprints.pictures import fingerprint_picture
+from engine.executors.fingerprints.pictures import WHOLE, fingerprint_picture
 from engine.executors.fingerprints.vectors import (
     Numbers,
     cosine_waves,
@@ -109,7 +110,7 @@ def _describe_moments(frames: torch.Tensor, timestamps_s: Sequence[float], durat
     before = np.floor(positions).astype(np.int64)
     after = np.minimum(before + 1, len(frames) - 1)
     needed, places = np.unique(np.concatenate([before, after]), return_inverse=True)
-    described = np.stack([fingerprint_picture(frames[index]).numpy() for index in needed.tolist()]).astype(np.float64)
+    described = np.stack([fingerprint_picture(frames[index], [WHOLE]).numpy() for index in needed.tolist()]).astype(np.float64)
     place_before, place_after = places.reshape(2, _MOMENTS)
     way = (positions - before)[:, None]
     moments: Numbers = described[place_before] * (1 - way) + described[place_after] * way

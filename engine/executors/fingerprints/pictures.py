@@ -7,10 +7,13 @@ A picture is described by three parts, each blind to what some everyday alterati
 - edges: gradient orientations gathered over overlapping cells. They tell textures apart and move little under a crop.
 - colour: a histogram of chromaticity and relative luminance, which a crop, scaling or brightening hardly moves.
 
-All three are made from one thumbnail of `_THUMBNAIL_SIDE` squared. Torch's antialiasing kernel makes it straight from
-the bytes, in integers, so a picture of twelve megapixels costs little more than reading it once and is never copied to
-floats. Squeezing to a square forgets the aspect ratio on purpose: a crop changes it. Towards its corners the thumbnail fades
-out (:func:`_fade`): a crop takes them away, and a rotation puts black there.
+Layout and edges are described three times and added up: of the whole picture, and of smaller parts around its middle
+(`VIEWS_FOR_CROPS`). A crop of a picture is about what such a part of it is, so the sums of both have much in common.
+
+Each of these is made from a thumbnail of `_THUMBNAIL_SIDE` squared. Torch's antialiasing kernel makes it straight from the
+bytes, in integers, so a picture of twelve megapixels costs little more than reading it twice and is never copied to floats.
+Squeezing to a square forgets the aspect ratio on purpose: a crop changes it. Towards its corners the thumbnail fades out
+(:func:`_fade`): a crop takes them away, and a rotation puts black there.
 
 Bins and cells overlap like triangles (a value counts partly for each of its two neighbours), so that a small change of
 the picture is a small change of the fingerprint.
@@ -33,6 +36,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,19 +60,42 @@ from engine.executors.fingerprints.vectors import (
     triangle,
 )
 
-__all__ = ["fingerprint_picture"]
+__all__ = ["VIEWS_FOR_CROPS", "WHOLE", "View", "fingerprint_picture"]
 
 # Small enough that fine grain, which recompression and scaling change, is gone. Anything from 64 to 192 ranks the
 # sample pictures about equally well.
 _THUMBNAIL_SIDE = 96
 
+
+class View(NamedTuple):
+    """A part of a picture around its middle: the share of its width and height, and how much it counts."""
+
+    share: float
+    weight: int
+
+
+WHOLE = View(1.0, 1)
+"""The whole picture."""
+
+VIEWS_FOR_CROPS = (View(1.0, 2), View(0.75, 1), View(0.6, 1))
+"""The whole picture, and two parts of it.
+
+With these, the smallest margin of crops by 25 % is 0.21; without the last, 0.09; with the whole alone, 0.01. The whole counts
+twice for the sake of crops on one side only, which are no part around the middle.
+"""
+
+_SHORTEST_SUM = 1e-6  # of views that cancel each other out, or that have no pattern at all
+
 # Where the thumbnail begins to fade and where it has faded out, in half sides from its middle; its corners are 1.41 away.
 _FADE_BEGINS = 0.8
 _FADE_ENDS = 1.15
 
-# Of a longer side only every n-th line is read. That leaves over 80 lines for each of the thumbnail's, and bounds what
-# grows with the sides instead of the area: torch's tables of weights, and its picture halfway (16 384 lines * 96 * 3
-# bytes = 4.7 MB). Without this limit a picture 1 pixel wide and 12 000 000 high took 14 s and gigabytes.
+# Parts of a picture are cut out of a square of this side; the smallest of them is then as large as a thumbnail.
+_OVERVIEW_SIDE = 160
+
+# Of a longer side only every n-th line is read. That leaves over 50 lines for each of the overview's, and bounds what
+# grows with the sides instead of the area: torch's tables of weights, and its picture halfway (16 384 lines * 160 * 3
+# bytes = 7.9 MB). Without this limit a picture 1 pixel wide and 12 000 000 high took 14 s and gigabytes.
 _SIDE_LIMIT = 16_384
 
 # More coefficients tell pictures apart better and survive a crop worse: from about 48 on a 10 % crop suffers.
@@ -85,9 +113,9 @@ _COLOUR_SIZE = _LUMINANCE_BINS * _CHROMA_BINS**2
 assert _LAYOUT_SIZE + _EDGES_SIZE + _COLOUR_SIZE == FINGERPRINT_SIZE  # 32 + 288 + 192
 
 # How much each part counts, as shares of the squared length. Colour counts least: all grey pictures agree on it.
-_LAYOUT_SHARE = 0.4
-_EDGES_SHARE = 0.4
-_COLOUR_SHARE = 0.2
+_LAYOUT_SHARE = 0.415
+_EDGES_SHARE = 0.415
+_COLOUR_SHARE = 0.17
 
 # Grey levels of contrast below which a picture or a cell is mostly rounding noise, which must not be blown up to the
 # weight of a real pattern. Also keeps a black picture's luminance from being divided by zero.
@@ -103,12 +131,13 @@ _CHROMA_FLOOR = 48.0
 _CHROMA_LIMIT = 0.3
 
 
-def fingerprint_picture(pixels: torch.Tensor) -> torch.Tensor:
+def fingerprint_picture(pixels: torch.Tensor, views: Sequence[View] = VIEWS_FOR_CROPS) -> torch.Tensor:
     """Describes a picture by a unit vector; the cosine between two such vectors says how alike two pictures are.
 
     Args:
         pixels: uint8 of shape (height, width, 3), RGB, in host memory, at least 1x1. It is only read, and may be a
             view of shared memory. If it is not contiguous, torch copies it once, as bytes.
+        views: what is looked at, the whole picture first. Fingerprints of different views are not compared.
 
     Returns:
         float32 of shape (`FINGERPRINT_SIZE`,) and Euclidean length one, in memory of its own.
@@ -122,11 +151,11 @@ def fingerprint_picture(pixels: torch.Tensor) -> torch.Tensor:
         everyone should know to improve object retrieval" (CVPR 2012).
     """
     _check_picture(pixels)
-    thumbnail = _shrink(pixels)
-    luminance = _luminance(thumbnail)
-    layout = math.sqrt(_LAYOUT_SHARE) * _describe_layout(luminance)
-    edges = math.sqrt(_EDGES_SHARE) * _describe_edges(luminance)
-    colour = math.sqrt(_COLOUR_SHARE) * _describe_colour(thumbnail, luminance)
+    thumbnails = _thumbnails(pixels, views)
+    luminances = [_luminance(thumbnail) for thumbnail in thumbnails]
+    layout = math.sqrt(_LAYOUT_SHARE) * _add_views(views, [_describe_layout(luminance) for luminance in luminances])
+    edges = math.sqrt(_EDGES_SHARE) * _add_views(views, [_describe_edges(luminance) for luminance in luminances])
+    colour = math.sqrt(_COLOUR_SHARE) * _describe_colour(thumbnails[0], luminances[0])
     return tensor_from(normalise(np.concatenate([_forget_mirroring(layout, edges), colour])))
 
 
@@ -139,17 +168,36 @@ def _check_picture(pixels: torch.Tensor) -> None:
         )
 
 
-def _shrink(pixels: torch.Tensor) -> Numbers:
-    """Returns shape (3, `_THUMBNAIL_SIDE`, `_THUMBNAIL_SIDE`), in 0..255; smaller pictures are enlarged."""
+def _thumbnails(pixels: torch.Tensor, views: Sequence[View]) -> list[Numbers]:
+    """Returns an array of shape (3, `_THUMBNAIL_SIDE`, `_THUMBNAIL_SIDE`), in 0..255, for each view."""
     height, width, _ = pixels.shape
-    sampled = pixels[:: math.ceil(height / _SIDE_LIMIT), :: math.ceil(width / _SIDE_LIMIT)]
-    thumbnail = functional.interpolate(
-        sampled.permute(2, 0, 1).unsqueeze(0),
-        size=(_THUMBNAIL_SIDE, _THUMBNAIL_SIDE),
-        mode="bilinear",
-        antialias=True,
-    )
-    return thumbnail.squeeze(0).numpy().astype(np.float64, order="C")
+    planes = pixels[:: math.ceil(height / _SIDE_LIMIT), :: math.ceil(width / _SIDE_LIMIT)].permute(2, 0, 1)
+    # Parts are cut out of a small picture: torch would copy a part of the large one first, since its lines are not in a row.
+    overview = _resize(planes, _OVERVIEW_SIDE) if any(view.share < 1 for view in views) else planes
+    thumbnails = [_resize(planes if view.share == 1 else _middle(overview, view.share), _THUMBNAIL_SIDE) for view in views]
+    return [thumbnail.numpy().astype(np.float64, order="C") for thumbnail in thumbnails]
+
+
+def _resize(planes: torch.Tensor, side: int) -> torch.Tensor:
+    """Returns shape (3, side, side), uint8; smaller pictures are enlarged."""
+    return functional.interpolate(planes.unsqueeze(0), size=(side, side), mode="bilinear", antialias=True).squeeze(0)
+
+
+def _middle(planes: torch.Tensor, share: float) -> torch.Tensor:
+    """Returns the part of a square picture around its middle that has this share of its width and height."""
+    side = planes.shape[-1]
+    margin = round(side * (1 - share) / 2)
+    return planes[:, margin : side - margin, margin : side - margin]
+
+
+def _add_views(views: Sequence[View], parts: Sequence[Numbers]) -> Numbers:
+    """Adds up one part of the description of all views, to the length that it has in a view on average.
+
+    So a faint pattern stays faint, and a clear one does not become faint because the views differ.
+    """
+    total: Numbers = np.sum([view.weight * part for view, part in zip(views, parts, strict=True)], axis=0)
+    usual = sum(map(length_of, parts)) / len(parts)
+    return total * (usual / max(length_of(total), _SHORTEST_SUM))
 
 
 def _luminance(thumbnail: Numbers) -> Numbers:
