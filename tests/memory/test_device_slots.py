@@ -564,6 +564,7 @@ async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it
         client._session.connection.abort()  # type: ignore[union-attr]
         await eventually(lambda: ring.statistics().clients == 0)
         assert ring.statistics().device_slab_quarantined_nbytes > 0
+    await eventually(lambda: ends.memory.opened == [])  # by a thread; a process that is dead has nothing open
     ring._frontend_died(next(iter(ring._frontends.values())))
     await settled(ring)
     assert ring.statistics().device_slab_free_nbytes == 2 * MIB
@@ -870,6 +871,7 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
         ring._ledger.check()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+    await eventually(lambda: liar.session.device._closed)  # type: ignore[union-attr]  # a thread of this process does it
     ring._frontend_died(ring._frontends[2]) if 2 in ring._frontends else ring._device.unmapped(2)  # type: ignore[union-attr]
 
 
