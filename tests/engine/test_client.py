@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -42,7 +41,7 @@ async def test_there_must_be_an_engine_to_connect_to(socket_dir: Any) -> None:
         await EngineClient.connect("nobody", socket_dir=str(socket_dir), connect_timeout_s=0.0)
 
 
-async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any, socket_dir: Any) -> None:
+async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any, socket_dir: Any, eventually: Any) -> None:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(EncodeReply(torch.full((1, 5000), 2.0)))
 
@@ -51,8 +50,7 @@ async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any,
         [output] = [output async for output in client.encode(REQUEST, request_id="one")]
         assert (output.request_id, output.finished) == ("one", True)
         assert torch.equal(output.embeddings, torch.full((1, 5000), 2.0))
-        await asyncio.sleep(0)
-        assert client.ring.statistics().reply_slots_held == 0
+        await eventually(lambda: client.ring.statistics().reply_slots_held == 0)
     assert ring.statistics().replies == 1
 
 
