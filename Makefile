@@ -9,7 +9,7 @@
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
 #   make simulate STEPS=1000000 SEED=1: the books of both ends, deterministically; EXHAUSTIVE=1 visits every state
 #   make verify   has spin search the message ring's protocol for lost wake-ups (apt install spin); two minutes
-#   make sanitize the compiled core's tests under AddressSanitizer and UndefinedBehaviourSanitizer
+#   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor

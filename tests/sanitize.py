@@ -1,4 +1,6 @@
-"""Runs the compiled core's tests with the core built for AddressSanitizer and UndefinedBehaviourSanitizer: ``make sanitize``.
+"""Runs the compiled core's tests with the core built for sanitizers: ``make sanitize``.
+
+First for AddressSanitizer and UndefinedBehaviourSanitizer; then, those in which threads meet, for ThreadSanitizer.
 
 The core is built anew, beside the one that is installed, in a temporary copy of the sources, and the tests run against that
 copy. Leaks are not looked for: an interpreter that ends leaves much to the kernel.
@@ -6,6 +8,7 @@ copy. Leaks are not looked for: an interpreter that ends leaves much to the kern
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -15,32 +18,67 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILED = tuple(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views"))
-FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+#: What goes on in several threads of one process.
+THREADED = ("tests/core/test_views.py", "-k", "thread or autograd")
 
 
-def main() -> None:
-    """Exits as pytest does; a finding ends the run with the sanitizer's report."""
-    compiler = os.environ.get("CC", "gcc")
-    runtimes = [_runtime(compiler, name) for name in ("libasan.so", "libubsan.so")]
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory)
-        for name in ("shmring", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-            else:
-                shutil.copy2(source, copy / name)
-        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        subprocess.run(build, cwd=copy, env=os.environ | {"CFLAGS": FLAGS, "LDFLAGS": FLAGS}, check=True)
-        environment = os.environ | {
-            "LD_PRELOAD": " ".join(runtimes),
+@dataclasses.dataclass(frozen=True)
+class Sanitizers:
+    """What is compiled for, and run with.
+
+    Attributes:
+        names: of ``-fsanitize``.
+        libraries: of the compiler, to be loaded first.
+        options: environment variables.
+        tests: arguments of pytest.
+    """
+
+    names: str
+    libraries: tuple[str, ...]
+    options: dict[str, str]
+    tests: tuple[str, ...]
+
+
+RUNS = (
+    Sanitizers(
+        "address,undefined",
+        ("libasan.so", "libubsan.so"),
+        {
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",  # so that bytes objects have red zones too
-            "PYTHONPATH": directory,
-        }
-        test = [sys.executable, "-m", "pytest", *COMPILED, "-p", "no:cacheprovider", "--timeout=600", *sys.argv[1:]]
-        sys.exit(subprocess.run(test, cwd=copy, env=environment, check=False).returncode)
+        },
+        COMPILED,
+    ),
+    Sanitizers("thread", ("libtsan.so",), {"TSAN_OPTIONS": "halt_on_error=1"}, THREADED),
+)
+
+
+def main() -> None:
+    """Exits as pytest does; a finding ends the run with the sanitizer's report. Its arguments are pytest's."""
+    compiler = os.environ.get("CC", "gcc")
+    for sanitizers in RUNS:
+        libraries = [_runtime(compiler, name) for name in sanitizers.libraries]
+        with tempfile.TemporaryDirectory() as directory:
+            _build(Path(directory), sanitizers.names)
+            environment = os.environ | sanitizers.options | {"LD_PRELOAD": " ".join(libraries), "PYTHONPATH": directory}
+            test = [sys.executable, "-m", "pytest", *sanitizers.tests, "-p", "no:cacheprovider", "--timeout=600", *sys.argv[1:]]
+            print(f"-fsanitize={sanitizers.names}", flush=True)
+            ended = subprocess.run(test, cwd=directory, env=environment, check=False)
+            if ended.returncode:
+                sys.exit(ended.returncode)
+
+
+def _build(copy: Path, names: str) -> None:
+    for name in ("shmring", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy2(source, copy / name)
+    flags = f"-O1 -g -fno-omit-frame-pointer -fsanitize={names} -fno-sanitize-recover=undefined -Wno-tsan"
+    build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=copy, env=os.environ | {"CFLAGS": flags, "LDFLAGS": flags}, check=True)
 
 
 def _runtime(compiler: str, name: str) -> str:

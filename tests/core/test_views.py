@@ -481,6 +481,22 @@ def test_a_view_may_die_in_autograd(mapping: Mapping, regions: Regions) -> None:
     assert leaf.grad.tolist() == [2.0] * 8
 
 
+class Unlocked:
+    """A view as torch has one, which dies without the interpreter's lock: ctypes gives it back while it calls the deleter."""
+
+    _DELETER = 56  # where it stands in a DLManagedTensor, behind a DLTensor of 48 bytes and a pointer
+
+    def __init__(self, region: Region) -> None:
+        capsule = TensorMaker(lambda capsule: capsule).tensor(region, 0, (8,), *INT32)
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        self._tensor = pointer_of(capsule, b"dltensor")
+        self._delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_void_p.from_address(self._tensor + self._DELETER).value)
+
+    def __del__(self) -> None:
+        self._delete(self._tensor)
+
+
 def test_many_threads_drop_views_while_the_owner_leaves_and_collects(mapping: Mapping) -> None:
     """Each region is either free when it is left or collected, once, and the bell never fails to ring."""
     regions, count, threads = Regions(), 4000, 4
@@ -496,7 +512,7 @@ def test_many_threads_drop_views_while_the_owner_leaves_and_collects(mapping: Ma
     for thread in droppers:
         thread.start()
     gone: list[tuple[int, int]] = []
-    kinds = list(KINDS.values())
+    kinds = [*KINDS.values(), Unlocked, Unlocked, Unlocked]
     for key in range(count):
         region = regions.open(mapping, 64 * (key % 512), 64, (7, key))
         for index, queue in enumerate(queues):
