@@ -249,7 +249,8 @@ cdef class Regions:
         keys = []
         if self._departures == NULL:
             return keys
-        read(self._departures.bell, &rings, sizeof(rings))  # before the stack is taken: a later push rings again
+        if self._departures.process == getpid():  # else the bell is the parent's
+            read(self._departures.bell, &rings, sizeof(rings))  # before the stack is taken: a later push rings again
         top = <Lent*>take_stack(&self._departures.top, NULL)
         while top != NULL:  # turned over: the first that was pushed comes first
             newer, top = top, top.next

@@ -565,18 +565,29 @@ def test_a_death_in_a_forked_child_is_none_in_its_parent(
     region = regions.open(mapping, 0, 64, (1, 1))
     view = make(region)
     region.leave()
-    pid = os.fork()
-    if not pid:
-        del view
-        seen = regions.collect()
-        regions.close()
-        os._exit(10 if seen == [(1, 1)] else 20)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10
+
+    def dies_in_child() -> None:
+        nonlocal view
+        pid = os.fork()
+        if not pid:
+            view = None
+            seen = regions.collect()
+            regions.close()
+            os._exit(10 if (1, 1) in seen else 20)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10
+
+    dies_in_child()
     assert not rings(regions)
     assert regions.collect() == []
-    del view
+    other = regions.open(mapping, 64, 64, (1, 2))
+    view_of_other = make(other)
+    other.leave()
+    del view_of_other
     assert rings(regions)
-    assert regions.collect() == [(1, 1)]
+    dies_in_child()
+    assert rings(regions), "a child that collects does not take the parent's ring"
+    view = None
+    assert regions.collect() == [(1, 2), (1, 1)]
 
 
 def run(script: str) -> str:
