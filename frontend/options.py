@@ -86,9 +86,11 @@ class _Setting:
     def option(self) -> click.Option:
         """Returns it as click has it."""
         multiple, flag = isinstance(self.default, tuple), self.kind is bool
-        shown = not (flag or multiple or self.default is None)
+        shows_default = not (flag or multiple or self.default is None)
         kind: dict[str, Any] = {"is_flag": True} if flag else {"type": self.kind, "multiple": multiple}
-        return click.Option([*self.names, self.destination], default=self.default, help=self.text, show_default=shown, **kind)
+        return click.Option(
+            [*self.names, self.destination], default=self.default, help=self.text, show_default=shows_default, **kind
+        )
 
 
 _SETTINGS = (

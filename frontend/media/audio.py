@@ -225,10 +225,10 @@ def _frames(container: av.container.InputContainer, stream: AudioStream) -> Iter
 def _resampled(frames: Iterator[AudioFrame], sample_rate: int) -> Iterator[AudioFrame]:
     """Mixes down to one channel, float32, and resamples. Some streams change their format on their way."""
     resampler: AudioResampler | None = None
-    current: tuple[str, str, int] | None = None
+    resampled_format: tuple[str, str, int] | None = None
     for frame in frames:
-        found = (frame.format.name, frame.layout.name, frame.sample_rate)
-        if resampler is None or found != current:
+        frame_format = (frame.format.name, frame.layout.name, frame.sample_rate)
+        if resampler is None or frame_format != resampled_format:
             if resampler is not None:
                 yield from resampler.resample(None)
             _check_format(frame.sample_rate, frame.layout.nb_channels)
@@ -236,7 +236,7 @@ def _resampled(frames: Iterator[AudioFrame], sample_rate: int) -> Iterator[Audio
                 raise MediaError(f"the recording has {frame.layout.nb_channels} channels in an arrangement that can't be mixed")
             # Mixing down is scaled such that full scale stays full scale; libswresample does not do that for floats.
             resampler = AudioResampler("flt", "mono", sample_rate, options={"rematrix_maxval": "1.0"})
-            current = found
+            resampled_format = frame_format
         yield from resampler.resample(frame)
     if resampler is not None:
         yield from resampler.resample(None)

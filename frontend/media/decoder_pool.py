@@ -7,7 +7,7 @@ decoder is doing. The next job gets a new one, which is a fork of a process that
 
 Who waits for whom. There are so many *places*, one for each process. One of them is kept for small pictures and recordings, so
 that they don't wait for films. They have a small budget there; what needs more was not small, and starts again in line with
-the large ones. A place is free again when its process is idle or dead, not when it was told to die.
+the large ones. A place is free again when its process is idle or dead, not as soon as it is killed.
 
 Invariant: places that are taken, and those that are free, are as many as there are; a waiter that is cancelled takes none.
 """
@@ -196,7 +196,7 @@ class _Places:
             raise
 
     def give_back(self, is_small: bool) -> None:
-        """Lets the next one."""
+        """Frees a place, and lets the next waiters have it."""
         self._taken -= 1
         self._taken_by_large -= not is_small
         self._grant()
@@ -207,7 +207,7 @@ class _Places:
         return DecoderStatistics(self._count, self._count - self._taken, len(self._waiting), waiting_s)
 
     def _grant(self) -> None:
-        left = []
+        still_waiting = []
         for waiter in self._waiting:
             has_room = self._taken < self._count and (waiter.is_small or self._taken_by_large < self._count_for_large)
             if has_room and not waiter.granted.cancelled():
@@ -215,8 +215,8 @@ class _Places:
                 self._taken_by_large += not waiter.is_small
                 waiter.granted.set_result(None)
             else:
-                left.append(waiter)
-        self._waiting = left
+                still_waiting.append(waiter)
+        self._waiting = still_waiting
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class _Decoder:
             with _memory_file(len(data)) as file:
                 await _write(data, file, threads)
                 files = [file] if result is None else [file, result]
-                socket.send_fds(self._connection, [msgspec.msgpack.encode(job)], [each.fileno() for each in files])
+                socket.send_fds(self._connection, [msgspec.msgpack.encode(job)], [file.fileno() for file in files])
             reply = await _receive(self._connection, check_budget)
             if reply is None:
                 raise DecoderDiedError
@@ -394,14 +394,14 @@ async def read_into(memory: memoryview, file: io.FileIO, threads: Executor) -> N
 
 
 def _duplicate(file: io.FileIO) -> io.FileIO:
-    """For a thread: whoever is cancelled meanwhile closes the original, whose number may then be another file's."""
+    """Returns a descriptor for a thread: a cancelled caller closes the original, whose number may then be another file's."""
     return io.FileIO(os.dup(file.fileno()), "r+")
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    remainder = memoryview(data)
+    while remainder:
+        remainder = remainder[file.write(remainder) :]
 
 
 def _read_all(file: io.FileIO, memory: memoryview) -> None:

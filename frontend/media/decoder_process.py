@@ -48,7 +48,7 @@ from frontend.media.options import MediaKind
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_MAX_SAID_NBYTES = 64 << 10  # what libraries may write to stderr about one medium; further writing fails
+_MAX_STDERR_NBYTES = 64 << 10  # what libraries may write to stderr about one medium; further writing fails
 _MAX_QUOTED = 160  # characters of it that an error quotes
 _OOM_SCORE = 500  # of 1000: when memory runs out, the kernel ends a decoder rather than an engine
 
@@ -66,8 +66,8 @@ def main() -> None:
     # Whoever ends the frontend's process group does not mean us: we end with the frontend.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries children
-    warnings.simplefilter("ignore")  # Pillow's, about callers' pictures: whatever matters, the caller is told
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so the kernel keeps no zombies
+    warnings.simplefilter("ignore")  # Pillow's, about callers' pictures; what matters becomes an error
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     av.logging.set_level(None)  # libav would write about every damaged packet
     gc.freeze()
@@ -86,16 +86,16 @@ def main() -> None:
 
 def _end_with(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before it could be told
+    if os.getppid() != parent_pid:  # the parent ended before this process had asked for the signal
         os._exit(1)
 
 
 def _serve(connection: socket.socket) -> NoReturn:
     """Does jobs until the other end is closed."""
-    said = os.memfd_create("stderr")
-    fcntl.fcntl(said, fcntl.F_SETFL, os.O_APPEND)
-    os.dup2(said, 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_SAID_NBYTES, _MAX_SAID_NBYTES))  # mappings are not subject to it
+    stderr_fd = os.memfd_create("stderr")
+    fcntl.fcntl(stderr_fd, fcntl.F_SETFL, os.O_APPEND)
+    os.dup2(stderr_fd, 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_STDERR_NBYTES, _MAX_STDERR_NBYTES))  # mappings are not subject to it
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(_OOM_SCORE))
     jobs = msgspec.msgpack.Decoder(Probe | Decode)
@@ -105,16 +105,16 @@ def _serve(connection: socket.socket) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_NBYTES, 2)
         if not message:
             os._exit(0)
-        os.ftruncate(said, 0)
-        connection.send(encode(_do(jobs.decode(message), descriptors, said)))
+        os.ftruncate(stderr_fd, 0)
+        connection.send(encode(_do(jobs.decode(message), descriptors, stderr_fd)))
 
 
-def _do(job: Probe | Decode, descriptors: list[int], said: int) -> Reply:
+def _do(job: Probe | Decode, descriptors: list[int], stderr_fd: int) -> Reply:
     try:
         files = list(map(_mapped, descriptors))
         return _probe(job, files[0]) if isinstance(job, Probe) else _decode(job, files[0], files[1])
     except MediaError as error:
-        return Failed(str(error) + _quoted(said), expected=True)
+        return Failed(str(error) + _quoted(stderr_fd), expected=True)
     except Exception:  # noqa: BLE001 - the frontend reports it
         return Failed(traceback.format_exc(), expected=False)
     finally:
@@ -126,9 +126,9 @@ def _mapped(descriptor: int) -> mmap.mmap | bytes:
     return mmap.mmap(descriptor, 0) if os.fstat(descriptor).st_size else b""
 
 
-def _quoted(said: int) -> str:
+def _quoted(stderr_fd: int) -> str:
     """The first line that a library wrote to stderr about the medium, such as libtiff's reason."""
-    lines = os.pread(said, _MAX_QUOTED, 0).decode("ascii", "replace").splitlines()
+    lines = os.pread(stderr_fd, _MAX_QUOTED, 0).decode("ascii", "replace").splitlines()
     line = "".join(filter(str.isprintable, lines[0])).strip() if lines else ""
     return f" ({line})" if line else ""
 
@@ -166,9 +166,9 @@ def _decode(job: Decode, file: mmap.mmap | bytes, memory: mmap.mmap | bytes) -> 
     return Decoded(sound.length, sound.duration_s, header.sample_rate)
 
 
-def _fraction(wanted: type, text: Any) -> Fraction:
+def _fraction(expected_type: type, text: Any) -> Fraction:
     """The one type in headers that msgspec does not know; ``str`` wrote it."""
-    assert wanted is Fraction, wanted
+    assert expected_type is Fraction, expected_type
     return Fraction(text)
 
 

@@ -285,19 +285,19 @@ class LocalDirectory:
                 raise
             raise MediaError(_NO_SUCH_FILE) from None
 
-    def _read_place(self, itself: str, max_nbytes: int) -> bytes:
+    def _read_place(self, path: str, max_nbytes: int) -> bytes:
         """Reads what a descriptor refers to, if it may be read."""
-        if not _is_below(os.fsencode(os.readlink(itself)), self._real):
+        if not _is_below(os.fsencode(os.readlink(path)), self._real):
             raise MediaError(_NO_SUCH_FILE)
-        found = os.stat(itself)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise MediaError("the file: URL names something that is not a regular file")
-        if found.st_size > max_nbytes:
-            raise MediaError(f"the file has {found.st_size} bytes, more than the {max_nbytes} that are accepted")
+        if status.st_size > max_nbytes:
+            raise MediaError(f"the file has {status.st_size} bytes, more than the {max_nbytes} that are accepted")
         # Without O_NONBLOCK, somebody who has a lease on the file (fcntl) could keep this thread for 45 s.
-        with os.fdopen(os.open(itself, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            data = file.read(found.st_size + 1)
-        if len(data) != found.st_size:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            data = file.read(status.st_size + 1)
+        if len(data) != status.st_size:
             raise MediaError("the file changed while it was read")
         return data
 

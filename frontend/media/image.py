@@ -15,8 +15,8 @@ What is decoded how: palettes by their colours; transparency over a colour, whit
 converts them; 16-bit grey by its high byte; of animations the first frame. Floating point and 32-bit greys have no agreed range
 and are refused.
 
-What can't be told: that bytes are missing in the middle of a JPEG that has its end marker. The decoder fills in grey, as it
-does in every browser, and says so to nobody: a picture comes out, of the size that was promised.
+What is not noticed: that bytes are missing in the middle of a JPEG that has its end marker. The decoder fills in grey without
+a warning, as it does in every browser. The picture has the size that its header promised.
 """
 
 from __future__ import annotations

@@ -216,9 +216,9 @@ class MediaLoader:
             ValueError: the target has another shape or dtype.
         """
         if tuple(target.shape) != decoded.shape or target.dtype != decoded.dtype:
-            expected, given = f"{decoded.dtype} {decoded.shape}", f"{target.dtype} {tuple(target.shape)}"
+            expected, actual = f"{decoded.dtype} {decoded.shape}", f"{target.dtype} {tuple(target.shape)}"
             del target  # this frame is in the traceback
-            raise ValueError(f"the target is {given}, the medium needs {expected}")
+            raise ValueError(f"the target is {actual}, the medium needs {expected}")
         try:
             await read_into(target.numpy().reshape(-1).view(np.uint8).data, decoded.file, self._threads)
         except BaseException:
@@ -271,5 +271,5 @@ class MediaLoader:
 def _check_taken(kind: MediaKind, spec: InputSpec) -> None:
     parts = {"text": spec.text, "image": spec.picture, "audio": spec.sound, "video": spec.video}
     if not parts[kind]:
-        taken = ", ".join(name for name, part in parts.items() if part) or "no media"
-        raise MediaError(f"this server's model takes {taken}; it does not take {kind}")
+        kinds = ", ".join(name for name, part in parts.items() if part) or "no media"
+        raise MediaError(f"this server's model takes {kinds}; it does not take {kind}")

@@ -122,5 +122,5 @@ class LogMelWriter:
             np.matmul(power, self._filters, out=rows)
             np.log(np.maximum(rows, _FLOOR, out=rows), out=rows)
             self.length += len(block)
-        kept = samples[len(windows) * self._hop_samples :].copy()
-        self._waiting, self._num_waiting = [kept], len(kept)
+        rest = samples[len(windows) * self._hop_samples :].copy()
+        self._waiting, self._num_waiting = [rest], len(rest)

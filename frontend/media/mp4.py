@@ -6,9 +6,10 @@ ask how long the clip is. An edit list multiplies them: each edit gets entries f
 compared with what an accepted file can hold. Compressed headers and the tables of encrypted files, which have the same
 property, are refused.
 
-This is no parser, on purpose: libav takes tables in places where they do not belong, so whoever walks the boxes as the standard
-has them walks past those. Their names are searched for everywhere but in the media data. The numbers of honest tables can't
-look like a name, as each of them is smaller than the file; only metadata such as a cover picture could, once in many thousands.
+This is no parser, on purpose: libav takes tables in places where they do not belong, so a parser that walks the boxes as
+the standard has them walks past those. Their names are searched for everywhere but in the media data. The numbers of honest
+tables can't look like a name, as each of them is smaller than the file; only metadata such as a cover picture could, once
+in many thousands.
 """
 
 from __future__ import annotations

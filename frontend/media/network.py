@@ -92,8 +92,8 @@ def is_acceptable(address: Address, allowed: Sequence[Network] = ()) -> bool:
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(sockaddr[0]) for *_, sockaddr in found]
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(sockaddr[0]) for *_, sockaddr in infos]
 
 
 class Connector:
@@ -125,12 +125,12 @@ class Connector:
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
-            found = [host] if is_address(host) else await self._resolver(host, port)
+            texts = [host] if is_address(host) else await self._resolver(host, port)
         except OSError:
-            found = []
-        if not found:
+            texts = []
+        if not texts:
             raise MediaError(f"no address of the host {host[:64]!r} could be found")
-        addresses = list(map(ipaddress.ip_address, dict.fromkeys(found)))
+        addresses = list(map(ipaddress.ip_address, dict.fromkeys(texts)))
         if not all(is_acceptable(address, self._allowed) for address in addresses):
             raise MediaError(f"the host {host[:64]!r} has an address that this server does not connect to")
         return list(map(str, addresses))

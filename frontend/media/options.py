@@ -1,4 +1,4 @@
-"""What media may be, and how they are prepared where a server is told to do it differently than its executor asks.
+"""What media may be, and how they are prepared where a server's options differ from what its executor asks for.
 
 Both are frozen and hold no state. :class:`MediaLimits` is checked against headers before anything is decoded, and again against
 what comes out: headers lie. :class:`MediaIoKwargs` is vLLM's ``--media-io-kwargs``, so that a command line written for it means
@@ -142,15 +142,15 @@ class MediaIoKwargs:
         if not isinstance(kinds, dict):
             raise ValueError(f"media-io-kwargs must be a JSON object of kinds of media, not {text[:64]}")
         _refuse_unknown("media-io-kwargs", kinds, _READERS)
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for kind, values in kinds.items():
             if not isinstance(values, dict):
                 raise ValueError(f"media-io-kwargs: {kind} must be a JSON object")
             readers = _READERS[kind]
             _refuse_unknown(f"media-io-kwargs: {kind}", values, readers)
             for name, value in values.items():
-                found[name] = readers[name](f"media-io-kwargs: {kind}.{name}", value)
-        return cls(**found)
+                fields[name] = readers[name](f"media-io-kwargs: {kind}.{name}", value)
+        return cls(**fields)
 
 
 def _refuse_unknown(place: str, values: dict[str, Any], known: dict[str, Any]) -> None:
@@ -166,9 +166,9 @@ def _is_number(value: object) -> bool:
 
 def _colour(place: str, value: object) -> tuple[int, int, int]:
     channels = value if isinstance(value, list) else []
-    if len(channels) != 3 or not all(_is_number(one) and one in range(256) for one in channels):
+    if len(channels) != 3 or not all(_is_number(channel) and channel in range(256) for channel in channels):
         raise ValueError(f"{place} must be three numbers from 0 to 255: red, green, blue")
-    red, green, blue = (int(one) for one in channels)
+    red, green, blue = (int(channel) for channel in channels)
     return red, green, blue
 
 

@@ -1,6 +1,6 @@
 """Which frames of a clip are shown when, which of them are wanted, and which packets must be decoded for those.
 
-Pure: it is told of packets, in the order in which they are stored, which is the order of decoding. Frames are shown in another
+Pure: it gets packets, in the order in which they are stored, which is the order of decoding. Frames are shown in another
 one where some refer to later ones. A frame's time is its packet's presentation timestamp, never its number divided by a frame
 rate; so variable frame rates, negative beginnings and the cuts of edit lists come out right.
 
@@ -123,20 +123,20 @@ class Timeline:
         """Chooses frames, as :func:`frames_to_sample` says; None: there are none."""
         if not self._has_timestamps:
             return self._select_by_number(num_frames, fps)
-        shown = dict(zip(self._positions, self._packets, strict=True))  # of frames at the same time the last is seen
-        if not shown:
+        packet_at = dict(zip(self._positions, self._packets, strict=True))  # of frames at the same time the last is seen
+        if not packet_at:
             return None
-        positions = sorted(shown)
+        positions = sorted(packet_at)
         duration_s = float((self._end_of(positions) - positions[0]) * self._seconds)
-        wanted = [positions[index] for index in frames_to_sample(len(positions), duration_s, num_frames, fps)]
-        starts = [self._start_of(shown[position], position) for position in wanted]
+        selected = [positions[index] for index in frames_to_sample(len(positions), duration_s, num_frames, fps)]
+        starts = [self._start_of(packet_at[position], position) for position in selected]
         num_decoded = reached = 0
-        for position, start in zip(wanted, starts, strict=True):
-            packet = shown[position]
+        for position, start in zip(selected, starts, strict=True):
+            packet = packet_at[position]
             num_decoded += max(0, packet + 1 - max(start, reached))
             reached = max(reached, packet + 1)
         return Selection(
-            positions=tuple(wanted),
+            positions=tuple(selected),
             starts=tuple(starts),
             first_position=positions[0],
             seconds=self._seconds,
@@ -150,15 +150,15 @@ class Timeline:
         if not total:
             return None
         seconds = 1 / self._frame_rate if self._frame_rate else Fraction(0)
-        wanted = frames_to_sample(total, float(total * seconds), num_frames, fps if seconds else None)
+        selected = frames_to_sample(total, float(total * seconds), num_frames, fps if seconds else None)
         return Selection(
-            positions=tuple(wanted),
-            starts=(self._keyframe_packets[0],) * len(wanted),
+            positions=tuple(selected),
+            starts=(self._keyframe_packets[0],) * len(selected),
             first_position=0,
             seconds=seconds,
             duration_s=float(total * seconds),
             has_timestamps=False,
-            num_decoded=self._packets[-1] + 1 if wanted[-1] == total - 1 else wanted[-1] + 1,
+            num_decoded=self._packets[-1] + 1 if selected[-1] == total - 1 else selected[-1] + 1,
         )
 
     def _end_of(self, positions: list[int]) -> int:

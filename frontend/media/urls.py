@@ -1,8 +1,9 @@
 """URLs of media on other hosts: taking them apart, and whether their host is one that the operator lists.
 
-A URL is taken apart here and nowhere else: the parts go into the request as they are, so that there is no second parser that
-reads it differently. What parsers are known to disagree about is refused, whoever may be right: backslashes, controls, names
-and passwords before the host, addresses in unusual forms, characters that some map to others. The parts are ASCII.
+A URL is taken apart here and nowhere else: the parts go into the request as they are, so that there is no second parser
+that reads it differently. What parsers are known to disagree about is refused, whichever of them may be right: backslashes,
+controls, names and passwords before the host, addresses in unusual forms, characters that some map to others. The parts are
+ASCII.
 
 Sources: RFC 3986, the WHATWG URL standard (which host is an address), vLLM's GHSA-v359-jj2v-j536 (a backslash that two
 parsers read differently, and a list of hosts that was passed that way).

@@ -192,7 +192,7 @@ def _too_long(limits: MediaLimits) -> MediaError:
 
 
 def _packets(container: av.container.InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
-    """All packets that hold anything; both passes count these. The decoder is emptied by whoever reads them."""
+    """All packets that hold anything; both passes count these. The caller empties the decoder."""
     for packet in container.demux(stream):
         if packet.size:
             yield packet

@@ -272,17 +272,17 @@ async def test_an_answer_streams_and_its_slot_is_released_after_its_first_step(s
 
 
 async def test_an_executor_may_keep_the_inputs_for_further_steps(socket_dir: Path) -> None:
-    seen: list[bool] = []
+    had_payload: list[bool] = []
 
     def compute(batch: Sequence[StepInput]) -> list[Output]:
-        seen.append(batch[0].payload is not None)
-        if len(seen) < 3:
-            return [StepOutput(finished=False, keep_inputs=len(seen) < 2)]
+        had_payload.append(batch[0].payload is not None)
+        if len(had_payload) < 3:
+            return [StepOutput(finished=False, keep_inputs=len(had_payload) < 2)]
         return [StepOutput(GenerateReply("done", [1], 1, 1, "stop"))]
 
     async with engine_and_client(compute, socket_dir) as (_, client):
         assert await generate(client, question()) == "done"
-        assert seen == [True, True, False]
+        assert had_payload == [True, True, False]
 
 
 async def test_streams_and_embeddings_share_steps(socket_dir: Path) -> None:
@@ -389,7 +389,9 @@ async def test_a_payload_of_another_type_is_refused_before_it_reaches_the_execut
 
 
 @pytest.mark.parametrize("death", [ExecutorDeadError("the device is lost"), SystemExit("gone"), KeyboardInterrupt()])
-async def test_an_executor_that_dies_ends_the_engine_and_everybody_is_told_why(socket_dir: Path, death: BaseException) -> None:
+async def test_an_executor_that_dies_ends_the_engine_and_all_requests_get_the_reason(
+    socket_dir: Path, death: BaseException
+) -> None:
     first_step = threading.Event()
 
     def compute(batch: Sequence[StepInput]) -> Sequence[Output]:
@@ -482,7 +484,7 @@ async def test_a_stream_that_is_left_ends_at_the_next_step_and_is_forgotten(sock
         assert core.metrics.steps < 1000
 
 
-async def test_abort_by_name_ends_the_request_for_whoever_waits(socket_dir: Path) -> None:
+async def test_abort_by_name_ends_the_request_for_its_caller(socket_dir: Path) -> None:
     gate = Gate()
     async with engine_and_client(gate, socket_dir) as (_, client):
         answer = asyncio.create_task(encode(client, request_of(1), request_id="mine"))
@@ -593,7 +595,7 @@ async def test_paused_at_once_it_gives_up_what_runs(socket_dir: Path) -> None:
         assert await generate(client, question(2)) == "1 2 "
 
 
-async def test_a_pause_that_is_taken_back_ends_for_whoever_waits_for_it(socket_dir: Path) -> None:
+async def test_a_pause_that_is_taken_back_ends_for_its_caller(socket_dir: Path) -> None:
     gate = Gate(Counting())
     async with engine_and_client(gate, socket_dir) as (core, client):
         running = asyncio.create_task(generate(client, question(3)))

@@ -140,10 +140,10 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(
     reply = encode(executor, *inputs)
     reference = Reference(tiny_model(architecture))
     states = [reference.states(item) for item in inputs]
-    expected = torch.stack([unit(each[-1] if pooling == "last" else each.mean(dim=0)) for each in states])
+    expected = torch.stack([unit(state[-1] if pooling == "last" else state.mean(dim=0)) for state in states])
     assert reply.embeddings.dtype == torch.float32
     torch.testing.assert_close(reply.embeddings, expected, rtol=1e-5, atol=1e-6)
-    assert reply.prompt_tokens == sum(len(each) for each in states)
+    assert reply.prompt_tokens == sum(len(state) for state in states)
     torch.testing.assert_close(reply.embeddings.norm(dim=1), torch.ones(len(inputs)))
     similarity = reply.embeddings @ reply.embeddings.T - torch.eye(len(inputs))
     assert similarity.max() < 0.999, "different inputs have different embeddings"
@@ -232,7 +232,7 @@ def test_a_step_embeds_one_input_and_requests_take_turns(
         return embed(item)
 
     monkeypatch.setattr(embedder, "embed", note)
-    got: dict[int, torch.Tensor] = {}
+    embeddings: dict[int, torch.Tensor] = {}
     running = dict(requests)
     while running:
         before = len(order)
@@ -242,10 +242,10 @@ def test_a_step_embeds_one_input_and_requests_take_turns(
             assert isinstance(output, StepOutput)
             if output.finished:
                 assert isinstance(output.reply, EncodeReply)
-                got[number] = output.reply.embeddings
+                embeddings[number] = output.reply.embeddings
                 del running[number]
     assert order == ["a", "d", "e", "b", "c"]
-    assert all(torch.equal(got[number], expected[number]) for number in requests)
+    assert all(torch.equal(embeddings[number], expected[number]) for number in requests)
     assert executor._encodings == {}
 
 
@@ -329,7 +329,7 @@ def test_pixels_are_let_go_after_each_step(architecture: str, load: Callable[...
     assert output.keep_inputs
     del request
     gc.collect()
-    assert [view() for view in views] == [None, None], "whoever keeps the inputs is the engine"
+    assert [view() for view in views] == [None, None], "the engine keeps the inputs, and not the executor"
     executor.forget(1)
     assert executor._encodings == {}
 

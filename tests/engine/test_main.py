@@ -93,7 +93,7 @@ def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(socket_dir: Path
         first.communicate()
 
 
-async def test_under_a_supervisor_it_is_what_it_is_told_and_ends_with_it(socket_dir: Path) -> None:
+async def test_under_a_supervisor_it_has_the_orders_settings_and_ends_with_it(socket_dir: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:

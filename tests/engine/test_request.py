@@ -51,7 +51,7 @@ class Exchange:
 
 @pytest.fixture
 async def ask(ring: shmring.Ring, connect: Any) -> AsyncIterator[Any]:
-    """``await ask(payload)``: a claimed request, and whoever reads its replies."""
+    """``await ask(payload)``: a claimed request, and the reader of its replies."""
     exchanges: list[Exchange] = []
 
     async def ask_one(payload: Any = None, reply_type: Any = EncodeReply) -> Exchange:

@@ -116,7 +116,7 @@ def test_a_bound_of_nothing_is_refused(option: str) -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Beside the scheduler stands the simplest model: one list, searched for whoever is next."""
+    """Beside the scheduler stands the simplest model: one list, searched for the request that is next."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -275,7 +275,7 @@ def test_requests_may_join_pause_and_leave_at_any_step(architecture: str, load: 
     executor = load(architecture)
     requests = {number: ask(noise(30 + 9 * number, 50, number), "Go on", ignore_eos=True, max_tokens=12) for number in range(4)}
     alone = {number: tokens_of(answer(executor, request)) for number, request in requests.items()}
-    got: dict[int, list[int]] = {number: [] for number in requests}
+    tokens: dict[int, list[int]] = {number: [] for number in requests}
     begun: set[int] = set()
 
     def step(*numbers: int) -> set[int]:
@@ -284,7 +284,7 @@ def test_requests_may_join_pause_and_leave_at_any_step(architecture: str, load: 
         begun.update(numbers)
         for number, output in zip(numbers, outputs, strict=True):
             assert isinstance(output, StepOutput)
-            got[number] += tokens_of([output.reply] if output.reply else [])
+            tokens[number] += tokens_of([output.reply] if output.reply else [])
         return {number for number, output in zip(numbers, outputs, strict=True) if not output.finished}
 
     for numbers in [(0,), (0, 1), (2, 1), (0, 1, 2), (3,), (3, 2), (1, 0), (0, 3, 2)]:
@@ -293,8 +293,8 @@ def test_requests_may_join_pause_and_leave_at_any_step(architecture: str, load: 
     running = {0, 2, 3}
     while running:
         running = step(*sorted(running))
-    assert {number: got[number] for number in (0, 2, 3)} == {number: alone[number] for number in (0, 2, 3)}
-    assert got[1] == alone[1][: len(got[1])]
+    assert {number: tokens[number] for number in (0, 2, 3)} == {number: alone[number] for number in (0, 2, 3)}
+    assert tokens[1] == alone[1][: len(tokens[1])]
 
 
 @pytest.mark.parametrize(

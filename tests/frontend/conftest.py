@@ -136,7 +136,7 @@ async def open_engine(serve: Any, socket_dir: Path) -> AsyncIterator[OpenEngine]
     """``await open_engine(handler, description, **ring_options)``: an engine in this process, and a client of it."""
     async with AsyncExitStack() as stack:
 
-        async def open_one(
+        async def open_ring(
             handler: Handler = _embed, description: ModelDescription = DESCRIPTION, **options: Any
         ) -> RunningEngine:
             async def health() -> None:
@@ -161,7 +161,7 @@ async def open_engine(serve: Any, socket_dir: Path) -> AsyncIterator[OpenEngine]
             client = await EngineClient.connect("test", socket_dir=str(socket_dir), lease_nbytes="64KiB")
             return RunningEngine(await stack.enter_async_context(client), ring)
 
-        yield open_one
+        yield open_ring
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ async def open_core(socket_dir: Path) -> AsyncIterator[OpenEngine]:
     """``await open_core({"tokens": 5}, **options)``: the engine core with the synthetic executor, and a client of it."""
     async with AsyncExitStack() as stack:
 
-        async def open_one(executor: dict[str, Any] | None = None, **options: Any) -> RunningEngine:
+        async def open_engine_core(executor: dict[str, Any] | None = None, **options: Any) -> RunningEngine:
             settings: dict[str, Any] = {"slab_nbytes": "4MiB", "socket_dir": str(socket_dir), **options}
             core = await EngineCore.create("core", SyntheticExecutor(ExecutorOptions(options=executor or {})), **settings)
             await stack.enter_async_context(core)
@@ -178,7 +178,7 @@ async def open_core(socket_dir: Path) -> AsyncIterator[OpenEngine]:
             client = await EngineClient.connect("core", socket_dir=str(socket_dir), lease_nbytes="64KiB")
             return RunningEngine(await stack.enter_async_context(client), core.ring, core)
 
-        yield open_one
+        yield open_engine_core
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
@@ -218,12 +218,12 @@ async def open_app(start_app: Any) -> AsyncIterator[Callable[..., Awaitable[http
     """``await open_app(engine, **settings)``: the application, started, and an HTTP client of it."""
     async with AsyncExitStack() as stack:
 
-        async def open_one(engine: RunningEngine, **settings: Any) -> httpx.AsyncClient:
+        async def open_application(engine: RunningEngine, **settings: Any) -> httpx.AsyncClient:
             app = await start_app(engine, **settings)
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30, headers=JSON)
             return await stack.enter_async_context(client)
 
-        yield open_one
+        yield open_application
 
 
 class _QuietServer(uvicorn.Server):
@@ -239,7 +239,7 @@ async def open_server() -> AsyncIterator[Callable[..., Awaitable[str]]]:
     """``await open_server(engine, **settings)``: the application behind uvicorn, as it runs; its address."""
     async with AsyncExitStack() as stack:
 
-        async def open_one(engine: RunningEngine, **settings: Any) -> str:
+        async def open_http_server(engine: RunningEngine, **settings: Any) -> str:
             listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             app: Any = create_app(engine.client, FrontendSettings(**settings))
             config = uvicorn.Config(
@@ -249,7 +249,7 @@ async def open_server() -> AsyncIterator[Callable[..., Awaitable[str]]]:
             stack.push_async_callback(_stopped, server, asyncio.create_task(server.serve([listening])))
             return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
-        yield open_one
+        yield open_http_server
 
 
 async def _stopped(server: uvicorn.Server, task: asyncio.Task[None]) -> None:

@@ -17,8 +17,8 @@ class Caller:
     """One request: what it sends, and what it gets."""
 
     def __init__(self, *chunks: bytes, headers: dict[bytes, bytes] | None = None, complete: bool = True) -> None:
-        given = {b"content-type": b"application/json"} | (headers or {})
-        self.scope: Any = {"type": "http", "path": "/", "headers": list(given.items())}
+        all_headers = {b"content-type": b"application/json"} | (headers or {})
+        self.scope: Any = {"type": "http", "path": "/", "headers": list(all_headers.items())}
         self.received: list[Any] = []
         self.receives = 0
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -140,9 +140,9 @@ async def test_who_hung_up_while_waiting_is_gone_when_its_turn_comes(run: Run, e
     admission, handler = Admission(FrontendSettings(max_concurrent_requests=1)), Handler(proceed=False)
     first = run(admission, Caller(b"first"), handler)
     await eventually(lambda: handler.running == 1)
-    gone = Caller(complete=False)
-    gone.hang_up()
-    second = run(admission, gone, handler)
+    caller = Caller(complete=False)
+    caller.hang_up()
+    second = run(admission, caller, handler)
     handler.proceed.set()
     await asyncio.gather(first, second)
     assert handler.bodies == [b"first"]
@@ -226,15 +226,15 @@ async def test_a_turn_that_is_given_back_early_is_the_next_one_s(run: Run, event
 
 async def test_a_turn_that_was_not_given_back_is_at_the_end_of_its_request(run: Run) -> None:
     admission = Admission(FrontendSettings(max_concurrent_media=1))
-    taken = []
+    had_turn = []
 
     async def take(scope: Any, receive: Any, send: Any) -> None:
         await admitted_of(scope).take_turn()
-        taken.append(admitted_of(scope).has_turn)
+        had_turn.append(admitted_of(scope).has_turn)
 
     for _ in range(2):
         await run(admission, Caller(b"body"), take)  # type: ignore[arg-type]
-    assert taken == [True, True]
+    assert had_turn == [True, True]
 
 
 async def test_bodies_that_come_slowly_take_no_place_and_no_turn(run: Run, eventually: Any) -> None:

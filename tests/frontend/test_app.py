@@ -77,7 +77,7 @@ async def test_base64_is_what_the_official_client_asks_for(
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(item["embedding"]), "<f4"), embedding_of(PIXELS[0]), rtol=1e-6)
 
 
-async def test_the_model_is_listed_under_the_name_it_is_asked_for_by(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
+async def test_the_model_is_listed_under_its_served_name(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:
     http = await open_app(await open_engine(), served_model_name="a model")
     [model] = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"]) == ("a model", "model")
@@ -97,7 +97,7 @@ async def test_one_model_is_described_by_its_name(open_engine: Any, open_app: Op
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/docs"])
-async def test_what_is_read_can_be_asked_for_its_head(open_engine: Any, open_app: OpenApp, path: str) -> None:
+async def test_head_is_answered_where_get_is(open_engine: Any, open_app: OpenApp, path: str) -> None:
     http = await open_app(await open_engine())
     assert (await http.head(path)).status_code == 200
 
@@ -227,10 +227,10 @@ async def test_an_engine_that_goes_while_it_works_is_503(open_engine: Any, open_
     claimed = asyncio.Event()
     engine = await open_engine(leave)
     http = await open_app(engine)
-    asking = asyncio.create_task(http.post("/v1/embeddings", json=body_of(PIXELS[0])))
+    request = asyncio.create_task(http.post("/v1/embeddings", json=body_of(PIXELS[0])))
     await claimed.wait()
     await engine.ring.close()
-    assert error_of(await asking, 503)["code"] == "engine_unavailable"
+    assert error_of(await request, 503)["code"] == "engine_unavailable"
 
 
 async def test_a_bug_is_500_and_tells_nothing(
@@ -309,12 +309,12 @@ async def test_a_server_that_shuts_down_is_not_ready(open_engine: Any, start_app
 async def test_a_step_that_hangs_is_unhealthy(open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any) -> None:
     engine = await open_core({"step_s": 0.5}, step_timeout_s=0.01)
     http = await open_app(engine)
-    asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=1)))
+    request = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=1)))
     await eventually(lambda: engine.core._busy is not None)
     await eventually(lambda: engine.core._busy[1] + 0.02 < time.monotonic())
     for path in ("/health", "/ready"):
         assert error_of(await http.get(path), 503)["code"] == "engine_unhealthy"
-    assert (await asking).status_code == 200
+    assert (await request).status_code == 200
     assert (await http.get("/health")).status_code == 200
 
 

@@ -28,7 +28,9 @@ async def test_each_key_opens(http: httpx.AsyncClient, value: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/embeddings"), ("POST", "/v1/chat/completions")]
 )
-async def test_without_a_key_nothing_is_told(http: httpx.AsyncClient, value: str | None, method: str, path: str) -> None:
+async def test_without_a_key_the_answer_reveals_nothing(
+    http: httpx.AsyncClient, value: str | None, method: str, path: str
+) -> None:
     headers = {} if value is None else {"authorization": value}
     response = await http.request(method, path, headers=headers, content=b"nonsense" if method == "POST" else None)
     assert response.status_code == 401
@@ -53,5 +55,5 @@ async def test_a_body_is_not_read_without_a_key(http: httpx.AsyncClient) -> None
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json", "/docs/openapi.json"])
-async def test_whoever_looks_after_the_server_needs_no_key(http: httpx.AsyncClient, path: str) -> None:
+async def test_monitoring_needs_no_key(http: httpx.AsyncClient, path: str) -> None:
     assert (await http.get(path)).status_code == 200

@@ -15,7 +15,7 @@ from frontend.settings import FrontendSettings
 
 
 class Sender:
-    """A caller that sends pieces when it is told to."""
+    """A caller that sends a piece at each call of a method."""
 
     def __init__(self) -> None:
         self.receives = 0
@@ -126,7 +126,7 @@ async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_orde
     assert reader.memory.nbytes == 0
 
 
-async def test_whoever_gives_up_waiting_for_memory_leaves_the_line(begin: Begin, eventually: Any) -> None:
+async def test_a_body_that_gives_up_waiting_for_memory_leaves_the_line(begin: Begin, eventually: Any) -> None:
     reader = reader_of(max_bodies_nbytes=10)
     readings = [begin(reader) for _ in range(4)]
     for reading in readings:

@@ -86,7 +86,7 @@ async def test_an_answer_comes_in_events(open_core: Any, open_app: OpenApp, chat
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
-async def test_the_engine_is_asked_what_the_caller_asked(open_engine: Any, open_app: OpenApp, chat_of: Any) -> None:
+async def test_the_engine_gets_the_callers_parameters(open_engine: Any, open_app: OpenApp, chat_of: Any) -> None:
     requests: list[GenerateRequest] = []
 
     async def note(claim: shmring.Claim) -> None:
@@ -196,8 +196,8 @@ async def test_a_stream_holds_neither_turn_nor_slot(open_core: Any, open_server:
     engine = await open_core({"step_s": 0.005})
     url = await open_server(engine, max_concurrent_media=1)
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-        asking = chat_of(PIXELS[0], stream=True, max_tokens=100_000)
-        async with http.stream("POST", "/v1/chat/completions", json=asking) as response:
+        body = chat_of(PIXELS[0], stream=True, max_tokens=100_000)
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
             pieces = response.aiter_text()
             await anext(pieces)
             await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
@@ -238,24 +238,24 @@ async def test_while_the_engine_is_paused_requests_wait(
     http = await open_app(engine)
     assert (await http.get("/ready")).status_code == 200
     await engine.client.pause_generation()
-    asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(PIXELS[0], max_tokens=2)))
+    request = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(PIXELS[0], max_tokens=2)))
     await eventually(lambda: engine.core.metrics.waiting_requests == 1)
     ready = await http.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "paused")
     assert (await http.get("/health")).json()["engine"] == "paused"
-    assert not asking.done()
+    assert not request.done()
     await engine.client.resume_generation()
-    assert (await asking).status_code == 200
+    assert (await request).status_code == 200
     assert (await http.get("/ready")).status_code == 200
 
 
 async def test_pausing_gives_up_what_runs(open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any) -> None:
     engine = await open_core({"step_s": 0.005})
     http = await open_app(engine)
-    asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=100_000)))
+    request = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=100_000)))
     await eventually(lambda: engine.core.metrics.running_requests == 1)
     await engine.client.pause_generation()
-    response = await asking
+    response = await request
     assert (response.status_code, response.json()["error"]["code"]) == (503, "paused")
     assert response.headers["retry-after"] == "1"
 

@@ -20,7 +20,7 @@ def open_memory(timeout_s: float = 60.0) -> DecodedMemory:
 
 
 class Request:
-    """A request that takes memory in a task of its own and holds it until it is told to end."""
+    """A request that takes memory in a task of its own and holds it until :meth:`end` or :meth:`cancel`."""
 
     def __init__(self, memory: DecodedMemory, nbytes: int, *, is_quick: bool = False) -> None:
         self.nbytes = nbytes

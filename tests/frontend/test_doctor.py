@@ -108,7 +108,7 @@ def test_docker_s_64_mb_are_a_problem_with_its_remedy() -> None:
     assert "--shm-size" in check.advice
 
 
-def test_a_full_tmpfs_is_told_from_a_small_one() -> None:
+def test_a_full_tmpfs_and_a_small_one_have_different_messages() -> None:
     full = doctor.check_shm_space(filesystem(GIB // 4096, 10), GIB)
     assert full.status == "problem"
     assert "remove what fills /dev/shm" in full.advice
@@ -277,7 +277,7 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
     os.chown(tmp_path, os.getuid(), -1)
 
 
-def test_what_dead_engines_left_is_told_from_what_living_ones_hold(tmp_path: Path) -> None:
+def test_segments_of_dead_and_of_living_engines_are_distinguished(tmp_path: Path) -> None:
     assert doctor.check_leftovers(tmp_path) == Check("left segments", "ok", "none")
     left, living, fifo = (tmp_path / f"{NAME_PREFIX}-{os.getuid()}-{name}" for name in ("left", "living", "fifo"))
     left.write_bytes(b"x" * 8192)

@@ -30,14 +30,14 @@ def test_everything_that_it_refers_to_is_there() -> None:
     json.dumps(document)
 
 
-def test_keys_are_asked_for_where_they_are_needed() -> None:
+def test_keys_are_documented_where_they_are_needed() -> None:
     paths = openapi_document(keys_needed=True)["paths"]
     protected = {path for path, operations in paths.items() for operation in operations.values() if "security" in operation}
     assert protected == {"/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/{name}"}
     assert "security" not in json.dumps(openapi_document(keys_needed=False))
 
 
-def test_streams_and_all_failures_are_told() -> None:
+def test_streams_and_all_failures_are_documented() -> None:
     chat = openapi_document(keys_needed=False)["paths"]["/v1/chat/completions"]["post"]
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "500", "503", "504"}
@@ -64,6 +64,6 @@ async def test_its_examples_work_as_they_are(open_engine: Any, open_app: OpenApp
     assert answer.status_code == 200, answer.text
 
 
-async def test_the_version_is_told(open_engine: Any, open_app: OpenApp) -> None:
+async def test_the_version_is_answered(open_engine: Any, open_app: OpenApp) -> None:
     http = await open_app(await open_engine())
     assert (await http.get("/version")).json() == {"version": shmring.__version__}

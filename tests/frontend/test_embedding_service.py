@@ -86,16 +86,16 @@ async def test_texts_and_media_stay_in_order(open_engine: Any, open_service: Any
         request: EncodeRequest = claim.payload
         kinds = [item.text if isinstance(item, Text) else item.pixels.sum().item() for item in request.inputs]
         assert all(isinstance(item, Text | Picture) for item in request.inputs)
-        seen.append(kinds)
+        received.append(kinds)
         await claim.reply(EncodeReply(torch.eye(2)[[0, 1, 0]], 5))
 
-    seen: list[Any] = []
+    received: list[Any] = []
     service = open_service(await open_engine(note, BOTH))
     request = request_of(PIXELS[0], PIXELS[1])
     request.messages[0].content.insert(1, msgspec.convert({"type": "text", "text": "between"}, dict))
     request = msgspec.convert(msgspec.to_builtins(request), EmbeddingRequest)
     embedded = await service.embed(request, admitted, "x")
-    assert seen == [[PIXELS[0].sum(), "between", PIXELS[1].sum()]]
+    assert received == [[PIXELS[0].sum(), "between", PIXELS[1].sum()]]
     assert embedded.response.usage.prompt_tokens == 5
     assert embedded.response.usage.inputs == EmbeddingInputs(text=1, image=2)
     assert [item.embedding for item in embedded.response.data] == [[1, 0], [0, 1], [1, 0]]

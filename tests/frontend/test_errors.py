@@ -1,4 +1,4 @@
-"""How failures become statuses, and the envelope in which callers are told."""
+"""How failures become statuses, and the envelope that callers get."""
 
 from __future__ import annotations
 

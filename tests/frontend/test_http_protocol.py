@@ -104,7 +104,7 @@ async def test_what_does_not_end_is_cut_off(port: int, beginning: bytes) -> None
     writer.close()
 
 
-async def test_a_head_that_is_too_large_is_told(port: int) -> None:
+async def test_a_head_that_is_too_large_gets_an_answer(port: int) -> None:
     answer = await exchange(port, HEAD, *[b"x-some: " + b"a" * 4000 + b"\r\n"] * 90)
     if answer:  # unless the reset that follows overtook it
         assert answer.startswith(b"HTTP/1.1 431 ")
@@ -283,7 +283,7 @@ async def test_a_bad_request_is_logged_with_its_peer_and_reason(port: int, caplo
     assert second == "a bad request of 127.0.0.1 was refused: a request must have one Host header, this one has 0"
 
 
-async def test_an_upgrade_is_not_taken_and_nobody_is_told_to_install_anything(
+async def test_an_upgrade_is_ignored_and_no_log_line_says_to_install_anything(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     upgrade = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: AA==\r\n\r\n"

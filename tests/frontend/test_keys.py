@@ -41,7 +41,7 @@ def test_a_file_of_one_s_own_is_taken(file: Path, mode: int) -> None:
 
 
 @pytest.mark.parametrize("line", [b"two words", "schl\u00fcssel".encode(), b"\xff\xfe", b"a\x07bell"])
-def test_what_is_no_key_is_told_by_file_and_line_and_is_not_shown(file: Path, line: bytes) -> None:
+def test_an_error_about_a_key_names_file_and_line_and_not_the_key(file: Path, line: bytes) -> None:
     file.write_bytes(b"fine\n\n" + line + b"\n")
     with pytest.raises(ValueError) as raised:
         read_keys([], None, file)
@@ -57,7 +57,7 @@ def test_what_is_no_key_is_told_by_file_and_line_and_is_not_shown(file: Path, li
         ([], "fine schl\u00fcssel", "SHMRING_API_KEY, key 2"),
     ],
 )
-def test_what_is_no_key_is_told_by_its_place(options: list[str], variable: str | None, place: str) -> None:
+def test_an_error_about_a_key_names_its_place(options: list[str], variable: str | None, place: str) -> None:
     with pytest.raises(ValueError) as raised:
         read_keys(options, variable, None)
     assert str(raised.value) == f"{place}: a key has visible ASCII characters only, and no spaces"

@@ -72,7 +72,7 @@ async def start_supervised(start: Start, socket_dir: Path) -> AsyncIterator[Any]
         link.close()
 
 
-async def test_under_a_supervisor_it_serves_what_it_is_told_until_a_signal_ends_it(
+async def test_under_a_supervisor_it_serves_with_the_orders_settings_until_a_signal(
     start_supervised: Any, open_engine: Any, body_of: Any, embedding_of: Any, eventually: Any
 ) -> None:
     engine = await open_engine()
@@ -141,7 +141,7 @@ async def test_it_does_not_wait_for_ever(start: Start) -> None:
     assert b"Traceback" not in errors
 
 
-async def test_it_leaves_with_an_answer_for_whoever_still_waits(
+async def test_at_its_end_it_answers_requests_that_still_wait(
     start: Start, open_engine: Any, body_of: Any, eventually: Any
 ) -> None:
     release = asyncio.Event()
@@ -154,10 +154,10 @@ async def test_it_leaves_with_an_answer_for_whoever_still_waits(
         address = listening.getsockname()
         process = await start(f"--listen-fd={listening.fileno()}", "--shutdown-timeout=0.25", pass_fds=(listening.fileno(),))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{address[1]}", timeout=60) as http:
-            asking = asyncio.create_task(http.post("/v1/embeddings", json=body_of(np.zeros((4, 4, 3), np.uint8))))
+            request = asyncio.create_task(http.post("/v1/embeddings", json=body_of(np.zeros((4, 4, 3), np.uint8))))
             await eventually(lambda: engine.ring.statistics().running == 1, 60)
             process.send_signal(signal.SIGTERM)
-            response = await asyncio.wait_for(asking, 30)
+            response = await asyncio.wait_for(request, 30)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
     assert await asyncio.wait_for(process.wait(), 30) == 0
     release.set()

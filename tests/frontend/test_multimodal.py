@@ -127,7 +127,7 @@ async def test_every_modality_arrives_in_the_slab(open_engine: Any, open_intake:
         del video, picture, sound, same
 
 
-async def test_a_turn_is_taken_for_media_only_and_given_back_before_the_engine_is_asked(
+async def test_a_turn_is_taken_for_large_files_only_and_given_back_before_the_engine_gets_the_request(
     open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, admitted: Admitted
 ) -> None:
     intake = open_intake(await open_engine())
@@ -142,7 +142,7 @@ async def test_a_turn_is_taken_for_media_only_and_given_back_before_the_engine_i
             await asyncio.wait_for(intake.take([source_of(bytes(400_000))], SPEC, other, "messages").__aenter__(), 0.05)
 
 
-async def test_whoever_fetches_has_no_turn_meanwhile(open_engine: Any, open_intake: Any, admitted: Admitted) -> None:
+async def test_a_request_that_fetches_has_no_turn_meanwhile(open_engine: Any, open_intake: Any, admitted: Admitted) -> None:
     reached, go_on = asyncio.Event(), asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -171,7 +171,7 @@ async def test_whoever_fetches_has_no_turn_meanwhile(open_engine: Any, open_inta
         ("video", b"no clip", "invalid_video"),
     ],
 )
-async def test_what_is_no_medium_is_told_with_its_place(
+async def test_the_error_about_a_bad_medium_names_its_place(
     open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, kind: str, file: bytes, code: str
 ) -> None:
     engine = await open_engine(slab_nbytes="1MiB")

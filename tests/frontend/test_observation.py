@@ -90,7 +90,7 @@ async def test_a_bug_is_counted_and_comes_through() -> None:
     assert metrics.registry.get_sample_value("shmring_http_in_flight") == 0
 
 
-async def test_a_shutdown_is_told_to_who_still_waits() -> None:
+async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
     metrics, exchange = FrontendMetrics(), Exchange()
     entered = asyncio.Event()
 
@@ -147,12 +147,12 @@ async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
 
 
 async def test_what_is_no_request_passes_through() -> None:
-    seen: list[str] = []
+    types: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["type"])
+        types.append(scope["type"])
 
     exchange = Exchange()
     exchange.scope["type"] = "lifespan"
     await observe(FrontendMetrics(), app, exchange)
-    assert seen == ["lifespan"]
+    assert types == ["lifespan"]

@@ -21,7 +21,7 @@ from shmring.config import RingConfig
 
 @pytest.fixture
 def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``options_of("--port=1")``: what the supervisor would be told."""
+    """``options_of("--port=1")``: the options that the supervisor would get."""
     received: list[ServeOptions] = []
 
     def tell(options: ServeOptions) -> None:
@@ -49,7 +49,7 @@ def test_without_options_all_is_as_it_is_by_itself(options_of: Any) -> None:
 
 def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
-    given = {
+    options_given = {
         "--executor": "mine:Executor",
         "--executor-path": str(tmp_path),
         "--model": "/models/a b",
@@ -65,8 +65,8 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
-    assert set(given) == {option.opts[0] for option in ENGINE_OPTIONS}
-    engine = options_of(*(f"{option}={value}" for option, value in given.items())).engine
+    assert set(options_given) == {option.opts[0] for option in ENGINE_OPTIONS}
+    engine = options_of(*(f"{option}={value}" for option, value in options_given.items())).engine
     assert engine == EngineSettings(
         executor="mine:Executor",
         executor_path=str(tmp_path),
@@ -145,7 +145,7 @@ def test_a_model_alone_is_served(options_of: Any, model: str) -> None:
     assert options_of("Qwen/Qwen2-VL-2B-Instruct").engine.executor == "transformers"
 
 
-def test_who_names_nothing_is_told_what_is_served_and_how_to_serve_a_model(options_of: Any) -> None:
+def test_without_a_model_a_notice_says_what_is_served_and_how_to_serve_a_model(options_of: Any) -> None:
     options = options_of()
     assert options.engine.executor == "fingerprints"
     assert "fingerprints of media and texts are served" in options.notice

@@ -12,7 +12,7 @@ from frontend.errors import ApiError
 from frontend.served_model import ServedModel
 
 
-async def test_an_engine_is_asked_once(open_core: Any) -> None:
+async def test_the_engine_is_queried_once(open_core: Any) -> None:
     engine = await open_core()
     calls = 0
     call = engine.client.ring.call
@@ -31,16 +31,16 @@ async def test_an_engine_is_asked_once(open_core: Any) -> None:
 
 async def test_names_and_tasks_are_checked(open_engine: Any) -> None:
     engine = await open_engine()
-    named = ServedModel(engine.client, "a name")
-    await named.check("a name", "encode")
+    model = ServedModel(engine.client, "a name")
+    await model.check("a name", "encode")
     with pytest.raises(ApiError, match="'shmring-fingerprints' does not exist; this server has 'a name'") as unknown:
-        await named.check("shmring-fingerprints", "encode")
+        await model.check("shmring-fingerprints", "encode")
     assert (unknown.value.status, unknown.value.param) == (404, "model")
     with pytest.raises(ApiError) as long:
-        await named.check("x" * 100_000, "encode")
+        await model.check("x" * 100_000, "encode")
     assert len(str(long.value)) < 200
     with pytest.raises(ApiError, match="does not do chat completions") as task:
-        await named.check("a name", "generate")
+        await model.check("a name", "generate")
     assert (task.value.status, task.value.code) == (400, "unsupported_task")
 
 

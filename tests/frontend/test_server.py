@@ -71,7 +71,7 @@ async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
     """``await open_server(shutdown_timeout_s)``: a server in this process, its application, and a client of it."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def open_one(shutdown_timeout_s: float) -> tuple[Server, Application, httpx.AsyncClient]:
+        async def start_server(shutdown_timeout_s: float) -> tuple[Server, Application, httpx.AsyncClient]:
             listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             application = Application()
@@ -94,12 +94,12 @@ async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
             await asyncio.wait_for(running, 30)
             assert application.left_at_the_end == 0
 
-        yield open_one
+        yield start_server
 
 
 async def test_what_runs_may_end(open_server: OpenServer, eventually: Any) -> None:
     server, application, client = await open_server(600)
-    asking = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
+    requests = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
     await eventually(lambda: application.in_flight == 2)
     assert not application.told_of_shutdown
     server.stop()
@@ -117,9 +117,9 @@ async def test_what_runs_may_end(open_server: OpenServer, eventually: Any) -> No
 
     while not await is_refused():
         await asyncio.sleep(0.01)
-    assert not any(task.done() for task in asking)
+    assert not any(task.done() for task in requests)
     application.may_answer.set()
-    assert [response.text for response in await asyncio.gather(*asking)] == ["done", "first last"]
+    assert [response.text for response in await asyncio.gather(*requests)] == ["done", "first last"]
 
 
 @pytest.mark.parametrize("shutdown_timeout_s", [0, 0.05])
@@ -127,31 +127,33 @@ async def test_what_does_not_end_is_cancelled_and_can_say_so(
     open_server: OpenServer, eventually: Any, shutdown_timeout_s: float
 ) -> None:
     server, application, client = await open_server(shutdown_timeout_s)
-    asking = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
+    requests = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
     await eventually(lambda: application.in_flight == 2)
     server.stop()
-    slow, stream = await asyncio.wait_for(asyncio.gather(*asking), 30)
+    slow, stream = await asyncio.wait_for(asyncio.gather(*requests), 30)
     assert (slow.status_code, stream.text) == (503, "first cancelled")
 
 
-async def test_told_twice_at_once_it_was_told_once(open_server: OpenServer, eventually: Any) -> None:
+async def test_two_signals_at_once_count_as_a_single_one(open_server: OpenServer, eventually: Any) -> None:
     """`timeout` and `tini -g` signal a process and then its group."""
     server, application, client = await open_server(600)
-    asking = asyncio.create_task(client.get("/slow"))
+    request = asyncio.create_task(client.get("/slow"))
     await eventually(lambda: application.in_flight == 1)
     server.stop()
     server.stop()
     assert not server.force_exit
     application.may_answer.set()
-    assert (await asyncio.wait_for(asking, 30)).text == "done"
+    assert (await asyncio.wait_for(request, 30)).text == "done"
 
 
-async def test_told_twice_it_waits_no_longer(open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_second_signal_it_waits_no_longer(
+    open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_module, "_SAME_SIGNAL_S", -1.0)
     server, application, client = await open_server(600)
-    asking = asyncio.create_task(client.get("/slow"))
+    request = asyncio.create_task(client.get("/slow"))
     await eventually(lambda: application.in_flight == 1)
     server.stop()
     assert not server.force_exit
     server.stop()
-    assert (await asyncio.wait_for(asking, 30)).status_code == 503
+    assert (await asyncio.wait_for(request, 30)).status_code == 503

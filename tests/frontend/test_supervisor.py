@@ -166,7 +166,7 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Child]]]:
         child.close()
 
 
-async def test_children_are_told_to_end(start: Any) -> None:
+async def test_children_end_at_a_signal(start: Any) -> None:
     child = await start(OBEDIENT)
     await end_children([child], asyncio.get_running_loop().time() + 30, asyncio.Event())
     assert child.describe_end() == f"the child (pid {child.pid}) was killed by signal 15 (Terminated)"
@@ -306,7 +306,7 @@ async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
     assert not running.done()
 
 
-async def test_it_says_that_it_is_ready_and_ends_when_told(
+async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
     supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, running = supervise(frontends=2)
@@ -328,7 +328,7 @@ async def test_it_says_that_it_is_ready_and_ends_when_told(
         socket.create_connection(address)
 
 
-async def test_it_stops_when_whoever_started_it_has_gone(supervise: Any, eventually: Any) -> None:
+async def test_it_stops_when_the_program_that_started_it_ends(supervise: Any, eventually: Any) -> None:
     """SIGKILL closes the other end too; tests/frontend/demo/test_demo.py has that with real processes."""
     lifeline, other_end = socket.socketpair()
     with lifeline, other_end:
@@ -342,7 +342,7 @@ async def test_it_stops_when_whoever_started_it_has_gone(supervise: Any, eventua
         await asyncio.wait_for(running, 30)
 
 
-async def test_it_does_not_start_when_whoever_started_it_has_gone_by_then(supervise: Any) -> None:
+async def test_it_stops_at_once_when_the_program_that_started_it_has_ended_already(supervise: Any) -> None:
     lifeline, other_end = socket.socketpair()
     other_end.close()
     with lifeline:
@@ -434,7 +434,7 @@ async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: A
     assert [child.process.returncode for child in (server._frontends[0], server._engine)] == [-15, -15]
 
 
-# -- what children are told ---------------------------------------------------------------------------------------------
+# -- settings and states for children -----------------------------------------------------------------------------------
 
 
 async def test_settings_come_through_the_socket_and_not_where_others_can_read_them(
@@ -474,22 +474,22 @@ async def test_children_import_nothing_from_the_working_directory(tmp_path: Path
 # -- signs of life ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stopped_frontend_is_replaced_and_the_others_are_told(
+async def test_a_stopped_frontend_is_replaced_and_the_others_learn_its_state(
     supervise: Any, eventually: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = tmp_path / "said"
+    messages_path = tmp_path / "said"
     listening = (
         LINK + "link.send(b'r'); link.settimeout(0.01)\n"
         "while True:\n"
         "    try: words = link.recv(65536)\n"
         "    except TimeoutError: words = b''\n"
         "    link.send(b'.')\n"
-        f"    with open({str(said)!r} + str(os.getpid()), 'ab') as file: file.write(words)\n"
+        f"    with open({str(messages_path)!r} + str(os.getpid()), 'ab') as file: file.write(words)\n"
     )
     server, running = supervise(engine=BEAT, frontend=listening, frontends=2, heartbeat_timeout_s=1.0)
 
     def heard_by(index: int) -> list[list[FrontendState]]:
-        path = Path(f"{said}{server._frontends[index].pid}")
+        path = Path(f"{messages_path}{server._frontends[index].pid}")
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [msgspec.json.decode(line, type=list[FrontendState]) for line in lines if line.startswith(b"[")]
 

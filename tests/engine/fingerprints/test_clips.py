@@ -156,18 +156,18 @@ def test_altered_copy_is_nearest_to_its_original(
             assert own - max(cosines.values()) > (MARGIN_BETWEEN_PICTURES if others_pictures else MARGIN), name
 
 
-def test_clips_of_the_same_pictures_are_near_but_told_apart_by_their_order(originals: dict[str, torch.Tensor]) -> None:
+def test_clips_of_the_same_pictures_in_another_order_are_near_but_different(originals: dict[str, torch.Tensor]) -> None:
     orders = [originals[name] for name in ("slides", "slides-reversed", "slides-in-another-order")]
     for order, other in itertools.combinations(orders, 2):
         assert 0.2 < float(order @ other) < 0.85
 
 
-def test_direction_of_a_movement_is_told(originals: dict[str, torch.Tensor]) -> None:
+def test_the_direction_of_a_movement_makes_a_difference(originals: dict[str, torch.Tensor]) -> None:
     assert float(originals["ball-right"] @ originals["ball-down"]) < 0.7
     assert float(originals["pan-chelsea"] @ originals["pan-back"]) < 0.8
 
 
-def test_a_clip_and_its_mirror_image_are_one(originals: dict[str, torch.Tensor]) -> None:
+def test_a_clip_and_its_mirror_image_have_the_same_fingerprint(originals: dict[str, torch.Tensor]) -> None:
     leftwards = describe(take(ball(lambda time: (1 - time, 0.5)), 16))
     assert float(originals["ball-right"] @ leftwards) > 0.95
     mirrored = [(time_s, pixels[:, ::-1]) for time_s, pixels in take(CLIPS["pan-rocket"](), 16)]

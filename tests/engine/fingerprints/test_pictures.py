@@ -189,7 +189,7 @@ def test_edges_turned_either_way_change_alike() -> None:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_and_its_mirror_images_are_one(name: str) -> None:
+def test_a_picture_and_its_mirror_images_have_the_same_fingerprint(name: str) -> None:
     pixels = pixels_of(load(name))
     for axes in ([0], [1], [0, 1]):
         assert cosine(pixels, pixels.flip(axes)) > 0.999

@@ -72,7 +72,7 @@ def test_the_nearest_is_the_most_similar() -> None:
         (answer(1, 0, slab_nbytes=0), "a, altered: 0 copies, 0 bytes through the slab"),
     ],
 )
-def test_what_goes_wrong_is_told(copy: Answer, problem: str | None) -> None:
+def test_problems_are_listed(copy: Answer, problem: str | None) -> None:
     answers = {"a": answer(1, 0), "b": answer(0, 1), "altered": copy}
 
     class Client:

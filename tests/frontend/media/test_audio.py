@@ -122,7 +122,7 @@ def test_channels_in_no_known_arrangement_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rate", [8_000, 24_000, 48_000])
-def test_the_rate_is_the_one_that_is_asked_for(recording_of: Callable[..., bytes], rate: int) -> None:
+def test_samples_have_the_rate_of_the_spec(recording_of: Callable[..., bytes], rate: int) -> None:
     data = recording_of(chirp(44_100), 44_100)
     samples, _ = decoded(data, SoundSpec(form="waveform", sample_rate=rate))
     np.testing.assert_allclose(samples[100:-100], chirp(rate)[100 : len(samples) - 100], atol=2e-3)
@@ -131,18 +131,18 @@ def test_the_rate_is_the_one_that_is_asked_for(recording_of: Callable[..., bytes
 def test_a_spectrogram_is_that_of_the_samples(recording_of: Callable[..., bytes]) -> None:
     data = recording_of(chirp(44_100), 44_100, "flac", "flac")
     samples, _ = decoded(data)
-    found, result = decoded(data, SoundSpec(form="log_mel", sample_rate=RATE, mel_bands=64))
+    log_mel, result = decoded(data, SoundSpec(form="log_mel", sample_rate=RATE, mel_bands=64))
     expected = np.empty((num_mel_frames(len(samples), RATE), 64), np.float32)
     writer = LogMelWriter(expected, RATE)
     writer.write(samples)
     writer.finish()
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(log_mel, expected, atol=1e-4)
     assert result.duration_s == len(samples) / RATE
 
 
 def test_a_very_short_recording_has_one_window() -> None:
-    found, result = decoded(wav(np.int16([1000, -1000]).tobytes()), SoundSpec())
-    assert found.shape == (1, 80)
+    log_mel, result = decoded(wav(np.int16([1000, -1000]).tobytes()), SoundSpec())
+    assert log_mel.shape == (1, 80)
     assert result.duration_s == 2 / RATE
 
 

@@ -86,7 +86,7 @@ async def test_a_budget_ends_what_no_packet_ends(
     assert (await decode(pool, "image", many_scans(1)))[0].length > 0  # the next one gets another
 
 
-async def test_the_budget_is_processor_time_whoever_else_uses_the_cores(
+async def test_the_budget_is_processor_time_even_if_others_use_the_cores(
     pool: DecoderPool, long_clip: Callable[..., bytes]
 ) -> None:
     data = long_clip(40, SMALL_FRAMES)
@@ -147,7 +147,7 @@ async def test_cancelling_at_any_moment_gives_the_place_back(
     await decode(pool, "image", many_scans(1, 64))
 
 
-async def test_a_decoder_that_dies_is_told_from_a_medium_that_is_bad(
+async def test_a_decoder_that_dies_is_another_error_than_a_bad_medium(
     pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
 ) -> None:
     await decode(pool, "image", many_scans(1, 64))

@@ -204,11 +204,11 @@ async def open_fetcher(pool: ThreadPoolExecutor) -> AsyncIterator[Callable[..., 
     """``open_fetcher(resolver=None, **settings)``"""
     fetchers: list[Fetcher] = []
 
-    def open_one(resolver: Any = None, **settings: Any) -> Fetcher:
+    def open_fetcher(resolver: Any = None, **settings: Any) -> Fetcher:
         fetchers.append(Fetcher(FetchSettings(**settings), pool, resolver=resolver))
         return fetchers[-1]
 
-    yield open_one
+    yield open_fetcher
     for fetcher in fetchers:
         await fetcher.close()
 
@@ -324,16 +324,16 @@ async def test_hosts_that_are_allowed_are_fetched_from(open_fetcher: Any) -> Non
     ],
 )
 async def test_hostile_urls_reach_nobody(open_fetcher: Any, url: str) -> None:
-    asked: list[str] = []
+    resolved_hosts: list[str] = []
 
     async def resolve(host: str, port: int) -> Sequence[str]:
-        asked.append(host)
+        resolved_hosts.append(host)
         return ["127.0.0.1"]
 
     fetcher = open_fetcher(resolve, allowed_media_domains=("example.org", "*.example.org"))
     with pytest.raises(MediaError):
         await fetcher.fetch(url, "image", LIMIT)
-    assert asked == []
+    assert resolved_hosts == []
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
@@ -512,11 +512,11 @@ def test_a_file_that_is_swapped_while_it_is_looked_at(directory: Path, monkeypat
     really_stat = os.stat
 
     def swap(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        found = really_stat(path, *arguments, **options)
+        status = really_stat(path, *arguments, **options)
         if str(path).startswith("/proc/self/fd/"):
             (directory / "a.png").unlink()
             (directory / "a.png").symlink_to("../secret.png")
-        return found
+        return status
 
     local = LocalDirectory(str(directory))
     monkeypatch.setattr(os, "stat", swap)
@@ -528,10 +528,10 @@ def test_a_file_that_changes_while_it_is_read(directory: Path, monkeypatch: pyte
     really_stat = os.stat
 
     def write(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        found = really_stat(path, *arguments, **options)
+        status = really_stat(path, *arguments, **options)
         if str(path).startswith("/proc/self/fd/"):
             (directory / "a.png").write_bytes(change)
-        return found
+        return status
 
     local = LocalDirectory(str(directory))
     monkeypatch.setattr(os, "stat", write)

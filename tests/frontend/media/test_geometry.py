@@ -34,10 +34,10 @@ def test_what_is_written_as_stored_is_shown_turned(orientation: int) -> None:
     stored = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
     picture = Image.fromarray(stored)
     picture.getexif()[0x0112] = orientation
-    shown = np.asarray(ImageOps.exif_transpose(picture))
-    target = np.zeros_like(shown)
+    turned = np.asarray(ImageOps.exif_transpose(picture))
+    target = np.zeros_like(turned)
     as_stored(target, orientation)[:] = stored
-    np.testing.assert_array_equal(target, shown)
+    np.testing.assert_array_equal(target, turned)
 
 
 @pytest.mark.parametrize(

@@ -444,7 +444,7 @@ def secret(tmp_path: Path, clip_of: Callable[..., bytes], recording_of: Callable
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[bytes]]]:
     """A port on which somebody listens, and what was said to it."""
-    said: list[bytes] = []
+    calls: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))
 
     def listen() -> None:
@@ -453,12 +453,12 @@ def server() -> Iterator[tuple[int, list[bytes]]]:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            said.append(b"somebody called")
+            calls.append(b"somebody called")
             connection.close()
 
     thread = threading.Thread(target=listen)
     thread.start()
-    yield listener.getsockname()[1], said
+    yield listener.getsockname()[1], calls
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     thread.join()

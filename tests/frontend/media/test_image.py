@@ -219,7 +219,7 @@ def test_too_many_pixels_are_refused_from_the_header() -> None:
     assert probe(data, PictureLimits(max_pixels=20_000_000)).width == 5000
 
 
-def test_of_far_too_many_pixels_the_limit_that_is_told_is_ours() -> None:
+def test_the_error_about_far_too_many_pixels_names_our_limit_and_not_pillows() -> None:
     """Pillow refuses those before we do, by a limit of its own."""
     data = b"\x89PNG\r\n\x1a\n"
     for kind, content in ((b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b""))):
@@ -256,7 +256,7 @@ def test_a_line_is_no_picture() -> None:
 
 
 @pytest.mark.parametrize("name", ["PNG", "WEBP", "GIF"])
-def test_transparency_lies_over_the_colour_that_is_asked_for(name: str) -> None:
+def test_transparent_pixels_show_the_background_colour(name: str) -> None:
     pixels = np.array([[[255, 0, 0, 255], [0, 0, 255, 0]]], np.uint8)
     data = encoded(Image.fromarray(pixels, "RGBA"), name, **({"lossless": True} if name == "WEBP" else {}))
     target = np.zeros((1, 2, 3), np.uint8)
@@ -281,13 +281,13 @@ def scaled(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:
 def test_larger_pictures_are_scaled_down(name: str, mode: str, size: tuple[int, int]) -> None:
     picture = Image.fromarray(noise(40, 40)).resize(size, Image.Resampling.BICUBIC).convert(mode)
     data = encoded(picture, name)
-    found = scaled(data, 10_000)
-    height, width = found.shape[:2]
+    pixels = scaled(data, 10_000)
+    height, width = pixels.shape[:2]
     assert 9_000 < width * height <= 10_000
     assert width / height == pytest.approx(size[0] / size[1], rel=0.1)
     whole = Image.fromarray(as_pillow_shows_it(data))
     expected = np.asarray(whole.resize((width, height), Image.Resampling.LANCZOS))
-    assert np.abs(found.astype(int) - expected).mean() < 2.5
+    assert np.abs(pixels.astype(int) - expected).mean() < 2.5
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -295,10 +295,10 @@ def test_larger_pictures_are_scaled_down(name: str, mode: str, size: tuple[int, 
 def test_scaled_pictures_are_turned_too(name: str, orientation: int) -> None:
     picture = Image.fromarray(noise(20, 15)).resize((400, 300), Image.Resampling.BICUBIC)
     data = encoded(picture, name, exif=with_orientation(orientation))
-    found = scaled(data, 1200)
-    assert found.shape == ((40, 30, 3) if orientation >= 5 else (30, 40, 3))
-    expected = Image.fromarray(as_pillow_shows_it(data)).resize(found.shape[1::-1], Image.Resampling.LANCZOS)
-    assert np.abs(found.astype(int) - np.asarray(expected)).mean() < 3
+    pixels = scaled(data, 1200)
+    assert pixels.shape == ((40, 30, 3) if orientation >= 5 else (30, 40, 3))
+    expected = Image.fromarray(as_pillow_shows_it(data)).resize(pixels.shape[1::-1], Image.Resampling.LANCZOS)
+    assert np.abs(pixels.astype(int) - np.asarray(expected)).mean() < 3
 
 
 def test_smaller_pictures_are_not_scaled() -> None:

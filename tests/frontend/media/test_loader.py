@@ -36,15 +36,15 @@ async def open_loader() -> AsyncIterator[OpenLoader]:
     """``open_loader(io_kwargs, **limits)``: a loader of two threads, which is closed in the end."""
     pool = ThreadPoolExecutor(1)
     fetcher = Fetcher(FetchSettings(), pool)
-    made: list[MediaLoader] = []
+    loaders: list[MediaLoader] = []
 
-    def open_one(io_kwargs: MediaIoKwargs | None = None, **limits: Any) -> MediaLoader:
-        made.append(MediaLoader(2, MediaLimits(**limits), io_kwargs or MediaIoKwargs(), fetcher))
-        return made[-1]
+    def make_loader(io_kwargs: MediaIoKwargs | None = None, **limits: Any) -> MediaLoader:
+        loaders.append(MediaLoader(2, MediaLimits(**limits), io_kwargs or MediaIoKwargs(), fetcher))
+        return loaders[-1]
 
-    yield open_one
-    for one in made:
-        one.close()
+    yield make_loader
+    for loader in loaders:
+        loader.close()
     await fetcher.close()
     pool.shutdown()
 
@@ -133,7 +133,7 @@ async def test_a_clip_has_as_many_frames_as_it_has(loader: MediaLoader, clip_of:
         assert medium.duration_s == pytest.approx(count / 25)
 
 
-async def test_the_server_s_own_wishes_are_heard(open_loader: OpenLoader, clip_of: Callable[..., bytes]) -> None:
+async def test_the_servers_io_kwargs_are_used(open_loader: OpenLoader, clip_of: Callable[..., bytes]) -> None:
     loader = open_loader(MediaIoKwargs(num_frames=2, rgba_background_color=(1, 2, 3)))
     url = "data:video/mp4;base64," + base64.b64encode(clip_of([50] * 10)).decode()
     assert (await load(loader, MediaSource("video", "x", url=url), SPEC)).shape[0] == 2
@@ -289,7 +289,7 @@ async def test_what_a_library_says_about_a_medium_is_in_its_error(loader: MediaL
         await loader.decode(prepared)
 
 
-async def test_a_medium_that_takes_too_long_is_told_which_limit_that_is(
+async def test_the_error_about_a_medium_that_takes_too_long_names_the_limit(
     open_loader: OpenLoader, many_scans: Callable[..., bytes]
 ) -> None:
     loader = open_loader(max_image_scans=100_000, max_decode_s=0.3)

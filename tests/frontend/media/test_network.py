@@ -33,7 +33,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Server:
-    """An HTTP server that says what it is told to say, byte for byte.
+    """An HTTP server that sends the bytes that a test gives it, exactly.
 
     Attributes:
         requests: the heads of the requests it got.
@@ -117,7 +117,7 @@ async def open_client(server: Server) -> AsyncIterator[Callable[..., RemoteClien
     """``open_client(names, "other.test")``: a client that may fetch from those, and from media.test, at the server's port."""
     async with contextlib.AsyncExitStack() as stack:
 
-        def open_one(names: Names | None = None, *domains: str, timeout_s: float = 10.0, **options: Any) -> RemoteClient:
+        def open_client(names: Names | None = None, *domains: str, timeout_s: float = 10.0, **options: Any) -> RemoteClient:
             hosts = AllowedHosts([f"media.test:{server.port}", *(f"{domain}:{server.port}" for domain in domains)])
             resolver = Names(media_test=[["127.0.0.1"]]) if names is None else names
             options = {"max_redirects": 3, "ssl_context": ssl.create_default_context()} | options
@@ -125,7 +125,7 @@ async def open_client(server: Server) -> AsyncIterator[Callable[..., RemoteClien
             stack.push_async_callback(client.close)
             return client
 
-        yield open_one
+        yield open_client
 
 
 # -- what comes back ----------------------------------------------------------------------------------------------------
@@ -272,13 +272,13 @@ async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 @pytest.mark.both_loops
 @pytest.mark.parametrize(("scheme", "answer"), [("http", hang), ("http", drip), ("https", hang)])
 async def test_a_slow_host_is_given_up(server: Server, open_client: Any, eventually: Any, answer: Answer, scheme: str) -> None:
-    gone: list[bool] = []
+    ended: list[bool] = []
 
     async def watched(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await answer(reader, writer)
         finally:
-            gone.append(True)
+            ended.append(True)
 
     if scheme == "https":  # it does not even shake hands
         server.greeting = watched
@@ -289,7 +289,7 @@ async def test_a_slow_host_is_given_up(server: Server, open_client: Any, eventua
     with pytest.raises(MediaError, match=r"within 0\.2 s"):
         await client.get(f"{scheme}://media.test:{server.port}/", LIMIT)
     assert 0.15 < loop.time() - start < 3
-    await eventually(lambda: gone)
+    await eventually(lambda: ended)
 
 
 async def test_redirects_share_one_deadline(server: Server, open_client: Any) -> None:
@@ -504,7 +504,7 @@ async def test_a_host_that_does_not_answer(server: Server, open_client: Any) -> 
 
 
 @pytest.mark.both_loops
-async def test_without_a_resolver_the_system_is_asked() -> None:
+async def test_the_default_resolver_is_the_systems() -> None:
     async with serving() as server:
         server.answers["/"] = answer_of(b"x")
         stream = await Connector(parse_networks(["127.0.0.0/8", "::1/128"])).connect("localhost", server.port)

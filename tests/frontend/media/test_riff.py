@@ -46,6 +46,6 @@ def test_whole_files_piped_ones_and_others_pass(data: bytes) -> None:
         (wav(1000, 10, before=b"LIST" + struct.pack("<I", 3) + b"odd" + b"\0"), 10),
     ],
 )
-def test_missing_samples_are_told(data: bytes, present: int) -> None:
+def test_the_error_about_missing_samples_says_how_many_are_there(data: bytes, present: int) -> None:
     with pytest.raises(MediaError, match=f"truncated: of .* bytes of samples it has {present}$"):
         check_wav(data)

@@ -21,9 +21,9 @@ def timeline_of(positions: list[int | None], keyframes: set[int], rate: int = 10
 
 @given(total=st.integers(1, 5000), num_frames=st.integers(1, 600))
 def test_frames_are_spread_as_vllm_spreads_them(total: int, num_frames: int) -> None:
-    found = frames_to_sample(total, total / 30, num_frames, None)
-    assert found == np.linspace(0, total - 1, min(total, num_frames), dtype=int).tolist()
-    assert found == sorted(set(found))
+    indices = frames_to_sample(total, total / 30, num_frames, None)
+    assert indices == np.linspace(0, total - 1, min(total, num_frames), dtype=int).tolist()
+    assert indices == sorted(set(indices))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_time_may_begin_anywhere_and_go_unevenly() -> None:
     assert selection.duration_s == pytest.approx(9.7 + 97 // 3 / 10)  # the last frame lasts as long as others on average
 
 
-def test_frames_at_the_same_time_are_one() -> None:
+def test_frames_at_the_same_time_count_as_a_single_frame() -> None:
     selection = timeline_of([0, 1, 1, 2], {0}).select(-1, None)
     assert selection is not None
     assert selection.positions == (0, 1, 2)

@@ -267,5 +267,5 @@ def test_other_entries_are_refused(domain: str) -> None:
 @pytest.mark.parametrize(
     ("host", "expected"), [("10.0.0.1", True), ("::1", True), ("example.org", False), ("localhost", False)]
 )
-def test_addresses_are_told_from_names(host: str, expected: bool) -> None:
+def test_addresses_and_names_are_distinguished(host: str, expected: bool) -> None:
     assert is_address(host) is expected

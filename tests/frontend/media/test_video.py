@@ -89,11 +89,11 @@ def test_only_what_is_needed_is_decoded(clip_of: Clip, monkeypatch: pytest.Monke
     data = clip_of(LEVELS * 10, "mp4", "libx264", g="10", bf="0")
     header = prepared(data, num_frames=4)
     assert header.selection.num_decoded <= 40
-    taken = []
+    timestamps = []
     take = video._FrameWriter.take
-    monkeypatch.setattr(video._FrameWriter, "take", lambda writer, frame: (taken.append(frame.pts), take(writer, frame)))
+    monkeypatch.setattr(video._FrameWriter, "take", lambda writer, frame: (timestamps.append(frame.pts), take(writer, frame)))
     decode_into(data, header, np.empty(header.shape, np.uint8))
-    assert len(taken) <= 44
+    assert len(timestamps) <= 44
 
 
 # -- time -----------------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_smaller_frames_are_not_scaled(clip_of: Clip) -> None:
 def test_odd_sizes_have_no_padding_in_them() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, 37, 53), np.uint8)
     file = io.BytesIO()
-    pictures = [Image.fromarray(one) for one in pixels]
+    pictures = [Image.fromarray(frame) for frame in pixels]
     pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=100)
     frames, _ = decoded(file.getvalue())
     np.testing.assert_array_equal(frames, np.repeat(pixels[..., np.newaxis], 3, axis=3))

@@ -31,9 +31,9 @@ def check(data: bytes) -> None:
 def png(*chunks: tuple[bytes, bytes]) -> bytes:
     """A PNG of 8 x 8 black pixels, with more chunks behind its header."""
     pixels = zlib.compress(bytes(8 * 25))
-    named = [(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0)), *chunks, (b"IDAT", pixels), (b"IEND", b"")]
+    all_chunks = [(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0)), *chunks, (b"IDAT", pixels), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in named
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in all_chunks
     )
 
 
@@ -65,12 +65,12 @@ def test_585_kb_of_scans_are_refused(many_scans: Callable[..., bytes]) -> None:
 
 @pytest.mark.parametrize(("name", "body"), [(b"IDAT", b""), (b"tEXt", b"a\0b"), (b"IDAT", b"\0")])
 def test_millions_of_chunks_are_refused(name: bytes, body: bytes) -> None:
-    one = (name, body)
-    check(png(*[one] * (LIMITS.max_chunks - 3)))
+    chunk_content = (name, body)
+    check(png(*[chunk_content] * (LIMITS.max_chunks - 3)))
     with pytest.raises(MediaError, match=r"more than the 65536 chunks .*max_image_chunks"):
-        check(png(*[one] * (LIMITS.max_chunks - 2)))
+        check(png(*[chunk_content] * (LIMITS.max_chunks - 2)))
     begin, end = png()[:33], png()[33:]
-    chunk = png(one)[33 : 33 + 12 + len(body)]
+    chunk = png(chunk_content)[33 : 33 + 12 + len(body)]
     with pytest.raises(MediaError, match="chunks"):
         check(begin + chunk * 3_300_000 + end)
 

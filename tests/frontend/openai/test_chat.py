@@ -57,7 +57,7 @@ def test_parts_are_counted_over_all_messages() -> None:
     assert (raised.value.status, raised.value.code, raised.value.param) == (400, "too_many_parts", "messages")
 
 
-def test_without_wishes_it_is_sampled_as_openai_does() -> None:
+def test_the_default_sampling_is_openais() -> None:
     generate_request, _ = engine_request(parse())
     assert (generate_request.sampling, generate_request.priority, generate_request.media) == (SamplingParams(), 0, [])
 

@@ -103,7 +103,7 @@ def test_what_is_missing_is_named(body: bytes, param: str) -> None:
     assert (error.code, error.param) == ("invalid_value", param)
 
 
-def test_of_a_part_of_no_known_type_all_types_are_told() -> None:
+def test_the_error_about_a_part_of_unknown_type_lists_all_types() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image"}]}]}'
     with pytest.raises(ApiError, match="text, image_url, input_audio, audio_url or video_url") as caught:
         CHAT_PARSER.parse(body)
@@ -132,8 +132,8 @@ def test_of_a_part_of_no_known_type_all_types_are_told() -> None:
 )
 @pytest.mark.parametrize("space", [b"", b" \n" * 5000])
 def test_fields_that_are_not_known_are_named(fields: dict[str, Any], names: list[str], space: bytes) -> None:
-    known = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    body = space + msgspec.json.encode(known | fields)
+    known_fields = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    body = space + msgspec.json.encode(known_fields | fields)
     request = CHAT_PARSER.parse(body)
     assert CHAT_PARSER.ignored_fields(request, body) == names
     assert isinstance(request, ChatRequest)
