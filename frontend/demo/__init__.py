@@ -143,7 +143,7 @@ def _account(console: Console, client: Client) -> list[str]:
     counters = client.settled()
     console.print(
         f"{counters[SLAB_BYTES]:,.0f} bytes crossed through the slab, in {counters[IN_PLACE]:.0f} "
-        f"tensors decoded in place; {counters[COPIES]:.0f} were copied.\n",
+        f"tensors that lay there when they were sent; {counters[COPIES]:.0f} were copied for sending.\n",
         highlight=False,
     )
     return [f"{name} is {counters[name]:g} at the end, not 0" for name in (*IN_USE, COPIES) if counters[name]]
