@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from shmring.config import ClientConfig, RingConfig
 from shmring.core import effects, leasebook
-from shmring.core.geometry import BLOCK_NBYTES, Geometry, LedgerLimits
+from shmring.core.engine_book import EngineBook
+from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry
 from shmring.core.leasebook import LeaseBook, LeaseBookLimits
-from shmring.core.ledger import Ledger
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
 
 __all__ = ["Leased", "LoneBook"]
@@ -28,9 +28,9 @@ class Leased:
 
     def __init__(self, length: int, frontends: int) -> None:
         ring, client = RingConfig(), ClientConfig()
-        self.ledger = Ledger(
+        self.ledger = EngineBook(
             Geometry(length, reply_blocks=1),
-            LedgerLimits(
+            EngineBookLimits(
                 max_lease_blocks=max(1, length // 8),  # as ``RingConfig`` says of None
                 quota_blocks=max(1, length * 3 // 4),
                 max_leases=ring.max_leases,
@@ -75,7 +75,7 @@ class Leased:
         return self.arrivals / _ARRIVALS_PER_S
 
     def _exchange(
-        self, engine: Sequence[effects.Effect], frontends: Sequence[tuple[int, leasebook.Effect]]
+        self, engine: Sequence[effects.EngineEffect], frontends: Sequence[tuple[int, leasebook.Effect]]
     ) -> leasebook.SlotRecord | None:
         """Carries effects of both sides out, and those that follow; returns the slot that somebody waited for."""
         of_engine, of_frontends = deque(engine), deque(frontends)
@@ -95,7 +95,7 @@ class Leased:
                     of_engine += self.ledger.return_leases(client_id, effect.message.lease_ids)
         return acquired
 
-    def _at_frontend(self, effect: effects.Effect) -> tuple[int, list[leasebook.Effect]]:
+    def _at_frontend(self, effect: effects.EngineEffect) -> tuple[int, list[leasebook.Effect]]:
         match effect:
             case effects.Granted(client_id, grant):
                 return client_id, self.books[client_id].granted(grant, self._now())

@@ -5,8 +5,8 @@ with them at once) and ordered by length (so that the best fit is one search). A
 start in one half and its length in the other. Best fit, lowest address first: a run that was just freed at its exact size
 is the first candidate for the next request of that size, and its memory is still in the cache.
 
-Used by both books: the engine's ledger (blocks of the slab into leases), and a frontend's lease book (blocks of a lease into
-slots). :class:`TakenRuns` is for the runs that a peer chose: the ledger checks with it that no published slot overlaps another.
+Used by both books: the engine's (blocks of the slab into leases), and a frontend's (blocks of a lease into slots).
+:class:`TakenRuns` is for the runs that a peer chose: the engine checks with it that no published slot overlaps another.
 
 Invariants: free runs are disjoint, never empty and never adjacent; both orders hold the same runs; ``free_units`` is
 their sum. ``tests/model/blocks.py`` says the same in plain Python, and the tests hold the two against each other.
@@ -161,6 +161,15 @@ cdef class RunAllocator:
             self._by_start.insert(_key(start, length))
         self._by_length.insert(_key(length, start))
         self.free_units += freed
+        return True
+
+    cdef bint run_at_or_behind(self, uint64_t unit, uint64_t* start, uint64_t* length) noexcept nogil:
+        """Finds the first free run that ends behind a unit; returns whether there is one."""
+        cdef uint64_t key
+        if not self._by_start.last_below(_key(unit + 1, 0), &key) or (key >> HALF) + (key & LOW) <= unit:
+            if not self._by_start.first_from(_key(unit + 1, 0), &key):
+                return False
+        start[0], length[0] = key >> HALF, key & LOW
         return True
 
     cdef void _add(self, uint64_t start, uint64_t length) noexcept nogil:

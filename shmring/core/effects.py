@@ -1,17 +1,17 @@
-"""What the engine's book asks its caller to do after an event, in order.
+"""What the books ask their callers to do after an event, in order.
 
-The ledger decides and returns these; the ring carries them out. Nothing in here does anything.
+The books decide and return these; the ring, and a session, carry them out. Nothing in here does anything.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from shmring.core.messages import LeaseGrant
 
 __all__ = [
     "ClientGone",
-    "Effect",
+    "EngineEffect",
     "Granted",
     "Recalled",
     "Reclaimed",
@@ -22,8 +22,7 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplySlot:
+class ReplySlot(msgspec.Struct, frozen=True, gc=False):
     """A slot of the reply reserve; ``start`` and ``blocks`` in blocks of the slab."""
 
     generation: int
@@ -31,32 +30,31 @@ class ReplySlot:
     blocks: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Granted:
+# -- of the engine's book ------------------------------------------------------------------------------------------------------
+
+
+class Granted(msgspec.Struct, frozen=True, gc=False):
     """Send this grant to the client."""
 
     client_id: int
     grant: LeaseGrant
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recalled:
+class Recalled(msgspec.Struct, frozen=True, gc=False):
     """Ask the client to return these leases."""
 
     client_id: int
     lease_ids: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True, gc=False):
     """Tell the client that these slots are its own again."""
 
     client_id: int
     generations: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestAborted:
+class RequestAborted(msgspec.Struct, frozen=True, gc=False):
     """The request has ended as aborted. Had it been claimed, its slots stay claimed until its step ends."""
 
     client_id: int
@@ -64,27 +62,24 @@ class RequestAborted:
     was_running: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplyGranted:
+class ReplyGranted(msgspec.Struct, frozen=True, gc=False):
     """The waiter that queued with this ticket has its reply slot."""
 
     ticket: int
     slot: ReplySlot
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reclaimed:
+class Reclaimed(msgspec.Struct, frozen=True, gc=False):
     """Memory of a client that has gone is free again (log it, count it)."""
 
     client_id: int
     nbytes: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientGone(msgspec.Struct, frozen=True, gc=False):
     """Nothing of this client is left in the book; stop watching its process."""
 
     client_id: int
 
 
-Effect = Granted | Recalled | Released | RequestAborted | ReplyGranted | Reclaimed | ClientGone
+EngineEffect = Granted | Recalled | Released | RequestAborted | ReplyGranted | Reclaimed | ClientGone

@@ -6,7 +6,7 @@ import dataclasses
 
 from shmring.core.messages import SLOT_HEADER_NBYTES
 
-__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "Geometry", "LedgerLimits", "blocks_for", "slot_blocks"]
+__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "EngineBookLimits", "Geometry", "blocks_for", "slot_blocks"]
 
 #: The allocation granule: a page, so that a lease can be mapped and advised by itself.
 BLOCK_NBYTES = 4096
@@ -72,7 +72,7 @@ class Geometry:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LedgerLimits:
+class EngineBookLimits:
     """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so.
 
     ``quota_blocks`` is of the slab, ``device_quota_blocks`` of the device slab; ``max_leases`` holds in each.

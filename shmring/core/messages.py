@@ -2,7 +2,7 @@
 
 Every message is a msgpack array whose first element is its tag; unknown tags, missing and extra fields are refused by the
 decoder. Numbers a peer sends are bounded by their types here (never negative, never beyond 62 bits), so that sums of
-them can't overflow; whether they *mean* something is for the ledger to say.
+them can't overflow; whether they *mean* something is for the books to say.
 
 A payload travels as msgpack in which each tensor is an extension holding its index in the ``tensors`` table of the same
 message. The table says where the bytes are: in region 0, the bytes of the message itself (``inline``), or in region

@@ -1,7 +1,7 @@
 """The engine's end of the transport.
 
-Theory of operation: :class:`Ring` is the thin asyncio shell around the :class:`~shmring.core.ledger.Ledger`: bytes come
-in, become events, and the effects that the ledger returns are carried out, all within one callback of the loop. There is
+Theory of operation: :class:`Ring` is the thin asyncio shell around the :class:`~shmring.core.engine_book.EngineBook`: bytes
+come in, become events, and the effects that the book returns are carried out, all within one callback of the loop. There is
 no ``await`` between reading the book and acting on it.
 
 What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
@@ -36,7 +36,7 @@ from shmring.cancellation import uninterrupted
 from shmring.config import RingConfig, configured
 from shmring.core.effects import (
     ClientGone,
-    Effect,
+    EngineEffect,
     Granted,
     Recalled,
     Reclaimed,
@@ -45,8 +45,8 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
-from shmring.core.geometry import BLOCK_NBYTES, Geometry, LedgerLimits, blocks_for
-from shmring.core.ledger import Ledger
+from shmring.core.engine_book import EngineBook
+from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     SLOT_HEADER_NBYTES,
@@ -199,9 +199,9 @@ class Ring:
         self._listener = listener
         self._geometry = geometry
         leasable = geometry.leasable_blocks
-        self._ledger = Ledger(
+        self._ledger = EngineBook(
             geometry,
-            LedgerLimits(
+            EngineBookLimits(
                 max_lease_blocks=_blocks(config.max_lease_nbytes, max(1, leasable // 8)),
                 quota_blocks=_blocks(config.client_quota_nbytes, max(1, leasable * 3 // 4)),
                 max_leases=config.max_leases,
@@ -512,7 +512,7 @@ class Ring:
         else:
             self._carry_out(effects)
 
-    def _release(self, client_id: int, submit: Submit, *, copying: bool = False) -> list[Effect]:
+    def _release(self, client_id: int, submit: Submit, *, copying: bool = False) -> list[EngineEffect]:
         """Releases slots in the book, all but those that views keep; returns what is to be done."""
         if not submit.content.slots:
             return []
@@ -664,7 +664,7 @@ class Ring:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[EngineEffect]) -> None:
         for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
             match effect:
                 case Released(client_id, generations):
@@ -698,7 +698,7 @@ class Ring:
         else:
             del self._waiting[key]
 
-    def _reply_granted(self, ticket: int, slot: ReplySlot) -> list[Effect]:
+    def _reply_granted(self, ticket: int, slot: ReplySlot) -> list[EngineEffect]:
         future = self._reply_waiters.pop(ticket)
         if not future.done():
             future.set_result(slot)
@@ -974,9 +974,9 @@ class Ring:
             epoch=self.epoch,
             slab_nbytes=self._geometry.slab_nbytes,
             leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
-            free_nbytes=ledger.free_nbytes,
-            leased_nbytes=ledger.leased_nbytes(Lease.LEASED),
-            quarantined_nbytes=ledger.leased_nbytes(Lease.QUARANTINED),
+            free_nbytes=ledger.host.free_nbytes,
+            leased_nbytes=ledger.host.leased_nbytes(Lease.LEASED),
+            quarantined_nbytes=ledger.host.leased_nbytes(Lease.QUARANTINED),
             clients=connected,
             departed_clients=len(ledger.clients) - connected,
             lease_requests_waiting=ledger.waiting_lease_requests,

@@ -21,7 +21,7 @@ import msgspec
 
 import shmring
 from shmring.cancellation import uninterrupted
-from shmring.core.effects import ClientGone, Effect, Reclaimed
+from shmring.core.effects import ClientGone, EngineEffect, Reclaimed
 from tests.chaos import control
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Gone, Held, Journal
@@ -152,11 +152,11 @@ class _Engine:
 
 def _observe(ring: shmring.Ring, engine: _Engine) -> None:
     """Looks at what the ring's book decides: when a process has nothing of the slab left, and whether the book is sound."""
-    carry_out: Callable[[list[Effect]], None] = ring._carry_out
+    carry_out: Callable[[list[EngineEffect]], None] = ring._carry_out
     reclaimed: dict[int, int] = {}
     effects_seen = 0
 
-    def observed(effects: list[Effect]) -> None:
+    def observed(effects: list[EngineEffect]) -> None:
         nonlocal effects_seen
         gone = []
         for effect in effects:

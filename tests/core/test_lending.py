@@ -7,26 +7,28 @@ import random
 import pytest
 
 from shmring.core.effects import ClientGone, Granted, Recalled, Reclaimed
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits
+from shmring.core.engine_book import EngineBook
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
 from shmring.core.leasebook import Acquired, LeaseBook, LeaseBookLimits, Send
-from shmring.core.ledger import Ledger
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from shmring.errors import CapacityError, RemoteProtocolError
+
+pytestmark = pytest.mark.usefixtures("books")
 
 START = 17  # one block of header, 12 to lease, 4 of replies
 DEVICE = 16
 FIRST_ID = 1 << 40
 
 
-def make_ledger(device: int = DEVICE, *, quota: int = 12, max_leases: int = 8) -> Ledger:
-    return Ledger(
+def make_ledger(device: int = DEVICE, *, quota: int = 12, max_leases: int = 8) -> EngineBook:
+    return EngineBook(
         Geometry(leasable_blocks=12, reply_blocks=4, device_blocks=device),
-        LedgerLimits(max_lease_blocks=4, quota_blocks=8, max_leases=max_leases, max_inflight=4, device_quota_blocks=quota),
+        EngineBookLimits(max_lease_blocks=4, quota_blocks=8, max_leases=max_leases, max_inflight=4, device_quota_blocks=quota),
     )
 
 
-def ask(ledger: Ledger, client: int, token: int, blocks: int, memory: int = DEVICE_MEMORY) -> list[LeaseGrant]:
+def ask(ledger: EngineBook, client: int, token: int, blocks: int, memory: int = DEVICE_MEMORY) -> list[LeaseGrant]:
     effects = ledger.request_lease(client, token, blocks * BLOCK_NBYTES, 0, memory)  # type: ignore[arg-type]
     return [effect.grant for effect in effects if isinstance(effect, Granted)]
 
@@ -53,11 +55,11 @@ def test_leases_of_both_memories_are_told_apart_by_their_offset() -> None:
     assert (there.lease_id, there.offset, there.nbytes) == (FIRST_ID, START * BLOCK_NBYTES, 3 * BLOCK_NBYTES)
     assert here.offset < START * BLOCK_NBYTES
     assert ledger.device is not None
-    assert (ledger.free_nbytes, ledger.device.free_nbytes) == (9 * BLOCK_NBYTES, 13 * BLOCK_NBYTES)
-    assert ledger.leased_nbytes(Lease.LEASED) == ledger.device.leased_nbytes(Lease.LEASED) == 3 * BLOCK_NBYTES
+    assert (ledger.host.free_nbytes, ledger.device.free_nbytes) == (9 * BLOCK_NBYTES, 13 * BLOCK_NBYTES)
+    assert ledger.host.leased_nbytes(Lease.LEASED) == ledger.device.leased_nbytes(Lease.LEASED) == 3 * BLOCK_NBYTES
     ledger.check()
     assert ledger.return_leases(1, [there.lease_id, here.lease_id, base.lease_id]) == []
-    assert (ledger.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
+    assert (ledger.host.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
     ledger.check()
 
 
@@ -168,7 +170,7 @@ def test_a_goodbye_keeps_what_it_names_in_either_memory() -> None:
     ledger.check()
 
 
-@pytest.mark.parametrize("damage", ["lose", "overlap", "miscount"])
+@pytest.mark.parametrize("damage", ["lose", "overlap"])
 def test_check_finds_damage_there_too(damage: str) -> None:
     ledger = make_ledger()
     ledger.connect(1, BLOCK_NBYTES)
@@ -178,10 +180,8 @@ def test_check_finds_damage_there_too(damage: str) -> None:
     assert device is not None
     if damage == "lose":
         device._free.allocate(1)
-    elif damage == "overlap":
-        ledger.clients[1].leases[grants[1].lease_id].start -= 1
     else:
-        ledger.clients[1].leased_blocks[DEVICE_MEMORY] += 1
+        ledger.clients[1].leases[grants[1].lease_id].start -= 1
     with pytest.raises(AssertionError):
         ledger.check()
 
@@ -214,7 +214,7 @@ def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
         ledger.disconnect(client)
         ledger.died(client)
     assert ledger.device is not None
-    assert (ledger.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
+    assert (ledger.host.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
     assert (ledger.clients, ledger.waiting_lease_requests) == ({}, 0)
 
 

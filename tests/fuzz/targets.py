@@ -23,9 +23,9 @@ from frontend.media.riff import check_wav
 from frontend.media.urls import parse_redirect, parse_url
 from frontend.openai.chat import CHAT_PARSER
 from frontend.openai.embeddings import EMBEDDING_PARSER
+from shmring.core.engine_book import EngineBook
 from shmring.core.framing import FrameDecoder, encode_frame
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits
-from shmring.core.ledger import Ledger
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
 from shmring.core.messages import (
     TENSOR_EXTENSION,
     Abort,
@@ -148,7 +148,7 @@ def _check_views(value: object, content: Content, regions: list[np.ndarray[Any, 
 
 
 _GEOMETRY = Geometry(leasable_blocks=12, reply_blocks=2)
-_LIMITS = LedgerLimits(max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4)
+_LIMITS = EngineBookLimits(max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4)
 
 
 def books(data: bytes) -> None:
@@ -156,7 +156,7 @@ def books(data: bytes) -> None:
 
     A byte chooses who speaks, or what the engine does meanwhile; a length and a message follow.
     """
-    ledger = Ledger(_GEOMETRY, _LIMITS)
+    ledger = EngineBook(_GEOMETRY, _LIMITS)
     for client in (1, 2):
         ledger.connect(client, 2 * BLOCK_NBYTES)
     claimed: list[tuple[int, int, tuple[int, ...]]] = []
@@ -181,10 +181,10 @@ def books(data: bytes) -> None:
             ledger.release_slots(client, generations, ())
         ledger.check()
     assert not ledger.clients
-    assert ledger.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
+    assert ledger.host.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
 
 
-def _hear(ledger: Ledger, client: int, message: FrontendMessage) -> None:
+def _hear(ledger: EngineBook, client: int, message: FrontendMessage) -> None:
     match message:
         case Submit():
             ledger.submit(client, message.request_id, message.content.slots)
@@ -200,7 +200,7 @@ def _hear(ledger: Ledger, client: int, message: FrontendMessage) -> None:
             ledger.goodbye(client, message.kept_lease_ids, message.kept_reply_generations)
 
 
-def _work(ledger: Ledger, client: int, claimed: list[tuple[int, int, tuple[int, ...]]]) -> None:
+def _work(ledger: EngineBook, client: int, claimed: list[tuple[int, int, tuple[int, ...]]]) -> None:
     """The engine claims the client's first request, or finishes one that it has claimed."""
     running = {request_id for owner, request_id, _ in claimed if owner == client}
     for request_id, request in ledger.clients[client].requests.items():
@@ -219,7 +219,7 @@ def _work(ledger: Ledger, client: int, claimed: list[tuple[int, int, tuple[int, 
 
 def slot_headers(data: bytes) -> None:
     """A slot whose header says otherwise than its descriptor is stale, and nothing else."""
-    ledger = Ledger(_GEOMETRY, _LIMITS)
+    ledger = EngineBook(_GEOMETRY, _LIMITS)
     numbers = [int.from_bytes(data[place : place + 8], "little") for place in (0, 8, 16, 24)]
     slot = SlotRef(1, 0, numbers[2] >> 2, numbers[3])
     try:

@@ -51,7 +51,7 @@ def test_a_target_keeps_its_promise(name: str) -> None:
 def test_the_honest_sessions_reach_the_books() -> None:
     """Were they refused at the door, the fuzzer would have to guess a whole session."""
     seen: list[str] = []
-    ledger = targets.Ledger
+    ledger = targets.EngineBook
 
     class Watched(ledger):  # type: ignore[misc, valid-type]
         def submit(self, *arguments: object) -> None:
@@ -66,10 +66,10 @@ def test_the_honest_sessions_reach_the_books() -> None:
             seen.append("ended")
             return bool(super().end(*arguments))
 
-    targets.Ledger = Watched
+    targets.EngineBook = Watched
     try:
         for seed in targets.SEEDS["books"]:
             targets.books(seed)
     finally:
-        targets.Ledger = ledger
+        targets.EngineBook = ledger
     assert seen == ["submitted", "claimed", "ended"] * 2

@@ -6,8 +6,7 @@ the ten thousand runs a slab may fall into, moving the tail of a list is a memmo
 tree in Python. Best fit, lowest address first: a run that was just freed at its exact size is the first candidate for the
 next request of that size, and its memory is still in the cache.
 
-Used by both books: the engine's ledger (blocks of the slab into leases), and a frontend's lease book (blocks of a lease into
-slots). :class:`TakenRuns` is for the runs that a peer chose: the ledger checks with it that no published slot overlaps another.
+Used by the models of both books. :class:`TakenRuns` is for the runs that a peer chose: no published slot overlaps another.
 
 Invariants: free runs are disjoint, never empty and never adjacent; both orders hold the same runs; ``free_units`` is
 their sum.
@@ -195,3 +194,7 @@ class TakenRuns:
             raise ValueError(f"[{start}, {start + length}) is not taken")
         del self._starts[place], self._ends[place]
         self.units -= length
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Returns what is taken as ``(start, length)``, by address."""
+        return [(start, end - start) for start, end in zip(self._starts, self._ends, strict=True)]

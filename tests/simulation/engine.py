@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shmring.core.effects import (
     ClientGone,
-    Effect,
+    EngineEffect,
     Granted,
     Recalled,
     Released,
@@ -20,8 +20,8 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
+from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.ledger import Ledger
 from shmring.core.messages import (
     Abort,
     Content,
@@ -43,6 +43,7 @@ from shmring.core.messages import (
 )
 from shmring.core.states import RequestEvent
 from shmring.errors import RemoteProtocolError
+from tests.simulation import books
 from tests.simulation.frontend import Process, content_nbytes
 from tests.simulation.scenario import Action, Kind, Scenario, require
 from tests.simulation.wire import Headers, Wire
@@ -89,7 +90,7 @@ class Engine:
     def __init__(self, scenario: Scenario, epoch: int) -> None:
         self.scenario = scenario
         self.epoch = epoch
-        self.ledger = Ledger(scenario.geometry, scenario.limits)
+        self.ledger: EngineBook = books.chosen.engine(scenario.geometry, scenario.limits)
         self.headers: Headers = {}
         self.clients: dict[int, Client] = {}
         self.waiting: OrderedDict[tuple[int, int], tuple[SlotRef, ...]] = OrderedDict()
@@ -171,7 +172,7 @@ class Engine:
                 self._ends(self.clients[client_id])
                 self.carry_out(self.ledger.goodbye(client_id, kept_lease_ids, kept_reply_generations))
 
-    def carry_out(self, effects: Sequence[Effect]) -> None:
+    def carry_out(self, effects: Sequence[EngineEffect]) -> None:
         """Does what the ledger asks for."""
         for effect in effects:
             match effect:

@@ -115,8 +115,8 @@ def check_books(simulation: Simulation) -> None:
     ledger = engine.ledger
     ledger.check()
     require(ledger.stale_releases == 0, "a frontend gave a reply slot back twice")
-    lent = ledger.leased_nbytes(Lease.LEASED) + ledger.leased_nbytes(Lease.QUARANTINED)
-    require(ledger.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
+    lent = ledger.host.leased_nbytes(Lease.LEASED) + ledger.host.leased_nbytes(Lease.QUARANTINED)
+    require(ledger.host.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
     require(ledger.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
     running = {(claim.client_id, claim.request_id) for claim in engine.claims if not claim.aborted}
     booked = {(client_id, request) for client_id, client in ledger.clients.items() for request in client.requests}
@@ -151,6 +151,6 @@ def check_end(simulation: Simulation) -> None:
     ledger, scenario = engine.ledger, engine.scenario
     require(not ledger.clients and not engine.clients, "a client that has gone is still in the book")
     require(not (engine.waiting or engine.claims or engine.draining), "a request of nobody is still in hand")
-    require(ledger.free_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
+    require(ledger.host.free_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
     require(ledger.reply_free_nbytes == scenario.reply_blocks * BLOCK_NBYTES, "the reply reserve did not come home whole")
     require(ledger.waiting_lease_requests == 0, "a lease request of nobody is waiting")

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from shmring.core.geometry import Geometry, LedgerLimits
+from shmring.core.geometry import EngineBookLimits, Geometry
 
 __all__ = ["DISTURBANCES", "Action", "Forgery", "Kind", "Scenario", "Violation", "require"]
 
@@ -143,8 +143,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return Geometry(self.leasable_blocks, self.reply_blocks)
 
     @property
-    def limits(self) -> LedgerLimits:
-        return LedgerLimits(self.max_lease_blocks, self.quota_blocks, self.max_leases, self.max_inflight)
+    def limits(self) -> EngineBookLimits:
+        return EngineBookLimits(self.max_lease_blocks, self.quota_blocks, self.max_leases, self.max_inflight)
 
     @classmethod
     def draw(cls, random: Random) -> Self:

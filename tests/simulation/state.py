@@ -16,11 +16,13 @@ import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from shmring.core.blocks import RunAllocator, TakenRuns
+from shmring.core import blocks
+from shmring.core.engine_book import EngineBook
+from shmring.core.lending import Lending
 from shmring.core.messages import (
     Abort,
     Done,
@@ -42,6 +44,8 @@ from shmring.core.messages import (
 )
 from shmring.core.records import ClientRecord
 from shmring.core.states import ClientSlot
+from tests.model import blocks as model_blocks
+from tests.model.state import DERIVED, FIELDS
 from tests.simulation.engine import Claim, Engine, ReplyWaiter
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
 from tests.simulation.simulation import Simulation
@@ -194,7 +198,7 @@ class _Encoding:
     # -- the engine ----------------------------------------------------------------------------------------------------------
 
     def _engine(self, engine: Engine) -> list[Any]:
-        ledger, window = engine.ledger, engine.ledger._window
+        ledger, window = engine.ledger, engine.ledger.host._window
         tokens = {
             process.session.client_id: process.session.book._token
             for process in self._world.processes.values()
@@ -210,7 +214,7 @@ class _Encoding:
             clients,
             [
                 [self._clients[client_id], tokens.get(client_id, 0) - want.token, want.blocks, want.preferred_blocks]
-                for client_id, want in ledger._wants.items()
+                for client_id, want in ledger.host._wants.items()
             ],
             [
                 [self._tickets[ticket], self._clients[want.client_id], want.blocks]
@@ -272,6 +276,7 @@ def encode(simulation: Simulation) -> bytes:
 
 # -- copies ------------------------------------------------------------------------------------------------------------------
 
+_Book = TypeVar("_Book")
 _Copy = Callable[[Any, dict[int, Any]], Any]
 _ATOMS = frozenset({int, bool, str, bytes, float, NoneType})
 _copies: dict[type, _Copy] = {}  # how each type is copied, found once
@@ -298,33 +303,48 @@ def _copy_of(kind: type) -> _Copy:
         return _same
     if kind is dict or kind is OrderedDict:
         return _copy_dict
-    if kind is RunAllocator:
+    if kind in (blocks.RunAllocator, model_blocks.RunAllocator):
         return _copy_allocator
-    if kind is TakenRuns:
+    if kind in (blocks.TakenRuns, model_blocks.TakenRuns):
         return _copy_taken
+    if kind is EngineBook:
+        return _copy_engine_book
+    if kind is Lending:
+        return _copy_lending
     if kind in (list, tuple, set, deque):
         return lambda value, memo: kind(_duplicate(item, memo) for item in value)
-    slots: tuple[str, ...] = getattr(kind, "__slots__", ())
-    return lambda value, memo: _copy_object(value, slots or tuple(vars(value)), memo)
+    names: tuple[str, ...] = getattr(kind, "__slots__", ())
+    if kind.__module__.startswith("shmring.core.") and kind.__name__ in FIELDS:  # it is compiled
+        names = FIELDS[kind.__name__] + DERIVED.get(kind.__name__, ())
+    return lambda value, memo: _copy_object(value, names or tuple(vars(value)), memo)
 
 
 def _same(value: Any, memo: dict[int, Any]) -> Any:
     return value
 
 
-def _copy_allocator(value: RunAllocator, memo: dict[int, Any]) -> RunAllocator:
-    copied = RunAllocator(value.start, value.length)
+def _copy_allocator(value: Any, memo: dict[int, Any]) -> Any:
+    copied = type(value)(value.start, value.length)
     copied.carve(value.start, value.length)
     for start, length in value.runs():
         copied.free(start, length)
     return copied
 
 
-def _copy_taken(value: TakenRuns, memo: dict[int, Any]) -> TakenRuns:
-    copied = TakenRuns()
+def _copy_taken(value: Any, memo: dict[int, Any]) -> Any:
+    copied = type(value)()
     for start, length in value.runs():
         copied.add(start, length)
     return copied
+
+
+def _copy_engine_book(value: EngineBook, memo: dict[int, Any]) -> EngineBook:
+    return _fill(EngineBook(value.geometry, value.limits), value, memo)
+
+
+def _copy_lending(value: Lending, memo: dict[int, Any]) -> Lending:
+    free = value._free
+    return _fill(Lending(value.clients, value.limits, value.memory, free.start, free.length, 1), value, memo)
 
 
 def _copy_dict(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
@@ -336,10 +356,18 @@ def _copy_dict(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
     return copied
 
 
+def _fill(copied: _Book, value: _Book, memo: dict[int, Any]) -> _Book:
+    """Makes a new compiled book the copy of another, bounds excepted, which it has."""
+    for name in FIELDS[type(value).__name__] + DERIVED[type(value).__name__]:
+        setattr(copied, name, _duplicate(getattr(value, name), memo))
+    return copied
+
+
 def _copy_object(value: Any, names: tuple[str, ...], memo: dict[int, Any]) -> Any:
     copied = memo.get(id(value))
     if copied is None:
-        copied = memo[id(value)] = object.__new__(type(value))
+        kind: Any = type(value)
+        copied = memo[id(value)] = kind.__new__(kind)
         for name in names:
             item = getattr(value, name)
             setattr(copied, name, item if type(item) in _ATOMS else _duplicate(item, memo))

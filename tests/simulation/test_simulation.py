@@ -13,13 +13,16 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from shmring.core import leasebook, records
-from shmring.core.blocks import TakenRuns
-from shmring.core.effects import Effect
+from shmring.core import leasebook
+from shmring.core.effects import EngineEffect
 from shmring.core.leasebook import Acquired, LeaseBook, Send
-from shmring.core.ledger import Ledger
 from shmring.core.messages import SlotRef
 from shmring.core.states import ENGINE_SLOT, ClientSlot, EngineSlot, EngineSlotEvent, RequestEvent
+from tests.model import records
+from tests.model.blocks import TakenRuns
+from tests.model.engine_book import EngineBook
+from tests.model.state import FIELDS
+from tests.simulation import books
 from tests.simulation.command import simulate_command
 from tests.simulation.exploration import EXPLORATIONS, explore
 from tests.simulation.failure import replay
@@ -43,6 +46,13 @@ def test_a_walk_finds_nothing_and_everything_happens(steps: int) -> None:
     assert walked.episodes > 2
     assert walked.states > 0.75 * steps
     assert [kind for kind in Kind if not walked.actions[kind]] == []
+
+
+def test_a_walk_with_the_models_beside_finds_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "chosen", books.PAIRS)
+    walked = walk(3_000, seed=11)
+    assert walked.failure is None
+    assert walked.steps == 3_000
 
 
 def test_a_walk_is_what_its_seed_says() -> None:
@@ -131,16 +141,29 @@ def fields(kind: type) -> set[str]:
 
 
 def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
-    """A new field belongs into ``bench/simulation/state.py``, and then here."""
+    """A new field belongs into ``tests/simulation/state.py``, and then here."""
+    assert {name: set(fields) for name, fields in FIELDS.items()} == {
+        "EngineBook": {
+            "clients", "host", "device", "_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "late_aborts",
+            "stale_releases",
+        },
+        "Lending": {"_free", "_wants", "_window", "_next_lease_id"},
+        "LeaseRecord": {"lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up"},
+        "EngineSlotRecord": {"generation", "lease", "start", "blocks", "state"},
+        "RequestRecord": {"request_id", "slots", "state"},
+        "LeaseWant": {"token", "blocks", "preferred_blocks"},
+        "ReplyWant": {"client_id", "blocks"},
+        "Window": {"client_id", "start", "blocks"},
+        "ClientRecord": {
+            "client_id", "last_generation", "last_request_id", "connected", "dead", "leases", "slots", "requests", "replies",
+            "unsent_replies",
+        },
+    }  # fmt: skip
     simulation = Simulation(EXPLORATIONS["idle"])
     assert simulation.engine is not None
     session = simulation.processes[0].session
     assert session is not None
     of_scenario = {"geometry", "limits"}
-    assert set(vars(simulation.engine.ledger)) - of_scenario == {
-        "clients", "_free", "_replies", "_wants", "_reply_wants", "_window", "_next_lease_id", "_next_reply_generation",
-        "_lent_replies", "late_aborts", "stale_releases",
-    }  # fmt: skip
     assert set(vars(session.book)) - of_scenario == {
         "leases", "_waiters", "_submitted", "_others", "_recalls", "_token", "_requested_nbytes", "_prefetch_nbytes",
         "_next_generation",
@@ -150,16 +173,6 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         "lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"
     }  # fmt: skip
     assert fields(leasebook.Waiter) == {"nbytes", "held"}
-    assert fields(records.LeaseRecord) == {"lease_id", "start", "blocks", "state", "live", "recalled", "given_up"}
-    assert fields(records.SlotRecord) == {"generation", "lease", "start", "blocks", "state"}
-    assert fields(records.RequestRecord) == {"state", "generations"}
-    assert fields(records.LeaseWant) == {"token", "blocks", "preferred_blocks"}
-    assert fields(records.ReplyWant) == {"client_id", "blocks"}
-    assert fields(records.Window) == {"client_id", "start", "blocks"}
-    assert fields(records.ClientRecord) == {
-        "client_id", "last_generation", "last_request_id", "connected", "dead", "leased_blocks", "reply_blocks", "leases",
-        "slots", "requests", "replies", "unsent_replies",
-    }  # fmt: skip
     assert fields(Waiter) == {"is_held", "blocks", "cancelled"}
     assert fields(HeldReply) == {"generation", "start", "blocks"}
 
@@ -169,54 +182,60 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
 Patch = pytest.MonkeyPatch
 
 
-def no_quarantine(patch: Patch) -> None:
-    disconnect = Ledger.disconnect
+@pytest.fixture
+def models(monkeypatch: Patch) -> None:
+    """Simulations are of the models: the compiled books can't be patched. ``make guards`` builds mutants of those."""
+    monkeypatch.setattr(books, "chosen", books.MODELS)
 
-    def mutated(ledger: Ledger, client_id: int) -> list[Effect]:
+
+def no_quarantine(patch: Patch) -> None:
+    disconnect = EngineBook.disconnect
+
+    def mutated(ledger: EngineBook, client_id: int) -> list[EngineEffect]:
         ledger.clients[client_id].dead = True  # as if the end of a connection were a proof
         return disconnect(ledger, client_id)
 
-    patch.setattr(Ledger, "disconnect", mutated)
+    patch.setattr(EngineBook, "disconnect", mutated)
 
 
 def death_is_enough(patch: Patch) -> None:
-    died = Ledger.died
+    died = EngineBook.died
 
-    def mutated(ledger: Ledger, client_id: int) -> list[Effect]:
+    def mutated(ledger: EngineBook, client_id: int) -> list[EngineEffect]:
         client = ledger.clients.get(client_id)
         for lease in client.leases.values() if client is not None else ():
             lease.live = TakenRuns()  # as if no claim of ours read anything
         return died(ledger, client_id)
 
-    patch.setattr(Ledger, "died", mutated)
+    patch.setattr(EngineBook, "died", mutated)
 
 
 def no_generation_check(patch: Patch) -> None:
-    publish = Ledger._publish
+    publish = EngineBook._publish
 
-    def mutated(ledger: Ledger, client: records.ClientRecord, slot: SlotRef, last: int) -> records.SlotRecord:
+    def mutated(ledger: EngineBook, client: records.ClientRecord, slot: SlotRef, last: int) -> records.EngineSlotRecord:
         return publish(ledger, client, slot, -1)
 
-    patch.setattr(Ledger, "_publish", mutated)
+    patch.setattr(EngineBook, "_publish", mutated)
 
 
 def no_lease_check(patch: Patch) -> None:
-    publish = Ledger._publish
+    publish = EngineBook._publish
 
-    def mutated(ledger: Ledger, client: records.ClientRecord, slot: SlotRef, last: int) -> records.SlotRecord:
+    def mutated(ledger: EngineBook, client: records.ClientRecord, slot: SlotRef, last: int) -> records.EngineSlotRecord:
         leases = {lease.lease_id: lease for other in ledger.clients.values() for lease in other.leases.values()}
         return publish(ledger, dataclasses.replace(client, leases=leases), slot, last)
 
-    patch.setattr(Ledger, "_publish", mutated)
+    patch.setattr(EngineBook, "_publish", mutated)
 
 
 def no_draining_in_the_engine(patch: Patch) -> None:
-    release_slots = Ledger.release_slots
+    release_slots = EngineBook.release_slots
 
-    def mutated(ledger: Ledger, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[Effect]:
+    def mutated(ledger: EngineBook, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[EngineEffect]:
         return release_slots(ledger, client_id, generations, ())
 
-    patch.setattr(Ledger, "release_slots", mutated)
+    patch.setattr(EngineBook, "release_slots", mutated)
 
 
 def no_draining_in_a_frontend(patch: Patch) -> None:
@@ -234,34 +253,32 @@ def abort_releases_what_is_read(patch: Patch) -> None:
 
 
 def goodbye_keeps_nothing(patch: Patch) -> None:
-    goodbye = Ledger.goodbye
+    goodbye = EngineBook.goodbye
 
-    def mutated(ledger: Ledger, client_id: int, leases: Collection[int], replies: Collection[int]) -> list[Effect]:
+    def mutated(ledger: EngineBook, client_id: int, leases: Collection[int], replies: Collection[int]) -> list[EngineEffect]:
         return goodbye(ledger, client_id, (), replies)
 
-    patch.setattr(Ledger, "goodbye", mutated)
+    patch.setattr(EngineBook, "goodbye", mutated)
 
 
 def goodbye_keeps_no_replies(patch: Patch) -> None:
-    goodbye = Ledger.goodbye
+    goodbye = EngineBook.goodbye
 
-    def mutated(ledger: Ledger, client_id: int, leases: Collection[int], replies: Collection[int]) -> list[Effect]:
+    def mutated(ledger: EngineBook, client_id: int, leases: Collection[int], replies: Collection[int]) -> list[EngineEffect]:
         return goodbye(ledger, client_id, leases, ())
 
-    patch.setattr(Ledger, "goodbye", mutated)
+    patch.setattr(EngineBook, "goodbye", mutated)
 
 
 def nobody_is_woken_by_a_return(patch: Patch) -> None:
-    return_leases = Ledger.return_leases
+    return_leases = EngineBook.return_leases
 
-    def mutated(ledger: Ledger, client_id: int, lease_ids: Collection[int]) -> list[Effect]:
-        serve, ledger._serve_wants = ledger._serve_wants, list  # type: ignore[method-assign]
-        try:
+    def mutated(ledger: EngineBook, client_id: int, lease_ids: Collection[int]) -> list[EngineEffect]:
+        with pytest.MonkeyPatch.context() as unserved:
+            unserved.setattr(ledger, "_serve_wants", list)
             return return_leases(ledger, client_id, lease_ids)
-        finally:
-            ledger._serve_wants = serve  # type: ignore[method-assign]
 
-    patch.setattr(Ledger, "return_leases", mutated)
+    patch.setattr(EngineBook, "return_leases", mutated)
 
 
 def a_cancelled_waiter_keeps_its_turn(patch: Patch) -> None:
@@ -277,21 +294,21 @@ def recalls_are_not_heard(patch: Patch) -> None:
 
 
 def requests_end_twice(patch: Patch) -> None:
-    def mutated(ledger: Ledger, client_id: int, request_id: int, event: RequestEvent) -> bool:
+    def mutated(ledger: EngineBook, client_id: int, request_id: int, event: RequestEvent) -> bool:
         return True
 
-    patch.setattr(Ledger, "end", mutated)
+    patch.setattr(EngineBook, "end", mutated)
 
 
 def a_block_is_lost(patch: Patch) -> None:
-    take_back = Ledger._take_back
+    take_back = EngineBook._take_back
 
-    def mutated(ledger: Ledger, client: records.ClientRecord, lease: records.LeaseRecord) -> None:
+    def mutated(ledger: EngineBook, client: records.ClientRecord, lease: records.LeaseRecord) -> None:
         take_back(ledger, client, lease)
-        if not ledger._free.carve(lease.start, 1):
+        if not ledger.host._free.carve(lease.start, 1):
             raise AssertionError("the lease was not free")
 
-    patch.setattr(Ledger, "_take_back", mutated)
+    patch.setattr(EngineBook, "_take_back", mutated)
 
 
 def one_event_in_the_midst_of_another(patch: Patch) -> None:
@@ -313,6 +330,7 @@ def one_event_in_the_midst_of_another(patch: Patch) -> None:
 
 
 @pytest.mark.slow  # seconds of computing each
+@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -367,6 +385,7 @@ def test_the_command_explores_and_says_what_was_complete(tmp_path: Path) -> None
     assert [(found["name"], found["complete"]) for found in explored] == [("idle", True), ("requests", False)]
 
 
+@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("arguments", [["--steps", "5000"], ["--scenario", "disturbed"]])
 def test_a_violation_can_be_run_again_until_it_holds(tmp_path: Path, arguments: list[str]) -> None:
     path = tmp_path / "failure.json"

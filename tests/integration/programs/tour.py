@@ -2,8 +2,7 @@
 
 With ``SHMRING_CRASH_AT=<table>.<state>.<event>.<moment>`` a process dies at that transition, when it happens first after
 the tour has begun: just ``before`` it, or ``after`` what it has caused was carried out (in the loop's next round). Which
-process, ``SHMRING_CRASH_WHO`` says: ``self``, or the ``peer``, so that each end dies at the transitions of both. The hook
-looks at ``shmring.core.states.advance`` where the two books call it; the library knows nothing of it.
+process, ``SHMRING_CRASH_WHO`` says: ``self``, or the ``peer``, so that each end dies at the transitions of both.
 
 The engine's ``reached`` call and the frontend's last words tell which transitions a tour has seen.
 """
@@ -24,7 +23,7 @@ import torch
 import uvloop
 
 import shmring
-from shmring.core import leasebook, ledger, lending, states
+from shmring.core import leasebook, states, transitions
 
 SLAB_NBYTES = "4MiB"
 NBYTES = 50_000
@@ -53,20 +52,23 @@ def install_hook(tour: Path) -> None:
         pids = dict(line.split("=") for line in tour.read_text().split())
         os.kill(int(pids[victim]), signal.SIGKILL)
 
-    def advance(table: Any, state: Any, event: Any) -> Any:
-        name = f"{tables[id(table)]}.{state.name}.{event.name}"
-        if not tour.exists():
-            return states.advance(table, state, event)
-        is_first = name not in reached
-        if name == point and is_first and moment == "before":
-            crash()
-        following = states.advance(table, state, event)
+    def before(table: str, state: Any, event: Any) -> None:
+        name = f"{table}.{state.name}.{event.name}"
+        if not tour.exists() or name in reached:
+            return
         reached.add(name)
-        if name == point and is_first and moment == "after":
+        if name == point and moment == "before":
+            crash()
+        if name == point and moment == "after":
             asyncio.get_running_loop().call_soon(crash)
-        return following
 
-    leasebook.advance = ledger.advance = lending.advance = advance  # type: ignore[attr-defined]
+    transitions.watch(before)
+
+    def advance(table: Any, state: Any, event: Any) -> Any:  # of the frontend's book, which calls it by name
+        before(tables[id(table)], state, event)
+        return states.advance(table, state, event)
+
+    leasebook.advance = advance  # type: ignore[attr-defined]
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

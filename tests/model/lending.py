@@ -1,48 +1,40 @@
-"""Lending one memory out in ranges: who asks for one, who holds one, and for whom a range is kept.
+"""The model of :mod:`shmring.core.lending`: the same rules, without its counts, its order of leases and what it keeps apart.
 
-A client has at most one request waiting in each memory. Requests are served in order of arrival, which is round robin over
-clients. The first that can't be served gets a *window*: the address range that is cheapest to empty (its leases are recalled),
-closed to every other client until the request is granted or withdrawn. So small requests go on beside a large one, but can't
-overtake it for ever.
-
-The slab is lent by the :class:`~shmring.core.ledger.Ledger` itself, a device slab by a lending beside it. Both count blocks in
-one address space, so where a lease starts says which memory it is of.
+A client has at most one request waiting in each memory. Requests are served in order of arrival. The first that can't be
+served gets a *window*: the address range that is cheapest to empty (its leases are recalled), closed to every other client
+until the request is granted or withdrawn.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
-from shmring.core.blocks import RunAllocator, TakenRuns
-from shmring.core.effects import Effect, Granted, Recalled
-from shmring.core.geometry import BLOCK_NBYTES, LedgerLimits, blocks_for
-from shmring.core.messages import LeaseGrant, Memory
-from shmring.core.records import ClientRecord, LeaseRecord, LeaseWant, Window
+from shmring.core.effects import EngineEffect, Granted, Recalled
+from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, blocks_for
+from shmring.core.messages import DEVICE_MEMORY, LeaseGrant, Memory
 from shmring.core.states import LEASE, Lease, LeaseEvent, advance
 from shmring.errors import RemoteProtocolError
+from tests.model.blocks import RunAllocator, TakenRuns
+from tests.model.records import ClientRecord, LeaseRecord, LeaseWant, Window
 
 __all__ = ["Lending"]
 
 
 class Lending:
-    """The leases of one memory. Every method is one event, or a part of one; effects are the caller's next duty, in order.
-
-    Args:
-        clients: of the engine, by id; shared by all of its lendings.
-        limits: bounds per client, in this memory.
-        start, blocks: the range that is lent out, in blocks of the address space.
-        first_lease_id: where its lease ids begin; those of two memories must not meet.
-    """
-
-    memory: Memory = 0
+    """The leases of one memory. Every method is one event, or a part of one; effects are the caller's next duty, in order."""
 
     def __init__(
-        self, clients: dict[int, ClientRecord], limits: LedgerLimits, start: int, blocks: int, *, first_lease_id: int
+        self,
+        clients: dict[int, ClientRecord],
+        limits: EngineBookLimits,
+        memory: Memory,
+        start: int,
+        blocks: int,
+        first_lease_id: int,
     ) -> None:
         self.clients = clients
         self.limits = limits
+        self.memory = memory
         self._free = RunAllocator(start, blocks)
         self._wants: dict[int, LeaseWant] = {}  # by client, in order of arrival
         self._window: Window | None = None
@@ -62,11 +54,12 @@ class Lending:
         """Bytes in leases of this state."""
         return sum(lease.blocks for lease in self._lent() if lease.state is state) * BLOCK_NBYTES
 
-    def has(self, lease: LeaseRecord) -> bool:
-        """Whether a lease is of this memory."""
-        return self._free.start <= lease.start < self._free.end
+    def connect(self, client: ClientRecord, blocks: int) -> LeaseGrant | None:
+        """Returns a base lease, or None if none can be had now."""
+        start = None if self._wants else self._free.allocate(blocks)
+        return None if start is None else self._lend(client, 0, start, blocks)
 
-    def ask(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int) -> list[Effect]:
+    def ask(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
 
         Raises:
@@ -92,13 +85,14 @@ class Lending:
     def take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
         """Frees a lease's blocks. The caller must then serve those that wait for blocks."""
         del client.leases[lease.lease_id]
-        client.leased_blocks[self.memory] -= lease.blocks
         self._free.free(lease.start, lease.blocks)
 
-    def lend(self, client: ClientRecord, token: int, start: int, blocks: int) -> LeaseGrant:
+    def _lend(self, client: ClientRecord, token: int, start: int, blocks: int) -> LeaseGrant:
         """Writes a lease down whose blocks are taken; returns what its holder is told."""
         lease = LeaseRecord(
             lease_id=self._next_lease_id,
+            client_id=client.client_id,
+            memory=self.memory,
             start=start,
             blocks=blocks,
             state=advance(LEASE, Lease.FREE, LeaseEvent.GRANT),
@@ -106,12 +100,11 @@ class Lending:
         )
         self._next_lease_id += 1
         client.leases[lease.lease_id] = lease
-        client.leased_blocks[self.memory] += blocks
         return LeaseGrant(token, lease.lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
 
-    def serve(self) -> list[Effect]:
+    def serve(self) -> list[EngineEffect]:
         """Grants what can be granted, in order of arrival; opens a window for the first that can't."""
-        effects: list[Effect] = []
+        effects: list[EngineEffect] = []
         while True:
             for client_id, want in list(self._wants.items()):
                 client = self.clients[client_id]
@@ -120,7 +113,7 @@ class Lending:
                     if self._close_window(client_id):
                         break
                 elif (taken := self._take_run(client, want)) is not None:
-                    effects.append(Granted(client_id, self.lend(client, want.token, *taken)))
+                    effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
                     if self._withdraw(client_id):
                         break
                 elif self._window is None:
@@ -142,11 +135,12 @@ class Lending:
 
     def _is_over_quota(self, client: ClientRecord, blocks: int) -> bool:
         """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""
-        if sum(self.has(lease) for lease in client.leases.values()) >= self.limits.max_leases:
+        leases = client.leases_in(self.memory)
+        if len(leases) >= self.limits.max_leases:
             return True
-        held = client.leased_blocks[self.memory]
-        alone = sum(other.connected or bool(other.leases) for other in self.clients.values()) == 1
-        return not alone and held > 0 and held + blocks > self.limits.quota_blocks
+        quota = self.limits.device_quota_blocks if self.memory == DEVICE_MEMORY else self.limits.quota_blocks
+        others = [other for other in self.clients.values() if other is not client and (other.connected or other.leases)]
+        return bool(others and leases) and sum(lease.blocks for lease in leases) + blocks > quota
 
     def _take_run(self, client: ClientRecord, want: LeaseWant) -> tuple[int, int] | None:
         """Takes a run for a want from the free list, outside the window of anybody else."""
@@ -176,33 +170,24 @@ class Lending:
         assert carved, "the free runs changed under us"
         return start
 
-    def _open_window(self, client_id: int, blocks: int) -> list[Effect]:
+    def _open_window(self, client_id: int, blocks: int) -> list[EngineEffect]:
         """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
-        leases = sorted(self._lent(), key=lambda lease: lease.start)
-        starts, ends = [lease.start for lease in leases], [lease.end for lease in leases]
-        # Sums over the first n leases, so that the cost of a range is two bisections and two differences.
-        leased = list(itertools.accumulate((lease.blocks for lease in leases), initial=0))
-        quarantined = list(
-            itertools.accumulate((lease.blocks * (lease.state is Lease.QUARANTINED) for lease in leases), initial=0)
-        )
-        first_start, last_start = self._free.start, self._free.end - blocks
-        edges = {first_start, last_start, *starts, *ends}
-        edges |= {edge - blocks for edge in [*starts, *ends]}
 
-        def cost(start: int) -> tuple[int, int]:
-            first, behind = bisect_right(ends, start), bisect_left(starts, start + blocks)
+        def cost(start: int) -> tuple[int, int, int]:
+            window = Window(client_id, start, blocks)
+            leases = [lease for lease in self._lent() if window.overlaps(lease.start, lease.end)]
             # A quarantined lease comes back when a process dies, which may be never: last choice.
-            return quarantined[behind] - quarantined[first], leased[behind] - leased[first]
+            quarantined = sum(lease.blocks for lease in leases if lease.state is Lease.QUARANTINED)
+            return quarantined, sum(lease.blocks for lease in leases), start
 
-        candidates = [start for start in edges if first_start <= start <= last_start]
-        start = min(sorted(candidates), key=cost)
-        self._window = Window(client_id, start, blocks)
-        effects: list[Effect] = []
+        start = min(range(self._free.start, self._free.end - blocks + 1), key=cost)
+        window = self._window = Window(client_id, start, blocks)
+        effects: list[EngineEffect] = []
         for client in self.clients.values():
             recalled = [
                 lease
-                for lease in client.leases.values()
-                if client.connected and not lease.recalled and self._window.overlaps(lease.start, lease.end)
+                for lease in client.leases_in(self.memory)
+                if client.connected and not lease.recalled and window.overlaps(lease.start, lease.end)
             ]
             for lease in recalled:
                 lease.recalled = True
@@ -212,20 +197,14 @@ class Lending:
 
     def _lent(self) -> Iterator[LeaseRecord]:
         for client in self.clients.values():
-            for lease in client.leases.values():
-                if self.has(lease):
-                    yield lease
+            yield from client.leases_in(self.memory)
 
-    def check_leases(self) -> None:
+    def check(self) -> None:
         """Asserts the invariants of this memory: no block is lost, and no two leases overlap."""
-        assert self._free.free_units + sum(lease.blocks for lease in self._lent()) == self._free.length, (
-            "a block is lost or counted twice"
-        )
+        lent = sum(lease.blocks for lease in self._lent())
+        assert self._free.free_units + lent == self._free.length, "a block is lost or counted twice"
         ends = self._free.start
         for lease in sorted(self._lent(), key=lambda lease: lease.start):
             assert lease.start >= ends, f"lease {lease.lease_id} overlaps another"
             ends = lease.end
         assert ends <= self._free.end
-        for client in self.clients.values():
-            own = sum(lease.blocks for lease in client.leases.values() if self.has(lease))
-            assert client.leased_blocks[self.memory] == own

@@ -1,44 +1,30 @@
-"""The engine's book: who holds which part of the slab, and what may be reused.
+"""The model of :mod:`shmring.core.engine_book`: what the engine's book does, in plain Python, flat and without speed.
 
-Theory of operation: sans-I/O. The ring calls a method for each event (a message came, a connection ended, the kernel
-reported a death, the last view died); the method checks everything first, then changes the book, then returns the
-effects, which the ring must carry out in order: messages to send, waiters to wake. An event that the book refuses raises
-and changes nothing. Nothing here believes a peer: each number of a message is compared with what was lent to that peer.
-
-The slab is counted in blocks::
-
-    | 0: header | leasable ...                          | reply reserve ... | device slab: leasable ... |
-
-A device slab, where there is one, is another memory in the same address space: what is granted there is told apart by where
-it is. Leases are lent in each by the rules of :mod:`.lending`.
-
-Generations: a client numbers its submissions ``client_id << 40 | n`` with n growing. One comparison so refuses replays,
-and no generation means two things in one engine's life. Reply slots are numbered the same way by the ledger (client 0).
-
-Invariants (:meth:`Ledger.check` asserts them; a model test walks them): free, leased and quarantined blocks add up; every
-live slot lies inside a lease of its client; no two live slots overlap; a client that is gone and whose slots are all
-released holds nothing.
+It has the same methods, effects, errors and fields. ``tests/model/pairs.py`` runs the two side by side.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
-from shmring.core.blocks import RunAllocator
 from shmring.core.effects import (
     ClientGone,
-    Effect,
+    EngineEffect,
     Reclaimed,
     Released,
     ReplyGranted,
     ReplySlot,
     RequestAborted,
 )
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits, blocks_for, slot_blocks
-from shmring.core.lending import Lending
+from shmring.core.geometry import (
+    BLOCK_NBYTES,
+    GENERATION_BITS,
+    EngineBookLimits,
+    Geometry,
+    blocks_for,
+    slot_blocks,
+)
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, Memory, SlotRef
-from shmring.core.records import ClientRecord, LeaseRecord, ReplyWant, RequestRecord, SlotRecord
 from shmring.core.states import (
     ENGINE_SLOT,
     LEASE,
@@ -52,44 +38,34 @@ from shmring.core.states import (
     advance,
 )
 from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
+from tests.model.blocks import RunAllocator
+from tests.model.lending import Lending
+from tests.model.records import ClientRecord, EngineSlotRecord, LeaseRecord, ReplyWant, RequestRecord
 
-__all__ = ["Ledger"]
+__all__ = ["EngineBook"]
 
 #: Ids of leases in device memory: nobody grants as many in the slab before.
 _FIRST_DEVICE_LEASE_ID = 1 << 40
 
 
-class DeviceLending(Lending):
-    """The leases of a device slab."""
+class EngineBook:
+    """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order."""
 
-    memory = DEVICE_MEMORY
-
-
-class Ledger(Lending):
-    """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order.
-
-    It is itself the lending of the slab, and keeps that of the device slab beside, where there is one.
-    """
-
-    _device: DeviceLending | None = None
-
-    def __init__(self, geometry: Geometry, limits: LedgerLimits) -> None:
-        super().__init__({}, limits, geometry.LEASABLE_START, geometry.leasable_blocks, first_lease_id=1)
+    def __init__(self, geometry: Geometry, limits: EngineBookLimits) -> None:
         self.geometry = geometry
+        self.limits = limits
+        self.clients: dict[int, ClientRecord] = {}
+        self.host = Lending(self.clients, limits, HOST_MEMORY, geometry.LEASABLE_START, geometry.leasable_blocks, 1)
+        self.device: Lending | None = None
+        if geometry.device_blocks:
+            start, blocks = geometry.device_start, geometry.device_blocks
+            self.device = Lending(self.clients, limits, DEVICE_MEMORY, start, blocks, _FIRST_DEVICE_LEASE_ID)
         self._replies = RunAllocator(geometry.reply_start, geometry.reply_blocks)
         self._reply_wants: dict[int, ReplyWant] = {}  # by ticket, in order of arrival
         self._next_reply_generation = 1
         self._lent_replies: set[int] = set()  # generations, of all clients
         self.late_aborts = 0  # of requests that had ended: messages cross
         self.stale_releases = 0  # of reply slots that had been given back
-        if geometry.device_blocks:
-            self._device = DeviceLending(
-                self.clients,
-                dataclasses.replace(limits, quota_blocks=limits.device_quota_blocks),
-                geometry.device_start,
-                geometry.device_blocks,
-                first_lease_id=_FIRST_DEVICE_LEASE_ID,
-            )
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
@@ -97,11 +73,9 @@ class Ledger(Lending):
         """A frontend said hello. Returns its base lease, or None if none can be had now (it may ask later)."""
         assert client_id not in self.clients, "client ids are never reused"
         client = self.clients[client_id] = ClientRecord(client_id, last_generation=client_id << GENERATION_BITS)
-        wanted = min(blocks_for(lease_nbytes), self.limits.max_lease_blocks)
-        start = None if self._wants else self._free.allocate(wanted)
-        return None if start is None else self.lend(client, 0, start, wanted)
+        return self.host.connect(client, min(blocks_for(lease_nbytes), self.limits.max_lease_blocks))
 
-    def goodbye(self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int]) -> list[Effect]:
+    def goodbye(self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int]) -> list[EngineEffect]:
         """A frontend ends, and says that it uses nothing of the slab any more but what it names.
 
         That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
@@ -114,16 +88,16 @@ class Ledger(Lending):
         effects = self.release_replies(client_id, [g for g in self._sent_replies(client) if g not in kept_replies])
         return effects + self.disconnect(client_id)
 
-    def disconnect(self, client_id: int) -> list[Effect]:
+    def disconnect(self, client_id: int) -> list[EngineEffect]:
         """A connection ended. Its requests are aborted and its leases quarantined: its process may still be writing."""
         client = self._connected(client_id)
-        effects: list[Effect] = []
+        effects: list[EngineEffect] = []
         for request_id in list(client.requests):
             effects += self.abort(client_id, request_id)
         client.connected = False
-        self.forget(client_id)
-        if self._device is not None:
-            self._device.forget(client_id)
+        self.host.forget(client_id)
+        if self.device is not None:
+            self.device.forget(client_id)
         self._drop_reply_wants(client_id)
         for lease in client.leases.values():
             lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
@@ -131,7 +105,7 @@ class Ledger(Lending):
         effects = [effect for effect in effects if not isinstance(effect, Released)]
         return effects + self._reclaim(client) + self._serve_wants() + self._serve_reply_wants()
 
-    def died(self, client_id: int) -> list[Effect]:
+    def died(self, client_id: int) -> list[EngineEffect]:
         """The kernel says that the client's process is dead: what no reader of ours holds is free again."""
         client = self.clients.get(client_id)
         if client is None:
@@ -139,11 +113,11 @@ class Ledger(Lending):
         client.dead = True
         return self.disconnect(client_id) if client.connected else self._reclaim(client)
 
-    def _reclaim(self, client: ClientRecord) -> list[Effect]:
+    def _reclaim(self, client: ClientRecord) -> list[EngineEffect]:
         """Frees what is proven unused of a disconnected client, and forgets the client with its last piece."""
         if client.connected or client.client_id not in self.clients:
             return []
-        effects: list[Effect] = []
+        effects: list[EngineEffect] = []
         if client.dead:
             effects += self.release_replies(client.client_id, self._sent_replies(client))
         nbytes = 0
@@ -169,7 +143,7 @@ class Ledger(Lending):
 
     def request_lease(
         self, client_id: int, token: int, nbytes: int, preferred_nbytes: int, memory: Memory = HOST_MEMORY
-    ) -> list[Effect]:
+    ) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
 
         Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
@@ -178,12 +152,12 @@ class Ledger(Lending):
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
         """
         self._connected(client_id)
-        lending: Lending | None = self if memory == HOST_MEMORY else self._device
+        lending = self.host if memory == HOST_MEMORY else self.device
         if lending is None:
             raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
         return lending.ask(client_id, token, nbytes, preferred_nbytes)
 
-    def return_leases(self, client_id: int, lease_ids: Collection[int]) -> list[Effect]:
+    def return_leases(self, client_id: int, lease_ids: Collection[int]) -> list[EngineEffect]:
         """A client gives leases back.
 
         Raises:
@@ -204,10 +178,12 @@ class Ledger(Lending):
         return self._serve_wants()
 
     def _take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
-        (self if self._device is None or self.has(lease) else self._device).take_back(client, lease)
+        lending = self.host if lease.memory == HOST_MEMORY else self.device
+        assert lending is not None
+        lending.take_back(client, lease)
 
-    def _serve_wants(self) -> list[Effect]:
-        return self.serve() + (self._device.serve() if self._device is not None else [])
+    def _serve_wants(self) -> list[EngineEffect]:
+        return self.host.serve() + (self.device.serve() if self.device is not None else [])
 
     # -- requests and their slots ------------------------------------------------------------------------------------
 
@@ -223,14 +199,14 @@ class Ledger(Lending):
             raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
         if len(client.requests) >= self.limits.max_inflight:
             raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
-        generations = self._publish_all(client, slots) if slots else ()
+        slot_records = self._publish_all(client, slots)
         client.last_request_id = request_id
-        client.requests[request_id] = RequestRecord(Request.WAITING, generations)
+        client.requests[request_id] = RequestRecord(request_id, slot_records, Request.WAITING)
 
-    def _publish_all(self, client: ClientRecord, slots: Sequence[SlotRef]) -> tuple[int, ...]:
+    def _publish_all(self, client: ClientRecord, slots: Sequence[SlotRef]) -> list[EngineSlotRecord]:
         """All of a request's slots are published, or none."""
         last_generation = client.last_generation
-        records: list[SlotRecord] = []
+        records: list[EngineSlotRecord] = []
         try:
             for slot in slots:
                 records.append(self._publish(client, slot, last_generation))
@@ -240,11 +216,10 @@ class Ledger(Lending):
                 record.lease.live.remove(record.start, record.blocks)
             raise
         client.last_generation = last_generation
-        generations = tuple([record.generation for record in records])
-        client.slots.update(zip(generations, records, strict=True))
-        return generations
+        client.slots |= {record.generation: record for record in records}
+        return records
 
-    def _publish(self, client: ClientRecord, slot: SlotRef, last_generation: int) -> SlotRecord:
+    def _publish(self, client: ClientRecord, slot: SlotRef, last_generation: int) -> EngineSlotRecord:
         if slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation:
             raise RemoteProtocolError(f"generation {slot.generation} is not a new one of client {client.client_id}")
         lease = client.leases.get(slot.lease_id)
@@ -259,18 +234,17 @@ class Ledger(Lending):
             )
         if not lease.live.add(start, blocks):
             raise RemoteProtocolError(f"a slot at {slot.offset} of {slot.nbytes} bytes overlaps a live slot")
-        return SlotRecord(slot.generation, lease, start, blocks, EngineSlot.PUBLISHED)
+        return EngineSlotRecord(slot.generation, lease, start, blocks, EngineSlot.PUBLISHED)
 
     def claim(self, client_id: int, request_id: int) -> None:
         """The engine takes a waiting request up."""
         client = self.clients[client_id]
         request = client.requests[request_id]
         request.state = advance(REQUEST, request.state, RequestEvent.SCHEDULE)
-        self._claim_slots(client, request)
+        self._claim_slots(request)
 
-    def _claim_slots(self, client: ClientRecord, request: RequestRecord) -> None:
-        for generation in request.generations:
-            slot = client.slots[generation]
+    def _claim_slots(self, request: RequestRecord) -> None:
+        for slot in request.slots:
             slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.CLAIM)
 
     def end(self, client_id: int, request_id: int, event: RequestEvent) -> bool:
@@ -288,11 +262,11 @@ class Ledger(Lending):
         was_waiting = request.state is Request.WAITING
         request.state = advance(REQUEST, request.state, event)
         if was_waiting:
-            self._claim_slots(client, request)
+            self._claim_slots(request)
         del client.requests[request_id]
         return True
 
-    def abort(self, client_id: int, request_id: int) -> list[Effect]:
+    def abort(self, client_id: int, request_id: int) -> list[EngineEffect]:
         """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
         client = self._connected(client_id)
         request = client.requests.pop(request_id, None)
@@ -302,20 +276,19 @@ class Ledger(Lending):
         was_running = request.state is Request.RUNNING
         request.state = advance(REQUEST, request.state, RequestEvent.ABORT)
         released = []
-        for generation in request.generations:
-            slot = client.slots.get(generation)
-            if slot is None:
-                continue  # released by its claim already
+        for slot in request.slots:
+            if slot.state is EngineSlot.RELEASED:
+                continue  # by its claim already
             slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.ABORT)
             if slot.state is EngineSlot.RELEASED:
                 self._forget_slot(client, slot)
-                released.append(generation)
-        effects: list[Effect] = [RequestAborted(client_id, request_id, was_running)]
+                released.append(slot.generation)
+        effects: list[EngineEffect] = [RequestAborted(client_id, request_id, was_running)]
         if released:
             effects.append(Released(client_id, tuple(released)))
         return effects
 
-    def release_slots(self, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[Effect]:
+    def release_slots(self, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[EngineEffect]:
         """The engine is done with claimed slots; those in ``viewed`` still have live views and drain first."""
         client = self.clients[client_id]
         changes = []
@@ -331,7 +304,7 @@ class Ledger(Lending):
                 released.append(slot.generation)
         return self._after_release(client, released)
 
-    def last_view_gone(self, client_id: int, generation: int) -> list[Effect]:
+    def last_view_gone(self, client_id: int, generation: int) -> list[EngineEffect]:
         """The last view of a draining slot has died."""
         client = self.clients[client_id]
         slot = client.slots[generation]
@@ -339,12 +312,12 @@ class Ledger(Lending):
         self._forget_slot(client, slot)
         return self._after_release(client, [generation])
 
-    def _after_release(self, client: ClientRecord, released: Sequence[int]) -> list[Effect]:
+    def _after_release(self, client: ClientRecord, released: Sequence[int]) -> list[EngineEffect]:
         if client.connected:
             return [Released(client.client_id, tuple(released))] if released else []
         return self._reclaim(client)
 
-    def _forget_slot(self, client: ClientRecord, slot: SlotRecord) -> None:
+    def _forget_slot(self, client: ClientRecord, slot: EngineSlotRecord) -> None:
         del client.slots[slot.generation]
         slot.lease.live.remove(slot.start, slot.blocks)
 
@@ -365,12 +338,12 @@ class Ledger(Lending):
         """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
         self._reply_wants[ticket] = ReplyWant(self._connected(client_id).client_id, self._reply_blocks(nbytes))
 
-    def cancel_reply(self, ticket: int) -> list[Effect]:
+    def cancel_reply(self, ticket: int) -> list[EngineEffect]:
         """Leaves that queue, and passes the turn on."""
         self._reply_wants.pop(ticket, None)
         return self._serve_reply_wants()
 
-    def release_replies(self, client_id: int, generations: Sequence[int]) -> list[Effect]:
+    def release_replies(self, client_id: int, generations: Sequence[int]) -> list[EngineEffect]:
         """A client gives reply slots back. One that was given back before is counted, and nothing else.
 
         Raises:
@@ -395,7 +368,7 @@ class Ledger(Lending):
         """A reply slot has been written, and is its client's from now on."""
         self.clients[client_id].unsent_replies.remove(generation)
 
-    def discard_reply(self, client_id: int, generation: int) -> list[Effect]:
+    def discard_reply(self, client_id: int, generation: int) -> list[EngineEffect]:
         """The engine has stopped writing a reply slot that it will not send."""
         client = self.clients[client_id]
         client.unsent_replies.remove(generation)
@@ -405,7 +378,6 @@ class Ledger(Lending):
     def _free_reply(self, client: ClientRecord, generation: int) -> None:
         slot = client.replies.pop(generation)
         self._lent_replies.remove(generation)
-        client.reply_blocks -= slot.blocks
         self._replies.free(slot.start, slot.blocks)
 
     def _sent_replies(self, client: ClientRecord) -> list[int]:
@@ -441,11 +413,10 @@ class Ledger(Lending):
         client.replies[slot.generation] = slot
         self._lent_replies.add(slot.generation)
         client.unsent_replies.add(slot.generation)
-        client.reply_blocks += want.blocks
         return slot
 
-    def _serve_reply_wants(self) -> list[Effect]:
-        effects: list[Effect] = []
+    def _serve_reply_wants(self) -> list[EngineEffect]:
+        effects: list[EngineEffect] = []
         for ticket, want in list(self._reply_wants.items()):
             if self._is_over_reply_quota(want):
                 continue
@@ -461,12 +432,7 @@ class Ledger(Lending):
     @property
     def waiting_lease_requests(self) -> int:
         """Clients that wait for a lease, in either memory."""
-        return super().waiting_lease_requests + (self._device.waiting_lease_requests if self._device is not None else 0)
-
-    @property
-    def device(self) -> Lending | None:
-        """The leases of the device slab, if there is one; those of the slab are the ledger's own."""
-        return self._device
+        return sum(lending.waiting_lease_requests for lending in (self.host, self.device) if lending is not None)
 
     @property
     def reply_free_nbytes(self) -> int:
@@ -479,8 +445,7 @@ class Ledger(Lending):
 
     def count_device_slots(self) -> int:
         """Slots in device memory that the engine holds in any state."""
-        start = self.geometry.device_start
-        return sum(slot.start >= start for client in self.clients.values() for slot in client.slots.values())
+        return sum(slot.lease.memory == DEVICE_MEMORY for client in self.clients.values() for slot in client.slots.values())
 
     def verify(self, generation_in_slab: int, nbytes_in_slab: int, slot: SlotRef) -> None:
         """Compares a slot's header, as it stands in shared memory, with the descriptor that was accepted for it.
@@ -496,19 +461,14 @@ class Ledger(Lending):
                 f"not generation {slot.generation} with {slot.nbytes}"
             )
 
-    def _leases(self) -> Iterator[LeaseRecord]:
-        for client in self.clients.values():
-            yield from client.leases.values()
-
     def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
-        self.check_leases()
-        if self._device is not None:
-            self._device.check_leases()
+        self.host.check()
+        if self.device is not None:
+            self.device.check()
         replies = sum(slot.blocks for client in self.clients.values() for slot in client.replies.values())
         assert self._replies.free_units + replies == self.geometry.reply_blocks, "a reply block is lost"
         for client in self.clients.values():
-            assert client.reply_blocks == sum(slot.blocks for slot in client.replies.values())
             assert client.connected or not client.requests, "a request outlives its connection"
             for lease in client.leases.values():
                 expected = Lease.LEASED if client.connected else Lease.QUARANTINED

@@ -1,19 +1,21 @@
-"""What the engine's book writes down: leases, slots, requests, waiters, clients. Only the :mod:`.ledger` changes them."""
+"""What the model of the engine's book writes down: leases, slots, requests, waiters, clients."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from shmring.core.blocks import TakenRuns
 from shmring.core.effects import ReplySlot
 from shmring.core.states import EngineSlot, Lease, Request
+from tests.model.blocks import TakenRuns
 
-__all__ = ["ClientRecord", "LeaseRecord", "LeaseWant", "ReplyWant", "RequestRecord", "SlotRecord", "Window"]
+__all__ = ["ClientRecord", "EngineSlotRecord", "LeaseRecord", "LeaseWant", "ReplyWant", "RequestRecord", "Window"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LeaseRecord:
     lease_id: int
+    client_id: int
+    memory: int
     start: int
     blocks: int
     state: Lease
@@ -27,7 +29,7 @@ class LeaseRecord:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class SlotRecord:
+class EngineSlotRecord:
     generation: int
     lease: LeaseRecord
     start: int
@@ -37,8 +39,13 @@ class SlotRecord:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestRecord:
+    request_id: int
+    slots: list[EngineSlotRecord]
     state: Request
-    generations: tuple[int, ...]
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        return tuple(slot.generation for slot in self.slots)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,13 +68,20 @@ class ClientRecord:
     last_request_id: int = -1
     connected: bool = True
     dead: bool = False
-    leased_blocks: list[int] = dataclasses.field(default_factory=lambda: [0, 0])  # by memory
-    reply_blocks: int = 0
     leases: dict[int, LeaseRecord] = dataclasses.field(default_factory=dict)
-    slots: dict[int, SlotRecord] = dataclasses.field(default_factory=dict)
+    slots: dict[int, EngineSlotRecord] = dataclasses.field(default_factory=dict)
     requests: dict[int, RequestRecord] = dataclasses.field(default_factory=dict)
     replies: dict[int, ReplySlot] = dataclasses.field(default_factory=dict)
     unsent_replies: set[int] = dataclasses.field(default_factory=set)  # the engine itself is still writing them
+
+    def leases_in(self, memory: int) -> list[LeaseRecord]:
+        """Its leases in this memory."""
+        return [lease for lease in self.leases.values() if lease.memory == memory]
+
+    @property
+    def reply_blocks(self) -> int:
+        """Blocks of the reply reserve that it holds."""
+        return sum(slot.blocks for slot in self.replies.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,4 +97,5 @@ class Window:
         return self.start + self.blocks
 
     def overlaps(self, start: int, end: int) -> bool:
+        """Whether a range has a block in it."""
         return start < self.end and self.start < end

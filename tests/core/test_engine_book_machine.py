@@ -1,4 +1,4 @@
-"""The engine's book against a plain model: who owns each block, in one dict.
+"""The engine's book, compiled and in Python side by side, against a third: who owns each block, in one dict.
 
 The model does not predict *where* the ledger puts a lease, nor whom it recalls for a window. It knows who waits in which
 order, what may be granted and what must have been granted, and it mirrors slots, requests and replies exactly. At the
@@ -8,7 +8,6 @@ end of each example every client dies and every claim is released, and the slab 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,10 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.blocks import RunAllocator, TakenRuns
 from shmring.core.effects import (
     ClientGone,
-    Effect,
+    EngineEffect,
     Granted,
     Recalled,
     Reclaimed,
@@ -29,11 +27,12 @@ from shmring.core.effects import (
     ReplySlot,
     RequestAborted,
 )
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, LedgerLimits
-from shmring.core.ledger import Ledger
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, RemoteProtocolError
+from tests.model.pairs import PairedEngineBook
+from tests.model.state import plain
 
 MAX_CLIENTS = 4
 MAX_DEPARTURES = 4  # in one example; else most steps would be about clients that come and go
@@ -41,22 +40,6 @@ QUOTA = 6
 MAX_LEASES = 3
 MAX_LEASE = 4
 MAX_INFLIGHT = 3
-
-
-def snapshot(value: Any) -> Any:
-    """A deep, comparable copy of a book, in which the order of its dicts counts."""
-    if value is None or isinstance(value, int | str | enum.Enum):
-        return value
-    if isinstance(value, dict):
-        return [(key, snapshot(item)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [snapshot(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if isinstance(value, RunAllocator | TakenRuns):
-        return value.runs()
-    names = getattr(type(value), "__slots__", None) or vars(value)
-    return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
 
 
 def longest_run(blocks: Iterable[int]) -> int:
@@ -134,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(leasable=st.integers(2, 12), reply=st.integers(1, 6))
     def create(self, leasable: int, reply: int) -> None:
         self.geometry = Geometry(leasable_blocks=leasable, reply_blocks=reply)
-        self.ledger = Ledger(self.geometry, LedgerLimits(MAX_LEASE, QUOTA, MAX_LEASES, MAX_INFLIGHT))
+        self.ledger = PairedEngineBook(self.geometry, EngineBookLimits(MAX_LEASE, QUOTA, MAX_LEASES, MAX_INFLIGHT))
         self.leasable = set(range(1, 1 + leasable))
         self.reserve = set(range(1 + leasable, 1 + leasable + reply))
         self.clients: dict[int, ModelClient] = {}
@@ -182,7 +165,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.last_reply = max(self.last_reply, slot.generation)
         self.clients[client_id].unsent.add(slot.generation)
 
-    def carry_out(self, effects: Sequence[Effect], expected: Sequence[Effect] = ()) -> None:
+    def carry_out(self, effects: Sequence[EngineEffect], expected: Sequence[EngineEffect] = ()) -> None:
         """Applies effects to the model. Those on slots and requests must be the expected ones; the rest must be sound."""
         own = [effect for effect in effects if isinstance(effect, Released | RequestAborted)]
         assert own == list(expected)
@@ -251,11 +234,11 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (grant.token, grant.nbytes) == (0, wanted * BLOCK_NBYTES)
             self.take(grant, client_id)
 
-    def leave(self, client_id: int) -> list[Effect]:
+    def leave(self, client_id: int) -> list[EngineEffect]:
         """The model's half of a disconnect; returns the effects it expects on requests."""
         self.departures += 1
         client = self.clients[client_id]
-        expected: list[Effect] = [RequestAborted(client_id, r, running) for r, (running, _) in client.requests.items()]
+        expected: list[EngineEffect] = [RequestAborted(client_id, r, running) for r, (running, _) in client.requests.items()]
         client.slots = {g: slot for g, slot in client.slots.items() if slot.state is not EngineSlot.PUBLISHED}
         client.requests.clear()
         client.connected = False
@@ -380,10 +363,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.take_up(client_id, client.last_request)
 
     def refuses(self, event: Callable[[], object]) -> None:
-        before = snapshot(self.ledger)
+        before = plain(self.ledger)
         with pytest.raises(RemoteProtocolError):
             event()
-        assert snapshot(self.ledger) == before
+        assert plain(self.ledger) == before
 
     @precondition(lambda self: any(self.clients[c].leases for c in self.connected()))
     @rule(data=st.data(), beside=st.booleans())
@@ -469,14 +452,14 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         running, generations = client.requests.pop(request_id)
         released = [g for g in generations if g in client.slots and client.slots[g].state is EngineSlot.PUBLISHED]
-        expected: list[Effect] = [RequestAborted(client_id, request_id, running)]
+        expected: list[EngineEffect] = [RequestAborted(client_id, request_id, running)]
         if released:
             expected.append(Released(client_id, tuple(released)))
         for generation in released:
             del client.slots[generation]
         self.carry_out(self.ledger.abort(client_id, request_id), expected)
 
-    def expected_release(self, client_id: int, released: Sequence[int]) -> list[Effect]:
+    def expected_release(self, client_id: int, released: Sequence[int]) -> list[EngineEffect]:
         return [Released(client_id, tuple(released))] if released and self.clients[client_id].connected else []
 
     @precondition(lambda self: self.slots_in(EngineSlot.CLAIMED))
@@ -592,14 +575,14 @@ class LedgerMachine(RuleBasedStateMachine):
             assert record.replies == client.replies
             assert not client.provable(), "what is proven unused was not freed"
             assert client.connected or client.leases or client.replies, "who has nothing left was not forgotten"
-        assert list(self.ledger._wants) == list(self.wants)
+        assert list(self.ledger.host._wants) == list(self.wants)
         assert list(self.ledger._reply_wants) == list(self.reply_wants)
-        assert self.ledger.free_nbytes == len(self.free()) * BLOCK_NBYTES
+        assert self.ledger.host.free_nbytes == len(self.free()) * BLOCK_NBYTES
         assert self.ledger.reply_free_nbytes == len(self.free_replies()) * BLOCK_NBYTES
 
     @invariant()
     def nobody_waits_for_a_lease_that_could_be_granted(self) -> None:
-        window = self.ledger._window
+        window = self.ledger.host._window
         reserved = set(range(window.start, window.end)) if window is not None else set()
         eligible = [client_id for client_id, (_, blocks, _) in self.wants.items() if not self.over_quota(client_id, blocks)]
         if eligible:  # else a window may be left of one who was alone until just now
@@ -635,11 +618,11 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.settle_reply(client_id, generation, sent=True)
         self.ledger.check()
         assert self.ledger.clients == {}
-        assert self.ledger.free_nbytes == len(self.leasable) * BLOCK_NBYTES
+        assert self.ledger.host.free_nbytes == len(self.leasable) * BLOCK_NBYTES
         assert self.ledger.reply_free_nbytes == len(self.reserve) * BLOCK_NBYTES
         assert self.ledger.waiting_lease_requests == 0
-        assert (self.ledger._reply_wants, self.ledger._window) == ({}, None)
-        assert [self.ledger.leased_nbytes(state) for state in Lease] == [0, 0, 0]
+        assert (self.ledger._reply_wants, self.ledger.host._window) == ({}, None)
+        assert [self.ledger.host.leased_nbytes(state) for state in Lease] == [0, 0, 0]
 
 
 TestLedgerMachine = LedgerMachine.TestCase

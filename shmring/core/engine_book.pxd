@@ -1,0 +1,69 @@
+"""The C interface of :mod:`shmring.core.engine_book`.
+
+For what happens to every message: the caller finds the client once (:meth:`EngineBook.client_of`) and passes records on.
+Methods that return a list return None if nothing follows.
+"""
+
+from libc.stdint cimport uint8_t, uint64_t
+
+from shmring.core.blocks cimport RunAllocator
+from shmring.core.lending cimport Lending
+from shmring.core.records cimport ClientRecord, EngineSlotRecord, LeaseRecord, ReplyWant, RequestRecord
+
+cdef enum:
+    GENERATION_BITS = 40       # of :mod:`shmring.core.geometry`
+    SLOT_HEADER_NBYTES = 64    # of :mod:`shmring.core.messages`
+    SLOT_STATES = 4
+
+
+cdef struct SlotNumbers:
+    # A slot as a message describes it: :class:`~shmring.core.messages.SlotRef`.
+    uint64_t lease_id
+    uint64_t offset
+    uint64_t nbytes
+    uint64_t generation
+
+
+cdef class EngineBook:
+    cdef readonly object geometry
+    cdef readonly object limits
+    cdef public dict clients               # ClientRecord by id
+    cdef public Lending host
+    cdef public Lending device             # None: there is no device slab
+    cdef public uint64_t late_aborts       # of requests that had ended: messages cross
+    cdef public uint64_t stale_releases    # of reply slots that had been given back
+    cdef public RunAllocator _replies
+    cdef public dict _reply_wants          # ReplyWant by ticket, in order of arrival
+    cdef public uint64_t _next_reply_generation
+    cdef public set _lent_replies          # generations, of all clients
+    cdef uint64_t _max_inflight
+    cdef uint64_t _reply_reserve_blocks
+    cdef uint64_t _slots_in[SLOT_STATES]
+    cdef uint64_t _device_slots
+
+    cdef ClientRecord client_of(self, uint64_t client_id)
+    cdef RequestRecord submit_slots(self, ClientRecord client, uint64_t request_id, const SlotNumbers* slots, Py_ssize_t count)
+    cdef int claim_request(self, RequestRecord request) except -1
+    cdef int end_request(self, ClientRecord client, RequestRecord request, int event) except -1
+    cdef list abort_request(self, ClientRecord client, uint64_t request_id)
+    cdef list release_request(
+        self, ClientRecord client, RequestRecord request, const uint8_t* viewed, uint64_t* released, Py_ssize_t* count
+    )
+    cdef list release_viewed(self, ClientRecord client, EngineSlotRecord slot)
+    cdef EngineSlotRecord _publish(self, ClientRecord client, const SlotNumbers* slot, uint64_t last_generation)
+    cdef int _claim_slots(self, RequestRecord request) except -1
+    cdef int _move(self, ClientRecord client, EngineSlotRecord slot, int event) except -1
+    cdef ClientRecord _connected(self, uint64_t client_id)
+    cdef int _disconnect(self, ClientRecord client, list effects) except -1
+    cdef int _reclaim(self, ClientRecord client, list effects) except -1
+    cdef Lending _lending(self, LeaseRecord lease)
+    cdef int _take_back(self, ClientRecord client, LeaseRecord lease) except -1
+    cdef int _serve_wants(self, list effects) except -1
+    cdef int _release_replies(self, ClientRecord client, generations, list effects) except -1
+    cdef int _free_reply(self, ClientRecord client, generation) except -1
+    cdef list _sent_replies(self, ClientRecord client)
+    cdef int _drop_reply_wants(self, ClientRecord client) except -1
+    cdef uint64_t _reply_blocks_for(self, nbytes) except 0
+    cdef bint _is_over_reply_quota(self, ReplyWant want) except -1
+    cdef object _take_reply(self, ReplyWant want)
+    cdef int _serve_reply_wants(self, list effects) except -1

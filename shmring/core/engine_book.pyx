@@ -1,0 +1,685 @@
+"""The engine's book: who holds which part of the slab, and what may be reused.
+
+Theory of operation: sans-I/O. The ring calls a method for each event (a message came, a connection ended, the kernel
+reported a death, the last view died); the method checks everything first, then changes the book, then returns the
+effects, which the ring must carry out in order: messages to send, waiters to wake. An event that the book refuses raises
+and changes nothing. Nothing here believes a peer: each number of a message is compared with what was lent to that peer, and
+no sum of such numbers is made before it is known not to overflow.
+
+The slab is counted in blocks::
+
+    | 0: header | leasable ...                          | reply reserve ... | device slab: leasable ... |
+
+A device slab, where there is one, is another memory in the same address space: what is granted there is told apart by where
+it is. Leases are lent in each by the rules of :mod:`.lending`.
+
+Generations: a client numbers its submissions ``client_id << 40 | n`` with n growing. One comparison so refuses replays,
+and no generation means two things in one engine's life. Reply slots are numbered the same way by the book (client 0).
+
+What happens to every message has an entry in C (the ``.pxd``); the methods for Python do the same by numbers. What the book does
+is said in plain Python, without speed, in ``tests/model/engine_book.py``, and the tests hold the two against each other.
+
+Invariants (:meth:`EngineBook.check` asserts them): free, leased and quarantined blocks add up; every live slot lies inside a lease
+of its client; no two live slots overlap; a client that is gone and whose slots are all released holds nothing.
+"""
+
+from libc.stdint cimport INT64_MAX, int64_t
+from libc.stdlib cimport free, malloc
+
+from shmring.core.lending cimport BLOCK_NBYTES, blocks_for
+from shmring.core.records cimport DEVICE, HOST
+from shmring.core.transitions cimport engine_slots, requests
+
+from shmring.core.effects import ClientGone, Reclaimed, Released, ReplyGranted, ReplySlot, RequestAborted
+from shmring.core.geometry import GENERATION_BITS as _GENERATION_BITS
+from shmring.core.messages import SLOT_HEADER_NBYTES as _SLOT_HEADER_NBYTES
+from shmring.core.states import EngineSlot, EngineSlotEvent, Lease, LeaseEvent, Request, RequestEvent
+from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
+
+assert (_GENERATION_BITS, _SLOT_HEADER_NBYTES) == (GENERATION_BITS, SLOT_HEADER_NBYTES)
+assert len(EngineSlot) == SLOT_STATES
+
+cdef enum:
+    FEW_SLOTS = 16  # of one request, whose numbers need no memory of their own
+
+cdef int PUBLISHED = EngineSlot.PUBLISHED
+cdef int CLAIMED = EngineSlot.CLAIMED
+cdef int RELEASED = EngineSlot.RELEASED
+cdef int CLAIM = EngineSlotEvent.CLAIM
+cdef int RELEASE = EngineSlotEvent.RELEASE
+cdef int RELEASE_VIEWED = EngineSlotEvent.RELEASE_VIEWED
+cdef int LAST_VIEW_GONE = EngineSlotEvent.LAST_VIEW_GONE
+cdef int ABORT_SLOT = EngineSlotEvent.ABORT
+cdef int WAITING = Request.WAITING
+cdef int RUNNING = Request.RUNNING
+cdef int SCHEDULE = RequestEvent.SCHEDULE
+cdef int ABORT = RequestEvent.ABORT
+cdef int RETURN = LeaseEvent.RETURN
+cdef int DISCONNECT = LeaseEvent.DISCONNECT
+cdef int PROOF = LeaseEvent.PROOF
+
+#: Ids of leases in device memory: nobody grants as many in the slab before.
+cdef uint64_t FIRST_DEVICE_LEASE_ID = <uint64_t>1 << 40
+
+
+cdef inline uint64_t slot_blocks(uint64_t nbytes) noexcept nogil:
+    """As in :mod:`.geometry`, for any number that fits."""
+    return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1) // BLOCK_NBYTES
+
+
+cdef int _read_slots(slots, SlotNumbers* numbers) except -1:
+    """Copies what messages say of slots."""
+    for slot in slots:
+        numbers.lease_id, numbers.offset = slot.lease_id, slot.offset
+        numbers.nbytes, numbers.generation = slot.nbytes, slot.generation
+        numbers += 1
+    return 0
+
+
+cdef class EngineBook:
+    """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order.
+
+    Attributes:
+        clients: that are connected, or of which something is still held, by id.
+        host, device: the leases of the slab, and of the device slab if there is one.
+    """
+
+    def __init__(self, geometry, limits):
+        self.geometry, self.limits = geometry, limits
+        self.clients = {}
+        self.host = Lending(self.clients, limits, HOST, geometry.LEASABLE_START, geometry.leasable_blocks, 1)
+        if geometry.device_blocks:
+            first_lease_id = FIRST_DEVICE_LEASE_ID
+            self.device = Lending(
+                self.clients, limits, DEVICE, geometry.device_start, geometry.device_blocks, first_lease_id
+            )
+        self._replies = RunAllocator(geometry.reply_start, geometry.reply_blocks)
+        self._reply_wants, self._lent_replies = {}, set()
+        self._next_reply_generation = 1
+        self._max_inflight, self._reply_reserve_blocks = limits.max_inflight, geometry.reply_blocks
+
+    # -- clients ---------------------------------------------------------------------------------------------------
+
+    cdef ClientRecord client_of(self, uint64_t client_id):
+        """Returns a client that is connected, or of which something is still held.
+
+        Raises:
+            KeyError: there is none of this id.
+        """
+        return <ClientRecord>self.clients[client_id]
+
+    cdef ClientRecord _connected(self, uint64_t client_id):
+        cdef ClientRecord client = <ClientRecord>self.clients[client_id]
+        assert client.connected, f"client {client_id} is disconnected already"
+        return client
+
+    def connect(self, uint64_t client_id, uint64_t lease_nbytes):
+        """A frontend said hello. Returns its base lease, or None if none can be had now (it may ask later)."""
+        assert client_id not in self.clients, "client ids are never reused"
+        cdef ClientRecord client = ClientRecord.__new__(ClientRecord)
+        client.client_id, client.last_generation = client_id, client_id << GENERATION_BITS
+        self.clients[client_id] = client
+        return self.host.connect(client, min(blocks_for(lease_nbytes), <uint64_t>self.limits.max_lease_blocks))
+
+    def goodbye(self, uint64_t client_id, kept_lease_ids, kept_replies):
+        """A frontend ends, and says that it uses nothing of the slab any more but what it names.
+
+        That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
+        """
+        cdef ClientRecord client = self._connected(client_id)
+        cdef LeaseRecord lease
+        cdef list effects = []
+        self._drop_reply_wants(client)
+        kept_leases, kept_replies = frozenset(kept_lease_ids), frozenset(kept_replies)
+        for lease in client.leases.values():
+            lease.given_up = lease.lease_id not in kept_leases
+        self._release_replies(client, [g for g in self._sent_replies(client) if g not in kept_replies], effects)
+        self._disconnect(client, effects)
+        return effects
+
+    def disconnect(self, uint64_t client_id):
+        """A connection ended. Its requests are aborted and its leases quarantined: its process may still be writing."""
+        cdef list effects = []
+        self._disconnect(self._connected(client_id), effects)
+        return effects
+
+    cdef int _disconnect(self, ClientRecord client, list effects) except -1:
+        cdef LeaseRecord lease
+        for request_id in list(client.requests):
+            for effect in self.abort_request(client, request_id):
+                if type(effect) is not Released:  # there is nobody to be told
+                    effects.append(effect)
+        client.connected = False
+        self.host.forget(client.client_id)
+        if self.device is not None:
+            self.device.forget(client.client_id)
+        self._drop_reply_wants(client)
+        for lease in client.leases.values():
+            self._lending(lease).change(lease, DISCONNECT)
+        self._reclaim(client, effects)
+        self._serve_wants(effects)
+        self._serve_reply_wants(effects)
+        return 0
+
+    def died(self, uint64_t client_id):
+        """The kernel says that the client's process is dead: what no reader of ours holds is free again."""
+        cdef ClientRecord client = self.clients.get(client_id)
+        cdef list effects = []
+        if client is None:
+            return effects
+        client.dead = True
+        if client.connected:
+            self._disconnect(client, effects)
+        else:
+            self._reclaim(client, effects)
+        return effects
+
+    cdef int _reclaim(self, ClientRecord client, list effects) except -1:
+        """Frees what is proven unused of a disconnected client, and forgets the client with its last piece."""
+        cdef LeaseRecord lease
+        cdef uint64_t blocks = 0
+        if client.connected or client.client_id not in self.clients:
+            return 0
+        if client.dead:
+            self._release_replies(client, self._sent_replies(client), effects)
+        for lease in list(client.leases.values()):
+            if not lease.live.units and (client.dead or lease.given_up):
+                self._lending(lease).change(lease, PROOF)
+                blocks += lease.blocks
+                self._take_back(client, lease)
+        if blocks:
+            effects.append(Reclaimed(client.client_id, blocks * BLOCK_NBYTES))
+        if not client.leases and not client.replies:
+            del self.clients[client.client_id]
+            effects.append(ClientGone(client.client_id))
+            self._serve_reply_wants(effects)  # whoever is alone now has no quota
+        if blocks:
+            self._serve_wants(effects)
+        return 0
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def request_lease(self, uint64_t client_id, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, int memory=HOST):
+        """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
+
+        Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
+
+        Raises:
+            RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
+        """
+        cdef ClientRecord client = self._connected(client_id)
+        cdef Lending lending = self.host if memory == HOST else self.device
+        cdef list effects = []
+        if lending is None:
+            raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
+        lending.ask(client, token, nbytes, preferred_nbytes, effects)
+        return effects
+
+    def return_leases(self, uint64_t client_id, lease_ids):
+        """A client gives leases back.
+
+        Raises:
+            RemoteProtocolError: it does not hold one of them, or a slot of one is in use.
+        """
+        cdef ClientRecord client = self._connected(client_id)
+        cdef LeaseRecord lease
+        cdef list leases = [], effects = []
+        for lease_id in dict.fromkeys(lease_ids):
+            lease = client.leases.get(lease_id)
+            if lease is None:
+                raise RemoteProtocolError(f"lease {lease_id} was returned by client {client_id}, which does not hold it")
+            if lease.live.units:
+                raise RemoteProtocolError(f"lease {lease_id} was returned with a slot in use")
+            leases.append(lease)
+        for lease in leases:
+            self._lending(lease).change(lease, RETURN)
+            self._take_back(client, lease)
+        self._serve_wants(effects)
+        return effects
+
+    cdef Lending _lending(self, LeaseRecord lease):
+        return self.host if lease.memory == HOST else self.device
+
+    cdef int _take_back(self, ClientRecord client, LeaseRecord lease) except -1:
+        return self._lending(lease).take_back(client, lease)
+
+    cdef int _serve_wants(self, list effects) except -1:
+        self.host.serve(effects)
+        if self.device is not None:
+            self.device.serve(effects)
+        return 0
+
+    # -- requests and their slots ------------------------------------------------------------------------------------
+
+    def submit(self, uint64_t client_id, uint64_t request_id, slots):
+        """A client hands a request with its slots over.
+
+        Raises:
+            RemoteProtocolError: a number of it is not what was lent to this client, or overlaps a live slot. Nothing
+                was changed.
+        """
+        cdef SlotNumbers few[FEW_SLOTS]
+        cdef SlotNumbers* many
+        cdef Py_ssize_t count = len(slots)
+        if count <= FEW_SLOTS:
+            _read_slots(slots, few)
+            self.submit_slots(self._connected(client_id), request_id, few, count)
+            return
+        many = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
+        if many == NULL:
+            raise MemoryError
+        try:
+            _read_slots(slots, many)
+            self.submit_slots(self._connected(client_id), request_id, many, count)
+        finally:
+            free(many)
+
+    cdef RequestRecord submit_slots(self, ClientRecord client, uint64_t request_id, const SlotNumbers* slots, Py_ssize_t count):
+        """As :meth:`submit`, of a connected client: all of a request's slots are published, or none."""
+        cdef uint64_t last_generation = client.last_generation
+        cdef RequestRecord request
+        cdef EngineSlotRecord slot
+        cdef list records = None
+        cdef Py_ssize_t place
+        if request_id > INT64_MAX or <int64_t>request_id <= client.last_request_id:
+            raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
+        if <uint64_t>len(client.requests) >= self._max_inflight:
+            raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
+        if count == 1:
+            records = [self._publish(client, slots, last_generation)]
+            last_generation = slots.generation
+        elif count:
+            records = []
+            try:
+                for place in range(count):
+                    records.append(self._publish(client, &slots[place], last_generation))
+                    last_generation = slots[place].generation
+            except RemoteProtocolError:
+                for slot in records:
+                    slot.lease.live.give(slot.start, slot.blocks)
+                raise
+        if records is not None:
+            for slot in records:
+                client.slots[slot.generation] = slot
+                self._slots_in[PUBLISHED] += 1
+                self._device_slots += slot.lease.memory == DEVICE
+        client.last_generation = last_generation
+        client.last_request_id = <int64_t>request_id
+        request = RequestRecord.__new__(RequestRecord)
+        request.request_id, request.slots, request.state_number = request_id, records, WAITING
+        client.requests[request_id] = request
+        return request
+
+    cdef EngineSlotRecord _publish(self, ClientRecord client, const SlotNumbers* slot, uint64_t last_generation):
+        """Returns the record of a slot whose blocks are taken in its lease, and that is written down nowhere else yet."""
+        cdef uint64_t start = slot.offset // BLOCK_NBYTES, blocks = slot_blocks(slot.nbytes)
+        cdef LeaseRecord lease
+        cdef EngineSlotRecord record
+        if slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation:
+            raise RemoteProtocolError(f"generation {slot.generation} is not a new one of client {client.client_id}")
+        lease = client.leases.get(slot.lease_id)
+        if lease is None:
+            raise RemoteProtocolError(f"a slot is in lease {slot.lease_id}, which client {client.client_id} does not hold")
+        # Both are below 2**53: their sum does not overflow.
+        if slot.offset % BLOCK_NBYTES or start < lease.start or start + blocks > lease.start + lease.blocks:
+            raise RemoteProtocolError(
+                f"a slot at {slot.offset} of {slot.nbytes} bytes is not inside lease {lease.lease_id} "
+                f"[{lease.start * BLOCK_NBYTES}, {(lease.start + lease.blocks) * BLOCK_NBYTES})"
+            )
+        if not lease.live.take(start, blocks):
+            raise RemoteProtocolError(f"a slot at {slot.offset} of {slot.nbytes} bytes overlaps a live slot")
+        record = EngineSlotRecord.__new__(EngineSlotRecord)
+        record.generation, record.lease, record.start, record.blocks = slot.generation, lease, start, blocks
+        record.state_number = PUBLISHED
+        return record
+
+    def claim(self, uint64_t client_id, uint64_t request_id):
+        """The engine takes a waiting request up."""
+        self.claim_request(<RequestRecord>(<ClientRecord>self.clients[client_id]).requests[request_id])
+
+    cdef int claim_request(self, RequestRecord request) except -1:
+        """As :meth:`claim`."""
+        request.state_number = requests.advance(request.state_number, SCHEDULE)
+        return self._claim_slots(request)
+
+    cdef int _claim_slots(self, RequestRecord request) except -1:
+        cdef EngineSlotRecord slot
+        if request.slots is not None:
+            for slot in request.slots:
+                self._move(None, slot, CLAIM)
+        return 0
+
+    cdef int _move(self, ClientRecord client, EngineSlotRecord slot, int event) except -1:
+        """Makes a transition of a slot; one that is released by it is forgotten. Returns its new state."""
+        cdef int state = engine_slots.advance(slot.state_number, event)
+        cdef bint was_taken
+        self._slots_in[slot.state_number] -= 1
+        slot.state_number = state
+        if state != RELEASED:
+            self._slots_in[state] += 1
+            return state
+        del client.slots[slot.generation]
+        self._device_slots -= slot.lease.memory == DEVICE
+        was_taken = slot.lease.live.give(slot.start, slot.blocks)
+        assert was_taken, "a live slot has no blocks in its lease"
+        return state
+
+    def end(self, uint64_t client_id, uint64_t request_id, int event):
+        """The engine has ended a request: FINISH, ERROR or DEADLINE.
+
+        Its slots are claimed until :meth:`release_slots`, also those of a request that ended before it was taken up.
+
+        Returns:
+            Whether its terminal reply is owed; False if the request had ended before (it was aborted meanwhile).
+        """
+        cdef ClientRecord client = self.clients.get(client_id)
+        cdef RequestRecord request = None if client is None else client.requests.get(request_id)
+        if request is None:
+            return False
+        self.end_request(client, request, event)
+        return True
+
+    cdef int end_request(self, ClientRecord client, RequestRecord request, int event) except -1:
+        """As :meth:`end`, for a request that has not ended."""
+        cdef bint was_waiting = request.state_number == WAITING
+        request.state_number = requests.advance(request.state_number, event)
+        if was_waiting:
+            self._claim_slots(request)
+        del client.requests[request.request_id]
+        return 0
+
+    def abort(self, uint64_t client_id, uint64_t request_id):
+        """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
+        effects = self.abort_request(self._connected(client_id), request_id)
+        return [] if effects is None else effects
+
+    cdef list abort_request(self, ClientRecord client, uint64_t request_id):
+        """As :meth:`abort`, of a connected client."""
+        cdef RequestRecord request = client.requests.pop(request_id, None)
+        cdef EngineSlotRecord slot
+        cdef list effects, released = []
+        if request is None:
+            self.late_aborts += 1
+            return None
+        effects = [RequestAborted(client.client_id, request_id, request.state_number == RUNNING)]
+        request.state_number = requests.advance(request.state_number, ABORT)
+        for slot in request.slots or ():
+            if slot.state_number == RELEASED:
+                continue  # by its claim already
+            if self._move(client, slot, ABORT_SLOT) == RELEASED:
+                released.append(slot.generation)
+        if released:
+            effects.append(Released(client.client_id, tuple(released)))
+        return effects
+
+    def release_slots(self, uint64_t client_id, generations, viewed):
+        """The engine is done with claimed slots; those in ``viewed`` still have live views and drain first."""
+        cdef ClientRecord client = <ClientRecord>self.clients[client_id]
+        cdef EngineSlotRecord slot
+        cdef list slots, released
+        if client.connected and not viewed and len(generations) == 1:
+            for generation in generations:
+                self._move(client, <EngineSlotRecord>client.slots[generation], RELEASE)
+                return [Released(client_id, (generation,))]
+        slots, released = [], []
+        for generation in generations if len(generations) < 2 else dict.fromkeys(generations):
+            slot = <EngineSlotRecord>client.slots[generation]
+            engine_slots.after(slot.state_number, RELEASE_VIEWED if generation in viewed else RELEASE)
+            slots.append(slot)
+        for slot in slots:
+            if viewed and slot.generation in viewed:
+                self._move(client, slot, RELEASE_VIEWED)
+            else:
+                self._move(client, slot, RELEASE)
+                released.append(slot.generation)
+        if client.connected:
+            return [Released(client_id, tuple(released))] if released else []
+        slots = []
+        self._reclaim(client, slots)
+        return slots
+
+    cdef list release_request(
+        self, ClientRecord client, RequestRecord request, const uint8_t* viewed, uint64_t* released, Py_ssize_t* count
+    ):
+        """As :meth:`release_slots`, for those of a request that are claimed.
+
+        Args:
+            viewed: for each of its slots, in order, whether it drains; NULL: none does.
+            released: has room for all of its slots; filled with the generations that its client is to be told of.
+            count: how many those are. 0 if the client has gone.
+        """
+        cdef EngineSlotRecord slot
+        cdef Py_ssize_t place = 0
+        cdef list effects = None
+        count[0] = 0
+        if request.slots is not None:
+            for slot in request.slots:
+                if slot.state_number != CLAIMED and slot.state_number != PUBLISHED:
+                    pass  # released, or left to its views, by itself
+                elif viewed != NULL and viewed[place]:
+                    self._move(client, slot, RELEASE_VIEWED)
+                else:
+                    self._move(client, slot, RELEASE)
+                    released[count[0]] = slot.generation
+                    count[0] += 1
+                place += 1
+        if not client.connected:
+            count[0] = 0
+            effects = []
+            self._reclaim(client, effects)
+        return effects
+
+    def last_view_gone(self, uint64_t client_id, uint64_t generation):
+        """The last view of a draining slot has died."""
+        cdef ClientRecord client = <ClientRecord>self.clients[client_id]
+        effects = self.release_viewed(client, <EngineSlotRecord>client.slots[generation])
+        return [Released(client_id, (generation,))] if effects is None else effects
+
+    cdef list release_viewed(self, ClientRecord client, EngineSlotRecord slot):
+        """As :meth:`last_view_gone`; None: its client, which is connected, is to be told of it."""
+        cdef list effects
+        self._move(client, slot, LAST_VIEW_GONE)
+        if client.connected:
+            return None
+        effects = []
+        self._reclaim(client, effects)
+        return effects
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def acquire_reply(self, uint64_t client_id, nbytes):
+        """Takes a reply slot for a client now; None if that would overtake somebody or does not fit now.
+
+        Raises:
+            CapacityError: it is larger than the whole reserve.
+        """
+        cdef ReplyWant want = ReplyWant.__new__(ReplyWant), other
+        want.client_id, want.blocks = client_id, self._reply_blocks_for(nbytes)
+        for other in self._reply_wants.values():
+            if not self._is_over_reply_quota(other):
+                return None
+        return self._take_reply(want)
+
+    def queue_reply(self, uint64_t client_id, ticket, nbytes):
+        """Queues for a reply slot; :class:`ReplyGranted` with this ticket comes as an effect of some later event."""
+        cdef ReplyWant want = ReplyWant.__new__(ReplyWant)
+        self._connected(client_id)
+        want.client_id, want.blocks = client_id, self._reply_blocks_for(nbytes)
+        self._reply_wants[ticket] = want
+
+    def cancel_reply(self, ticket):
+        """Leaves that queue, and passes the turn on."""
+        cdef list effects = []
+        self._reply_wants.pop(ticket, None)
+        self._serve_reply_wants(effects)
+        return effects
+
+    def release_replies(self, uint64_t client_id, generations):
+        """A client gives reply slots back. One that was given back before is counted, and nothing else.
+
+        Raises:
+            RemoteProtocolError: it never held one of them, or has not been sent it yet. Nothing was changed.
+        """
+        cdef list effects = []
+        self._release_replies(<ClientRecord>self.clients[client_id], generations, effects)
+        return effects
+
+    cdef int _release_replies(self, ClientRecord client, generations, list effects) except -1:
+        for generation in generations:
+            if generation in client.replies:
+                is_known = generation not in client.unsent_replies
+            else:  # generations are never used again: this one was lent out once, and nobody holds it now
+                is_known = 0 < generation < self._next_reply_generation and generation not in self._lent_replies
+            if not is_known:
+                raise RemoteProtocolError(
+                    f"reply slot {generation} was released by client {client.client_id}, which does not hold it"
+                )
+        for generation in generations:
+            if generation in client.replies:
+                self._free_reply(client, generation)
+            else:
+                self.stale_releases += 1
+        return self._serve_reply_wants(effects)
+
+    def reply_sent(self, uint64_t client_id, generation):
+        """A reply slot has been written, and is its client's from now on."""
+        (<ClientRecord>self.clients[client_id]).unsent_replies.remove(generation)
+
+    def discard_reply(self, uint64_t client_id, generation):
+        """The engine has stopped writing a reply slot that it will not send."""
+        cdef ClientRecord client = <ClientRecord>self.clients[client_id]
+        cdef list effects = []
+        client.unsent_replies.remove(generation)
+        self._free_reply(client, generation)
+        self._serve_reply_wants(effects)
+        self._reclaim(client, effects)
+        return effects
+
+    cdef int _free_reply(self, ClientRecord client, generation) except -1:
+        slot = client.replies.pop(generation)
+        self._lent_replies.remove(generation)
+        client.reply_blocks -= <uint64_t>slot.blocks
+        self._replies.free(slot.start, slot.blocks)
+        return 0
+
+    cdef list _sent_replies(self, ClientRecord client):
+        return [generation for generation in client.replies if generation not in client.unsent_replies]
+
+    cdef int _drop_reply_wants(self, ClientRecord client) except -1:
+        cdef ReplyWant want
+        for ticket, want in list(self._reply_wants.items()):
+            if want.client_id == client.client_id:
+                del self._reply_wants[ticket]
+        return 0
+
+    cdef uint64_t _reply_blocks_for(self, nbytes) except 0:
+        capacity = self._reply_reserve_blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+        if nbytes > capacity:
+            raise CapacityError(
+                f"a reply of {nbytes} bytes can never fit the reply reserve of {capacity}; raise reply_nbytes",
+                needed=nbytes,
+                capacity=capacity,
+            )
+        return slot_blocks(nbytes)
+
+    cdef bint _is_over_reply_quota(self, ReplyWant want) except -1:
+        """Whether a client holds half of the reserve; so one that never drops its views can't silence the rest."""
+        cdef uint64_t held = (<ClientRecord>self.clients[want.client_id]).reply_blocks
+        return len(self.clients) > 1 and held > 0 and held + want.blocks > self._reply_reserve_blocks // 2
+
+    cdef object _take_reply(self, ReplyWant want):
+        cdef int64_t start = -1 if self._is_over_reply_quota(want) else self._replies.take(want.blocks)
+        cdef ClientRecord client
+        if start < 0:
+            return None
+        slot = ReplySlot(self._next_reply_generation, start, want.blocks)
+        self._next_reply_generation += 1
+        client = <ClientRecord>self.clients[want.client_id]
+        client.replies[slot.generation] = slot
+        self._lent_replies.add(slot.generation)
+        client.unsent_replies.add(slot.generation)
+        client.reply_blocks += want.blocks
+        return slot
+
+    cdef int _serve_reply_wants(self, list effects) except -1:
+        cdef ReplyWant want
+        if not self._reply_wants:
+            return 0
+        for ticket, want in list(self._reply_wants.items()):
+            if self._is_over_reply_quota(want):
+                continue
+            slot = self._take_reply(want)
+            if slot is None:
+                break  # nobody overtakes the first that needs space
+            del self._reply_wants[ticket]
+            effects.append(ReplyGranted(ticket, slot))
+        return 0
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting_lease_requests(self):
+        """Clients that wait for a lease, in either memory."""
+        return self.host.waiting_lease_requests + (0 if self.device is None else self.device.waiting_lease_requests)
+
+    @property
+    def reply_free_nbytes(self):
+        """Bytes of the reply reserve that nobody holds."""
+        return self._replies.free_units * BLOCK_NBYTES
+
+    def count_slots(self, int state):
+        """Slots in this state, of all clients and in either memory."""
+        return self._slots_in[state]
+
+    def count_device_slots(self):
+        """Slots in device memory that the engine holds in any state."""
+        return self._device_slots
+
+    @property
+    def _counts(self):
+        return self._device_slots, tuple(self._slots_in)
+
+    @_counts.setter
+    def _counts(self, counts):
+        self._device_slots = counts[0]
+        for state in range(SLOT_STATES):
+            self._slots_in[state] = counts[1][state]
+
+    def verify(self, uint64_t generation_in_slab, uint64_t nbytes_in_slab, slot):
+        """Compares a slot's header, as it stands in shared memory, with the descriptor that was accepted for it.
+
+        In device memory there is none to compare: there, that its generation is a new one of its client's is all there is.
+
+        Raises:
+            StaleDescriptorError: they differ.
+        """
+        if generation_in_slab != <uint64_t>slot.generation or nbytes_in_slab != <uint64_t>slot.nbytes:
+            raise StaleDescriptorError(
+                f"the slot at {slot.offset} holds generation {generation_in_slab} with {nbytes_in_slab} bytes, "
+                f"not generation {slot.generation} with {slot.nbytes}"
+            )
+
+    def check(self):
+        """Asserts the invariants of the book; for tests, and for closing."""
+        self.host.check()
+        if self.device is not None:
+            self.device.check()
+        replies = sum(slot.blocks for client in self.clients.values() for slot in client.replies.values())
+        assert self._replies.free_units + replies == self.geometry.reply_blocks, "a reply block is lost"
+        slots = [slot for client in self.clients.values() for slot in client.slots.values()]
+        assert list(self._slots_in) == [sum(slot.state is state for slot in slots) for state in EngineSlot]
+        assert self._device_slots == sum(slot.lease.memory == DEVICE for slot in slots)
+        for client in self.clients.values():
+            assert client.reply_blocks == sum(slot.blocks for slot in client.replies.values())
+            assert client.connected or not client.requests, "a request outlives its connection"
+            for lease in client.leases.values():
+                expected = Lease.LEASED if client.connected else Lease.QUARANTINED
+                assert lease.state is expected, f"lease {lease.lease_id} is {lease.state.name}"
+                in_lease = [slot for slot in client.slots.values() if slot.lease is lease]
+                assert sorted((slot.start, slot.blocks) for slot in in_lease) == lease.live.runs()
+            end = 0
+            for slot in sorted(client.slots.values(), key=lambda slot: slot.start):
+                assert slot.start >= end, f"slot {slot.generation} overlaps another"
+                assert slot.lease.start <= slot.start and slot.start + slot.blocks <= slot.lease.end
+                assert client.leases.get(slot.lease.lease_id) is slot.lease, "a live slot is in no lease of its client"
+                end = slot.start + slot.blocks

@@ -1,0 +1,371 @@
+"""Lending one memory out in ranges: who asks for one, who holds one, and for whom a range is kept.
+
+A client has at most one request waiting in each memory. Requests are served in order of arrival, which is round robin over
+clients. The first that can't be served gets a *window*: the address range that is cheapest to empty (its leases are recalled),
+closed to every other client until the request is granted or withdrawn. So small requests go on beside a large one, but can't
+overtake it for ever.
+
+The slab is lent out by one :class:`Lending`, a device slab by another. Both count blocks in one address space.
+
+What an event costs: a request that others wait before is tried once, which is one search in the free runs. What is free in the
+window is kept apart from them (``_kept``), so that such a search does not meet it. A window is opened at most once for each grant
+or withdrawal of another, in one pass over the leases by address. What comes back is offered to everybody who waits.
+``tests/model/lending.py`` says the same without any of that.
+
+Invariants (:meth:`Lending.check`): free, kept and lent blocks add up, leases do not overlap, and the counts are true.
+"""
+
+from libc.stdint cimport int64_t
+
+from shmring.core.blocks cimport TakenRuns
+from shmring.core.records cimport DEVICE, HOST
+from shmring.core.transitions cimport leases as lease_states
+
+from shmring.core.effects import Granted, Recalled
+from shmring.core.geometry import BLOCK_NBYTES as _BLOCK_NBYTES
+from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, LeaseGrant
+from shmring.core.states import Lease, LeaseEvent
+from shmring.errors import RemoteProtocolError
+
+assert (_BLOCK_NBYTES, HOST_MEMORY, DEVICE_MEMORY) == (BLOCK_NBYTES, HOST, DEVICE)
+
+cdef int FREE = Lease.FREE
+cdef int QUARANTINED = Lease.QUARANTINED
+cdef int GRANT = LeaseEvent.GRANT
+
+
+cdef class Lending:
+    """The leases of one memory.
+
+    Args:
+        clients: of the engine, by id; shared by all of its lendings.
+        limits: bounds per client.
+        memory: which one.
+        start, blocks: the range that is lent out, in blocks of the address space.
+        first_lease_id: where its lease ids begin; those of two memories must not meet.
+    """
+
+    def __init__(self, dict clients, limits, int memory, uint64_t start, uint64_t blocks, uint64_t first_lease_id):
+        self.clients = clients
+        self.limits = limits
+        self.memory = memory
+        self._free = RunAllocator(start, blocks)
+        self._wants, self._kept, self._by_start = {}, [], []
+        self._next_lease_id = first_lease_id
+        self._max_leases = limits.max_leases
+        self._quota_blocks = limits.device_quota_blocks if memory == DEVICE else limits.quota_blocks
+
+    @property
+    def free_nbytes(self):
+        """Bytes that can be lent out and that nobody holds."""
+        return (self._free.free_units + self._kept_blocks) * BLOCK_NBYTES
+
+    @property
+    def waiting_lease_requests(self):
+        """Clients that wait for a lease."""
+        return len(self._wants)
+
+    def leased_nbytes(self, int state):
+        """Bytes in leases of this state."""
+        return self._blocks_in[state] * BLOCK_NBYTES if state != FREE else 0
+
+    @property
+    def _counts(self):
+        return self._kept_blocks, tuple(self._blocks_in)
+
+    @_counts.setter
+    def _counts(self, counts):
+        self._kept_blocks = counts[0]
+        for state in range(LEASE_STATES):
+            self._blocks_in[state] = counts[1][state]
+
+    cdef object connect(self, ClientRecord client, uint64_t blocks):
+        """Returns a base lease, or None if none can be had now."""
+        cdef int64_t start = -1 if self._wants else self._free.take(blocks)
+        return None if start < 0 else self._lend(client, 0, start, blocks)
+
+    cdef int ask(
+        self, ClientRecord client, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, list effects
+    ) except -1:
+        """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
+
+        Raises:
+            RemoteProtocolError: it asks for more than can ever be granted.
+        """
+        cdef uint64_t blocks = blocks_for(nbytes)
+        cdef LeaseWant want
+        cdef ClientRecord owner
+        if nbytes == 0:
+            self._withdraw(client.client_id)
+            return self.serve(effects)
+        if blocks > self._free.length:
+            raise RemoteProtocolError(f"a lease of {nbytes} bytes was requested of {self._free.length * BLOCK_NBYTES}")
+        want = LeaseWant.__new__(LeaseWant)
+        want.token, want.blocks = token, blocks
+        want.preferred_blocks = min(max(blocks, blocks_for(preferred_nbytes)), self._free.length)
+        self._wants[client.client_id] = want
+        if self._window is not None:
+            owner = self.clients[self._window.client_id]
+            if owner is client and self._window.blocks != blocks:
+                self._close_window()
+                return self.serve(effects)
+            if owner is not client and self._is_over_quota(owner, (<LeaseWant>self._wants[owner.client_id]).blocks):
+                return self.serve(effects)
+        # Nothing has come free and no window was closed: whoever waits already can't be served now either.
+        if self._serve_one(client, want, effects):
+            return self.serve(effects)
+        return 0
+
+    cdef int forget(self, uint64_t client_id) except -1:
+        """A client has gone: it waits for nothing, and the window is chosen again, as it may rest on a lease of that client."""
+        self._wants.pop(client_id, None)
+        return self._close_window()
+
+    cdef int change(self, LeaseRecord lease, int event) except -1:
+        """Makes a transition of a lease."""
+        cdef int state = lease_states.advance(lease.state_number, event)
+        self._blocks_in[lease.state_number] -= lease.blocks
+        lease.state_number = state
+        self._blocks_in[state] += lease.blocks
+        return 0
+
+    cdef int take_back(self, ClientRecord client, LeaseRecord lease) except -1:
+        """Frees a lease's blocks. The caller must then serve those that wait for blocks."""
+        cdef Py_ssize_t place = self._place_of(lease.start)
+        assert self._by_start[place] is lease
+        del self._by_start[place]
+        del client.leases[lease.lease_id]
+        client.blocks_in[self.memory] -= lease.blocks
+        client.leases_in[self.memory] -= 1
+        return self._free_run(lease.start, lease.blocks)
+
+    cdef int serve(self, list effects) except -1:
+        """Grants what can be granted, in order of arrival; opens a window for the first that can't."""
+        cdef bint begin_again = True
+        while begin_again and self._wants:
+            begin_again = False
+            for client_id, want in list(self._wants.items()):
+                # When a window was closed: begin again with the first, whom it may have kept out.
+                begin_again = self._serve_one(<ClientRecord>self.clients[client_id], <LeaseWant>want, effects)
+                if begin_again:
+                    break
+        return 0
+
+    cdef bint _serve_one(self, ClientRecord client, LeaseWant want, list effects) except -1:
+        """Does what can be done for one that waits; returns whether a window was closed."""
+        cdef uint64_t start, blocks
+        if self._is_over_quota(client, want.blocks):
+            # It waits for what its own client returns, so nobody else waits for it.
+            if self._window is None or self._window.client_id != client.client_id:
+                return False
+            self._close_window()
+            return True
+        if self._take_run(client, want, &start, &blocks):
+            effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
+            return self._withdraw(client.client_id)
+        if self._window is None:
+            self._open_window(client, want.blocks, effects)
+        return False
+
+    cdef object _lend(self, ClientRecord client, uint64_t token, uint64_t start, uint64_t blocks):
+        """Writes a lease down whose blocks are taken; returns what its holder is told."""
+        cdef LeaseRecord lease = LeaseRecord.__new__(LeaseRecord)
+        lease.lease_id = self._next_lease_id
+        lease.client_id, lease.memory, lease.start, lease.blocks = client.client_id, self.memory, start, blocks
+        lease.state_number = lease_states.advance(FREE, GRANT)
+        lease.live = TakenRuns()
+        self._next_lease_id += 1
+        self._by_start.insert(self._place_of(start), lease)
+        client.leases[lease.lease_id] = lease
+        client.blocks_in[self.memory] += blocks
+        client.leases_in[self.memory] += 1
+        self._blocks_in[lease.state_number] += blocks
+        return LeaseGrant(token, lease.lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
+
+    cdef bint _withdraw(self, uint64_t client_id) except -1:
+        """Forgets what a client waits for; returns whether a window was closed with it."""
+        self._wants.pop(client_id, None)
+        if self._window is None or self._window.client_id != client_id:
+            return False
+        self._close_window()
+        return True
+
+    cdef int _close_window(self) except -1:
+        self._put_back()
+        self._window = None
+        return 0
+
+    cdef bint _is_over_quota(self, ClientRecord client, uint64_t blocks) except -1:
+        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""
+        cdef ClientRecord other
+        cdef uint64_t held = client.blocks_in[self.memory]
+        if client.leases_in[self.memory] >= self._max_leases:
+            return True
+        if not held or held + blocks <= self._quota_blocks:
+            return False
+        for other in self.clients.values():
+            if other is not client and (other.connected or other.leases):
+                return True
+        return False
+
+    cdef bint _take_run(self, ClientRecord client, LeaseWant want, uint64_t* start, uint64_t* blocks) except -1:
+        """Takes a run for a want from the free list, outside the window of anybody else; returns whether there was one."""
+        cdef bint is_owner = self._window is not None and self._window.client_id == client.client_id
+        cdef bint has_run
+        if is_owner:
+            self._put_back()
+        has_run = self._take_free_run(client, want, start, blocks)
+        if is_owner and not has_run:
+            self._keep()
+        return has_run
+
+    cdef bint _take_free_run(self, ClientRecord client, LeaseWant want, uint64_t* start, uint64_t* blocks) except -1:
+        cdef int64_t at = -1
+        blocks[0] = want.preferred_blocks
+        if not self._is_over_quota(client, want.preferred_blocks):
+            at = self._free.take(want.preferred_blocks)
+        if at < 0 and want.blocks != want.preferred_blocks:
+            # What it needs is within its quota, what it would prefer may not be.
+            blocks[0] = want.blocks
+            at = self._free.take(want.blocks)
+        start[0] = <uint64_t>at
+        return at >= 0
+
+    cdef int _open_window(self, ClientRecord client, uint64_t blocks, list effects) except -1:
+        """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
+        cdef ClientRecord holder
+        cdef LeaseRecord lease
+        self._window = Window.__new__(Window)
+        self._window.client_id, self._window.blocks = client.client_id, blocks
+        self._window.start = self._cheapest_range(blocks)
+        self._keep()
+        for holder in self.clients.values():
+            if not holder.connected or not holder.leases_in[self.memory]:
+                continue
+            recalled = []
+            for lease in holder.leases.values():
+                if not lease.recalled and self._window.overlaps(lease):
+                    lease.recalled = True
+                    recalled.append(lease.lease_id)
+            if recalled:
+                effects.append(Recalled(holder.client_id, tuple(recalled)))
+        return 0
+
+    cdef uint64_t _cheapest_range(self, uint64_t blocks) except? 0:
+        """Returns where the range of so many blocks begins that is cheapest to empty: the lowest of those.
+
+        A range that is moved up becomes cheaper only where it leaves a lease behind. So the lowest of the cheapest begins where the
+        memory begins, or behind a lease. One pass over those places, and over the leases that a range then enters and has left.
+        """
+        cdef uint64_t last_start = self._free.start + self._free.length - blocks, start = self._free.start, best = start
+        cdef uint64_t leased = 0, quarantined = 0, least_leased = 0, least_quarantined = 0
+        cdef Py_ssize_t count = len(self._by_start), left = 0, entered = 0
+        cdef LeaseRecord lease
+        while True:
+            while entered < count:
+                lease = <LeaseRecord>self._by_start[entered]
+                if lease.start >= start + blocks:
+                    break
+                leased += lease.blocks
+                quarantined += lease.blocks * (lease.state_number == QUARANTINED)
+                entered += 1
+            # A quarantined lease comes back when a process dies, which may be never: last choice.
+            if (
+                start == self._free.start
+                or quarantined < least_quarantined
+                or (quarantined == least_quarantined and leased < least_leased)
+            ):
+                best, least_leased, least_quarantined = start, leased, quarantined
+            if left == count:
+                return best
+            lease = <LeaseRecord>self._by_start[left]
+            start = lease.start + lease.blocks
+            if start > last_start:
+                return best
+            if left == entered:  # there was a gap before it: the range begins behind it without having entered it
+                entered += 1
+            else:
+                leased -= lease.blocks
+                quarantined -= lease.blocks * (lease.state_number == QUARANTINED)
+            left += 1
+
+    cdef int _keep(self) except -1:
+        """Takes what is free in the window out of the free list."""
+        cdef uint64_t at = self._window.start, end = self._window.start + self._window.blocks, start = 0, blocks = 0
+        cdef bint is_taken
+        while self._free.run_at_or_behind(at, &start, &blocks) and start < end:
+            blocks = min(start + blocks, end)
+            start = max(start, at)
+            blocks -= start
+            is_taken = self._free.take_at(start, blocks)
+            assert is_taken, "the free runs changed under us"
+            self._kept.append((start, blocks))
+            self._kept_blocks += blocks
+            at = start + blocks
+        return 0
+
+    cdef int _put_back(self) except -1:
+        """Undoes :meth:`_keep`."""
+        for start, blocks in self._kept:
+            self._give(start, blocks)
+        self._kept.clear()
+        self._kept_blocks = 0
+        return 0
+
+    cdef int _free_run(self, uint64_t start, uint64_t blocks) except -1:
+        """Gives blocks back: those in the window are kept, the others are free."""
+        cdef uint64_t end = start + blocks, inside_start = end, inside_end = end
+        if self._window is not None:
+            inside_start = min(end, max(start, self._window.start))
+            inside_end = max(inside_start, min(end, self._window.start + self._window.blocks))
+        if inside_start > start:
+            self._give(start, inside_start - start)
+        if inside_end > inside_start:
+            self._kept.append((inside_start, inside_end - inside_start))
+            self._kept_blocks += inside_end - inside_start
+        if end > inside_end:
+            self._give(inside_end, end - inside_end)
+        return 0
+
+    cdef int _give(self, uint64_t start, uint64_t blocks) except -1:
+        cdef bint was_taken = self._free.give(start, blocks)
+        assert was_taken, "what comes back is free already"
+        return 0
+
+    cdef Py_ssize_t _place_of(self, uint64_t start) except -1:
+        """Returns the place of the first lease, by address, that does not begin before a block."""
+        cdef Py_ssize_t low = 0, high = len(self._by_start), middle
+        while low < high:
+            middle = (low + high) >> 1
+            if (<LeaseRecord>self._by_start[middle]).start < start:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def check(self):
+        """Asserts the invariants of this memory: no block is lost, no two leases overlap, and what is counted is true."""
+        leases = [lease for client in self.clients.values() for lease in client.leases.values() if lease.memory == self.memory]
+        leases.sort(key=lambda lease: lease.start)
+        assert self._by_start == leases, "a lease is not where its address says, or not in its client's hands"
+        lent = sum(lease.blocks for lease in leases)
+        assert self._free.free_units + self._kept_blocks + lent == self._free.length, "a block is lost or counted twice"
+        assert sum(blocks for _, blocks in self._kept) == self._kept_blocks
+        if self._window is None:
+            assert not self._kept, "something is kept for nobody"
+        else:
+            assert self._window.client_id in self._wants, "a window is kept for nobody"
+            for start, blocks in [*self._kept]:
+                assert self._window.start <= start and start + blocks <= self._window.end
+            for start, blocks in self._free.runs():
+                assert start >= self._window.end or start + blocks <= self._window.start
+        end = self._free.start
+        for start, blocks in sorted([(lease.start, lease.blocks) for lease in leases] + self._kept + self._free.runs()):
+            assert start >= end, f"what begins at block {start} overlaps something else"
+            end = start + blocks
+        assert end <= self._free.end
+        for state in Lease:
+            assert self.leased_nbytes(state) == sum(lease.blocks for lease in leases if lease.state is state) * BLOCK_NBYTES
+        for client in self.clients.values():
+            own = [lease.blocks for lease in leases if lease.client_id == client.client_id]
+            assert (client.leased_blocks[self.memory], client.lease_counts[self.memory]) == (sum(own), len(own))

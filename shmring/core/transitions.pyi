@@ -1,0 +1,4 @@
+from collections.abc import Callable
+from typing import Any
+
+def watch(watcher: Callable[[str, Any, Any], object] | None) -> None: ...

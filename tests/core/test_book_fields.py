@@ -1,0 +1,127 @@
+"""What the compiled books have: every field is compared with the model's, or checked against what it follows from."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shmring.core import engine_book, lending, records
+from shmring.core.engine_book import EngineBook
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
+from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from tests.model import records as model_records
+from tests.model.state import ANSWERS, DERIVED, FIELDS
+
+BOUNDS = {"geometry", "limits", "memory"}  # never change
+FOLLOWING = {"LeaseRecord": {"end"}, "RequestRecord": {"generations"}, "Window": {"end"}}
+
+COMPILED = [engine_book.EngineBook, lending.Lending, *[getattr(records, name) for name in model_records.__all__]]
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_no_field_of_a_compiled_book_is_compared_with_nothing(kind: type) -> None:
+    name = kind.__name__
+    fields = {field for field, member in vars(kind).items() if isinstance(member, types.GetSetDescriptorType)}
+    followed = {*BOUNDS, *FOLLOWING.get(name, ()), *ANSWERS.get(name, ())} if name != "LeaseRecord" else {"end"}
+    assert fields - followed == {*FIELDS[name], *DERIVED.get(name, ())}
+
+
+@pytest.mark.parametrize("kind", [getattr(model_records, name) for name in model_records.__all__])
+def test_no_field_of_a_model_is_compared_with_nothing(kind: Any) -> None:
+    assert {field.name for field in dataclasses.fields(kind)} == set(FIELDS[kind.__name__])
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------------
+
+
+def busy_book() -> EngineBook:
+    """Client 1 has a lease in each memory, and a slot in each; client 2 has one lease."""
+    book = EngineBook(
+        Geometry(leasable_blocks=12, reply_blocks=4, device_blocks=8),
+        EngineBookLimits(max_lease_blocks=4, quota_blocks=8, max_leases=8, max_inflight=4, device_quota_blocks=8),
+    )
+    base = book.connect(1, 4 * BLOCK_NBYTES)
+    book.connect(2, 4 * BLOCK_NBYTES)
+    [granted] = book.request_lease(1, 1, 4 * BLOCK_NBYTES, 0, DEVICE_MEMORY)
+    slots = [slot_in(base, 1), slot_in(granted.grant, 2)]  # type: ignore[arg-type,union-attr]
+    book.submit(1, 1, slots)
+    book.check()
+    return book
+
+
+def slot_in(grant: LeaseGrant, n: int) -> SlotRef:
+    return SlotRef(grant.lease_id, grant.offset, BLOCK_NBYTES - SLOT_HEADER_NBYTES, 1 << GENERATION_BITS | n)
+
+
+def test_what_is_counted_is_what_there_is() -> None:
+    book = busy_book()
+    assert (book.clients[1].leased_blocks, book.clients[1].lease_counts) == ((4, 4), (1, 1))
+    assert (book.clients[2].leased_blocks, book.clients[2].lease_counts) == ((4, 0), (1, 0))
+    assert book.count_device_slots() == 1
+    assert book.device is not None
+    assert (book.host.free_nbytes, book.device.free_nbytes) == (4 * BLOCK_NBYTES, 4 * BLOCK_NBYTES)
+
+
+def miscount_leases(book: Any) -> None:
+    book.clients[1].leased_blocks = (5, 4)
+
+
+def miscount_leases_in_device_memory(book: Any) -> None:
+    book.clients[1].leased_blocks = (4, 5)
+
+
+def miscount_lease_numbers(book: Any) -> None:
+    book.clients[1].lease_counts = (0, 0)
+
+
+def miscount_replies(book: Any) -> None:
+    book.clients[1].reply_blocks += 1
+
+
+def miscount_slots(book: Any) -> None:
+    device_slots, slots = book._counts
+    book._counts = device_slots, (*slots[:-1], slots[-1] + 1)
+
+
+def miscount_device_slots(book: Any) -> None:
+    device_slots, slots = book._counts
+    book._counts = device_slots + 1, slots
+
+
+def miscount_states(book: Any) -> None:
+    kept, states = book.host._counts
+    book.host._counts = kept, (states[0], states[1] - 1, states[2] + 1)
+
+
+def miscount_what_is_kept(book: Any) -> None:
+    _, states = book.host._counts
+    book.host._counts = 1, states
+
+
+def lose_a_place(book: Any) -> None:
+    book.host._by_start.reverse()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        miscount_leases,
+        miscount_leases_in_device_memory,
+        miscount_lease_numbers,
+        miscount_replies,
+        miscount_slots,
+        miscount_device_slots,
+        miscount_states,
+        miscount_what_is_kept,
+        lose_a_place,
+    ],
+)
+def test_check_finds_what_is_miscounted(damage: Callable[[Any], None]) -> None:
+    book = busy_book()
+    damage(book)
+    with pytest.raises(AssertionError):
+        book.check()

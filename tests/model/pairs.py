@@ -1,0 +1,68 @@
+"""The compiled books with their models beside them: each event happens to both, and must have the same outcome.
+
+A pair is used like the compiled book. After each event, effects or errors are compared, and the whole state of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shmring.core import engine_book
+from shmring.core.geometry import EngineBookLimits, Geometry
+from tests.model import engine_book as model_engine_book
+from tests.model.state import plain
+
+__all__ = ["PairedEngineBook"]
+
+ENGINE_EVENTS = (
+    *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases"),
+    *("submit", "claim", "end", "abort", "release_slots", "last_view_gone"),
+    *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply", "verify"),
+)
+
+
+class PairedEngineBook(engine_book.EngineBook):
+    """The engine's book and its model."""
+
+    def __init__(self, geometry: Geometry, limits: EngineBookLimits) -> None:
+        super().__init__(geometry, limits)
+        self.model = model_engine_book.EngineBook(geometry, limits)
+
+
+def outcome(event: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, BaseException | None]:
+    """What an event returns, or raises."""
+    try:
+        return event(*arguments, **named), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other must raise the same
+        return None, error
+
+
+def same_error(one: BaseException | None, other: BaseException | None) -> bool:
+    """Whether two errors say the same."""
+    return (
+        type(one) is type(other)
+        and str(one) == str(other)
+        and getattr(one, "__dict__", None) == getattr(other, "__dict__", None)
+    )
+
+
+def _paired(name: str) -> Callable[..., Any]:
+    def event(self: PairedEngineBook, *arguments: Any, **named: Any) -> Any:
+        compiled = getattr(engine_book.EngineBook, name)
+        expected, expected_error = outcome(getattr(self.model, name), arguments, named)
+        result, error = outcome(compiled, (self, *arguments), named)
+        assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
+        assert result == expected, f"{name}{arguments}: {result}, and the model says {expected}"
+        assert plain(self) == plain(self.model), f"{name}{arguments}: another state than the model's"
+        self.check()
+        self.model.check()
+        if error is not None:
+            raise error
+        return result
+
+    return event
+
+
+for _name in ENGINE_EVENTS:
+    setattr(PairedEngineBook, _name, _paired(_name))

@@ -1,0 +1,81 @@
+"""A book's whole state as plain data, of a compiled book and of its model alike.
+
+What each kind of object holds is said here once. ``FIELDS`` is what both have; ``DERIVED`` is what only the compiled one keeps,
+to be fast, and what follows from the rest: ``check`` of the book compares it with what it is derived from. A test compares both
+with the fields that there are.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from shmring.core.states import EngineSlot, Lease
+
+__all__ = ["DERIVED", "FIELDS", "plain"]
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "EngineBook": (
+        *("clients", "host", "device", "late_aborts", "stale_releases"),
+        *("_replies", "_reply_wants", "_next_reply_generation", "_lent_replies"),
+    ),
+    "Lending": ("_free", "_wants", "_window", "_next_lease_id"),
+    "ClientRecord": (
+        *("client_id", "last_generation", "last_request_id", "connected", "dead"),
+        *("leases", "slots", "requests", "replies", "unsent_replies"),
+    ),
+    "LeaseRecord": ("lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up"),
+    "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state"),
+    "RequestRecord": ("request_id", "slots", "state"),
+    "LeaseWant": ("token", "blocks", "preferred_blocks"),
+    "ReplyWant": ("client_id", "blocks"),
+    "Window": ("client_id", "start", "blocks"),
+}
+DERIVED: dict[str, tuple[str, ...]] = {
+    "EngineBook": ("_counts",),
+    "Lending": ("clients", "_kept", "_by_start", "_counts"),
+    "ClientRecord": ("reply_blocks", "leased_blocks", "lease_counts"),
+}
+#: What a book answers about itself; its counts of slots and leases by state come beside.
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "EngineBook": ("waiting_lease_requests", "reply_free_nbytes"),
+    "Lending": ("free_nbytes", "waiting_lease_requests"),
+}
+
+
+def plain(value: Any) -> Any:
+    """Returns a deep, comparable copy, in which the order of dicts counts."""
+    if value is None or isinstance(value, int | float | str | enum.Enum | msgspec.Struct):
+        return value
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    name = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in FIELDS or hasattr(kind, "runs"))
+    if name not in FIELDS:
+        return list(value.runs())
+    items = [(field, plain(getattr(value, field))) for field in FIELDS[name]]
+    items += [(answer, getattr(value, answer)) for answer in ANSWERS.get(name, ())]
+    if name == "EngineBook":
+        items += [("slots", [value.count_slots(state) for state in EngineSlot]), ("device", value.count_device_slots())]
+    if name == "Lending":
+        items[0] = ("_free", _joined([*value._free.runs(), *getattr(value, "_kept", ())]))
+        items.append(("leased", [value.leased_nbytes(state) for state in Lease]))
+    if name == "RequestRecord":
+        items[1] = ("slots", plain(value.slots or []))
+    return name, items
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs by address, those that touch made one: what is free, wherever it is kept."""
+    joined: list[tuple[int, int]] = []
+    for start, length in sorted(runs):
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined
