@@ -1,4 +1,4 @@
-"""Shmring's allocation as a whole: the engine's ledger leases ranges to frontends, whose lease books place slots in them.
+"""Shmring's allocation as a whole: the engine's book leases ranges to frontends, whose books place slots in them.
 
 Both are the books that run in production, without the processes around them: what one wants to send goes to the other at
 once. A slot finds no place when its frontend would have to wait: for another's slots, for a lease that has been recalled, or
@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from shmring.config import ClientConfig, RingConfig
-from shmring.core import effects, leasebook
+from shmring.core import effects
+from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.engine_book import EngineBook
-from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry
-from shmring.core.leasebook import LeaseBook, LeaseBookLimits
+from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
 
 __all__ = ["Leased", "LoneBook"]
@@ -37,13 +37,13 @@ class Leased:
                 max_inflight=ring.max_inflight,
             ),
         )
-        self.books: dict[int, LeaseBook] = {}
-        self.slots: dict[int, tuple[LeaseBook, int, leasebook.SlotRecord]] = {}  # by first block
+        self.books: dict[int, ClientBook] = {}
+        self.slots: dict[int, tuple[ClientBook, int, ClientSlotRecord]] = {}  # by first block
         self.tickets = itertools.count(1)
         self.arrivals = 0
         for client_id in range(1, frontends + 1):
             grant = self.ledger.connect(client_id, int(client.lease_nbytes))
-            self.books[client_id] = LeaseBook(_book_limits(client_id, length, ring, client))
+            self.books[client_id] = ClientBook(_book_limits(client_id, length, ring, client))
             if grant is not None:
                 self._exchange([effects.Granted(client_id, grant)], [])
 
@@ -59,7 +59,7 @@ class Leased:
         self.slots[slot.start] = (book, client_id, slot)
         return slot.start
 
-    def _wait(self, client_id: int, book: LeaseBook, nbytes: int) -> leasebook.SlotRecord | None:
+    def _wait(self, client_id: int, book: ClientBook, nbytes: int) -> ClientSlotRecord | None:
         """Queues for a slot, carries out all that follows, and gives up if that did not bring it."""
         ticket = next(self.tickets)
         acquired = self._exchange([], [(client_id, effect) for effect in book.queue(ticket, nbytes, held=False)])
@@ -75,8 +75,8 @@ class Leased:
         return self.arrivals / _ARRIVALS_PER_S
 
     def _exchange(
-        self, engine: Sequence[effects.EngineEffect], frontends: Sequence[tuple[int, leasebook.Effect]]
-    ) -> leasebook.SlotRecord | None:
+        self, engine: Sequence[effects.EngineEffect], frontends: Sequence[tuple[int, effects.ClientEffect]]
+    ) -> ClientSlotRecord | None:
         """Carries effects of both sides out, and those that follow; returns the slot that somebody waited for."""
         of_engine, of_frontends = deque(engine), deque(frontends)
         acquired = None
@@ -86,7 +86,7 @@ class Leased:
                 of_frontends += [(client_id, effect) for effect in caused]
             while of_frontends:
                 client_id, effect = of_frontends.popleft()
-                if isinstance(effect, leasebook.Acquired):
+                if isinstance(effect, effects.Acquired):
                     acquired = effect.slot
                 elif isinstance(effect.message, LeaseRequest):
                     request = effect.message
@@ -95,7 +95,7 @@ class Leased:
                     of_engine += self.ledger.return_leases(client_id, effect.message.lease_ids)
         return acquired
 
-    def _at_frontend(self, effect: effects.EngineEffect) -> tuple[int, list[leasebook.Effect]]:
+    def _at_frontend(self, effect: effects.EngineEffect) -> tuple[int, list[effects.ClientEffect]]:
         match effect:
             case effects.Granted(client_id, grant):
                 return client_id, self.books[client_id].granted(grant, self._now())
@@ -104,8 +104,8 @@ class Leased:
         raise AssertionError(f"nothing of this causes {effect}")
 
 
-def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientConfig) -> LeaseBookLimits:
-    return LeaseBookLimits(
+def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientConfig) -> ClientBookLimits:
+    return ClientBookLimits(
         client_id=client_id,
         slab_nbytes=(length + 2) * BLOCK_NBYTES,  # a header block before, a reply block behind
         leasable_nbytes=length * BLOCK_NBYTES,
@@ -122,7 +122,7 @@ class LoneBook:
     """
 
     def __init__(self, length: int, leases: int) -> None:
-        self.book = LeaseBook(_book_limits(1, length, RingConfig(), ClientConfig()))
+        self.book = ClientBook(_book_limits(1, length, RingConfig(), ClientConfig()))
         self.generations: dict[int, int] = {}  # by first block
         blocks = length // leases
         for number in range(leases):

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.leasebook import SlotRecord
+from shmring.core.client_book import ClientSlotRecord
 from shmring.core.messages import Content
 from shmring.errors import CapacityError, LocalProtocolError, fresh
 from shmring.memory.payload import PayloadDecoder
@@ -30,7 +30,7 @@ class Pending:
 
     __slots__ = ("_ended", "_error", "_replies", "_waiter", "name", "request_id", "session", "slots")
 
-    def __init__(self, session: Session, request_id: int, name: str, slots: list[SlotRecord]) -> None:
+    def __init__(self, session: Session, request_id: int, name: str, slots: list[ClientSlotRecord]) -> None:
         self.session = session
         self.request_id = request_id
         self.name = name

@@ -1,6 +1,6 @@
 """A frontend's connection to one life of an engine: its socket, its mapping of the slab, its lease book.
 
-Theory of operation: :class:`Session` is the thin asyncio shell around the :class:`~shmring.core.leasebook.LeaseBook`, as
+Theory of operation: :class:`Session` is the thin asyncio shell around the :class:`~shmring.core.client_book.ClientBook`, as
 the ring is around the ledger. It ends for good when the engine's connection or process ends; a client that reconnects
 makes a new one. Everything that waits in it then fails with the reason, and slots of it are dead.
 """
@@ -29,7 +29,9 @@ from shmring.cancellation import uninterrupted
 from shmring.client.pending import Pending
 from shmring.client.slot import Slot, content_start
 from shmring.config import ClientConfig
-from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, SlotRecord
+from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.effects import Acquired, ClientEffect
+from shmring.core.geometry import ClientBookLimits
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     SLOT_HEADER_NBYTES,
@@ -140,8 +142,8 @@ class Session:
         self._regions = regions  # by _OF_SLOTS and the id of a record, or by _OF_REPLIES and a generation
         self._on_lost = on_lost
         self._origin = Origin()
-        self.book = LeaseBook(
-            LeaseBookLimits(
+        self.book = ClientBook(
+            ClientBookLimits(
                 client_id=welcome.client_id,
                 slab_nbytes=welcome.slab_nbytes,
                 leasable_nbytes=welcome.leasable_nbytes,
@@ -159,16 +161,16 @@ class Session:
         self.pending: dict[int, Pending] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._ids = itertools.count(1)
-        self._slot_waiters: dict[int, asyncio.Future[SlotRecord]] = {}
-        self._held: dict[int, SlotRecord] = {}  # by first block
+        self._slot_waiters: dict[int, asyncio.Future[ClientSlotRecord]] = {}
+        self._held: dict[int, ClientSlotRecord] = {}  # by first block
         self._held_starts: list[int] = []
         self._lease_ranges: dict[int, tuple[int, int]] = {}
         self._held_regions: dict[int, Region] = {}  # by first block; of slots in host memory
-        self._viewed: dict[int, SlotRecord] = {}  # by id: left by their caller, still viewed
+        self._viewed: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, still viewed
         self._viewed_replies: set[int] = set()  # generations of slots
         self._expiry: asyncio.TimerHandle | None = None
         self._touching: asyncio.Task[None] | None = None
-        self._copies: dict[asyncio.Future[None], SlotRecord] = {}  # that are being made, or wait for their turn
+        self._copies: dict[asyncio.Future[None], ClientSlotRecord] = {}  # that are being made, or wait for their turn
         self._ended = self.loop.create_future()
         self._closing = False
         self.connection: Connection[EngineMessage] = Connection(
@@ -360,7 +362,7 @@ class Session:
         if self._touching is not None:
             await asyncio.wait([self._touching])
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[ClientEffect]) -> None:
         if self.error is not None:
             return  # the slab is unmapped, and whoever waited has been told
         for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
@@ -392,17 +394,17 @@ class Session:
         if self.device is not None:
             self._carry_out(self.device.book.expire(self.loop.time()))
 
-    def _book_of(self, record: SlotRecord) -> LeaseBook:
+    def _book_of(self, record: ClientSlotRecord) -> ClientBook:
         return self.device.book if self.device is not None and self.device.has(record) else self.book
 
-    async def acquire(self, nbytes: int, *, held: bool, book: LeaseBook | None = None) -> SlotRecord:
+    async def acquire(self, nbytes: int, *, held: bool, book: ClientBook | None = None) -> ClientSlotRecord:
         """Waits in line for a slot, in host memory or that of another book."""
         book = self.book if book is None else book
         slot = book.acquire(nbytes, held=held)
         if slot is not None:
             return slot
         ticket = next(self._ids)
-        future: asyncio.Future[SlotRecord] = self.loop.create_future()
+        future: asyncio.Future[ClientSlotRecord] = self.loop.create_future()
         self._slot_waiters[ticket] = future
         warning = self.loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, book, nbytes)
         self._carry_out(book.queue(ticket, nbytes, held=held))
@@ -420,7 +422,7 @@ class Session:
             warning.cancel()
             del future  # it holds its error, whose traceback holds this frame and its callers', and they the payload
 
-    def _warn_of_draining(self, book: LeaseBook, nbytes: int) -> None:
+    def _warn_of_draining(self, book: ClientBook, nbytes: int) -> None:
         if book.draining_nbytes():
             logger.warning(
                 "waiting for %d bytes while %d bytes of slots that were left are kept by living views; del them, or leave "
@@ -429,7 +431,7 @@ class Session:
                 book.draining_nbytes(),
             )
 
-    def acquire_nowait(self, nbytes: int, *, held: bool, book: LeaseBook | None = None) -> SlotRecord:
+    def acquire_nowait(self, nbytes: int, *, held: bool, book: ClientBook | None = None) -> ClientSlotRecord:
         """Takes a slot if none has to be waited for; else asks for a lease in passing, and raises WouldBlock."""
         book = self.book if book is None else book
         slot = book.acquire(nbytes, held=held)
@@ -437,12 +439,12 @@ class Session:
             raise self._no_space(nbytes, book)
         return slot
 
-    def _no_space(self, nbytes: int, book: LeaseBook) -> WouldBlock:
+    def _no_space(self, nbytes: int, book: ClientBook) -> WouldBlock:
         """Returns the error for a caller that does not wait, and asks for a lease, so that its next try may succeed."""
         self._carry_out(book.prefetch(nbytes))
         return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
 
-    def hold(self, record: SlotRecord, *, drain: bool) -> Slot:
+    def hold(self, record: ClientSlotRecord, *, drain: bool) -> Slot:
         """Hands an acquired slot to the caller."""
         try:
             memory = self._memory_of(record)
@@ -459,7 +461,7 @@ class Session:
         record = self.book.acquire(nbytes, held=True)
         return None if record is None else self.hold(record, drain=drain)
 
-    def _memory_of(self, record: SlotRecord) -> Region | torch.Tensor:
+    def _memory_of(self, record: ClientSlotRecord) -> Region | torch.Tensor:
         """Returns a slot's content, for views that are counted."""
         if self.device is not None and self.device.has(record):
             return self.device.anchor(record)
@@ -467,7 +469,7 @@ class Session:
         self._held_regions[record.start] = region
         return region
 
-    def leave_slot(self, record: SlotRecord, *, drain: bool) -> None:
+    def leave_slot(self, record: ClientSlotRecord, *, drain: bool) -> None:
         """The caller leaves a slot; with ``drain`` it is not used again before the last view of it has died."""
         del self._held[record.start]
         self._held_starts.remove(record.start)
@@ -486,7 +488,7 @@ class Session:
         region.abandon()
         self._carry_out(self.book.give_up(record, self.loop.time()))
 
-    def _warn_of_views(self, record: SlotRecord, is_viewed: bool) -> None:
+    def _warn_of_views(self, record: ClientSlotRecord, is_viewed: bool) -> None:
         if is_viewed and self.config.debug:
             logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
 
@@ -579,7 +581,7 @@ class Session:
             raise
 
     def _send_now(
-        self, packed: Packed, in_place: list[SlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
+        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
     ) -> Pending | None:
         """Sends what was just packed; None if something has to be waited for: the engine, space, or a long copy."""
         if not self.connection.can_write or packed.copy_nbytes > copy_limit_nbytes:
@@ -597,7 +599,7 @@ class Session:
             raise
 
     async def _send_in_turn(
-        self, packed: Packed, in_place: list[SlotRecord], name: str, stream: Stream | None
+        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None
     ) -> Pending | None:
         """Sends a payload when its copy's turn has come; None if a slot that it lies in has changed hands while we waited.
 
@@ -613,10 +615,10 @@ class Session:
         return pending
 
     async def _send_when_possible(
-        self, packed: Packed, in_place: list[SlotRecord], name: str, stream: Stream | None
+        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None
     ) -> Pending | None:
         """Sends a payload; None if a slot that it lies in has changed hands while we waited for space."""
-        slot: SlotRecord | None = None
+        slot: ClientSlotRecord | None = None
         if packed.copy_nbytes > self._inline_nbytes:
             slot = await self.acquire(packed.copy_nbytes, held=False)
         sent = False
@@ -635,7 +637,7 @@ class Session:
             if slot is not None and not sent:
                 self._carry_out(self.book.give_up(slot, self.loop.time()))
 
-    async def _copy(self, packed: Packed, slot: SlotRecord) -> None:
+    async def _copy(self, packed: Packed, slot: ClientSlotRecord) -> None:
         """Copies a payload into a slot; for :meth:`close` to know of."""
         copying = self.loop.create_future()
         self._copies[copying] = slot
@@ -645,10 +647,10 @@ class Session:
             del self._copies[copying]
             copying.set_result(None)
 
-    def _fence(self, in_place: list[SlotRecord], stream: Stream | None) -> Fence | None:
+    def _fence(self, in_place: list[ClientSlotRecord], stream: Stream | None) -> Fence | None:
         return None if self.device is None else self.device.record_fence(in_place, stream)
 
-    def _target(self, slot: SlotRecord) -> tuple[NDArray[np.uint8], int]:
+    def _target(self, slot: ClientSlotRecord) -> tuple[NDArray[np.uint8], int]:
         """Where a payload is copied to, which keeps the slab mapped, and its address."""
         start = content_start(slot)
         return self._slab.anchor(start, slot.nbytes), self._slab.address + start
@@ -673,8 +675,8 @@ class Session:
             self._in_flight.acquire().send(None)  # an unlocked semaphore is acquired without suspending
         return pending
 
-    def _pack(self, payload: object) -> tuple[Packed, list[SlotRecord]]:
-        in_place: list[SlotRecord] = []
+    def _pack(self, payload: object) -> tuple[Packed, list[ClientSlotRecord]]:
+        in_place: list[ClientSlotRecord] = []
 
         def locate(address: int, nbytes: int) -> tuple[int, int] | None:
             place = self._find_held(address, nbytes)
@@ -689,7 +691,7 @@ class Session:
         packed.check_frame(self.welcome.max_frame_nbytes, self._inline_nbytes)
         return packed, in_place
 
-    def _find_held(self, address: int, nbytes: int) -> tuple[SlotRecord, int] | None:
+    def _find_held(self, address: int, nbytes: int) -> tuple[ClientSlotRecord, int] | None:
         """Finds the held slot in which bytes lie, if they may be submitted from there.
 
         Those of a slot that the engine still has are copied instead: reading it is safe, submitting it twice is not.
@@ -709,7 +711,7 @@ class Session:
         return record, inside
 
     def _send(
-        self, packed: Packed, in_place: list[SlotRecord], slot: SlotRecord | None, name: str, fence: Fence | None
+        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, fence: Fence | None
     ) -> Pending:
         records = [*in_place, slot] if slot is not None else in_place
         inline = packed.inline() if slot is None else b""  # which may fail, as long as nothing is handed over
@@ -738,7 +740,7 @@ class Session:
         )
         return pending
 
-    def _hand_over(self, record: SlotRecord) -> SlotRef:
+    def _hand_over(self, record: ClientSlotRecord) -> SlotRef:
         """Makes a slot the engine's, and describes it."""
         if self.device is not None and self.device.has(record):
             self.device.book.submit(record, self.book)
@@ -913,5 +915,5 @@ class Session:
         return not is_unmapped
 
 
-def _is_submittable(record: SlotRecord) -> bool:
+def _is_submittable(record: ClientSlotRecord) -> bool:
     return record.state in (ClientSlot.WRITING, ClientSlot.CACHED) and record.held

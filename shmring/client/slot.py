@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from shmring.core.leasebook import SlotRecord
+from shmring.core.client_book import ClientSlotRecord
 from shmring.core.messages import SLOT_HEADER_NBYTES, TensorRef, align, item_nbytes
 from shmring.core.views import Region
 from shmring.errors import CapacityError, ClosedError
@@ -40,7 +40,7 @@ class Slot:
         nbytes: how many bytes of tensors it holds, alignment between them included.
     """
 
-    def __init__(self, session: Session, record: SlotRecord, memory: Region | torch.Tensor, drain: bool) -> None:
+    def __init__(self, session: Session, record: ClientSlotRecord, memory: Region | torch.Tensor, drain: bool) -> None:
         self._session: Session | None = session
         self._drain = drain
         self._record = record
@@ -149,6 +149,6 @@ class AcquiringSlot:
         self._slot.close()
 
 
-def content_start(record: SlotRecord) -> int:
+def content_start(record: ClientSlotRecord) -> int:
     """Where a slot's content starts in the slab, in bytes."""
     return record.offset + SLOT_HEADER_NBYTES

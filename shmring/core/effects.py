@@ -5,11 +5,18 @@ The books decide and return these; the ring, and a session, carry them out. Noth
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from shmring.core.messages import LeaseGrant
+from shmring.core.messages import LeaseGrant, LeaseRequest, LeaseReturn
+
+if TYPE_CHECKING:
+    from shmring.core.client_book import ClientSlotRecord
 
 __all__ = [
+    "Acquired",
+    "ClientEffect",
     "ClientGone",
     "EngineEffect",
     "Granted",
@@ -19,6 +26,7 @@ __all__ = [
     "ReplyGranted",
     "ReplySlot",
     "RequestAborted",
+    "Send",
 ]
 
 
@@ -83,3 +91,22 @@ class ClientGone(msgspec.Struct, frozen=True, gc=False):
 
 
 EngineEffect = Granted | Recalled | Released | RequestAborted | ReplyGranted | Reclaimed | ClientGone
+
+
+# -- of a frontend's book ------------------------------------------------------------------------------------------------------
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    """Send this message to the engine."""
+
+    message: LeaseRequest | LeaseReturn
+
+
+class Acquired(msgspec.Struct, frozen=True, gc=False):
+    """The waiter that queued with this ticket has its slot."""
+
+    ticket: int
+    slot: ClientSlotRecord
+
+
+ClientEffect = Send | Acquired

@@ -12,7 +12,6 @@ from shmring.core.records cimport ClientRecord, EngineSlotRecord, LeaseRecord, R
 
 cdef enum:
     GENERATION_BITS = 40       # of :mod:`shmring.core.geometry`
-    SLOT_HEADER_NBYTES = 64    # of :mod:`shmring.core.messages`
     SLOT_STATES = 4
 
 

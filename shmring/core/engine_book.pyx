@@ -26,17 +26,16 @@ of its client; no two live slots overlap; a client that is gone and whose slots 
 from libc.stdint cimport INT64_MAX, int64_t
 from libc.stdlib cimport free, malloc
 
-from shmring.core.lending cimport BLOCK_NBYTES, blocks_for
+from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, blocks_for, slot_blocks
 from shmring.core.records cimport DEVICE, HOST
 from shmring.core.transitions cimport engine_slots, requests
 
 from shmring.core.effects import ClientGone, Reclaimed, Released, ReplyGranted, ReplySlot, RequestAborted
 from shmring.core.geometry import GENERATION_BITS as _GENERATION_BITS
-from shmring.core.messages import SLOT_HEADER_NBYTES as _SLOT_HEADER_NBYTES
 from shmring.core.states import EngineSlot, EngineSlotEvent, Lease, LeaseEvent, Request, RequestEvent
 from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
 
-assert (_GENERATION_BITS, _SLOT_HEADER_NBYTES) == (GENERATION_BITS, SLOT_HEADER_NBYTES)
+assert _GENERATION_BITS == GENERATION_BITS
 assert len(EngineSlot) == SLOT_STATES
 
 cdef enum:
@@ -60,11 +59,6 @@ cdef int PROOF = LeaseEvent.PROOF
 
 #: Ids of leases in device memory: nobody grants as many in the slab before.
 cdef uint64_t FIRST_DEVICE_LEASE_ID = <uint64_t>1 << 40
-
-
-cdef inline uint64_t slot_blocks(uint64_t nbytes) noexcept nogil:
-    """As in :mod:`.geometry`, for any number that fits."""
-    return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1) // BLOCK_NBYTES
 
 
 cdef int _read_slots(slots, SlotNumbers* numbers) except -1:

@@ -1,12 +1,12 @@
-"""How the slab is divided and counted: blocks, and what a client may have of them."""
+"""How the slab is divided and counted: blocks, and what bounds the books of both ends."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from shmring.core.messages import SLOT_HEADER_NBYTES
+from shmring.core.messages import HOST_MEMORY, SLOT_HEADER_NBYTES, Memory
 
-__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "EngineBookLimits", "Geometry", "blocks_for", "slot_blocks"]
+__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "ClientBookLimits", "EngineBookLimits", "Geometry", "blocks_for", "slot_blocks"]
 
 #: The allocation granule: a page, so that a lease can be mapped and advised by itself.
 BLOCK_NBYTES = 4096
@@ -83,3 +83,20 @@ class EngineBookLimits:
     max_leases: int
     max_inflight: int
     device_quota_blocks: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientBookLimits:
+    """What bounds a frontend's book: the engine's limits, and how this client sizes and keeps its leases.
+
+    ``first_block`` and ``slab_nbytes`` are where leases of this ``memory`` begin and end in the engine's address space.
+    """
+
+    client_id: int
+    slab_nbytes: int
+    leasable_nbytes: int
+    max_leases: int
+    lease_nbytes: int
+    lease_idle_s: float
+    memory: Memory = HOST_MEMORY
+    first_block: int = Geometry.LEASABLE_START

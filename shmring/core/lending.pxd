@@ -6,13 +6,19 @@ from shmring.core.blocks cimport RunAllocator
 from shmring.core.records cimport ClientRecord, LeaseRecord, LeaseWant, Window
 
 cdef enum:
-    BLOCK_NBYTES = 4096  # of :mod:`shmring.core.geometry`
+    BLOCK_NBYTES = 4096        # of :mod:`shmring.core.geometry`
+    SLOT_HEADER_NBYTES = 64    # of :mod:`shmring.core.messages`
     LEASE_STATES = 3
 
 
 cdef inline uint64_t blocks_for(uint64_t nbytes) noexcept nogil:
     """As in :mod:`shmring.core.geometry`, for any number that fits."""
     return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0 or nbytes == 0)
+
+
+cdef inline uint64_t slot_blocks(uint64_t nbytes) noexcept nogil:
+    """As in :mod:`shmring.core.geometry`, for any number that fits."""
+    return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1) // BLOCK_NBYTES
 
 
 cdef class Lending:

@@ -24,10 +24,12 @@ from shmring.core.transitions cimport leases as lease_states
 from shmring.core.effects import Granted, Recalled
 from shmring.core.geometry import BLOCK_NBYTES as _BLOCK_NBYTES
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, LeaseGrant
+from shmring.core.messages import SLOT_HEADER_NBYTES as _SLOT_HEADER_NBYTES
 from shmring.core.states import Lease, LeaseEvent
 from shmring.errors import RemoteProtocolError
 
-assert (_BLOCK_NBYTES, HOST_MEMORY, DEVICE_MEMORY) == (BLOCK_NBYTES, HOST, DEVICE)
+assert (_BLOCK_NBYTES, _SLOT_HEADER_NBYTES) == (BLOCK_NBYTES, SLOT_HEADER_NBYTES)
+assert (HOST_MEMORY, DEVICE_MEMORY) == (HOST, DEVICE)
 
 cdef int FREE = Lease.FREE
 cdef int QUARANTINED = Lease.QUARANTINED

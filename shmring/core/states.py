@@ -3,7 +3,7 @@
 Theory of operation: a life cycle is a table ``{state: {event: next state}}``. :func:`advance` is the only way from one
 state to another; what a table does not list is illegal, raises :class:`~shmring.errors.LocalProtocolError` and changes
 nothing. Everything that affects a transition lives in this file; what a transition *causes* lives in the two books
-(:mod:`.engine_book`, the engine's, and :mod:`.leasebook`, a frontend's).
+(:mod:`.engine_book`, the engine's, and :mod:`.client_book`, a frontend's).
 
 The idea of a protocol as tables with one function that walks them is h11's.
 """

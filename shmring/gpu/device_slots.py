@@ -1,7 +1,7 @@
 """A frontend's end of a device slab: slots in the memory of a GPU, written by whatever this process queues there.
 
 Theory of operation: the engine says in its welcome what to attach to; that is done on a thread, when the first slot in device
-memory is asked for. From then on such a slot is like any other, in a :class:`~shmring.core.leasebook.LeaseBook` of its own
+memory is asked for. From then on such a slot is like any other, in a :class:`~shmring.core.client_book.ClientBook` of its own
 whose generations are the first one's. Two things differ. Nothing but tensors is written to device memory, so a slot has room
 for a header and no header. And who writes there has not written when its call returns: so a submission carries one *fence*,
 an event behind all that was queued on the current stream when it was submitted; and a slot that is left is free only when the
@@ -26,8 +26,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.leasebook import Effect, LeaseBook, LeaseBookLimits, SlotRecord
+from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.effects import ClientEffect
+from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, Welcome
 from shmring.core.states import ClientSlot
 from shmring.gpu.cuda import Cuda, CudaError, Stream
@@ -90,8 +91,8 @@ class DeviceSlots:
         self._slab = slab
         self._start = welcome.slab_nbytes
         self.device = slab.device
-        self.book = LeaseBook(
-            LeaseBookLimits(
+        self.book = ClientBook(
+            ClientBookLimits(
                 client_id=welcome.client_id,
                 slab_nbytes=self._start + slab.nbytes,
                 leasable_nbytes=slab.nbytes,
@@ -103,7 +104,7 @@ class DeviceSlots:
             )
         )
         self._views: DeviceViews[int] = DeviceViews(cuda, slab.device, wake)  # by id of the record
-        self._left: dict[int, SlotRecord] = {}  # by id, until nobody uses them any more
+        self._left: dict[int, ClientSlotRecord] = {}  # by id, until nobody uses them any more
         self._fences = Fences(cuda)
         self._submissions: dict[int, _Submission] = {}  # by generation
         self._closed = False
@@ -118,7 +119,7 @@ class DeviceSlots:
             "device_slots_lost": self._views.lost,
         }
 
-    def has(self, record: SlotRecord) -> bool:
+    def has(self, record: ClientSlotRecord) -> bool:
         """Whether a slot lies in the device slab."""
         return record.offset >= self._start
 
@@ -134,7 +135,7 @@ class DeviceSlots:
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    def anchor(self, record: SlotRecord) -> torch.Tensor:
+    def anchor(self, record: ClientSlotRecord) -> torch.Tensor:
         """Returns the bytes of a slot that was acquired, ``uint8``, and watches for the death of the last view of them.
 
         Raises:
@@ -147,20 +148,20 @@ class DeviceSlots:
         self._views.watch(id(record), lent)
         return view
 
-    def is_viewed(self, record: SlotRecord) -> bool:
+    def is_viewed(self, record: ClientSlotRecord) -> bool:
         """Whether a view of a held slot is alive."""
         return self._views.lent(id(record)) is not None
 
-    def leave(self, record: SlotRecord, *, drain: bool, now: float) -> list[Effect]:
+    def leave(self, record: ClientSlotRecord, *, drain: bool, now: float) -> list[ClientEffect]:
         """The caller leaves a slot; it is free when the GPU has come to what was queued on it, and the engine is done."""
         record.viewed = True
         self._left[id(record)] = record
         self._views.leave(id(record), drain=drain)
         return self.book.give_up(record, now)
 
-    def collect(self, now: float) -> list[Effect]:
+    def collect(self, now: float) -> list[ClientEffect]:
         """Takes back what nobody in this process uses any more."""
-        effects: list[Effect] = []
+        effects: list[ClientEffect] = []
         for key in self._views.collect():
             effects += self.book.last_view_gone(self._left.pop(key), now)
         return effects
@@ -171,7 +172,7 @@ class DeviceSlots:
         """Returns the stream that this thread computes on, on the slab's device."""
         return self._cuda.current_stream(self.device)
 
-    def record_fence(self, records: Sequence[SlotRecord], stream: Stream | None) -> Fence | None:
+    def record_fence(self, records: Sequence[ClientSlotRecord], stream: Stream | None) -> Fence | None:
         """Records a fence for a submission of these slots, behind all that is queued on a stream; None if none needs one.
 
         Raises:
@@ -191,7 +192,7 @@ class DeviceSlots:
         for generation in generations:
             self._submissions[generation] = submission
 
-    def released(self, generations: Sequence[int], now: float) -> tuple[list[Effect], list[int]]:
+    def released(self, generations: Sequence[int], now: float) -> tuple[list[ClientEffect], list[int]]:
         """The engine hands slots back.
 
         Returns:

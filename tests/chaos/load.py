@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 import shmring
-from shmring.core.leasebook import LeaseBook
+from shmring.client import session
+from shmring.core.client_book import ClientBook
+from shmring.core.effects import ClientEffect
 from shmring.core.states import ClientSlot
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Aborted, Began, Ended, Journal, Reusable
@@ -64,7 +66,7 @@ class Load:
         self._pid = os.getpid()
         self._number = 0
         self._stormed: set[int] = set()
-        self._waiting_for_release: dict[tuple[LeaseBook, int], int] = {}
+        self._waiting_for_release: dict[tuple[ClientBook, int], int] = {}
         self.client: shmring.RingClient | None = None
         self.unfinished: set[int] = set()
         self.floods = 0
@@ -293,19 +295,22 @@ class Load:
 
     def observe_releases(self) -> None:
         """From now on, writes down when the slots of aborted requests are this process's again."""
-        released = LeaseBook.released
+        observe = self._released
 
-        def observed(book: LeaseBook, generations: Collection[int], now: float) -> Any:
-            result = released(book, generations, now)
-            for generation in generations:
-                number = self._waiting_for_release.pop((book, generation), None)
-                if number is not None:
-                    now_ns = time.monotonic_ns()
-                    self._journal.write(Reusable(number, now_ns, waited_ns(self._pid), waited_ns(self._engine_pid())))
-            return result
+        class ObservedBook(ClientBook):
+            def released(self, generations: Collection[int], now: float) -> tuple[list[ClientEffect], int]:
+                result = super().released(generations, now)
+                observe(self, generations)
+                return result
 
-        book_type: Any = LeaseBook
-        book_type.released = observed
+        vars(session)["ClientBook"] = ObservedBook  # whose books are made from now on
+
+    def _released(self, book: ClientBook, generations: Collection[int]) -> None:
+        for generation in generations:
+            number = self._waiting_for_release.pop((book, generation), None)
+            if number is not None:
+                now_ns = time.monotonic_ns()
+                self._journal.write(Reusable(number, now_ns, waited_ns(self._pid), waited_ns(self._engine_pid())))
 
     def check_book(self) -> None:
         """Checks the client's own book."""

@@ -10,4 +10,6 @@ from tests.simulation.books import COMPILED, MODELS, PAIRS
 @pytest.fixture(params=[COMPILED, MODELS, PAIRS], ids=["compiled", "model", "pair"])
 def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the books of one kind under their names into the test's module."""
-    monkeypatch.setattr(request.module, "EngineBook", request.param.engine)
+    for name, book in (("EngineBook", request.param.engine), ("ClientBook", request.param.client)):
+        if hasattr(request.module, name):
+            monkeypatch.setattr(request.module, name, book)

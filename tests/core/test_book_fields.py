@@ -9,28 +9,43 @@ from typing import Any
 
 import pytest
 
-from shmring.core import engine_book, lending, records
+from shmring.core import client_book, engine_book, lending, records
 from shmring.core.engine_book import EngineBook
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.states import ClientSlot
+from tests.model import client_book as model_client_book
 from tests.model import records as model_records
 from tests.model.state import ANSWERS, DERIVED, FIELDS
 
-BOUNDS = {"geometry", "limits", "memory"}  # never change
-FOLLOWING = {"LeaseRecord": {"end"}, "RequestRecord": {"generations"}, "Window": {"end"}}
+#: What never changes, and what is worked out from the fields when it is looked at.
+BESIDE = {
+    "EngineBook": {"geometry", "limits"},
+    "Lending": {"limits", "memory"},
+    "ClientBook": {"limits"},
+    "LeaseRecord": {"end"},
+    "RequestRecord": {"generations"},
+    "Window": {"end"},
+    "ClientSlotRecord": {"offset"},
+}
 
-COMPILED = [engine_book.EngineBook, lending.Lending, *[getattr(records, name) for name in model_records.__all__]]
+MODEL_RECORDS = [getattr(model_records, name) for name in model_records.__all__]
+MODEL_RECORDS += [model_client_book.HeldLease, model_client_book.ClientSlotRecord, model_client_book.Waiter]
+COMPILED = [
+    *(engine_book.EngineBook, lending.Lending, *[getattr(records, name) for name in model_records.__all__]),
+    *(client_book.ClientBook, client_book.HeldLease, client_book.ClientSlotRecord, client_book.Waiter),
+]
 
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_no_field_of_a_compiled_book_is_compared_with_nothing(kind: type) -> None:
     name = kind.__name__
     fields = {field for field, member in vars(kind).items() if isinstance(member, types.GetSetDescriptorType)}
-    followed = {*BOUNDS, *FOLLOWING.get(name, ()), *ANSWERS.get(name, ())} if name != "LeaseRecord" else {"end"}
-    assert fields - followed == {*FIELDS[name], *DERIVED.get(name, ())}
+    beside = {*BESIDE.get(name, ()), *ANSWERS.get(name, ())}
+    assert fields - beside == {*FIELDS[name], *DERIVED.get(name, ())}
 
 
-@pytest.mark.parametrize("kind", [getattr(model_records, name) for name in model_records.__all__])
+@pytest.mark.parametrize("kind", MODEL_RECORDS)
 def test_no_field_of_a_model_is_compared_with_nothing(kind: Any) -> None:
     assert {field.name for field in dataclasses.fields(kind)} == set(FIELDS[kind.__name__])
 
@@ -123,5 +138,20 @@ def lose_a_place(book: Any) -> None:
 def test_check_finds_what_is_miscounted(damage: Callable[[Any], None]) -> None:
     book = busy_book()
     damage(book)
+    with pytest.raises(AssertionError):
+        book.check()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_check_finds_what_a_frontend_miscounts(place: int) -> None:
+    """Recalls, draining blocks, and slots by state."""
+    limits = ClientBookLimits(1, 32 * BLOCK_NBYTES, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES, 5.0)
+    book: Any = client_book.ClientBook(limits)
+    book.granted(LeaseGrant(0, 1, BLOCK_NBYTES, 4 * BLOCK_NBYTES), 0.0)
+    assert book.acquire(1, held=True)
+    book.check()
+    counts = list(book._counts)
+    counts[place] = (0,) * len(ClientSlot) if place == 2 else 1
+    book._counts = counts
     with pytest.raises(AssertionError):
         book.check()

@@ -1,31 +1,32 @@
-"""A frontend's book: unit tests of each behaviour. The model test is in test_leasebook_machine.py.
+"""A frontend's book: unit tests of each behaviour. The model test is in test_client_book_machine.py.
 
 Sizes are in blocks; the book under test belongs to client 1 of a slab of 32 blocks, of which 24 can be leased.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 
-from shmring.core.blocks import RunAllocator, TakenRuns
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
-from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, Send, SlotRecord
+from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.effects import Acquired, ClientEffect, Send
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
+from tests.model.state import plain
+
+pytestmark = pytest.mark.usefixtures("books")
 
 NOW = 100.0
 IDLE_S = 5.0
 
 
-def make_book(*, max_leases: int = 8, lease_blocks: int = 4) -> LeaseBook:
+def make_book(*, max_leases: int = 8, lease_blocks: int = 4) -> ClientBook:
     """A book without a lease."""
-    limits = LeaseBookLimits(
+    limits = ClientBookLimits(
         client_id=1,
         slab_nbytes=32 * BLOCK_NBYTES,
         leasable_nbytes=24 * BLOCK_NBYTES,
@@ -33,18 +34,18 @@ def make_book(*, max_leases: int = 8, lease_blocks: int = 4) -> LeaseBook:
         lease_nbytes=lease_blocks * BLOCK_NBYTES,
         lease_idle_s=IDLE_S,
     )
-    return LeaseBook(limits)
+    return ClientBook(limits)
 
 
 def grant(
-    book: LeaseBook, lease_id: int, start: int, blocks: int, *, token: int | None = None, now: float = NOW
-) -> list[Effect]:
+    book: ClientBook, lease_id: int, start: int, blocks: int, *, token: int | None = None, now: float = NOW
+) -> list[ClientEffect]:
     """The engine grants what was asked for last, or what ``token`` says (0: the base lease)."""
     token = book._token if token is None else token
     return book.granted(LeaseGrant(token, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES), now)
 
 
-def base_book(blocks: int = 4, **options: int) -> LeaseBook:
+def base_book(blocks: int = 4, **options: int) -> ClientBook:
     """A book with a base lease: number 1, the blocks from 1 on."""
     book = make_book(**options)
     assert grant(book, 1, 1, blocks, token=0) == []
@@ -56,14 +57,14 @@ def content(blocks: int) -> int:
     return blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
 
 
-def take(book: LeaseBook, blocks: int = 1, *, held: bool = False) -> SlotRecord:
+def take(book: ClientBook, blocks: int = 1, *, held: bool = False) -> ClientSlotRecord:
     slot = book.acquire(content(blocks), held=held)
     assert slot is not None
     book.check()
     return slot
 
 
-def submitted(book: LeaseBook, blocks: int = 1, *, held: bool = False) -> SlotRecord:
+def submitted(book: ClientBook, blocks: int = 1, *, held: bool = False) -> ClientSlotRecord:
     slot = take(book, blocks, held=held)
     book.submit(slot)
     return slot
@@ -78,29 +79,15 @@ def gives_back(*lease_ids: int) -> Send:
     return Send(LeaseReturn(lease_ids))
 
 
-def tickets(effects: Sequence[Effect]) -> list[int]:
+def tickets(effects: Sequence[ClientEffect]) -> list[int]:
     return [effect.ticket for effect in effects if isinstance(effect, Acquired)]
 
 
-def snapshot(value: Any) -> Any:
-    """A deep, comparable copy of a book, in which the order of its dicts counts."""
-    if value is None or isinstance(value, int | float | str | enum.Enum):
-        return value
-    if isinstance(value, dict):
-        return [(key, snapshot(item)) for key, item in value.items()]
-    if isinstance(value, set):
-        return sorted((item.start, snapshot(item)) for item in value)
-    if isinstance(value, RunAllocator | TakenRuns):
-        return value.runs()
-    names = getattr(type(value), "__slots__", None) or vars(value)
-    return type(value).__name__, [(name, snapshot(getattr(value, name))) for name in names]
-
-
-def refuses(error: type[Exception], match: str, book: LeaseBook, event: Callable[[], object]) -> None:
-    before = snapshot(book)
+def refuses(error: type[Exception], match: str, book: ClientBook, event: Callable[[], object]) -> None:
+    before = plain(book)
     with pytest.raises(error, match=match):
         event()
-    assert snapshot(book) == before
+    assert plain(book) == before
 
 
 # -- leases --------------------------------------------------------------------------------------------------------------------
@@ -210,9 +197,9 @@ def test_out_of_order_release_blocks_nothing() -> None:
 
 def test_without_a_lease_that_fits_nothing_is_taken_and_nothing_is_asked() -> None:
     book = base_book(2)
-    before = snapshot(book)
+    before = plain(book)
     assert book.acquire(content(3), held=False) is None
-    assert snapshot(book) == before
+    assert plain(book) == before
 
 
 def test_what_can_never_fit_fails_at_once() -> None:
@@ -515,8 +502,8 @@ def test_a_lease_empty_time_is_when_its_last_slot_left() -> None:
 
 def test_a_lease_of_the_preferred_size_is_used_though_that_is_no_whole_number_of_blocks() -> None:
     """The engine lends whole blocks. A lease that is refused as too large would be returned and asked for again, for ever."""
-    limits = LeaseBookLimits(1, 32 * BLOCK_NBYTES, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES + 1, IDLE_S)
-    book = LeaseBook(limits)
+    limits = ClientBookLimits(1, 32 * BLOCK_NBYTES, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES + 1, IDLE_S)
+    book = ClientBook(limits)
     grant(book, 1, 1, 5, token=0)
     take(book, 5)
     [request] = book.queue(1, content(1), held=False)
@@ -550,28 +537,28 @@ def test_counts_are_by_state() -> None:
 # -- check ---------------------------------------------------------------------------------------------------------------------
 
 
-def lose_a_block(book: LeaseBook, _: SlotRecord) -> None:
+def lose_a_block(book: ClientBook, _: ClientSlotRecord) -> None:
     book.leases[1].slots.allocate(1)
 
 
-def overlap(book: LeaseBook, slot: SlotRecord) -> None:
+def overlap(book: ClientBook, slot: ClientSlotRecord) -> None:
     slot.start += 1
 
 
-def keep_a_free_slot(book: LeaseBook, slot: SlotRecord) -> None:
+def keep_a_free_slot(book: ClientBook, slot: ClientSlotRecord) -> None:
     slot.state = ClientSlot.FREE
 
 
-def lose_its_lease(book: LeaseBook, _: SlotRecord) -> None:
+def lose_its_lease(book: ClientBook, _: ClientSlotRecord) -> None:
     del book.leases[1]
 
 
-def mistake_its_state(book: LeaseBook, slot: SlotRecord) -> None:
+def mistake_its_state(book: ClientBook, slot: ClientSlotRecord) -> None:
     slot.state = ClientSlot.SUBMITTED
 
 
 @pytest.mark.parametrize("damage", [lose_a_block, overlap, keep_a_free_slot, lose_its_lease, mistake_its_state])
-def test_check_finds_a_damaged_book(damage: Callable[[LeaseBook, SlotRecord], None]) -> None:
+def test_check_finds_a_damaged_book(damage: Callable[[ClientBook, ClientSlotRecord], None]) -> None:
     book = base_book(4)
     slot = take(book)
     submitted(book)

@@ -1,5 +1,6 @@
-"""A frontend's book against a plain model, with an engine that grants, recalls and releases as it likes.
+"""A frontend's book, compiled and in Python side by side, against a plain model: who has each block.
 
+The engine grants, recalls and releases as it likes.
 At the end of each example everything is given up and the engine grants what is asked for: every waiter must be served.
 """
 
@@ -13,10 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
-from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, Send, SlotRecord
+from shmring.core.client_book import ClientSlotRecord
+from shmring.core.effects import Acquired, ClientEffect, Send
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn
 from shmring.core.states import ClientSlot
+from tests.model.pairs import PairedClientBook
 
 LEASABLE = 16
 MAX_LEASES = 4
@@ -53,12 +56,12 @@ class ModelLease:
     recalled: bool = False
 
 
-class LeaseBookMachine(RuleBasedStateMachine):
+class ClientBookMachine(RuleBasedStateMachine):
     """The callers of one frontend, and its engine."""
 
     @initialize(base=st.integers(0, LEASE_BLOCKS))
     def create(self, base: int) -> None:
-        limits = LeaseBookLimits(
+        limits = ClientBookLimits(
             client_id=3,
             slab_nbytes=(1 + LEASABLE) * BLOCK_NBYTES,
             leasable_nbytes=LEASABLE * BLOCK_NBYTES,
@@ -66,10 +69,10 @@ class LeaseBookMachine(RuleBasedStateMachine):
             lease_nbytes=LEASE_BLOCKS * BLOCK_NBYTES,
             lease_idle_s=IDLE_S,
         )
-        self.book = LeaseBook(limits)
+        self.book = PairedClientBook(limits)
         self.now = 0.0
         self.leases: dict[int, ModelLease] = {}
-        self.slots: dict[SlotRecord, ClientSlot] = {}  # all that are not free
+        self.slots: dict[ClientSlotRecord, ClientSlot] = {}  # all that are not free
         self.waiters: dict[int, int] = {}  # blocks, by ticket, in order
         self.request: LeaseRequest | None = None  # outstanding at the engine
         self.crossed: LeaseRequest | None = None  # granted by the engine before it saw that it was replaced
@@ -106,7 +109,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
     def free_at_engine(self) -> set[int]:
         return set(range(1, 1 + LEASABLE)).difference(*(lease.blocks for lease in self.leases.values()))
 
-    def took(self, slot: SlotRecord, blocks: int) -> None:
+    def took(self, slot: ClientSlotRecord, blocks: int) -> None:
         """Checks a slot that the book handed out, and enters it."""
         lease = self.leases[slot.lease.lease_id]
         assert slot.blocks == blocks
@@ -115,7 +118,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
         assert slot.state is ClientSlot.WRITING
         self.slots[slot] = ClientSlot.WRITING
 
-    def left(self, slot: SlotRecord) -> None:
+    def left(self, slot: ClientSlotRecord) -> None:
         """A slot has been let go: it drains while it is viewed, else it is free."""
         if slot.viewed:
             self.slots[slot] = ClientSlot.DRAINING
@@ -123,7 +126,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
             del self.slots[slot]
             self.leases[slot.lease.lease_id].empty_since = self.now
 
-    def carry_out(self, effects: Sequence[Effect]) -> None:
+    def carry_out(self, effects: Sequence[ClientEffect]) -> None:
         for effect in effects:
             match effect:
                 case Acquired(ticket, slot):
@@ -145,7 +148,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
     def draw_from(self, data: Any, items: Iterable[T]) -> T:
         return data.draw(st.sampled_from(list(items)))  # type: ignore[no-any-return]
 
-    def in_state(self, *states: ClientSlot) -> list[SlotRecord]:
+    def in_state(self, *states: ClientSlot) -> list[ClientSlotRecord]:
         return [slot for slot, state in self.slots.items() if state in states]
 
     # -- the callers -------------------------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
     def submit(self, data: Any) -> None:
         self.submit_slot(self.draw_from(data, self.in_state(ClientSlot.WRITING, ClientSlot.CACHED)))
 
-    def submit_slot(self, slot: SlotRecord) -> None:
+    def submit_slot(self, slot: ClientSlotRecord) -> None:
         generation = self.book.submit(slot)
         assert generation > self.last_generation
         assert generation >> GENERATION_BITS == 3
@@ -193,7 +196,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
     def give_up(self, data: Any) -> None:
         self.give_up_slot(self.draw_from(data, self.slots))
 
-    def give_up_slot(self, slot: SlotRecord) -> None:
+    def give_up_slot(self, slot: ClientSlotRecord) -> None:
         if self.slots[slot] in (ClientSlot.WRITING, ClientSlot.CACHED):
             self.left(slot)
         self.carry_out(self.book.give_up(slot, self.now))
@@ -209,7 +212,7 @@ class LeaseBookMachine(RuleBasedStateMachine):
     def last_view_gone(self, data: Any) -> None:
         self.unview(self.draw_from(data, [slot for slot in self.slots if slot.viewed]))
 
-    def unview(self, slot: SlotRecord) -> None:
+    def unview(self, slot: ClientSlotRecord) -> None:
         if self.slots[slot] is ClientSlot.DRAINING:
             del self.slots[slot]
             self.leases[slot.lease.lease_id].empty_since = self.now
@@ -338,5 +341,5 @@ class LeaseBookMachine(RuleBasedStateMachine):
         assert self.book.free_nbytes == 0
 
 
-TestLeaseBookMachine = LeaseBookMachine.TestCase
-TestLeaseBookMachine.settings = settings(stateful_step_count=100)
+TestClientBookMachine = ClientBookMachine.TestCase
+TestClientBookMachine.settings = settings(stateful_step_count=100)

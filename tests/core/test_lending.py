@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from shmring.core.effects import ClientGone, Granted, Recalled, Reclaimed
+from shmring.core.client_book import ClientBook
+from shmring.core.effects import Acquired, ClientGone, Granted, Recalled, Reclaimed, Send
 from shmring.core.engine_book import EngineBook
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
-from shmring.core.leasebook import Acquired, LeaseBook, LeaseBookLimits, Send
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from shmring.errors import CapacityError, RemoteProtocolError
@@ -221,17 +221,17 @@ def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
 # -- a frontend's books ------------------------------------------------------------------------------------------------
 
 
-def make_books() -> tuple[LeaseBook, LeaseBook]:
+def make_books() -> tuple[ClientBook, ClientBook]:
     common = {"client_id": 1, "max_leases": 8, "lease_nbytes": 4 * BLOCK_NBYTES, "lease_idle_s": 5.0}
-    host = LeaseBookLimits(slab_nbytes=17 * BLOCK_NBYTES, leasable_nbytes=12 * BLOCK_NBYTES, **common)  # type: ignore[arg-type]
-    device = LeaseBookLimits(
+    host = ClientBookLimits(slab_nbytes=17 * BLOCK_NBYTES, leasable_nbytes=12 * BLOCK_NBYTES, **common)  # type: ignore[arg-type]
+    device = ClientBookLimits(
         slab_nbytes=33 * BLOCK_NBYTES,
         leasable_nbytes=16 * BLOCK_NBYTES,
         memory=DEVICE_MEMORY,
         first_block=START,
         **common,  # type: ignore[arg-type]
     )
-    return LeaseBook(host), LeaseBook(device)
+    return ClientBook(host), ClientBook(device)
 
 
 def test_one_book_numbers_the_submissions_of_both() -> None:

@@ -8,17 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shmring.core import engine_book
-from shmring.core.geometry import EngineBookLimits, Geometry
+from shmring.core import client_book, engine_book
+from shmring.core.effects import Acquired
+from shmring.core.geometry import ClientBookLimits, EngineBookLimits, Geometry
+from tests.model import client_book as model_client_book
 from tests.model import engine_book as model_engine_book
 from tests.model.state import plain
 
-__all__ = ["PairedEngineBook"]
+__all__ = ["PairedClientBook", "PairedEngineBook"]
 
 ENGINE_EVENTS = (
     *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases"),
     *("submit", "claim", "end", "abort", "release_slots", "last_view_gone"),
     *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply", "verify"),
+)
+
+CLIENT_EVENTS = (
+    *("granted", "recalled", "expire"),
+    *("acquire", "queue", "prefetch", "cancel"),  # which check capacity themselves
+    *("submit", "released", "give_up", "last_view_gone"),
 )
 
 
@@ -66,3 +74,55 @@ def _paired(name: str) -> Callable[..., Any]:
 
 for _name in ENGINE_EVENTS:
     setattr(PairedEngineBook, _name, _paired(_name))
+
+
+class PairedClientBook(client_book.ClientBook):
+    """A frontend's book and its model. Callers see the compiled book's slots; each stands for one of the model's."""
+
+    def __init__(self, limits: ClientBookLimits) -> None:
+        super().__init__(limits)
+        self.model = model_client_book.ClientBook(limits)
+        self.model_slots: dict[client_book.ClientSlotRecord, Any] = {}
+
+    def of_model(self, argument: Any) -> Any:
+        """What an argument is to the model."""
+        if isinstance(argument, client_book.ClientSlotRecord):
+            return self.model_slots[argument]
+        return argument.model if isinstance(argument, PairedClientBook) else argument
+
+    def meet(self, result: Any, expected: Any) -> None:
+        """Compares what both have returned, and learns which slots of theirs are one."""
+        if isinstance(result, client_book.ClientSlotRecord):
+            assert plain(result) == plain(expected)
+            self.model_slots[result] = expected
+        elif isinstance(result, Acquired):
+            assert result.ticket == expected.ticket
+            self.meet(result.slot, expected.slot)
+        elif isinstance(result, list | tuple):
+            assert len(result) == len(expected), f"{result}, and the model says {expected}"
+            for one, other in zip(result, expected, strict=True):
+                self.meet(one, other)
+        else:
+            assert result == expected, f"{result}, and the model says {expected}"
+
+
+def _paired_client_event(name: str) -> Callable[..., Any]:
+    def event(self: PairedClientBook, *arguments: Any, **named: Any) -> Any:
+        for slot, model_slot in self.model_slots.items():
+            model_slot.viewed = slot.viewed  # which callers set
+        expected, expected_error = outcome(getattr(self.model, name), [self.of_model(one) for one in arguments], named)
+        result, error = outcome(getattr(client_book.ClientBook, name), (self, *arguments), named)
+        assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
+        self.meet(result, expected)
+        assert plain(self) == plain(self.model), f"{name}{arguments}: another state than the model's"
+        self.check()
+        self.model.check()
+        if error is not None:
+            raise error
+        return result
+
+    return event
+
+
+for _name in CLIENT_EVENTS:
+    setattr(PairedClientBook, _name, _paired_client_event(_name))

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shmring.core.states import EngineSlot, Lease
+from shmring.core.states import ClientSlot, EngineSlot, Lease
 
 __all__ = ["DERIVED", "FIELDS", "plain"]
 
@@ -32,16 +32,25 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "LeaseWant": ("token", "blocks", "preferred_blocks"),
     "ReplyWant": ("client_id", "blocks"),
     "Window": ("client_id", "start", "blocks"),
+    "ClientBook": (
+        *("leases", "_waiters", "_submitted", "_others"),
+        *("_token", "_requested_nbytes", "_wish_nbytes", "_next_generation"),
+    ),
+    "HeldLease": ("lease_id", "is_base", "slots", "empty_since", "recalled"),
+    "ClientSlotRecord": ("lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"),
+    "Waiter": ("nbytes", "held"),
 }
 DERIVED: dict[str, tuple[str, ...]] = {
     "EngineBook": ("_counts",),
     "Lending": ("clients", "_kept", "_by_start", "_counts"),
     "ClientRecord": ("reply_blocks", "leased_blocks", "lease_counts"),
+    "ClientBook": ("_counts",),
 }
 #: What a book answers about itself; its counts of slots and leases by state come beside.
 ANSWERS: dict[str, tuple[str, ...]] = {
     "EngineBook": ("waiting_lease_requests", "reply_free_nbytes"),
     "Lending": ("free_nbytes", "waiting_lease_requests"),
+    "ClientBook": ("waiting", "leased_nbytes", "free_nbytes"),
 }
 
 
@@ -54,14 +63,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(value)
+        return sorted((plain(item) for item in value), key=repr)
     name = next(kind.__name__ for kind in type(value).__mro__ if kind.__name__ in FIELDS or hasattr(kind, "runs"))
     if name not in FIELDS:
-        return list(value.runs())
+        return [getattr(value, "start", None), getattr(value, "length", None), *value.runs()]
     items = [(field, plain(getattr(value, field))) for field in FIELDS[name]]
     items += [(answer, getattr(value, answer)) for answer in ANSWERS.get(name, ())]
     if name == "EngineBook":
         items += [("slots", [value.count_slots(state) for state in EngineSlot]), ("device", value.count_device_slots())]
+    if name == "ClientBook":
+        items.append(("slots", [value.count(state) for state in ClientSlot]))
+        items += [("draining", value.draining_nbytes()), ("in use", value.leases_in_use()), ("expiry", value.next_expiry())]
     if name == "Lending":
         items[0] = ("_free", _joined([*value._free.runs(), *getattr(value, "_kept", ())]))
         items.append(("leased", [value.leased_nbytes(state) for state in Lease]))

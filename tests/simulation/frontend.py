@@ -14,8 +14,9 @@ import dataclasses
 from bisect import insort
 from collections.abc import Iterator, Sequence
 
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
-from shmring.core.leasebook import Acquired, Effect, LeaseBook, LeaseBookLimits, Send, SlotRecord
+from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.effects import Acquired, ClientEffect, Send
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.messages import (
     SLOT_HEADER_NBYTES,
     Abort,
@@ -37,6 +38,7 @@ from shmring.core.messages import (
     decode_engine_message,
 )
 from shmring.core.states import ClientSlot
+from tests.simulation import books
 from tests.simulation.scenario import Action, Forgery, Kind, Scenario, require
 from tests.simulation.wire import Headers, Wire
 
@@ -82,8 +84,8 @@ class Session:
         self.client_id = client_id
         self.wire = wire
         self.headers = headers
-        self.book = LeaseBook(
-            LeaseBookLimits(
+        self.book: ClientBook = books.chosen.client(
+            ClientBookLimits(
                 client_id=client_id,
                 slab_nbytes=scenario.geometry.slab_nbytes,
                 leasable_nbytes=scenario.leasable_blocks * BLOCK_NBYTES,
@@ -94,8 +96,8 @@ class Session:
         )
         self.ended = False
         self.waiters: dict[int, Waiter] = {}  # by ticket, in order
-        self.slots: list[SlotRecord] = []  # all that are not free; after the end, those that the process can reach
-        self.views: list[SlotRecord] = []  # those that were left, and that code can still reach, whatever the book thinks
+        self.slots: list[ClientSlotRecord] = []  # all that are not free; after the end, those that the process can reach
+        self.views: list[ClientSlotRecord] = []  # those that were left, and that code can still reach, whatever the book thinks
         self.pending: dict[int, bool] = {}  # by request: whether its caller has given it up
         self.replies: list[HeldReply] = []
         self.next_ticket = 1
@@ -137,9 +139,9 @@ class Session:
                 HeldReply(slot.generation, slot.offset // BLOCK_NBYTES, (slot.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES)
             )
 
-    def carry_out(self, effects: Sequence[Effect], now: float) -> None:
+    def carry_out(self, effects: Sequence[ClientEffect], now: float) -> None:
         """Does what the book asks for."""
-        refused: list[SlotRecord] = []
+        refused: list[ClientSlotRecord] = []
         for effect in effects:
             match effect:
                 case Send(message):
@@ -162,7 +164,7 @@ class Session:
             self.last_token = message.token
         self.wire.tell_engine(message)
 
-    def _take(self, slot: SlotRecord) -> None:
+    def _take(self, slot: ClientSlotRecord) -> None:
         """A caller has a slot. By address: in which order they were taken makes no difference to anybody."""
         insort(self.slots, slot, key=lambda slot: slot.start)
 
@@ -196,7 +198,7 @@ class Session:
         del self.waiters[ticket]
         self.carry_out(self.book.cancel(ticket), now)
 
-    def submit(self, slots: Sequence[SlotRecord]) -> None:
+    def submit(self, slots: Sequence[ClientSlotRecord]) -> None:
         """Hands slots to the engine as one request."""
         request_id, self.next_request = self.next_request, self.next_request + 1
         for slot in slots:

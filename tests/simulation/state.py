@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shmring.core import blocks
+from shmring.core.client_book import ClientBook
 from shmring.core.engine_book import EngineBook
 from shmring.core.lending import Lending
 from shmring.core.messages import (
@@ -118,9 +119,8 @@ class _Encoding:
             client,
             leases,
             waiters,
-            book._recalls,
             book._requested_nbytes,
-            book._prefetch_nbytes,
+            book._wish_nbytes,
             self._reach(session),
             [[self._requests[session.client_id, request], given_up] for request, given_up in session.pending.items()],
             0 if self._world.scenario.max_requests is None else session.next_request,
@@ -309,6 +309,8 @@ def _copy_of(kind: type) -> _Copy:
         return _copy_taken
     if kind is EngineBook:
         return _copy_engine_book
+    if kind is ClientBook:
+        return _copy_client_book
     if kind is Lending:
         return _copy_lending
     if kind in (list, tuple, set, deque):
@@ -340,6 +342,10 @@ def _copy_taken(value: Any, memo: dict[int, Any]) -> Any:
 
 def _copy_engine_book(value: EngineBook, memo: dict[int, Any]) -> EngineBook:
     return _fill(EngineBook(value.geometry, value.limits), value, memo)
+
+
+def _copy_client_book(value: ClientBook, memo: dict[int, Any]) -> ClientBook:
+    return _fill(ClientBook(value.limits), value, memo)
 
 
 def _copy_lending(value: Lending, memo: dict[int, Any]) -> Lending:

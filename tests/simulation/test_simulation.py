@@ -13,13 +13,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from shmring.core import leasebook
-from shmring.core.effects import EngineEffect
-from shmring.core.leasebook import Acquired, LeaseBook, Send
+from shmring.core.effects import Acquired, ClientEffect, EngineEffect, Send
 from shmring.core.messages import SlotRef
 from shmring.core.states import ENGINE_SLOT, ClientSlot, EngineSlot, EngineSlotEvent, RequestEvent
 from tests.model import records
 from tests.model.blocks import TakenRuns
+from tests.model.client_book import ClientBook
 from tests.model.engine_book import EngineBook
 from tests.model.state import FIELDS
 from tests.simulation import books
@@ -158,21 +157,13 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
             "client_id", "last_generation", "last_request_id", "connected", "dead", "leases", "slots", "requests", "replies",
             "unsent_replies",
         },
+        "ClientBook": {
+            "leases", "_waiters", "_submitted", "_others", "_token", "_requested_nbytes", "_wish_nbytes", "_next_generation",
+        },
+        "HeldLease": {"lease_id", "is_base", "slots", "empty_since", "recalled"},
+        "ClientSlotRecord": {"lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"},
+        "Waiter": {"nbytes", "held"},
     }  # fmt: skip
-    simulation = Simulation(EXPLORATIONS["idle"])
-    assert simulation.engine is not None
-    session = simulation.processes[0].session
-    assert session is not None
-    of_scenario = {"geometry", "limits"}
-    assert set(vars(session.book)) - of_scenario == {
-        "leases", "_waiters", "_submitted", "_others", "_recalls", "_token", "_requested_nbytes", "_prefetch_nbytes",
-        "_next_generation",
-    }  # fmt: skip
-    assert fields(leasebook.HeldLease) == {"lease_id", "is_base", "slots", "empty_since", "recalled"}
-    assert fields(leasebook.SlotRecord) == {
-        "lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"
-    }  # fmt: skip
-    assert fields(leasebook.Waiter) == {"nbytes", "held"}
     assert fields(Waiter) == {"is_held", "blocks", "cancelled"}
     assert fields(HeldReply) == {"generation", "start", "blocks"}
 
@@ -239,13 +230,13 @@ def no_draining_in_the_engine(patch: Patch) -> None:
 
 
 def no_draining_in_a_frontend(patch: Patch) -> None:
-    leave = LeaseBook._leave
+    leave = ClientBook._leave
 
-    def mutated(book: LeaseBook, slot: Any, event: Any, event_viewed: Any, now: float) -> None:
+    def mutated(book: ClientBook, slot: Any, event: Any, event_viewed: Any, now: float) -> None:
         slot.viewed = False  # as if no view of it could be alive
         leave(book, slot, event, event_viewed, now)
 
-    patch.setattr(LeaseBook, "_leave", mutated)
+    patch.setattr(ClientBook, "_leave", mutated)
 
 
 def abort_releases_what_is_read(patch: Patch) -> None:
@@ -282,15 +273,15 @@ def nobody_is_woken_by_a_return(patch: Patch) -> None:
 
 
 def a_cancelled_waiter_keeps_its_turn(patch: Patch) -> None:
-    def mutated(book: LeaseBook, ticket: int) -> list[leasebook.Effect]:
+    def mutated(book: ClientBook, ticket: int) -> list[ClientEffect]:
         book._waiters.pop(ticket, None)
         return []
 
-    patch.setattr(LeaseBook, "cancel", mutated)
+    patch.setattr(ClientBook, "cancel", mutated)
 
 
 def recalls_are_not_heard(patch: Patch) -> None:
-    patch.setattr(LeaseBook, "recalled", lambda book, lease_ids: [])
+    patch.setattr(ClientBook, "recalled", lambda book, lease_ids: [])
 
 
 def requests_end_twice(patch: Patch) -> None:
@@ -314,7 +305,7 @@ def a_block_is_lost(patch: Patch) -> None:
 def one_event_in_the_midst_of_another(patch: Patch) -> None:
     """A frontend that gives a slot up before it has sent what the event before asked it to send."""
 
-    def mutated(session: Session, effects: Sequence[leasebook.Effect], now: float) -> None:
+    def mutated(session: Session, effects: Sequence[ClientEffect], now: float) -> None:
         for effect in effects:
             match effect:
                 case Send(message):

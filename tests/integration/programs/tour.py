@@ -23,7 +23,7 @@ import torch
 import uvloop
 
 import shmring
-from shmring.core import leasebook, states, transitions
+from shmring.core import transitions
 
 SLAB_NBYTES = "4MiB"
 NBYTES = 50_000
@@ -41,7 +41,6 @@ def install_hook(tour: Path) -> None:
     Args:
         tour: holds ``engine=<pid>`` and ``frontend=<pid>`` once the tour has begun.
     """
-    tables = {id(table): name for name, table in states.TABLES.items()}
     crash_at = os.environ.get("SHMRING_CRASH_AT", "none.none.none.before")
     point, _, moment = crash_at.rpartition(".")
     ours = "engine" if "engine" in sys.argv[1] else "frontend"
@@ -63,12 +62,6 @@ def install_hook(tour: Path) -> None:
             asyncio.get_running_loop().call_soon(crash)
 
     transitions.watch(before)
-
-    def advance(table: Any, state: Any, event: Any) -> Any:  # of the frontend's book, which calls it by name
-        before(tables[id(table)], state, event)
-        return states.advance(table, state, event)
-
-    leasebook.advance = advance  # type: ignore[attr-defined]
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -1,73 +1,26 @@
-"""A frontend's book: slots in its leases, who waits for one, and what each slot is being used for.
+"""The model of :mod:`shmring.core.client_book`: what a frontend's book does, in plain Python, flat and without speed.
 
-Theory of operation: sans-I/O, like the engine's :mod:`.ledger`. A method takes an event (and ``now``, where time matters),
-changes the book and returns effects that the client must carry out in order: send this message, wake that waiter. Slots
-are allocated inside leases with no message and no lock. Waiters are served strictly in order; while the first waits for
-a lease, everything that is empty goes back to the engine (it could not hold what the first needs), so two frontends that
-wait for each other's memory can't both keep it.
-
-A slot is *held* while the caller has it (inside ``async with client.slot()``) and *viewed* while a view of it is alive in
-this process; it becomes free only when it is neither, nor with the engine. A held slot that the engine has released is
-CACHED: its content is intact and it can be submitted again.
-
-Invariants (:meth:`LeaseBook.check`): slots of a lease are disjoint; a free slot is in no list; at most one lease request
-is outstanding.
-
-Slots in device memory have a book of their own. A generation must not mean two slots of one client, so one book numbers those
-of both.
+It has the same methods, effects, errors and fields. ``tests/model/pairs.py`` runs the two side by side.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
-from shmring.core.blocks import RunAllocator
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, blocks_for, slot_blocks
-from shmring.core.messages import (
-    DEVICE_MEMORY,
-    HOST_MEMORY,
-    SLOT_HEADER_NBYTES,
-    LeaseGrant,
-    LeaseRequest,
-    LeaseReturn,
-    Memory,
-    SlotRef,
-)
+from shmring.core.effects import Acquired, ClientEffect, Send
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits, blocks_for, slot_blocks
+from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef
 from shmring.core.states import CLIENT_SLOT, ClientSlot, ClientSlotEvent, advance
 from shmring.errors import CapacityError, RemoteProtocolError
+from tests.model.blocks import RunAllocator
 
-__all__ = ["Acquired", "Effect", "HeldLease", "LeaseBook", "LeaseBookLimits", "Send", "SlotRecord"]
-
-
-#: How much of a lease that was sized for one large slot a later one must take, to be worth holding it. By ``bench
-#: allocator``: with 0 slabs are 78 % full before a slot has to wait, with 0.5 it is 85 %, with 0.9 it is 91 %. Slots of
-#: one stream of equal or nearly equal sizes go on using their lease without asking.
-_LARGE_LEASE_SHARE = 0.9
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LeaseBookLimits:
-    """What bounds this book: the engine's limits, and how this client sizes and keeps its leases.
-
-    ``first_block`` and ``slab_nbytes`` are where leases of this ``memory`` begin and end in the engine's address space.
-    """
-
-    client_id: int
-    slab_nbytes: int
-    leasable_nbytes: int
-    max_leases: int
-    lease_nbytes: int
-    lease_idle_s: float
-    memory: Memory = HOST_MEMORY
-    first_block: int = Geometry.LEASABLE_START
+__all__ = ["ClientBook", "ClientSlotRecord", "HeldLease", "Waiter"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HeldLease:
-    """A lease of ours; in blocks of the slab."""
-
     lease_id: int
     is_base: bool
     slots: RunAllocator
@@ -76,9 +29,7 @@ class HeldLease:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class SlotRecord:
-    """A slot: ``start`` and ``blocks`` in blocks of the slab, ``nbytes`` of content behind its header."""
-
+class ClientSlotRecord:
     lease: HeldLease
     start: int
     blocks: int
@@ -99,47 +50,28 @@ class SlotRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Send:
-    """Send this message to the engine."""
-
-    message: LeaseRequest | LeaseReturn
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Acquired:
-    """The waiter that queued with this ticket has its slot."""
-
-    ticket: int
-    slot: SlotRecord
-
-
-Effect = Send | Acquired
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Waiter:
     nbytes: int
     held: bool
 
 
-class LeaseBook:
+class ClientBook:
     """A frontend's book for one connection. Every method is one event; the returned effects are the caller's next duty."""
 
-    def __init__(self, limits: LeaseBookLimits) -> None:
+    def __init__(self, limits: ClientBookLimits) -> None:
         self.limits = limits
         self.leases: dict[int, HeldLease] = {}
         self._waiters: dict[int, Waiter] = {}  # by ticket, in order of arrival
-        self._submitted: dict[int, SlotRecord] = {}  # by generation
-        self._others: set[SlotRecord] = set()  # WRITING, CACHED, DRAINING
-        self._recalls = 0  # leases that were recalled and are still held
+        self._submitted: dict[int, ClientSlotRecord] = {}  # by generation
+        self._others: set[ClientSlotRecord] = set()  # WRITING, CACHED, DRAINING
         self._token = 0
         self._requested_nbytes = 0  # of the lease request that is outstanding
-        self._prefetch_nbytes = 0  # bytes that a caller wanted that did not wait; 0: none
+        self._wish_nbytes = 0  # what a caller wanted that did not wait; 0: nothing
         self._next_generation = (limits.client_id << GENERATION_BITS) + 1
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def granted(self, grant: LeaseGrant, now: float) -> list[Effect]:
+    def granted(self, grant: LeaseGrant, now: float) -> list[ClientEffect]:
         """The engine lends a range.
 
         Raises:
@@ -152,19 +84,18 @@ class LeaseBook:
             raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of the slab")
         self.leases[grant.lease_id] = HeldLease(grant.lease_id, grant.token == 0, RunAllocator(start, blocks), now)
         if grant.token == self._token:
-            self._requested_nbytes = self._prefetch_nbytes = 0
+            self._requested_nbytes = self._wish_nbytes = 0
         return self._serve_waiters()
 
-    def recalled(self, lease_ids: Collection[int]) -> list[Effect]:
+    def recalled(self, lease_ids: Collection[int]) -> list[ClientEffect]:
         """The engine wants leases back: nothing more is allocated in them, and each goes back as soon as it is empty."""
         for lease_id in lease_ids:
             lease = self.leases.get(lease_id)
-            if lease is not None and not lease.recalled:  # else our return and the recall have crossed
+            if lease is not None:  # else our return and the recall have crossed
                 lease.recalled = True
-                self._recalls += 1
         return self._serve_waiters()
 
-    def expire(self, now: float) -> list[Effect]:
+    def expire(self, now: float) -> list[ClientEffect]:
         """Returns further leases that have been empty for long enough."""
         deadline = now - self.limits.lease_idle_s
         idle = [lease for lease in self._spare_leases() if lease.empty_since <= deadline]
@@ -172,24 +103,19 @@ class LeaseBook:
 
     def next_expiry(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest; None if nothing is spare."""
-        first: float | None = None
-        for lease in self.leases.values():  # after each release: most often there is one, the base lease
-            if not lease.is_base and lease.slots.is_empty and (first is None or lease.empty_since < first):
-                first = lease.empty_since
-        return None if first is None else first + self.limits.lease_idle_s
+        return min((lease.empty_since + self.limits.lease_idle_s for lease in self._spare_leases()), default=None)
 
-    def _spare_leases(self) -> Iterator[HeldLease]:
-        return (lease for lease in self.leases.values() if lease.slots.is_empty and not lease.is_base)
+    def _spare_leases(self) -> list[HeldLease]:
+        return [lease for lease in self.leases.values() if lease.slots.is_empty and not lease.is_base]
 
-    def _return(self, leases: Sequence[HeldLease]) -> list[Effect]:
+    def _return(self, leases: Sequence[HeldLease]) -> list[ClientEffect]:
         for lease in leases:
             del self.leases[lease.lease_id]
-            self._recalls -= lease.recalled
         return [Send(LeaseReturn(tuple(lease.lease_id for lease in leases)))] if leases else []
 
     # -- acquiring -------------------------------------------------------------------------------------------------
 
-    def acquire(self, nbytes: int, *, held: bool) -> SlotRecord | None:
+    def acquire(self, nbytes: int, *, held: bool) -> ClientSlotRecord | None:
         """Takes a slot for ``nbytes`` of content now; None if that would overtake a waiter or needs a lease.
 
         Raises:
@@ -198,24 +124,26 @@ class LeaseBook:
         self.check_capacity(nbytes)
         return None if self._waiters else self._allocate(nbytes, held)
 
-    def queue(self, ticket: int, nbytes: int, *, held: bool) -> list[Effect]:
+    def queue(self, ticket: int, nbytes: int, *, held: bool) -> list[ClientEffect]:
         """Waits in line for a slot; :class:`Acquired` with this ticket comes as an effect of this or a later event."""
         self.check_capacity(nbytes)
         self._waiters[ticket] = Waiter(nbytes, held)
         return self._serve_waiters()
 
-    def prefetch(self, nbytes: int) -> list[Effect]:
+    def prefetch(self, nbytes: int) -> list[ClientEffect]:
         """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one."""
-        self._prefetch_nbytes = nbytes
+        self._wish_nbytes = nbytes
         return self._serve_waiters()
 
-    def cancel(self, ticket: int) -> list[Effect]:
+    def cancel(self, ticket: int) -> list[ClientEffect]:
         """Leaves the line, and passes the turn on."""
         self._waiters.pop(ticket, None)
         return self._serve_waiters()
 
     def check_capacity(self, nbytes: int) -> None:
         """Raises :class:`CapacityError` if a slot for ``nbytes`` can never be had."""
+        if nbytes < 0:
+            raise ValueError(f"a slot has at least 0 bytes, not {nbytes}")
         if nbytes + SLOT_HEADER_NBYTES > self.limits.leasable_nbytes:
             capacity = self.limits.leasable_nbytes - SLOT_HEADER_NBYTES
             option = "device_slab_nbytes" if self.limits.memory == DEVICE_MEMORY else "slab_nbytes"
@@ -225,13 +153,13 @@ class LeaseBook:
                 capacity=capacity,
             )
 
-    def _allocate(self, nbytes: int, held: bool) -> SlotRecord | None:
+    def _allocate(self, nbytes: int, held: bool) -> ClientSlotRecord | None:
         blocks = slot_blocks(nbytes)
         for lease in self.leases.values():
             if not self.takes(lease, blocks) or (start := lease.slots.allocate(blocks)) is None:
                 continue
             state = advance(CLIENT_SLOT, ClientSlot.FREE, ClientSlotEvent.ACQUIRE)
-            slot = SlotRecord(lease, start, blocks, nbytes, state, held)
+            slot = ClientSlotRecord(lease, start, blocks, nbytes, state, held)
             self._others.add(slot)
             return slot
         return None
@@ -246,13 +174,11 @@ class LeaseBook:
             return False
         whole = lease.slots.length
         common = lease.is_base or whole <= blocks_for(self.limits.lease_nbytes)
-        return common or _LARGE_LEASE_SHARE * whole <= blocks or len(self.leases) >= self.limits.max_leases
+        return common or 9 * whole <= 10 * blocks or len(self.leases) >= self.limits.max_leases
 
-    def _serve_waiters(self) -> list[Effect]:
+    def _serve_waiters(self) -> list[ClientEffect]:
         """Serves waiters in order; asks for, withdraws and returns leases as the first of the rest needs."""
-        if not (self._waiters or self._prefetch_nbytes or self._requested_nbytes or self._recalls):
-            return []
-        effects: list[Effect] = []
+        effects: list[ClientEffect] = []
         while self._waiters:
             ticket, waiter = next(iter(self._waiters.items()))
             slot = self._allocate(waiter.nbytes, waiter.held)
@@ -261,14 +187,14 @@ class LeaseBook:
             del self._waiters[ticket]
             effects.append(Acquired(ticket, slot))
         first = next(iter(self._waiters.values()), None)
-        needed = self._prefetch_nbytes if first is None else first.nbytes
         # What is empty can't hold what the first waiter needs, or it would have it.
         effects += self._return(
             [lease for lease in self.leases.values() if lease.slots.is_empty and (lease.recalled or first is not None)]
         )
+        needed = self._wish_nbytes if first is None else first.nbytes
         return effects + self._request_lease(slot_blocks(needed) * BLOCK_NBYTES if first is not None or needed else 0)
 
-    def _request_lease(self, nbytes: int) -> list[Effect]:
+    def _request_lease(self, nbytes: int) -> list[ClientEffect]:
         """Makes the outstanding lease request what is needed; 0 withdraws it."""
         if nbytes == self._requested_nbytes or (nbytes and len(self.leases) >= self.limits.max_leases):
             return []
@@ -280,7 +206,7 @@ class LeaseBook:
 
     # -- using -----------------------------------------------------------------------------------------------------
 
-    def submit(self, slot: SlotRecord, numbers: LeaseBook | None = None) -> int:
+    def submit(self, slot: ClientSlotRecord, numbers: ClientBook | None = None) -> int:
         """Hands a slot to the engine, and returns the generation under which it goes.
 
         Args:
@@ -298,7 +224,7 @@ class LeaseBook:
         self._submitted[slot.generation] = slot
         return slot.generation
 
-    def released(self, generations: Collection[int], now: float) -> tuple[list[Effect], int]:
+    def released(self, generations: Collection[int], now: float) -> tuple[list[ClientEffect], int]:
         """The engine hands slots back.
 
         Returns:
@@ -316,7 +242,7 @@ class LeaseBook:
                 self._leave(slot, ClientSlotEvent.RELEASE, ClientSlotEvent.RELEASE_VIEWED, now)
         return self._serve_waiters(), unknown
 
-    def give_up(self, slot: SlotRecord, now: float) -> list[Effect]:
+    def give_up(self, slot: ClientSlotRecord, now: float) -> list[ClientEffect]:
         """The caller lets a slot go. If the engine still has it, it comes back with its release. A second call does nothing."""
         slot.held = False
         if slot.state is ClientSlot.WRITING:
@@ -327,7 +253,7 @@ class LeaseBook:
             return []
         return self._serve_waiters()
 
-    def last_view_gone(self, slot: SlotRecord, now: float) -> list[Effect]:
+    def last_view_gone(self, slot: ClientSlotRecord, now: float) -> list[ClientEffect]:
         """The last view of a slot has died in this process."""
         slot.viewed = False
         if slot.state is not ClientSlot.DRAINING:
@@ -336,7 +262,7 @@ class LeaseBook:
         self._free(slot, advance(CLIENT_SLOT, slot.state, ClientSlotEvent.LAST_VIEW_GONE), now)
         return self._serve_waiters()
 
-    def _leave(self, slot: SlotRecord, event: ClientSlotEvent, event_viewed: ClientSlotEvent, now: float) -> None:
+    def _leave(self, slot: ClientSlotRecord, event: ClientSlotEvent, event_viewed: ClientSlotEvent, now: float) -> None:
         state = advance(CLIENT_SLOT, slot.state, event_viewed if slot.viewed else event)
         self._others.discard(slot)
         if state is ClientSlot.DRAINING:
@@ -345,7 +271,7 @@ class LeaseBook:
         else:
             self._free(slot, state, now)
 
-    def _free(self, slot: SlotRecord, state: ClientSlot, now: float) -> None:
+    def _free(self, slot: ClientSlotRecord, state: ClientSlot, now: float) -> None:
         slot.state = state
         slot.lease.slots.free(slot.start, slot.blocks)
         slot.lease.empty_since = now
@@ -379,13 +305,11 @@ class LeaseBook:
         """Leases in which this process may still write: those of slots that are viewed."""
         return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed}))
 
-    def _slots(self) -> Iterator[SlotRecord]:
-        yield from self._submitted.values()
-        yield from self._others
+    def _slots(self) -> list[ClientSlotRecord]:
+        return [*self._submitted.values(), *self._others]
 
     def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
-        assert self._recalls == sum(lease.recalled for lease in self.leases.values()), "a recall is forgotten"
         for lease in self.leases.values():
             slots = sorted((slot for slot in self._slots() if slot.lease is lease), key=lambda slot: slot.start)
             assert lease.slots.length - lease.slots.free_units == sum(slot.blocks for slot in slots), "a block is lost"

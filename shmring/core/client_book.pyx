@@ -1,0 +1,451 @@
+"""A frontend's book: slots in its leases, who waits for one, and what each slot is being used for.
+
+Theory of operation: sans-I/O, like the engine's :mod:`.engine_book`. A method takes an event (and ``now``, where time matters),
+changes the book and returns effects that the client must carry out in order: send this message, wake that waiter. Slots
+are allocated inside leases with no message and no lock. Waiters are served strictly in order; while the first waits for
+a lease, everything that is empty goes back to the engine (it could not hold what the first needs), so two frontends that
+wait for each other's memory can't both keep it.
+
+A slot is *held* while the caller has it (inside ``async with client.slot()``) and *viewed* while a view of it is alive in
+this process; it becomes free only when it is neither, nor with the engine. A held slot that the engine has released is
+CACHED: its content is intact and it can be submitted again.
+
+Slots in device memory have a book of their own. A generation must not mean two slots of one client, so one book numbers those
+of both.
+
+What happens to every message has an entry in C (the ``.pxd``). ``tests/model/client_book.py`` says in plain Python what the book
+does, and the tests hold the two against each other.
+
+Invariants (:meth:`ClientBook.check`): slots of a lease are disjoint; a free slot is in no list; at most one lease request
+is outstanding.
+"""
+
+import cython
+
+from libc.math cimport INFINITY
+from libc.stdint cimport int64_t
+
+from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, blocks_for, slot_blocks
+from shmring.core.transitions cimport client_slots
+
+from shmring.core.effects import Acquired, Send
+from shmring.core.geometry import GENERATION_BITS
+from shmring.core.messages import DEVICE_MEMORY, LeaseRequest, LeaseReturn, SlotRef
+from shmring.core.states import ClientSlot, ClientSlotEvent
+from shmring.errors import CapacityError, RemoteProtocolError
+
+assert len(ClientSlot) == SLOT_STATES
+
+cdef int FREE = ClientSlot.FREE
+cdef int WRITING = ClientSlot.WRITING
+cdef int SUBMITTED = ClientSlot.SUBMITTED
+cdef int CACHED = ClientSlot.CACHED
+cdef int DRAINING = ClientSlot.DRAINING
+cdef int ACQUIRE = ClientSlotEvent.ACQUIRE
+cdef int SUBMIT = ClientSlotEvent.SUBMIT
+cdef int DISCARD = ClientSlotEvent.DISCARD
+cdef int DISCARD_VIEWED = ClientSlotEvent.DISCARD_VIEWED
+cdef int RELEASE = ClientSlotEvent.RELEASE
+cdef int RELEASE_RETAINED = ClientSlotEvent.RELEASE_RETAINED
+cdef int RELEASE_VIEWED = ClientSlotEvent.RELEASE_VIEWED
+cdef int EVICT = ClientSlotEvent.EVICT
+cdef int EVICT_VIEWED = ClientSlotEvent.EVICT_VIEWED
+cdef int LAST_VIEW_GONE = ClientSlotEvent.LAST_VIEW_GONE
+
+cdef enum:
+    # How much of a lease that was sized for one large slot a later one must take, to be worth holding it: nine tenths. By ``bench
+    # allocator``: with nothing slabs are 78 % full before a slot has to wait, with half of it 85 %, with 0.9 it is 91 %. Slots of
+    # one stream of equal or nearly equal sizes go on using their lease without asking.
+    LARGE_SHARE = 9
+    OF_LARGE = 10
+
+
+@cython.final
+cdef class HeldLease:
+    """A lease of ours; in blocks of the slab."""
+
+
+@cython.final
+@cython.freelist(256)
+@cython.no_gc
+cdef class ClientSlotRecord:
+    """A slot: ``start`` and ``blocks`` in blocks of the slab, ``nbytes`` of content behind its header."""
+
+    @property
+    def state(self):
+        return client_slots.state(self.state_number)
+
+    @state.setter
+    def state(self, int state):
+        self.state_number = state
+
+    @property
+    def offset(self):
+        """Where its header stands in the slab, in bytes."""
+        return self.start * BLOCK_NBYTES
+
+    def ref(self):
+        """How a message describes it."""
+        return SlotRef(self.lease.lease_id, self.start * BLOCK_NBYTES, self.nbytes, self.generation)
+
+
+@cython.final
+cdef class Waiter:
+    """Somebody who waits for a slot."""
+
+
+cdef class ClientBook:
+    """A frontend's book for one connection. Every method is one event; the returned effects are the caller's next duty."""
+
+    def __init__(self, limits):
+        self.limits = limits
+        self.leases, self._waiters, self._submitted, self._others = {}, {}, {}, set()
+        self._next_generation = (limits.client_id << GENERATION_BITS) + 1
+        self._capacity_nbytes = limits.leasable_nbytes - SLOT_HEADER_NBYTES
+        self._max_leases, self._lease_nbytes = limits.max_leases, limits.lease_nbytes
+        self._common_blocks = blocks_for(self._lease_nbytes)
+        self._lease_idle_s = limits.lease_idle_s
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def granted(self, grant, double now):
+        """The engine lends a range.
+
+        Raises:
+            RemoteProtocolError: it is not a range of the slab.
+        """
+        cdef HeldLease lease
+        start, misaligned = divmod(grant.offset, BLOCK_NBYTES)
+        blocks, ragged = divmod(grant.nbytes, BLOCK_NBYTES)
+        outside = start < self.limits.first_block or grant.offset + grant.nbytes > self.limits.slab_nbytes
+        if misaligned or ragged or outside or blocks < 1:
+            raise RemoteProtocolError(f"lease {grant.lease_id} [{grant.offset}, +{grant.nbytes}) is no range of the slab")
+        lease = HeldLease.__new__(HeldLease)
+        lease.lease_id, lease.is_base, lease.slots = grant.lease_id, grant.token == 0, RunAllocator(start, blocks)
+        lease.empty_since = now
+        self.leases[lease.lease_id] = lease
+        if grant.token == self._token:
+            self._requested_nbytes = self._wish_nbytes = 0
+        return self.serve() or []
+
+    def recalled(self, lease_ids):
+        """The engine wants leases back: nothing more is allocated in them, and each goes back as soon as it is empty."""
+        cdef HeldLease lease
+        for lease_id in lease_ids:
+            lease = self.leases.get(lease_id)
+            if lease is not None and not lease.recalled:  # else our return and the recall have crossed
+                lease.recalled = True
+                self._recalls += 1
+        return self.serve() or []
+
+    def expire(self, double now):
+        """Returns further leases that have been empty for long enough."""
+        cdef HeldLease lease
+        cdef double deadline = now - self._lease_idle_s
+        cdef list idle = [], effects = []
+        for lease in self.leases.values():
+            if not lease.is_base and lease.slots.free_units == lease.slots.length and lease.empty_since <= deadline:
+                idle.append(lease)
+        self._return(idle, effects)
+        return effects
+
+    def next_expiry(self):
+        """When :meth:`expire` has something to do at the earliest; None if nothing is spare."""
+        cdef double first = self.earliest_expiry()
+        return None if first == INFINITY else first
+
+    cdef double earliest_expiry(self) noexcept:
+        """As :meth:`next_expiry`; infinite if nothing is spare."""
+        cdef HeldLease lease
+        cdef double first = INFINITY
+        for lease in self.leases.values():
+            if not lease.is_base and lease.slots.free_units == lease.slots.length and lease.empty_since < first:
+                first = lease.empty_since
+        return first if first == INFINITY else first + self._lease_idle_s
+
+    cdef int _return(self, list leases, list effects) except -1:
+        cdef HeldLease lease
+        for lease in leases:
+            del self.leases[lease.lease_id]
+            self._recalls -= lease.recalled
+        if leases:
+            effects.append(Send(LeaseReturn(tuple([lease.lease_id for lease in leases]))))
+        return 0
+
+    # -- acquiring -------------------------------------------------------------------------------------------------
+
+    def acquire(self, nbytes, *, bint held):
+        """Takes a slot for ``nbytes`` of content now; None if that would overtake a waiter or needs a lease.
+
+        Raises:
+            CapacityError: it is larger than what the engine can lease out.
+        """
+        if nbytes > self._capacity_nbytes or nbytes < 0:
+            self.check_capacity(nbytes)
+        return None if self._waiters else self.take_slot(nbytes, held)
+
+    def queue(self, ticket, nbytes, *, bint held):
+        """Waits in line for a slot; :class:`Acquired` with this ticket comes as an effect of this or a later event."""
+        cdef Waiter waiter = Waiter.__new__(Waiter)
+        self.check_capacity(nbytes)
+        waiter.nbytes, waiter.held = nbytes, held
+        self._waiters[ticket] = waiter
+        return self.serve() or []
+
+    def prefetch(self, uint64_t nbytes):
+        """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one."""
+        self._wish_nbytes = nbytes
+        return self.serve() or []
+
+    def cancel(self, ticket):
+        """Leaves the line, and passes the turn on."""
+        self._waiters.pop(ticket, None)
+        return self.serve() or []
+
+    def check_capacity(self, nbytes):
+        """Raises :class:`CapacityError` if a slot for ``nbytes`` can never be had."""
+        if nbytes < 0:
+            raise ValueError(f"a slot has at least 0 bytes, not {nbytes}")
+        if nbytes > self._capacity_nbytes:
+            option = "device_slab_nbytes" if self.limits.memory == DEVICE_MEMORY else "slab_nbytes"
+            raise CapacityError(
+                f"{nbytes} bytes can never fit: the engine leases out {self._capacity_nbytes} bytes there; raise its {option}",
+                needed=nbytes,
+                capacity=self._capacity_nbytes,
+            )
+
+    cdef ClientSlotRecord take_slot(self, uint64_t nbytes, bint held):
+        """Takes a slot of a size that can be had, whoever waits; None if there is no room for it."""
+        cdef uint64_t blocks = slot_blocks(nbytes)
+        cdef int64_t start
+        cdef HeldLease lease
+        cdef ClientSlotRecord slot
+        for lease in self.leases.values():
+            if not self._takes(lease, blocks):
+                continue
+            start = lease.slots.take(blocks)
+            if start < 0:
+                continue
+            slot = ClientSlotRecord.__new__(ClientSlotRecord)
+            slot.lease, slot.start, slot.blocks, slot.nbytes, slot.held = lease, start, blocks, nbytes, held
+            slot.state_number = FREE
+            self._move(slot, ACQUIRE)
+            self._others.add(slot)
+            return slot
+        return None
+
+    def takes(self, HeldLease lease not None, uint64_t blocks):
+        """Whether a slot of so many blocks is put into this lease, if there is room.
+
+        Into a further one that was sized for a large slot only one that is worth it: such a lease must go back whole, so small
+        ones, which could stand anywhere, do not hold it; unless no further lease can be had.
+        """
+        return self._takes(lease, blocks)
+
+    cdef bint _takes(self, HeldLease lease, uint64_t blocks) noexcept:
+        if lease.recalled:
+            return False
+        return (
+            lease.is_base
+            or lease.slots.length <= self._common_blocks
+            or LARGE_SHARE * lease.slots.length <= OF_LARGE * blocks
+            or <uint64_t>len(self.leases) >= self._max_leases
+        )
+
+    cdef list serve(self):
+        """Serves waiters in order; asks for, withdraws and returns leases as the first of the rest needs."""
+        cdef Waiter waiter, first = None
+        cdef HeldLease lease
+        cdef ClientSlotRecord slot
+        cdef list effects, spare
+        cdef uint64_t needed = 0
+        if not (self._waiters or self._wish_nbytes or self._requested_nbytes or self._recalls):
+            return None
+        effects, spare = [], []
+        while self._waiters:
+            ticket, waiter = next(iter(self._waiters.items()))
+            slot = self.take_slot(waiter.nbytes, waiter.held)
+            if slot is None:
+                first = waiter
+                break
+            del self._waiters[ticket]
+            effects.append(Acquired(ticket, slot))
+        # What is empty can't hold what the first waiter needs, or it would have it.
+        for lease in self.leases.values():
+            if lease.slots.free_units == lease.slots.length and (lease.recalled or first is not None):
+                spare.append(lease)
+        self._return(spare, effects)
+        if first is not None:
+            needed = slot_blocks(first.nbytes) * BLOCK_NBYTES
+        elif self._wish_nbytes:
+            needed = slot_blocks(self._wish_nbytes) * BLOCK_NBYTES
+        self._request_lease(needed, effects)
+        return effects
+
+    cdef int _request_lease(self, uint64_t nbytes, list effects) except -1:
+        """Makes the outstanding lease request what is needed; 0 withdraws it."""
+        cdef uint64_t preferred
+        if nbytes == self._requested_nbytes or (nbytes and <uint64_t>len(self.leases) >= self._max_leases):
+            return 0
+        self._token += 1
+        self._requested_nbytes = nbytes
+        # Large ones are sized exactly: half of a lease would stay unused beside them.
+        preferred = self._lease_nbytes if 2 * nbytes <= self._lease_nbytes else nbytes
+        effects.append(Send(LeaseRequest(self._token, nbytes, preferred if nbytes else 0, self.limits.memory)))
+        return 0
+
+    # -- using -----------------------------------------------------------------------------------------------------
+
+    def submit(self, ClientSlotRecord slot not None, ClientBook numbers=None):
+        """Hands a slot to the engine, and returns the generation under which it goes.
+
+        Args:
+            slot: of this book.
+            numbers: the book that numbers the submissions of a client that has two; None: this one.
+
+        Raises:
+            LocalProtocolError: it is not WRITING or CACHED. Nothing was changed.
+        """
+        return self.submit_slot(slot, self if numbers is None else numbers)
+
+    cdef uint64_t submit_slot(self, ClientSlotRecord slot, ClientBook numbers) except 0:
+        """As :meth:`submit`."""
+        self._move(slot, SUBMIT)
+        slot.generation = numbers._next_generation
+        numbers._next_generation += 1
+        self._others.discard(slot)
+        self._submitted[slot.generation] = slot
+        return slot.generation
+
+    def released(self, generations, double now):
+        """The engine hands slots back.
+
+        Returns:
+            The effects, and how many of the generations were not ours to begin with (a late or doubled release).
+        """
+        cdef Py_ssize_t unknown = 0
+        for generation in generations:
+            unknown += not self.release_generation(generation, now)
+        return self.serve() or [], unknown
+
+    cdef bint release_generation(self, uint64_t generation, double now) except -1:
+        """Takes back what the engine releases; returns whether it was ours. The caller must then :meth:`serve`."""
+        cdef ClientSlotRecord slot = self._submitted.pop(generation, None)
+        if slot is None:
+            return False
+        if slot.held:
+            self._others.add(slot)
+            self._move(slot, RELEASE_RETAINED)
+        else:
+            self._leave(slot, RELEASE_VIEWED if slot.viewed else RELEASE, now)
+        return True
+
+    def give_up(self, ClientSlotRecord slot not None, double now):
+        """The caller lets a slot go. If the engine still has it, it comes back with its release. A second call does nothing."""
+        return self.give_slot_up(slot, now) or []
+
+    cdef list give_slot_up(self, ClientSlotRecord slot, double now):
+        """As :meth:`give_up`."""
+        slot.held = False
+        if slot.state_number == WRITING:
+            self._leave(slot, DISCARD_VIEWED if slot.viewed else DISCARD, now)
+        elif slot.state_number == CACHED:
+            self._leave(slot, EVICT_VIEWED if slot.viewed else EVICT, now)
+        else:
+            return None
+        return self.serve()
+
+    def last_view_gone(self, ClientSlotRecord slot not None, double now):
+        """The last view of a slot has died in this process."""
+        return self.view_gone(slot, now) or []
+
+    cdef list view_gone(self, ClientSlotRecord slot, double now):
+        """As :meth:`last_view_gone`."""
+        slot.viewed = False
+        if slot.state_number != DRAINING:
+            return None
+        self._leave(slot, LAST_VIEW_GONE, now)
+        return self.serve()
+
+    cdef int _leave(self, ClientSlotRecord slot, int event, double now) except -1:
+        """A slot has been let go: it drains while it is viewed, else its blocks are free."""
+        cdef bint was_taken
+        if self._move(slot, event) == DRAINING:
+            self._others.add(slot)
+            return 0
+        self._others.discard(slot)
+        was_taken = slot.lease.slots.give(slot.start, slot.blocks)
+        assert was_taken, "a slot has no blocks in its lease"
+        slot.lease.empty_since = now
+        return 0
+
+    cdef int _move(self, ClientSlotRecord slot, int event) except -1:
+        """Makes a transition of a slot, and returns its new state."""
+        cdef int state = client_slots.advance(slot.state_number, event)
+        self._slots_in[slot.state_number] -= slot.state_number != FREE
+        self._draining_blocks -= slot.blocks * (slot.state_number == DRAINING)
+        slot.state_number = state
+        self._slots_in[state] += state != FREE
+        self._draining_blocks += slot.blocks * (state == DRAINING)
+        return state
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self):
+        """Callers in line for a slot."""
+        return len(self._waiters)
+
+    @property
+    def leased_nbytes(self):
+        """Bytes in leases of this client."""
+        return sum([lease.slots.length for lease in self.leases.values()]) * BLOCK_NBYTES
+
+    @property
+    def free_nbytes(self):
+        """Bytes of them that are in no slot."""
+        return sum([lease.slots.free_units for lease in self.leases.values()]) * BLOCK_NBYTES
+
+    def count(self, int state):
+        """Slots in this state."""
+        return self._slots_in[state]
+
+    def draining_nbytes(self):
+        """Bytes that only live views keep from being used."""
+        return self._draining_blocks * BLOCK_NBYTES
+
+    @property
+    def _counts(self):
+        return self._recalls, self._draining_blocks, tuple(self._slots_in)
+
+    @_counts.setter
+    def _counts(self, counts):
+        self._recalls, self._draining_blocks = counts[:2]
+        for state in range(SLOT_STATES):
+            self._slots_in[state] = counts[2][state]
+
+    def leases_in_use(self):
+        """Leases in which this process may still write: those of slots that are viewed."""
+        return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed}))
+
+    def _slots(self):
+        return [*self._submitted.values(), *self._others]
+
+    def check(self):
+        """Asserts the invariants of the book; for tests, and for closing."""
+        cdef ClientSlotRecord slot
+        slots = self._slots()
+        assert self._recalls == sum(lease.recalled for lease in self.leases.values()), "a recall is forgotten"
+        assert list(self._slots_in) == [sum(slot.state is state for slot in slots) for state in ClientSlot]
+        assert self._draining_blocks == sum(slot.blocks for slot in slots if slot.state is ClientSlot.DRAINING)
+        for lease in self.leases.values():
+            runs = sorted([(slot.start, slot.blocks) for slot in slots if slot.lease is lease] + lease.slots.runs())
+            assert sum(blocks for _, blocks in runs) == lease.slots.length, "a block is lost"
+            end = lease.slots.start
+            for start, blocks in runs:
+                assert start == end, "slots overlap, or what is free is in a slot"
+                end = start + blocks
+        for slot in slots:
+            assert slot.state_number != FREE
+            assert self.leases.get(slot.lease.lease_id) is slot.lease, "a slot outlives its lease"
+            assert (slot.state_number == SUBMITTED) == (self._submitted.get(slot.generation) is slot)
