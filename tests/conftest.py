@@ -300,7 +300,7 @@ async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmri
         await ring.close()
     await asyncio.gather(*tasks)
     for ring in rings:
-        ring._ledger.check()
+        ring._book.check()
 
 
 @pytest.fixture
@@ -333,6 +333,6 @@ def settled(eventually: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitabl
             await eventually(is_whole, timeout)
         except AssertionError:
             raise AssertionError(f"the slab did not become whole within {timeout} s: {ring.statistics()}") from None
-        ring._ledger.check()
+        ring._book.check()
 
     return wait

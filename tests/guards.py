@@ -36,8 +36,8 @@ GUARDS = (
     Guard(
         "memory is reused only when the pidfd reports the death",
         "shmring/ring/ring.py",
-        "self._carry_out(self._ledger.disconnect(frontend.client_id))",
-        "self._carry_out(self._ledger.died(frontend.client_id))",
+        "self._carry_out(self._book.disconnect(frontend.client_id))",
+        "self._carry_out(self._book.died(frontend.client_id))",
         "tests/integration/test_process_death.py::test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory",
     ),
     Guard(

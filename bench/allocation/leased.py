@@ -90,7 +90,9 @@ class Leased:
                     acquired = effect.slot
                 elif isinstance(effect.message, LeaseRequest):
                     request = effect.message
-                    of_engine += self.ledger.request_lease(client_id, request.token, request.nbytes, request.preferred_nbytes)
+                    of_engine += self.ledger.request_lease(
+                        client_id, request.token, request.nbytes, request.preferred_nbytes, request.memory, request.waits
+                    )
                 else:
                     of_engine += self.ledger.return_leases(client_id, effect.message.lease_ids)
         return acquired

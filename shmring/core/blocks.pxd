@@ -15,6 +15,7 @@ cdef class RunAllocator:
     cdef int64_t take(self, uint64_t length) except -2
     cdef bint take_at(self, uint64_t start, uint64_t length) except -1
     cdef bint give(self, uint64_t start, uint64_t length) except -1
+    cdef uint64_t largest(self) noexcept nogil
     cdef bint run_at_or_behind(self, uint64_t unit, uint64_t* start, uint64_t* length) noexcept nogil
     cdef void _add(self, uint64_t start, uint64_t length) noexcept nogil
     cdef void _drop(self, uint64_t start, uint64_t length) noexcept nogil

@@ -69,8 +69,7 @@ cdef class RunAllocator:
     @property
     def largest_run(self) -> int:
         """Length of the largest free run; 0 when full."""
-        cdef uint64_t key
-        return key >> HALF if self._by_length.last_below(<uint64_t>-1, &key) else 0
+        return self.largest()
 
     def runs(self) -> list[tuple[int, int]]:
         """Returns the free runs as ``(start, length)``, by address."""
@@ -162,6 +161,11 @@ cdef class RunAllocator:
         self._by_length.insert(_key(length, start))
         self.free_units += freed
         return True
+
+    cdef uint64_t largest(self) noexcept nogil:
+        """As :attr:`largest_run`."""
+        cdef uint64_t key
+        return key >> HALF if self._by_length.last_below(<uint64_t>-1, &key) else 0
 
     cdef bint run_at_or_behind(self, uint64_t unit, uint64_t* start, uint64_t* length) noexcept nogil:
         """Finds the first free run that ends behind a unit; returns whether there is one."""

@@ -43,6 +43,7 @@ cdef class ClientBook:
     cdef public set _others               # WRITING, CACHED, DRAINING
     cdef public uint64_t _token
     cdef public uint64_t _requested_nbytes  # of the lease request that is outstanding
+    cdef public bint _request_waits       # whether it says that a caller waits
     cdef public uint64_t _wish_nbytes     # what a caller wanted that did not wait; 0: nothing
     cdef public uint64_t _next_generation
     cdef object _capacity_nbytes
@@ -65,4 +66,4 @@ cdef class ClientBook:
     cdef int _move(self, ClientSlotRecord slot, int event) except -1
     cdef int _leave(self, ClientSlotRecord slot, int event, double now) except -1
     cdef int _return(self, list leases, list effects) except -1
-    cdef int _request_lease(self, uint64_t nbytes, list effects) except -1
+    cdef int _request_lease(self, uint64_t nbytes, bint waits, list effects) except -1

@@ -39,6 +39,7 @@ class ClientBook:
     _others: set[ClientSlotRecord]
     _token: int
     _requested_nbytes: int
+    _request_waits: bool
     _wish_nbytes: int
     _next_generation: int
     def __init__(self, limits: ClientBookLimits) -> None: ...

@@ -193,7 +193,10 @@ cdef class ClientBook:
         return self.serve() or []
 
     def prefetch(self, uint64_t nbytes):
-        """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one."""
+        """Asks for a lease for a caller that did not find a slot and does not wait, so that its next try may find one.
+
+        A wish: it stands until it is granted, and costs nobody anything but leases that lie idle.
+        """
         self._wish_nbytes = nbytes
         return self.serve() or []
 
@@ -279,19 +282,22 @@ cdef class ClientBook:
             needed = slot_blocks(first.nbytes) * BLOCK_NBYTES
         elif self._wish_nbytes:
             needed = slot_blocks(self._wish_nbytes) * BLOCK_NBYTES
-        self._request_lease(needed, effects)
+        self._request_lease(needed, first is not None, effects)
         return effects
 
-    cdef int _request_lease(self, uint64_t nbytes, list effects) except -1:
+    cdef int _request_lease(self, uint64_t nbytes, bint waits, list effects) except -1:
         """Makes the outstanding lease request what is needed; 0 withdraws it."""
         cdef uint64_t preferred
-        if nbytes == self._requested_nbytes or (nbytes and <uint64_t>len(self.leases) >= self._max_leases):
+        if nbytes == self._requested_nbytes and (not nbytes or waits == self._request_waits):
+            return 0
+        if nbytes and <uint64_t>len(self.leases) >= self._max_leases:
             return 0
         self._token += 1
-        self._requested_nbytes = nbytes
+        self._requested_nbytes, self._request_waits = nbytes, waits
         # Large ones are sized exactly: half of a lease would stay unused beside them.
         preferred = self._lease_nbytes if 2 * nbytes <= self._lease_nbytes else nbytes
-        effects.append(Send(LeaseRequest(self._token, nbytes, preferred if nbytes else 0, self.limits.memory)))
+        request = LeaseRequest(self._token, nbytes, preferred if nbytes else 0, self.limits.memory, waits or not nbytes)
+        effects.append(Send(request))
         return 0
 
     # -- using -----------------------------------------------------------------------------------------------------

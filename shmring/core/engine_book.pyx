@@ -27,7 +27,7 @@ from libc.stdint cimport INT64_MAX, int64_t
 from libc.stdlib cimport free, malloc
 
 from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, blocks_for, slot_blocks
-from shmring.core.records cimport DEVICE, HOST
+from shmring.core.records cimport DEVICE, HOST, MEMORIES
 from shmring.core.transitions cimport engine_slots, requests
 
 from shmring.core.effects import ClientGone, Reclaimed, Released, ReplyGranted, ReplySlot, RequestAborted
@@ -193,10 +193,21 @@ cdef class EngineBook:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def request_lease(self, uint64_t client_id, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, int memory=HOST):
+    def request_lease(
+        self,
+        uint64_t client_id,
+        uint64_t token,
+        uint64_t nbytes,
+        uint64_t preferred_nbytes,
+        int memory=HOST,
+        bint waits=True,
+    ):
         """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
 
         Beside ``max_leases`` it waits until the client returns one: the request may have crossed the last grant.
+
+        Args:
+            waits: whether a caller waits for it. If not, it is a wish: see :mod:`.lending`.
 
         Raises:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
@@ -206,18 +217,20 @@ cdef class EngineBook:
         cdef list effects = []
         if lending is None:
             raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
-        lending.ask(client, token, nbytes, preferred_nbytes, effects)
+        lending.ask(client, token, nbytes, preferred_nbytes, waits, effects)
         return effects
 
     def return_leases(self, uint64_t client_id, lease_ids):
         """A client gives leases back.
 
         Raises:
-            RemoteProtocolError: it does not hold one of them, or a slot of one is in use.
+            RemoteProtocolError: it does not hold one of them, or a slot of one is in use, or those are more than can be held.
         """
         cdef ClientRecord client = self._connected(client_id)
         cdef LeaseRecord lease
         cdef list leases = [], effects = []
+        if len(lease_ids) > MEMORIES * self.limits.max_leases:
+            raise RemoteProtocolError(f"{len(lease_ids)} leases were returned at once, and max_leases is {self.limits.max_leases}")
         for lease_id in dict.fromkeys(lease_ids):
             lease = client.leases.get(lease_id)
             if lease is None:
@@ -512,9 +525,14 @@ cdef class EngineBook:
         """A client gives reply slots back. One that was given back before is counted, and nothing else.
 
         Raises:
-            RemoteProtocolError: it never held one of them, or has not been sent it yet. Nothing was changed.
+            RemoteProtocolError: it never held one of them, or has not been sent it yet, or those are more than there are blocks.
+                Nothing was changed.
         """
         cdef list effects = []
+        if <uint64_t>len(generations) > self._reply_reserve_blocks:
+            raise RemoteProtocolError(
+                f"{len(generations)} reply slots were released at once, and the reserve has {self._reply_reserve_blocks} blocks"
+            )
         self._release_replies(<ClientRecord>self.clients[client_id], generations, effects)
         return effects
 

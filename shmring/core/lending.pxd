@@ -38,7 +38,7 @@ cdef class Lending:
 
     cdef object connect(self, ClientRecord client, uint64_t blocks)
     cdef int ask(
-        self, ClientRecord client, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, list effects
+        self, ClientRecord client, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, bint waits, list effects
     ) except -1
     cdef int forget(self, uint64_t client_id) except -1
     cdef int change(self, LeaseRecord lease, int event) except -1
@@ -52,7 +52,9 @@ cdef class Lending:
     cdef bint _take_run(self, ClientRecord client, LeaseWant want, uint64_t* start, uint64_t* blocks) except -1
     cdef bint _take_free_run(self, ClientRecord client, LeaseWant want, uint64_t* start, uint64_t* blocks) except -1
     cdef int _open_window(self, ClientRecord client, uint64_t blocks, list effects) except -1
-    cdef uint64_t _cheapest_range(self, uint64_t blocks) except? 0
+    cdef int _recall_idle(self, uint64_t blocks, list effects) except -1
+    cdef int _recall(self, ClientRecord owner, uint64_t start, uint64_t blocks, list effects) except -1
+    cdef bint _cheapest_range(self, uint64_t blocks, bint idle_only, uint64_t* best) except -1
     cdef int _keep(self) except -1
     cdef int _put_back(self) except -1
     cdef int _free_run(self, uint64_t start, uint64_t blocks) except -1

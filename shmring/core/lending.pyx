@@ -5,12 +5,17 @@ clients. The first that can't be served gets a *window*: the address range that 
 closed to every other client until the request is granted or withdrawn. So small requests go on beside a large one, but can't
 overtake it for ever.
 
+The owner's own leases in its window are not recalled. While a caller of it waits it puts nothing into them, and returns those that
+are empty; afterwards it goes on using them. A request for which nobody waits is a *wish*: granted when there is room, with no window.
+When it comes, and nobody waits, and leases that lie idle (no slot of them is live) would make room for it, those are recalled,
+whoever has them. So idle clients keep nothing from busy ones, and a wish takes nothing that is in use.
+
 The slab is lent out by one :class:`Lending`, a device slab by another. Both count blocks in one address space.
 
 What an event costs: a request that others wait before is tried once, which is one search in the free runs. What is free in the
-window is kept apart from them (``_kept``), so that such a search does not meet it. A window is opened at most once for each grant
-or withdrawal of another, in one pass over the leases by address. What comes back is offered to everybody who waits.
-``tests/model/lending.py`` says the same without any of that.
+window is kept apart from them (``_kept``), so that such a search does not meet it. Leases are recalled at most once for a wish, and
+once for each grant or withdrawal that ends a window; that takes one pass over the leases by address. What comes back is offered to
+everybody who waits, which costs nanoseconds for each whom it does not suffice. ``tests/model/lending.py`` says the same without any of that.
 
 Invariants (:meth:`Lending.check`): free, kept and lent blocks add up, leases do not overlap, and the counts are true.
 """
@@ -34,6 +39,10 @@ assert (HOST_MEMORY, DEVICE_MEMORY) == (HOST, DEVICE)
 cdef int FREE = Lease.FREE
 cdef int QUARANTINED = Lease.QUARANTINED
 cdef int GRANT = LeaseEvent.GRANT
+
+
+cdef inline bint _is_avoided(LeaseRecord lease, bint idle_only) noexcept:
+    return lease.state_number == QUARANTINED or (idle_only and lease.live.units != 0)
 
 
 cdef class Lending:
@@ -82,12 +91,16 @@ cdef class Lending:
             self._blocks_in[state] = counts[1][state]
 
     cdef object connect(self, ClientRecord client, uint64_t blocks):
-        """Returns a base lease, or None if none can be had now."""
-        cdef int64_t start = -1 if self._wants else self._free.take(blocks)
-        return None if start < 0 else self._lend(client, 0, start, blocks)
+        """Returns a base lease, smaller than asked for where less is free; None if nothing is free, or somebody waits for it."""
+        cdef LeaseWant want
+        for want in self._wants.values():
+            if want.waits:
+                return None
+        blocks = min(blocks, self._free.largest())
+        return self._lend(client, 0, self._free.take(blocks), blocks) if blocks else None
 
     cdef int ask(
-        self, ClientRecord client, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, list effects
+        self, ClientRecord client, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, bint waits, list effects
     ) except -1:
         """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
 
@@ -103,19 +116,19 @@ cdef class Lending:
         if blocks > self._free.length:
             raise RemoteProtocolError(f"a lease of {nbytes} bytes was requested of {self._free.length * BLOCK_NBYTES}")
         want = LeaseWant.__new__(LeaseWant)
-        want.token, want.blocks = token, blocks
+        want.client_id, want.token, want.blocks, want.waits = client.client_id, token, blocks, waits
         want.preferred_blocks = min(max(blocks, blocks_for(preferred_nbytes)), self._free.length)
         self._wants[client.client_id] = want
-        if self._window is not None:
-            owner = self.clients[self._window.client_id]
-            if owner is client and self._window.blocks != blocks:
-                self._close_window()
-                return self.serve(effects)
-            if owner is not client and self._is_over_quota(owner, (<LeaseWant>self._wants[owner.client_id]).blocks):
-                return self.serve(effects)
-        # Nothing has come free and no window was closed: whoever waits already can't be served now either.
-        if self._serve_one(client, want, effects):
-            return self.serve(effects)
+        owner = None if self._window is None else self.clients[self._window.client_id]
+        if owner is client and (self._window.blocks != blocks or not waits):
+            self._close_window()
+            self.serve(effects)
+        elif owner is not None and self._is_over_quota(owner, (<LeaseWant>self._wants[owner.client_id]).blocks):
+            self.serve(effects)
+        elif self._serve_one(client, want, effects):  # whoever waits already can't be served now either: nothing has come free
+            self.serve(effects)
+        if not waits and self._wants.get(client.client_id) is want and not self._is_over_quota(client, blocks):
+            self._recall_idle(blocks, effects)
         return 0
 
     cdef int forget(self, uint64_t client_id) except -1:
@@ -144,11 +157,18 @@ cdef class Lending:
     cdef int serve(self, list effects) except -1:
         """Grants what can be granted, in order of arrival; opens a window for the first that can't."""
         cdef bint begin_again = True
+        cdef LeaseWant want
         while begin_again and self._wants:
             begin_again = False
-            for client_id, want in list(self._wants.items()):
+            for want in list(self._wants.values()):
+                if (
+                    self._window is not None
+                    and self._window.client_id != want.client_id
+                    and want.blocks > self._free.largest()
+                ):
+                    continue  # there is no room for it, and somebody else has the window: nothing can be done
                 # When a window was closed: begin again with the first, whom it may have kept out.
-                begin_again = self._serve_one(<ClientRecord>self.clients[client_id], <LeaseWant>want, effects)
+                begin_again = self._serve_one(<ClientRecord>self.clients[want.client_id], want, effects)
                 if begin_again:
                     break
         return 0
@@ -165,7 +185,7 @@ cdef class Lending:
         if self._take_run(client, want, &start, &blocks):
             effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
             return self._withdraw(client.client_id)
-        if self._window is None:
+        if self._window is None and want.waits:
             self._open_window(client, want.blocks, effects)
         return False
 
@@ -235,60 +255,78 @@ cdef class Lending:
 
     cdef int _open_window(self, ClientRecord client, uint64_t blocks, list effects) except -1:
         """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
+        cdef uint64_t start
+        self._cheapest_range(blocks, False, &start)
+        self._window = Window.__new__(Window)
+        self._window.client_id, self._window.start, self._window.blocks = client.client_id, start, blocks
+        self._keep()
+        return self._recall(client, start, blocks, effects)
+
+    cdef int _recall_idle(self, uint64_t blocks, list effects) except -1:
+        """Recalls the leases in the cheapest range for a wish, if they are idle."""
+        cdef uint64_t start
+        if self._window is None and self._cheapest_range(blocks, True, &start):
+            self._recall(None, start, blocks, effects)
+        return 0
+
+    cdef int _recall(self, ClientRecord owner, uint64_t start, uint64_t blocks, list effects) except -1:
+        """Recalls the leases in a range, but those of its owner."""
         cdef ClientRecord holder
         cdef LeaseRecord lease
-        self._window = Window.__new__(Window)
-        self._window.client_id, self._window.blocks = client.client_id, blocks
-        self._window.start = self._cheapest_range(blocks)
-        self._keep()
+        cdef list recalled
         for holder in self.clients.values():
-            if not holder.connected or not holder.leases_in[self.memory]:
+            if holder is owner or not holder.connected or not holder.leases_in[self.memory]:
                 continue
             recalled = []
             for lease in holder.leases.values():
-                if not lease.recalled and self._window.overlaps(lease):
+                if (
+                    lease.memory == self.memory
+                    and not lease.recalled
+                    and lease.start < start + blocks
+                    and start < lease.start + lease.blocks
+                ):
                     lease.recalled = True
                     recalled.append(lease.lease_id)
             if recalled:
                 effects.append(Recalled(holder.client_id, tuple(recalled)))
         return 0
 
-    cdef uint64_t _cheapest_range(self, uint64_t blocks) except? 0:
-        """Returns where the range of so many blocks begins that is cheapest to empty: the lowest of those.
+    cdef bint _cheapest_range(self, uint64_t blocks, bint idle_only, uint64_t* best) except -1:
+        """Finds where the range of so many blocks begins that is cheapest to empty: the lowest of those.
 
         A range that is moved up becomes cheaper only where it leaves a lease behind. So the lowest of the cheapest begins where the
         memory begins, or behind a lease. One pass over those places, and over the leases that a range then enters and has left.
+
+        Returns:
+            Whether nothing in it is to be avoided: a quarantined lease, which comes back when a process dies, which may be never;
+            with ``idle_only`` also one that is in use.
         """
-        cdef uint64_t last_start = self._free.start + self._free.length - blocks, start = self._free.start, best = start
-        cdef uint64_t leased = 0, quarantined = 0, least_leased = 0, least_quarantined = 0
+        cdef uint64_t last_start = self._free.start + self._free.length - blocks, start = self._free.start
+        cdef uint64_t leased = 0, avoided = 0, least_leased = 0, least_avoided = 0
         cdef Py_ssize_t count = len(self._by_start), left = 0, entered = 0
         cdef LeaseRecord lease
+        best[0] = start
         while True:
             while entered < count:
                 lease = <LeaseRecord>self._by_start[entered]
                 if lease.start >= start + blocks:
                     break
                 leased += lease.blocks
-                quarantined += lease.blocks * (lease.state_number == QUARANTINED)
+                avoided += lease.blocks * _is_avoided(lease, idle_only)
                 entered += 1
-            # A quarantined lease comes back when a process dies, which may be never: last choice.
-            if (
-                start == self._free.start
-                or quarantined < least_quarantined
-                or (quarantined == least_quarantined and leased < least_leased)
-            ):
-                best, least_leased, least_quarantined = start, leased, quarantined
+            if start == self._free.start or avoided < least_avoided or (avoided == least_avoided and leased < least_leased):
+                best[0], least_leased, least_avoided = start, leased, avoided
             if left == count:
-                return best
+                return not least_avoided
             lease = <LeaseRecord>self._by_start[left]
             start = lease.start + lease.blocks
             if start > last_start:
-                return best
+                return not least_avoided
             if left == entered:  # there was a gap before it: the range begins behind it without having entered it
                 entered += 1
             else:
                 leased -= lease.blocks
-                quarantined -= lease.blocks * (lease.state_number == QUARANTINED)
+                avoided -= lease.blocks * _is_avoided(lease, idle_only)
             left += 1
 
     cdef int _keep(self) except -1:

@@ -224,13 +224,14 @@ class LeaseRequest(_Message, frozen=True, tag=4):
     """Asks for a lease of at least ``nbytes``, ``preferred_nbytes`` if that is free now.
 
     A client has one request outstanding in each memory: a further one replaces it (and keeps its turn), and ``nbytes`` 0
-    withdraws it.
+    withdraws it. If nobody ``waits`` for the lease, no range is kept for it, and only leases that are not in use are recalled.
     """
 
     token: Unsigned
     nbytes: Unsigned
     preferred_nbytes: Unsigned = 0
     memory: Memory = HOST_MEMORY
+    waits: bool = True
 
 
 class LeaseReturn(_Message, frozen=True, tag=5):

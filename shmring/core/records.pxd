@@ -37,9 +37,11 @@ cdef class RequestRecord:
 
 
 cdef class LeaseWant:
+    cdef public uint64_t client_id
     cdef public uint64_t token
     cdef public uint64_t blocks
     cdef public uint64_t preferred_blocks
+    cdef public bint waits          # whether a caller waits for it
 
 
 cdef class ReplyWant:
@@ -67,5 +69,3 @@ cdef class Window:
     cdef public uint64_t client_id
     cdef public uint64_t start
     cdef public uint64_t blocks
-
-    cdef bint overlaps(self, LeaseRecord lease) noexcept

@@ -30,9 +30,11 @@ class RequestRecord:
     def generations(self) -> tuple[int, ...]: ...
 
 class LeaseWant:
+    client_id: int
     token: int
     blocks: int
     preferred_blocks: int
+    waits: bool
 
 class ReplyWant:
     client_id: int

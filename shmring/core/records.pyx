@@ -98,6 +98,3 @@ cdef class Window:
     @property
     def end(self):
         return self.start + self.blocks
-
-    cdef bint overlaps(self, LeaseRecord lease) noexcept:
-        return lease.start < self.start + self.blocks and self.start < lease.start + lease.blocks

@@ -14,7 +14,7 @@ Invariants:
 - a handle is opened once in a process, however many attach, and not at all in the process that exported it;
 - what is mapped is unmapped after its last view, or not at all: :meth:`DeviceSlab.close` says which;
 - the owner frees last. Nothing tells CUDA's owner that others still have the memory open, so whoever closes an owner's slab
-  has to know that its frontends have closed theirs or are dead, as a lease in host memory has to be (``core/ledger.py``);
+  has to know that its frontends have closed theirs or are dead, as a lease in host memory has to be (``core/engine_book.pyx``);
 - an event is recorded again only when all slots it went with have come back: the consumer has waited for it by then, or never
   will.
 

@@ -34,7 +34,7 @@ from shmring.core.blocks import RunAllocator
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import Cuda, CudaError, DeviceBytes, Event, Stream
 
-__all__ = ["Part", "StagingRing"]
+__all__ = ["StagingPart", "StagingRing"]
 
 logger = logging.getLogger("shmring.ring")
 
@@ -45,7 +45,7 @@ _POLL_S = 0.001
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Part:
+class StagingPart:
     """A part that is lent out; says nothing of whether it still is.
 
     Attributes:
@@ -78,11 +78,11 @@ class StagingRing:
         self._loop = asyncio.get_running_loop()
         self._free = RunAllocator(0, memory.nbytes // UNIT_NBYTES)
         self.nbytes = self._free.length * UNIT_NBYTES
-        self._lent: dict[Part, weakref.ref[DeviceBytes]] = {}
-        self._dead: deque[Part] = deque()
-        self._retired: list[tuple[Event, Part]] = []
+        self._lent: dict[StagingPart, weakref.ref[DeviceBytes]] = {}
+        self._dead: deque[StagingPart] = deque()
+        self._retired: list[tuple[Event, StagingPart]] = []
         self._users: set[Stream] = set()
-        self._waiters: OrderedDict[asyncio.Future[tuple[Part, torch.Tensor]], int] = OrderedDict()
+        self._waiters: OrderedDict[asyncio.Future[tuple[StagingPart, torch.Tensor]], int] = OrderedDict()
         self._poll: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -91,11 +91,11 @@ class StagingRing:
         """Bytes that are lent to nobody, and that the GPU is done with, as far as it was asked."""
         return self._free.free_units * UNIT_NBYTES
 
-    async def acquire(self, nbytes: int) -> tuple[Part, torch.Tensor]:
+    async def acquire(self, nbytes: int) -> tuple[StagingPart, torch.Tensor]:
         """Waits for a part; see :meth:`acquire_nowait`."""
         if (taken := self._take_in_turn(nbytes)) is not None:
             return taken
-        future: asyncio.Future[tuple[Part, torch.Tensor]] = self._loop.create_future()
+        future: asyncio.Future[tuple[StagingPart, torch.Tensor]] = self._loop.create_future()
         self._waiters[future] = nbytes
         self._serve()
         try:
@@ -105,7 +105,7 @@ class StagingRing:
             del future  # if it was cancelled with a part in it, that dies here, and goes on to the next
             self._serve()
 
-    def acquire_nowait(self, nbytes: int) -> tuple[Part, torch.Tensor]:
+    def acquire_nowait(self, nbytes: int) -> tuple[StagingPart, torch.Tensor]:
         """Takes a part, if one is free and nobody waits.
 
         Args:
@@ -124,7 +124,7 @@ class StagingRing:
             raise WouldBlock(f"no {nbytes} bytes of staging memory are free on GPU {self._device}")
         return taken
 
-    def hand_over(self, part: Part, stream: Stream) -> None:
+    def hand_over(self, part: StagingPart, stream: Stream) -> None:
         """Notes that a part is used on another stream from now on, which waits for what was queued before."""
         if stream not in self._users:
             self._users.add(stream)
@@ -141,7 +141,7 @@ class StagingRing:
             if not future.done():
                 future.set_exception(ClosedError("the ring was closed"))
 
-    def _take_in_turn(self, nbytes: int) -> tuple[Part, torch.Tensor] | None:
+    def _take_in_turn(self, nbytes: int) -> tuple[StagingPart, torch.Tensor] | None:
         if self._closed:
             raise ClosedError("the ring was closed")
         if nbytes > self.nbytes:
@@ -153,12 +153,12 @@ class StagingRing:
         self._reap()
         return None if self._waiters else self._take(nbytes)
 
-    def _take(self, nbytes: int) -> tuple[Part, torch.Tensor] | None:
+    def _take(self, nbytes: int) -> tuple[StagingPart, torch.Tensor] | None:
         units = -(-nbytes // UNIT_NBYTES)
         start = self._free.allocate(units)
         if start is None:
             return None
-        part = Part(start, units, self._stream)
+        part = StagingPart(start, units, self._stream)
         try:
             lent = DeviceBytes(self._memory, self._memory.data_ptr() + start * UNIT_NBYTES, nbytes)
             view = self._cuda.view(self._device, lent)
@@ -168,7 +168,7 @@ class StagingRing:
         self._lent[part] = weakref.ref(lent, functools.partial(self._died, part))
         return part, view
 
-    def _died(self, part: Part, _reference: Any) -> None:
+    def _died(self, part: StagingPart, _reference: Any) -> None:
         """On any thread, at any moment: says so, and nothing else."""
         self._dead.append(part)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to lend it to

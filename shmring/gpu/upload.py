@@ -38,7 +38,7 @@ from shmring.errors import ClosedError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError, Event, Stream, cuda_index
 from shmring.gpu.layout import Given, Layout
 from shmring.gpu.pinned import PinnedSlab
-from shmring.gpu.staging import Part, StagingRing
+from shmring.gpu.staging import StagingPart, StagingRing
 from shmring.gpu.watcher import Watcher
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
@@ -71,13 +71,13 @@ class _Upload:
 
     layout: Layout
     sources: list[NDArray[np.uint8]]
-    part: Part
+    part: StagingPart
     target: torch.Tensor
     payload: Any
 
 
 #: Makes one ready, in the part of the staging memory that it was given.
-_Prepare = Callable[[Part, torch.Tensor], _Upload]
+_Prepare = Callable[[StagingPart, torch.Tensor], _Upload]
 
 
 class Uploads:
@@ -281,7 +281,7 @@ class Uploads:
         bytes_of: BytesOf,
         decode: Decode,
         given: Given | None,
-        part: Part,
+        part: StagingPart,
         target: torch.Tensor,
     ) -> _Upload:
         self._check_open()

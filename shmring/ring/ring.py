@@ -199,7 +199,7 @@ class Ring:
         self._listener = listener
         self._geometry = geometry
         leasable = geometry.leasable_blocks
-        self._ledger = EngineBook(
+        self._book = EngineBook(
             geometry,
             EngineBookLimits(
                 max_lease_blocks=_blocks(config.max_lease_nbytes, max(1, leasable // 8)),
@@ -411,11 +411,11 @@ class Ring:
     def _take_up(self, frontend: _Frontend, submit: Submit) -> Claim | None:
         """Claims a request: checks its slots' headers and decodes its payload. None if it is not worth a claim."""
         client_id = frontend.client_id
-        self._ledger.claim(client_id, submit.request_id)
+        self._book.claim(client_id, submit.request_id)
         try:
             for slot in submit.content.slots:
                 if slot.offset < self._slab_nbytes:  # in device memory stands no header
-                    self._ledger.verify(*self._slab.read_slot_header(slot.offset), slot)
+                    self._book.verify(*self._slab.read_slot_header(slot.offset), slot)
             region = functools.partial(self._region, client_id, submit)
             if self._device is not None and submit.content.fence:
                 self._device.take_up(client_id, submit)
@@ -502,7 +502,7 @@ class Ring:
         client_id = claim.client_id
         self._claims.pop((client_id, claim.request_id), None)
         effects = self._release(client_id, submit)
-        if self._ledger.end(client_id, claim.request_id, RequestEvent.FINISH):
+        if self._book.end(client_id, claim.request_id, RequestEvent.FINISH):
             released: tuple[int, ...] = ()
             if effects:  # it is connected, or its request would have ended before; so there is nothing else to do
                 [effect] = effects
@@ -530,7 +530,7 @@ class Ring:
             self._draining[key] = f"request {submit.request_id} of client {client_id}"
             if self.config.debug and not copying:
                 _log_drain(submit)
-        return self._ledger.release_slots(client_id, generations, viewed | on_device if on_device else viewed)
+        return self._book.release_slots(client_id, generations, viewed | on_device if on_device else viewed)
 
     def _release_on_device(self, client_id: int, submit: Submit, *, copying: bool) -> frozenset[int]:
         """Releases slots in device memory. All of them drain: a GPU may be at work on what nobody views any more."""
@@ -551,7 +551,7 @@ class Ring:
     def _end(
         self, client_id: int, request_id: int, event: RequestEvent, kind: FailureKind, error: BaseException | None
     ) -> None:
-        if not self._ledger.end(client_id, request_id, event):
+        if not self._book.end(client_id, request_id, event):
             return
         if error is None:
             self._finished(client_id, request_id)
@@ -591,7 +591,7 @@ class Ring:
             sent = True
         finally:
             if not sent:
-                self._carry_out(self._ledger.discard_reply(claim.client_id, slot.generation))
+                self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
 
     async def _writable(self, claim: Claim) -> None:
         """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
@@ -607,14 +607,14 @@ class Ring:
         if packed.copy_nbytes <= int(self.config.inline_nbytes):
             self._send_inline(claim, packed)
             return
-        slot = self._ledger.acquire_reply(claim.client_id, packed.copy_nbytes)
+        slot = self._book.acquire_reply(claim.client_id, packed.copy_nbytes)
         if slot is None:
             raise WouldBlock(f"no {packed.copy_nbytes} bytes of reply space are free")
         try:
             start = _content_start(slot)
             self._copier.copy_nowait(packed, self._slab.anchor(start, packed.copy_nbytes), self._slab.address + start)
         except BaseException:
-            self._carry_out(self._ledger.discard_reply(claim.client_id, slot.generation))
+            self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
             raise
         self._send_slot(claim, packed, slot)
 
@@ -633,7 +633,7 @@ class Ring:
     def _send_slot(self, claim: Claim, packed: Packed, slot: ReplySlot) -> None:
         ref = SlotRef(0, slot.start * BLOCK_NBYTES, packed.copy_nbytes, slot.generation)
         self._slab.write_slot_header(ref.offset, ref.generation, ref.nbytes)
-        self._ledger.reply_sent(claim.client_id, slot.generation)
+        self._book.reply_sent(claim.client_id, slot.generation)
         self._send_reply(claim, packed.content_in((ref,)))
 
     def _send_reply(self, claim: Claim, content: Content) -> None:
@@ -641,12 +641,12 @@ class Ring:
         self._frontends[claim.client_id].send(Reply(claim.request_id, content))
 
     async def _acquire_reply(self, claim: Claim, nbytes: int) -> ReplySlot:
-        slot = self._ledger.acquire_reply(claim.client_id, nbytes)
+        slot = self._book.acquire_reply(claim.client_id, nbytes)
         if slot is not None:
             return slot
         ticket = next(self._tickets)
         future: asyncio.Future[ReplySlot] = self.loop.create_future()
-        self._ledger.queue_reply(claim.client_id, ticket, nbytes)
+        self._book.queue_reply(claim.client_id, ticket, nbytes)
         self._reply_waiters[ticket] = future
         give_up = functools.partial(_give_up, future, claim)
         claim.on_end(give_up)
@@ -654,9 +654,9 @@ class Ring:
             return await future
         except BaseException:
             self._reply_waiters.pop(ticket, None)
-            self._carry_out(self._ledger.cancel_reply(ticket))
+            self._carry_out(self._book.cancel_reply(ticket))
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._carry_out(self._ledger.discard_reply(claim.client_id, future.result().generation))
+                self._carry_out(self._book.discard_reply(claim.client_id, future.result().generation))
             raise
         finally:
             claim.forget_on_end(give_up)
@@ -704,8 +704,8 @@ class Ring:
             future.set_result(slot)
             return []
         # Its waiter was cancelled in this very iteration, and has not run yet.
-        client_id = next(c.client_id for c in self._ledger.clients.values() if slot.generation in c.replies)
-        return self._ledger.discard_reply(client_id, slot.generation)
+        client_id = next(c.client_id for c in self._book.clients.values() if slot.generation in c.replies)
+        return self._book.discard_reply(client_id, slot.generation)
 
     def _wake_for_deaths(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
@@ -717,7 +717,7 @@ class Ring:
             dead += self._device.collect()
         for key in dead:
             if self._draining.pop(key, None) is not None:
-                self._carry_out(self._ledger.last_view_gone(*key))
+                self._carry_out(self._book.last_view_gone(*key))
 
     # -- frontends -------------------------------------------------------------------------------------------------------
 
@@ -764,7 +764,7 @@ class Ring:
         frontend = _Frontend(self, next(self._client_ids), peer)
         try:
             # Before the welcome, so that there is no moment at which it could die unnoticed.
-            base_lease = self._ledger.connect(frontend.client_id, peer.hello.lease_nbytes)
+            base_lease = self._book.connect(frontend.client_id, peer.hello.lease_nbytes)
             self._frontends[frontend.client_id] = frontend
             frontend.watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
             if self._device is not None:
@@ -811,13 +811,13 @@ class Ring:
             case Submit():
                 self._submitted(frontend, message)
             case Abort(request_id):
-                self._carry_out(self._ledger.abort(client_id, request_id))
-            case LeaseRequest(token, nbytes, preferred_nbytes, memory):
-                self._carry_out(self._ledger.request_lease(client_id, token, nbytes, preferred_nbytes, memory))
+                self._carry_out(self._book.abort(client_id, request_id))
+            case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
+                self._carry_out(self._book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
             case LeaseReturn(lease_ids):
-                self._carry_out(self._ledger.return_leases(client_id, lease_ids))
+                self._carry_out(self._book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
-                self._carry_out(self._ledger.release_replies(client_id, generations))
+                self._carry_out(self._book.release_replies(client_id, generations))
             case Call():
                 self._called(frontend, message)
             case Goodbye():
@@ -830,7 +830,7 @@ class Ring:
         frontend.connected = False
         if self._device is not None and not goodbye.maps_device_slab:
             self._device.unmapped(frontend.client_id)
-        self._carry_out(self._ledger.goodbye(frontend.client_id, goodbye.kept_lease_ids, goodbye.kept_reply_generations))
+        self._carry_out(self._book.goodbye(frontend.client_id, goodbye.kept_lease_ids, goodbye.kept_reply_generations))
 
     def _submitted(self, frontend: _Frontend, submit: Submit) -> None:
         if submit.epoch != self.epoch:
@@ -838,7 +838,7 @@ class Ring:
         submit.content.check(self.config.max_tensors)
         if self._device is not None or submit.content.fence:
             check_fence(submit.content, self._slab_nbytes)
-        self._ledger.submit(frontend.client_id, submit.request_id, submit.content.slots)
+        self._book.submit(frontend.client_id, submit.request_id, submit.content.slots)
         self._counters.submitted += 1
         for slot in submit.content.slots:
             self._counters.received_nbytes += slot.nbytes
@@ -893,14 +893,14 @@ class Ring:
             task.cancel()
         if frontend.connected and frontend.client_id in self._frontends:
             frontend.connected = False
-            self._carry_out(self._ledger.disconnect(frontend.client_id))
+            self._carry_out(self._book.disconnect(frontend.client_id))
 
     def _frontend_died(self, frontend: _Frontend) -> None:
         frontend.connected = False
         frontend.connection.abort()
         if self._device is not None:
             self._device.unmapped(frontend.client_id)
-        self._carry_out(self._ledger.died(frontend.client_id))
+        self._carry_out(self._book.died(frontend.client_id))
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
@@ -968,28 +968,28 @@ class Ring:
 
     def statistics(self) -> RingStatistics:
         """Returns gauges of the present state, and counters since the start."""
-        ledger, counters = self._ledger, self._counters
-        connected = sum(client.connected for client in ledger.clients.values())
+        book, counters = self._book, self._counters
+        connected = sum(client.connected for client in book.clients.values())
         return RingStatistics(
             epoch=self.epoch,
             slab_nbytes=self._geometry.slab_nbytes,
             leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
-            free_nbytes=ledger.host.free_nbytes,
-            leased_nbytes=ledger.host.leased_nbytes(Lease.LEASED),
-            quarantined_nbytes=ledger.host.leased_nbytes(Lease.QUARANTINED),
+            free_nbytes=book.host.free_nbytes,
+            leased_nbytes=book.host.leased_nbytes(Lease.LEASED),
+            quarantined_nbytes=book.host.leased_nbytes(Lease.QUARANTINED),
             clients=connected,
-            departed_clients=len(ledger.clients) - connected,
-            lease_requests_waiting=ledger.waiting_lease_requests,
+            departed_clients=len(book.clients) - connected,
+            lease_requests_waiting=book.waiting_lease_requests,
             waiting=len(self._waiting),
             running=len(self._claims),
-            slots_published=ledger.count_slots(EngineSlot.PUBLISHED),
-            slots_claimed=ledger.count_slots(EngineSlot.CLAIMED),
-            slots_draining=ledger.count_slots(EngineSlot.DRAINING),
+            slots_published=book.count_slots(EngineSlot.PUBLISHED),
+            slots_claimed=book.count_slots(EngineSlot.CLAIMED),
+            slots_draining=book.count_slots(EngineSlot.DRAINING),
             reply_nbytes=self._geometry.reply_blocks * BLOCK_NBYTES,
-            reply_free_nbytes=ledger.reply_free_nbytes,
+            reply_free_nbytes=book.reply_free_nbytes,
             replies_waiting=len(self._reply_waiters),
-            late_aborts=ledger.late_aborts,
-            stale_releases=ledger.stale_releases,
+            late_aborts=book.late_aborts,
+            stale_releases=book.stale_releases,
             reply_copies=self._copier.copies,
             reply_copied_nbytes=self._copier.copied_nbytes,
             pinned_nbytes=self._pinned.nbytes,
@@ -1001,7 +1001,7 @@ class Ring:
         )
 
     def _device_statistics(self) -> dict[str, int]:
-        lent, device = self._ledger.device, self._device
+        lent, device = self._book.device, self._device
         if lent is None or device is None:
             return {}
         return {
@@ -1009,7 +1009,7 @@ class Ring:
             "device_slab_free_nbytes": lent.free_nbytes,
             "device_slab_leased_nbytes": lent.leased_nbytes(Lease.LEASED),
             "device_slab_quarantined_nbytes": lent.leased_nbytes(Lease.QUARANTINED),
-            "device_slots_in_use": self._ledger.count_device_slots(),
+            "device_slots_in_use": self._book.count_device_slots(),
             "device_slots_lost": device.lost,
             "device_fences": device.opened_fences,
         }

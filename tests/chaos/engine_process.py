@@ -72,7 +72,7 @@ class _Engine:
     def check_book(self) -> None:
         assert self.ring is not None
         try:
-            self.ring._ledger.check()
+            self.ring._book.check()
         except AssertionError as error:
             self.journal.wrong("violation", f"the engine's book: {error}")
 

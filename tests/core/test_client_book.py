@@ -75,6 +75,11 @@ def asks(token: int, blocks: int, preferred: int | None = None) -> Send:
     return Send(LeaseRequest(token, blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES))
 
 
+def wishes(token: int, blocks: int) -> Send:
+    """Asks for a lease that nobody waits for."""
+    return Send(LeaseRequest(token, blocks * BLOCK_NBYTES, blocks * BLOCK_NBYTES, waits=False))
+
+
 def gives_back(*lease_ids: int) -> Send:
     return Send(LeaseReturn(lease_ids))
 
@@ -344,7 +349,7 @@ def test_at_max_leases_the_need_is_asked_for_when_a_lease_has_gone_back() -> Non
 def test_a_prefetch_asks_for_a_lease_without_waiting() -> None:
     book = base_book(2)
     take(book, 2)
-    assert book.prefetch(content(3)) == [asks(1, 3)]
+    assert book.prefetch(content(3)) == [wishes(1, 3)]
     assert book.prefetch(content(3)) == []
     assert book.waiting == 0
     assert grant(book, 2, 10, 3) == []
@@ -365,9 +370,17 @@ def test_a_prefetch_is_fulfilled_once() -> None:
 def test_a_waiter_comes_before_a_prefetch() -> None:
     book = base_book(2)
     take(book, 2)
-    assert book.prefetch(content(3)) == [asks(1, 3)]
+    assert book.prefetch(content(3)) == [wishes(1, 3)]
     assert book.queue(1, content(4), held=False) == [asks(2, 4)]
     assert tickets(grant(book, 2, 10, 4)) == [1]
+
+
+def test_who_waits_for_what_was_wished_for_says_that_he_waits() -> None:
+    book = base_book(2)
+    take(book, 2)
+    assert book.prefetch(content(3)) == [wishes(1, 3)]
+    assert book.queue(1, content(3), held=False) == [asks(2, 3)]
+    assert book.cancel(1) == [wishes(3, 3)]
 
 
 # -- using ---------------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,9 @@ class ClientBookMachine(RuleBasedStateMachine):
                 case Send(LeaseRequest(token, nbytes, preferred) as request):
                     assert token == self.last_token + 1
                     assert preferred >= nbytes
-                    assert nbytes != (self.request.nbytes if self.request is not None else 0), "that was asked for already"
+                    assert request.waits == (not nbytes or bool(self.waiters))
+                    former = (self.request.nbytes, self.request.waits) if self.request is not None else (0, True)
+                    assert (nbytes, request.waits) != former, "that was asked for already"
                     self.last_token = token
                     self.crossed = self.request
                     self.request = request if nbytes else None
@@ -309,7 +311,8 @@ class ClientBookMachine(RuleBasedStateMachine):
         if self.waiters:
             first = next(iter(self.waiters.values()))
             assert not self.can_acquire(first), "the first could be served"
-            is_requested = self.request is not None and self.request.nbytes == first * BLOCK_NBYTES
+            request = self.request
+            is_requested = request is not None and request.waits and request.nbytes == first * BLOCK_NBYTES
             assert is_requested or len(self.leases) >= MAX_LEASES, "nobody asks for what the first needs"
         elif not self.prefetched_blocks:
             assert self.request is None, "a lease is asked for that nobody needs"

@@ -1,6 +1,6 @@
 """The engine's book: unit tests of each behaviour. The model test is in test_engine_book_machine.py.
 
-Sizes are in blocks. A ledger of ``ledger(leasable=12)`` lends the blocks 1 to 12; its reply reserve follows.
+Sizes are in blocks. A book of ``book(leasable=12)`` lends the blocks 1 to 12; its reply reserve follows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shmring.core.effects import (
 )
 from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry, blocks_for, slot_blocks
-from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.messages import HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
 from tests.model.state import plain
@@ -35,7 +35,7 @@ ONE_SLOT = BLOCK_NBYTES - SLOT_HEADER_NBYTES
 pytestmark = pytest.mark.usefixtures("books")
 
 
-def make_ledger(
+def make_book(
     leasable: int = 12, reply: int = 4, *, max_lease: int = 4, quota: int = 8, max_leases: int = 8, max_inflight: int = 4
 ) -> EngineBook:
     return EngineBook(
@@ -44,20 +44,20 @@ def make_ledger(
     )
 
 
-def connect(ledger: EngineBook, client: int, blocks: int = 1) -> LeaseGrant:
-    grant = ledger.connect(client, blocks * BLOCK_NBYTES)
+def connect(book: EngineBook, client: int, blocks: int = 1) -> LeaseGrant:
+    grant = book.connect(client, blocks * BLOCK_NBYTES)
     assert grant is not None
     return grant
 
 
-def connect_bare(ledger: EngineBook, *clients: int) -> None:
+def connect_bare(book: EngineBook, *clients: int) -> None:
     """Connects clients that give their base lease back at once."""
     for client in clients:
-        ledger.return_leases(client, [connect(ledger, client).lease_id])
+        book.return_leases(client, [connect(book, client).lease_id])
 
 
-def ask(ledger: EngineBook, client: int, token: int, blocks: int, preferred: int = 0) -> list[EngineEffect]:
-    return ledger.request_lease(client, token, blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES)
+def ask(book: EngineBook, client: int, token: int, blocks: int, preferred: int = 0) -> list[EngineEffect]:
+    return book.request_lease(client, token, blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES)
 
 
 def grant_of(client: int, token: int, lease_id: int, start: int, blocks: int) -> Granted:
@@ -78,12 +78,12 @@ def slot_in(grant: LeaseGrant, client: int, n: int, at: int = 0, blocks: int = 1
     return SlotRef(grant.lease_id, grant.offset + at * BLOCK_NBYTES, nbytes, generation(client, n))
 
 
-def refuses(error: type[Exception], match: str, ledger: EngineBook, event: Callable[[], object]) -> None:
+def refuses(error: type[Exception], match: str, book: EngineBook, event: Callable[[], object]) -> None:
     """The event is refused with this reason, and the book is as it was."""
-    before = plain(ledger)
+    before = plain(book)
     with pytest.raises(error, match=match):
         event()
-    assert plain(ledger) == before
+    assert plain(book) == before
 
 
 # -- geometry ----------------------------------------------------------------------------------------------------------------
@@ -124,392 +124,503 @@ def test_a_slot_needs_room_for_its_header() -> None:
 
 
 def test_a_base_lease_answers_no_request_and_is_as_large_as_asked() -> None:
-    ledger = make_ledger()
-    assert ledger.connect(1, 2 * BLOCK_NBYTES) == LeaseGrant(0, 1, BLOCK_NBYTES, 2 * BLOCK_NBYTES)
-    assert ledger.connect(2, 1) == LeaseGrant(0, 2, 3 * BLOCK_NBYTES, BLOCK_NBYTES)
-    ledger.check()
+    book = make_book()
+    assert book.connect(1, 2 * BLOCK_NBYTES) == LeaseGrant(0, 1, BLOCK_NBYTES, 2 * BLOCK_NBYTES)
+    assert book.connect(2, 1) == LeaseGrant(0, 2, 3 * BLOCK_NBYTES, BLOCK_NBYTES)
+    book.check()
 
 
 def test_a_base_lease_is_capped() -> None:
-    assert connect(make_ledger(max_lease=3), 1, 10).nbytes == 3 * BLOCK_NBYTES
+    assert connect(make_book(max_lease=3), 1, 10).nbytes == 3 * BLOCK_NBYTES
 
 
-def test_no_base_lease_when_none_fits() -> None:
-    ledger = make_ledger(leasable=5)
-    connect(ledger, 1, 3)
-    assert ledger.connect(2, 3 * BLOCK_NBYTES) is None
-    assert ledger.connect(3, 2 * BLOCK_NBYTES) is not None
-    ledger.check()
+def test_a_base_lease_is_as_large_as_what_is_left() -> None:
+    book = make_book(leasable=5)
+    connect(book, 1, 3)
+    assert book.connect(2, 3 * BLOCK_NBYTES) == LeaseGrant(0, 2, 4 * BLOCK_NBYTES, 2 * BLOCK_NBYTES)
+    assert book.connect(3, BLOCK_NBYTES) is None
+    book.check()
 
 
 def test_no_base_lease_ahead_of_those_who_wait() -> None:
-    ledger = make_ledger(leasable=5)
-    connect(ledger, 1, 3)
-    connect_bare(ledger, 2)
-    assert ask(ledger, 2, 1, 5)
-    assert ledger.connect(3, BLOCK_NBYTES) is None
+    book = make_book(leasable=5)
+    connect(book, 1, 3)
+    connect_bare(book, 2)
+    assert ask(book, 2, 1, 5)
+    assert book.connect(3, BLOCK_NBYTES) is None
 
 
 def test_a_client_id_is_never_used_twice() -> None:
-    ledger = make_ledger()
-    connect(ledger, 1)
+    book = make_book()
+    connect(book, 1)
     with pytest.raises(AssertionError, match="never reused"):
-        ledger.connect(1, BLOCK_NBYTES)
+        book.connect(1, BLOCK_NBYTES)
 
 
 # -- further leases ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_lease_that_is_free_is_granted_at_once() -> None:
-    ledger = make_ledger()
-    connect(ledger, 1)
-    assert ask(ledger, 1, 7, 3) == [grant_of(1, 7, 2, 2, 3)]
-    assert ledger.host.leased_nbytes(Lease.LEASED) == 4 * BLOCK_NBYTES
-    assert ledger.host.free_nbytes == 8 * BLOCK_NBYTES
+    book = make_book()
+    connect(book, 1)
+    assert ask(book, 1, 7, 3) == [grant_of(1, 7, 2, 2, 3)]
+    assert book.host.leased_nbytes(Lease.LEASED) == 4 * BLOCK_NBYTES
+    assert book.host.free_nbytes == 8 * BLOCK_NBYTES
 
 
 def test_what_is_preferred_is_granted_where_free() -> None:
-    ledger = make_ledger()
-    connect(ledger, 1)
-    assert ask(ledger, 1, 1, 2, preferred=5) == [grant_of(1, 1, 2, 2, 5)]
+    book = make_book()
+    connect(book, 1)
+    assert ask(book, 1, 1, 2, preferred=5) == [grant_of(1, 1, 2, 2, 5)]
 
 
 def test_what_is_needed_is_granted_where_the_preferred_is_not_free() -> None:
-    ledger = make_ledger(leasable=6)
-    connect(ledger, 1)
-    assert ask(ledger, 1, 1, 2, preferred=6) == [grant_of(1, 1, 2, 2, 2)]
+    book = make_book(leasable=6)
+    connect(book, 1)
+    assert ask(book, 1, 1, 2, preferred=6) == [grant_of(1, 1, 2, 2, 2)]
 
 
 def test_less_preferred_than_needed_means_what_is_needed() -> None:
-    ledger = make_ledger()
-    connect_bare(ledger, 1)
-    assert ask(ledger, 1, 1, 3, preferred=1) == [grant_of(1, 1, 2, 1, 3)]
+    book = make_book()
+    connect_bare(book, 1)
+    assert ask(book, 1, 1, 3, preferred=1) == [grant_of(1, 1, 2, 1, 3)]
 
 
 def test_more_preferred_than_there_is_means_all_of_it() -> None:
-    ledger = make_ledger(leasable=6)
-    connect_bare(ledger, 1)
-    assert ask(ledger, 1, 1, 1, preferred=1000) == [grant_of(1, 1, 2, 1, 6)]
+    book = make_book(leasable=6)
+    connect_bare(book, 1)
+    assert ask(book, 1, 1, 1, preferred=1000) == [grant_of(1, 1, 2, 1, 6)]
 
 
 def test_more_than_the_whole_slab_is_refused() -> None:
-    ledger = make_ledger(leasable=6)
-    connect(ledger, 1)
-    ask(ledger, 1, 1, 6)
-    refuses(RemoteProtocolError, "was requested of", ledger, lambda: ask(ledger, 1, 2, 7))
-    refuses(RemoteProtocolError, "was requested of", ledger, lambda: ledger.request_lease(1, 2, 2**62, 0))
+    book = make_book(leasable=6)
+    connect(book, 1)
+    ask(book, 1, 1, 6)
+    refuses(RemoteProtocolError, "was requested of", book, lambda: ask(book, 1, 2, 7))
+    refuses(RemoteProtocolError, "was requested of", book, lambda: book.request_lease(1, 2, 2**62, 0))
 
 
 def test_beside_max_leases_a_request_waits_for_a_return() -> None:
-    ledger = make_ledger(max_leases=2)
-    base = connect(ledger, 1)
-    assert lease_ids(ask(ledger, 1, 1, 1)) == [2]
-    assert ask(ledger, 1, 2, 1) == []  # it may have crossed the grant: no offence
-    assert ledger.waiting_lease_requests == 1
-    assert lease_ids(ledger.return_leases(1, [base.lease_id])) == [3]
-    ledger.check()
+    book = make_book(max_leases=2)
+    base = connect(book, 1)
+    assert lease_ids(ask(book, 1, 1, 1)) == [2]
+    assert ask(book, 1, 2, 1) == []  # it may have crossed the grant: no offence
+    assert book.waiting_lease_requests == 1
+    assert lease_ids(book.return_leases(1, [base.lease_id])) == [3]
+    book.check()
 
 
 def test_a_request_beside_max_leases_keeps_no_window_from_the_rest() -> None:
-    ledger = make_ledger(leasable=4, max_leases=1)
-    connect(ledger, 1, 3)
-    connect_bare(ledger, 2)
-    assert ask(ledger, 1, 1, 1) == []
-    assert lease_ids(ask(ledger, 2, 1, 1)) == [3]
+    book = make_book(leasable=4, max_leases=1)
+    connect(book, 1, 3)
+    connect_bare(book, 2)
+    assert ask(book, 1, 1, 1) == []
+    assert lease_ids(ask(book, 2, 1, 1)) == [3]
 
 
 def test_a_returned_lease_can_be_lent_again() -> None:
-    ledger = make_ledger(leasable=4)
-    grant = connect(ledger, 1, 4)
-    assert ledger.return_leases(1, [grant.lease_id]) == []
-    assert ledger.host.free_nbytes == 4 * BLOCK_NBYTES
-    assert ask(ledger, 1, 1, 4) == [grant_of(1, 1, 2, 1, 4)]
+    book = make_book(leasable=4)
+    grant = connect(book, 1, 4)
+    assert book.return_leases(1, [grant.lease_id]) == []
+    assert book.host.free_nbytes == 4 * BLOCK_NBYTES
+    assert ask(book, 1, 1, 4) == [grant_of(1, 1, 2, 1, 4)]
 
 
 def test_a_lease_named_twice_is_returned_once() -> None:
-    ledger = make_ledger()
-    grant = connect(ledger, 1)
-    ledger.return_leases(1, [grant.lease_id, grant.lease_id])
-    ledger.check()
-    assert ledger.host.free_nbytes == 12 * BLOCK_NBYTES
+    book = make_book()
+    grant = connect(book, 1)
+    book.return_leases(1, [grant.lease_id, grant.lease_id])
+    book.check()
+    assert book.host.free_nbytes == 12 * BLOCK_NBYTES
 
 
 def test_a_lease_of_somebody_else_can_not_be_returned() -> None:
-    ledger = make_ledger()
-    mine, other = connect(ledger, 1), connect(ledger, 2)
+    book = make_book()
+    mine, other = connect(book, 1), connect(book, 2)
     for forged in ([other.lease_id], [mine.lease_id, 99], [mine.lease_id, other.lease_id], [0]):
-        refuses(RemoteProtocolError, "does not hold", ledger, partial(ledger.return_leases, 1, forged))
-    ledger.return_leases(1, [mine.lease_id])
-    refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.return_leases(1, [mine.lease_id]))
+        refuses(RemoteProtocolError, "does not hold", book, partial(book.return_leases, 1, forged))
+    book.return_leases(1, [mine.lease_id])
+    refuses(RemoteProtocolError, "does not hold", book, lambda: book.return_leases(1, [mine.lease_id]))
+
+
+def test_no_more_leases_are_returned_at_once_than_can_be_held() -> None:
+    book = make_book(max_leases=2)
+    grant = connect(book, 1)
+    many = [grant.lease_id] * 5  # two in each memory
+    refuses(RemoteProtocolError, "5 leases were returned at once", book, lambda: book.return_leases(1, many))
+    book.return_leases(1, many[:4])
 
 
 def test_a_lease_with_a_slot_in_use_can_not_be_returned() -> None:
-    ledger = make_ledger()
-    base = connect(ledger, 1)
-    [further] = lease_ids(ask(ledger, 1, 1, 1))
-    ledger.submit(1, 0, [slot_in(base, 1, 1)])
-    refuses(RemoteProtocolError, "slot in use", ledger, lambda: ledger.return_leases(1, [further, base.lease_id]))
-    ledger.abort(1, 0)
-    ledger.return_leases(1, [further, base.lease_id])
-    ledger.check()
+    book = make_book()
+    base = connect(book, 1)
+    [further] = lease_ids(ask(book, 1, 1, 1))
+    book.submit(1, 0, [slot_in(base, 1, 1)])
+    refuses(RemoteProtocolError, "slot in use", book, lambda: book.return_leases(1, [further, base.lease_id]))
+    book.abort(1, 0)
+    book.return_leases(1, [further, base.lease_id])
+    book.check()
 
 
 # -- quota -------------------------------------------------------------------------------------------------------------------
 
 
 def test_alone_a_client_may_hold_everything() -> None:
-    ledger = make_ledger(leasable=12, quota=4)
-    connect(ledger, 1, 4)
-    assert len(ask(ledger, 1, 1, 8)) == 1
-    assert ledger.host.free_nbytes == 0
+    book = make_book(leasable=12, quota=4)
+    connect(book, 1, 4)
+    assert len(ask(book, 1, 1, 8)) == 1
+    assert book.host.free_nbytes == 0
 
 
 def test_beside_others_a_client_holds_its_quota_and_no_more() -> None:
-    ledger = make_ledger(leasable=12, quota=4)
-    connect_bare(ledger, 2)
-    base = connect(ledger, 1, 2)
-    assert len(lease_ids(ask(ledger, 1, 1, 2))) == 1
-    assert ask(ledger, 1, 2, 1) == []
-    assert ledger.waiting_lease_requests == 1
-    assert len(lease_ids(ledger.return_leases(1, [base.lease_id]))) == 1
+    book = make_book(leasable=12, quota=4)
+    connect_bare(book, 2)
+    base = connect(book, 1, 2)
+    assert len(lease_ids(ask(book, 1, 1, 2))) == 1
+    assert ask(book, 1, 2, 1) == []
+    assert book.waiting_lease_requests == 1
+    assert len(lease_ids(book.return_leases(1, [base.lease_id]))) == 1
 
 
 def test_one_lease_is_always_granted_however_large() -> None:
-    ledger = make_ledger(leasable=12, quota=4)
-    connect_bare(ledger, 1, 2)
-    assert len(lease_ids(ask(ledger, 1, 1, 11))) == 1
+    book = make_book(leasable=12, quota=4)
+    connect_bare(book, 1, 2)
+    assert len(lease_ids(ask(book, 1, 1, 11))) == 1
 
 
 def test_what_is_preferred_counts_toward_the_quota() -> None:
-    ledger = make_ledger(leasable=12, quota=4)
-    connect_bare(ledger, 2)
-    connect(ledger, 1, 2)
-    assert ask(ledger, 1, 1, 1, preferred=10) == [grant_of(1, 1, 3, 3, 1)]
+    book = make_book(leasable=12, quota=4)
+    connect_bare(book, 2)
+    connect(book, 1, 2)
+    assert ask(book, 1, 1, 1, preferred=10) == [grant_of(1, 1, 3, 3, 1)]
 
 
 def test_a_request_over_quota_lets_others_pass() -> None:
-    ledger = make_ledger(leasable=12, quota=4)
-    connect(ledger, 1, 4)
-    connect_bare(ledger, 2)
-    assert ask(ledger, 1, 1, 3) == []
-    assert lease_ids(ask(ledger, 2, 1, 8)) == [3]
+    book = make_book(leasable=12, quota=4)
+    connect(book, 1, 4)
+    connect_bare(book, 2)
+    assert ask(book, 1, 1, 3) == []
+    assert lease_ids(ask(book, 2, 1, 8)) == [3]
 
 
 def test_the_quota_ends_when_the_others_are_gone() -> None:
-    ledger = make_ledger(leasable=12, quota=4)
-    connect(ledger, 1, 4)
-    connect_bare(ledger, 2)
-    assert ask(ledger, 1, 1, 3) == []
-    assert ledger.disconnect(2) == [ClientGone(2), grant_of(1, 1, 3, 5, 3)]
+    book = make_book(leasable=12, quota=4)
+    connect(book, 1, 4)
+    connect_bare(book, 2)
+    assert ask(book, 1, 1, 3) == []
+    assert book.disconnect(2) == [ClientGone(2), grant_of(1, 1, 3, 5, 3)]
 
 
 def test_the_quota_stays_while_a_disconnected_client_holds_leases() -> None:
-    ledger = make_ledger(leasable=12, quota=4)
-    connect(ledger, 1, 4)
-    connect(ledger, 2, 1)
-    assert ask(ledger, 1, 1, 3) == []
-    assert ledger.disconnect(2) == []
-    assert ledger.died(2) == [Reclaimed(2, BLOCK_NBYTES), ClientGone(2), grant_of(1, 1, 3, 5, 3)]
+    book = make_book(leasable=12, quota=4)
+    connect(book, 1, 4)
+    connect(book, 2, 1)
+    assert ask(book, 1, 1, 3) == []
+    assert book.disconnect(2) == []
+    assert book.died(2) == [Reclaimed(2, BLOCK_NBYTES), ClientGone(2), grant_of(1, 1, 3, 5, 3)]
 
 
 def test_a_window_whose_owner_comes_over_quota_is_opened_to_the_rest() -> None:
-    ledger = make_ledger(leasable=10, max_lease=6, quota=7)
-    connect(ledger, 1, 6)
-    assert ask(ledger, 1, 1, 5) == [Recalled(1, (1,))]  # alone, it may have it; its window covers the four free blocks
-    assert ledger.connect(2, BLOCK_NBYTES) is None
-    assert lease_ids(ask(ledger, 2, 1, 4)) == [2]
+    book = make_book(leasable=10, max_lease=6, quota=7)
+    connect(book, 1, 6)
+    assert ask(book, 1, 1, 5) == []  # alone, it may have it; its window covers the four free blocks
+    assert book.connect(2, BLOCK_NBYTES) is None
+    assert lease_ids(ask(book, 2, 1, 4)) == [2]
 
 
 # -- order and the window ----------------------------------------------------------------------------------------------------
 
 
-def full_ledger(*sizes: int, quota: int = 100) -> tuple[EngineBook, list[LeaseGrant]]:
+def full_book(*sizes: int, quota: int = 100) -> tuple[EngineBook, list[LeaseGrant]]:
     """A slab wholly lent to the clients 1, 2, ... in this order by address; clients 8 and 9 hold nothing."""
-    ledger = make_ledger(leasable=sum(sizes), max_lease=100, quota=quota)
-    connect_bare(ledger, 8, 9)
-    return ledger, [connect(ledger, client, blocks) for client, blocks in enumerate(sizes, start=1)]
+    book = make_book(leasable=sum(sizes), max_lease=100, quota=quota)
+    connect_bare(book, 8, 9)
+    return book, [connect(book, client, blocks) for client, blocks in enumerate(sizes, start=1)]
 
 
 def test_requests_are_served_in_order_of_arrival() -> None:
-    ledger, grants = full_ledger(2, 2)
-    assert ask(ledger, 9, 1, 1) != []
-    assert ask(ledger, 8, 1, 1) == []
-    effects = ledger.return_leases(2, [grants[1].lease_id])
+    book, grants = full_book(2, 2)
+    assert ask(book, 9, 1, 1) != []
+    assert ask(book, 8, 1, 1) == []
+    effects = book.return_leases(2, [grants[1].lease_id])
     assert [effect.client_id for effect in effects if isinstance(effect, Granted)] == [9, 8]
 
 
 def test_whoever_was_served_goes_to_the_end_of_the_line() -> None:
-    ledger, grants = full_ledger(1, 1, 1)
-    ask(ledger, 8, 1, 1)
-    ask(ledger, 9, 1, 1)
+    book, grants = full_book(1, 1, 1)
+    ask(book, 8, 1, 1)
+    ask(book, 9, 1, 1)
     served = []
     for client, grant in enumerate(grants, start=1):
-        for effect in ledger.return_leases(client, [grant.lease_id]):
+        for effect in book.return_leases(client, [grant.lease_id]):
             if isinstance(effect, Granted):
                 served.append(effect.client_id)
-                ask(ledger, effect.client_id, len(served) + 1, 1)
+                ask(book, effect.client_id, len(served) + 1, 1)
     assert served == [8, 9, 8]
 
 
 def test_a_window_recalls_the_cheapest_range() -> None:
-    ledger, _ = full_ledger(3, 1, 1, 3)
-    assert ask(ledger, 9, 1, 2) == [Recalled(2, (4,)), Recalled(3, (5,))]
+    book, _ = full_book(3, 1, 1, 3)
+    assert ask(book, 9, 1, 2) == [Recalled(2, (4,)), Recalled(3, (5,))]
 
 
 def test_a_window_uses_what_is_free_already() -> None:
-    ledger, grants = full_ledger(2, 2, 2)
-    ledger.return_leases(3, [grants[2].lease_id])
-    assert ask(ledger, 9, 1, 4) == [Recalled(2, (4,))]
+    book, grants = full_book(2, 2, 2)
+    book.return_leases(3, [grants[2].lease_id])
+    assert ask(book, 9, 1, 4) == [Recalled(2, (4,))]
 
 
 def test_a_lease_is_recalled_once() -> None:
-    ledger, _ = full_ledger(2, 2)
-    assert ask(ledger, 9, 1, 2) == [Recalled(1, (3,))]
-    assert ask(ledger, 9, 2, 4) == [Recalled(2, (4,))]
-    assert ask(ledger, 9, 3, 2) == []
+    book, _ = full_book(2, 2)
+    assert ask(book, 9, 1, 2) == [Recalled(1, (3,))]
+    assert ask(book, 9, 2, 4) == [Recalled(2, (4,))]
+    assert ask(book, 9, 3, 2) == []
 
 
 def test_the_window_is_granted_when_its_leases_have_come_back() -> None:
-    ledger, grants = full_ledger(2, 2, 2)
-    ask(ledger, 9, 5, 4)
-    assert ledger.return_leases(1, [grants[0].lease_id]) == []
-    assert ledger.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 5, 6, 1, 4)]
-    ledger.check()
+    book, grants = full_book(2, 2, 2)
+    ask(book, 9, 5, 4)
+    assert book.return_leases(1, [grants[0].lease_id]) == []
+    assert book.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 5, 6, 1, 4)]
+    book.check()
 
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
-    ledger, grants = full_ledger(2, 2, 2)
-    ask(ledger, 9, 1, 4)  # its window: the blocks 1 to 4
-    assert ask(ledger, 8, 1, 2) == []
-    ledger.return_leases(1, [grants[0].lease_id])
-    assert ledger.waiting_lease_requests == 2  # blocks 1 and 2 are free and would fit client 8
-    assert lease_ids(ledger.return_leases(3, [grants[2].lease_id])) == [6]  # outside the window it may go on
+    book, grants = full_book(2, 2, 2)
+    ask(book, 9, 1, 4)  # its window: the blocks 1 to 4
+    assert ask(book, 8, 1, 2) == []
+    book.return_leases(1, [grants[0].lease_id])
+    assert book.waiting_lease_requests == 2  # blocks 1 and 2 are free and would fit client 8
+    assert lease_ids(book.return_leases(3, [grants[2].lease_id])) == [6]  # outside the window it may go on
     for token in range(2, 20):  # and on
-        assert lease_ids(ledger.return_leases(8, [5 + token - 1])) == []
-        assert lease_ids(ask(ledger, 8, token, 2)) == [5 + token]
-    assert ledger.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 1, 25, 1, 4)]
+        assert lease_ids(book.return_leases(8, [5 + token - 1])) == []
+        assert lease_ids(ask(book, 8, token, 2)) == [5 + token]
+    assert book.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 1, 25, 1, 4)]
 
 
 def test_small_requests_are_granted_up_to_the_edges_of_a_window() -> None:
-    ledger, grants = full_ledger(2, 1, 3, 1, 2)
-    ledger.disconnect(1)
-    ledger.disconnect(5)
-    assert ask(ledger, 9, 1, 5) == [Recalled(2, (4,)), Recalled(3, (5,)), Recalled(4, (6,))]  # its window: 3 to 7
-    ledger.return_leases(2, [grants[1].lease_id])
-    ledger.return_leases(4, [grants[3].lease_id])
-    ledger.died(1)
-    ledger.died(5)
-    assert ask(ledger, 8, 1, 3) == []  # 1 to 3 and 7 to 9 are free, but one block of each is in the window
-    assert ask(ledger, 8, 2, 2, preferred=3) == [grant_of(8, 2, 8, 1, 2)]
-    assert ask(ledger, 8, 3, 2) == [grant_of(8, 3, 9, 8, 2)]
-    assert ledger.return_leases(3, [grants[2].lease_id]) == [grant_of(9, 1, 10, 3, 5)]
-    ledger.check()
+    book, grants = full_book(2, 1, 3, 1, 2)
+    book.disconnect(1)
+    book.disconnect(5)
+    assert ask(book, 9, 1, 5) == [Recalled(2, (4,)), Recalled(3, (5,)), Recalled(4, (6,))]  # its window: 3 to 7
+    book.return_leases(2, [grants[1].lease_id])
+    book.return_leases(4, [grants[3].lease_id])
+    book.died(1)
+    book.died(5)
+    assert ask(book, 8, 1, 3) == []  # 1 to 3 and 7 to 9 are free, but one block of each is in the window
+    assert ask(book, 8, 2, 2, preferred=3) == [grant_of(8, 2, 8, 1, 2)]
+    assert ask(book, 8, 3, 2) == [grant_of(8, 3, 9, 8, 2)]
+    assert book.return_leases(3, [grants[2].lease_id]) == [grant_of(9, 1, 10, 3, 5)]
+    book.check()
 
 
 def test_a_withdrawn_request_opens_its_window_to_the_rest() -> None:
-    ledger, grants = full_ledger(2, 2)
-    ask(ledger, 9, 1, 4)
-    ask(ledger, 8, 1, 2)
-    assert ledger.return_leases(1, [grants[0].lease_id]) == []
-    assert ledger.request_lease(9, 2, 0, 0) == [grant_of(8, 1, 5, 1, 2)]
-    assert ledger.waiting_lease_requests == 0
+    book, grants = full_book(2, 2)
+    ask(book, 9, 1, 4)
+    ask(book, 8, 1, 2)
+    assert book.return_leases(1, [grants[0].lease_id]) == []
+    assert book.request_lease(9, 2, 0, 0) == [grant_of(8, 1, 5, 1, 2)]
+    assert book.waiting_lease_requests == 0
 
 
 def test_withdrawing_nothing_is_no_offence() -> None:
-    ledger = make_ledger()
-    connect(ledger, 1)
-    assert ledger.request_lease(1, 1, 0, 0) == []
+    book = make_book()
+    connect(book, 1)
+    assert book.request_lease(1, 1, 0, 0) == []
 
 
 def test_a_replaced_request_keeps_its_turn() -> None:
-    ledger, grants = full_ledger(2, 2)
-    ask(ledger, 9, 1, 3)
-    ask(ledger, 8, 1, 1)
-    ask(ledger, 9, 2, 2)
-    assert ledger.waiting_lease_requests == 2
-    assert ledger.return_leases(1, [grants[0].lease_id])[0] == grant_of(9, 2, 5, 1, 2)
+    book, grants = full_book(2, 2)
+    ask(book, 9, 1, 3)
+    ask(book, 8, 1, 1)
+    ask(book, 9, 2, 2)
+    assert book.waiting_lease_requests == 2
+    assert book.return_leases(1, [grants[0].lease_id])[0] == grant_of(9, 2, 5, 1, 2)
 
 
 def test_a_request_replaced_by_one_that_fits_is_granted() -> None:
-    ledger, grants = full_ledger(2, 2)
-    ledger.return_leases(1, [grants[0].lease_id])
-    assert ask(ledger, 9, 1, 3) != []
-    assert ask(ledger, 9, 2, 2) == [grant_of(9, 2, 5, 1, 2)]
+    book, grants = full_book(2, 2)
+    book.return_leases(1, [grants[0].lease_id])
+    assert ask(book, 9, 1, 3) != []
+    assert ask(book, 9, 2, 2) == [grant_of(9, 2, 5, 1, 2)]
 
 
 def test_a_request_replaced_by_a_larger_one_gets_a_larger_window() -> None:
-    ledger, grants = full_ledger(1, 1, 1, 1)
-    assert ask(ledger, 9, 1, 1) == [Recalled(1, (3,))]
-    assert ask(ledger, 9, 2, 2) == [Recalled(2, (4,))]
-    ask(ledger, 8, 1, 1)
-    assert ledger.return_leases(2, [grants[1].lease_id]) == []  # inside the window, though it is larger than asked first
-    assert ledger.return_leases(1, [grants[0].lease_id])[0] == grant_of(9, 2, 7, 1, 2)
+    book, grants = full_book(1, 1, 1, 1)
+    assert ask(book, 9, 1, 1) == [Recalled(1, (3,))]
+    assert ask(book, 9, 2, 2) == [Recalled(2, (4,))]
+    ask(book, 8, 1, 1)
+    assert book.return_leases(2, [grants[1].lease_id]) == []  # inside the window, though it is larger than asked first
+    assert book.return_leases(1, [grants[0].lease_id])[0] == grant_of(9, 2, 7, 1, 2)
 
 
 def test_the_window_avoids_what_may_never_come_back() -> None:
-    ledger, _ = full_ledger(1, 3)
-    ledger.disconnect(1)
-    assert ask(ledger, 9, 1, 1) == [Recalled(2, (4,))]
+    book, _ = full_book(1, 3)
+    book.disconnect(1)
+    assert ask(book, 9, 1, 1) == [Recalled(2, (4,))]
 
 
 def test_the_window_is_chosen_again_when_a_holder_in_it_disconnects() -> None:
-    ledger, grants = full_ledger(1, 3)
-    assert ask(ledger, 9, 1, 1) == [Recalled(1, (3,))]
-    assert ledger.disconnect(1) == [Recalled(2, (4,))]
-    assert ledger.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 1, 5, 2, 1)]
+    book, grants = full_book(1, 3)
+    assert ask(book, 9, 1, 1) == [Recalled(1, (3,))]
+    assert book.disconnect(1) == [Recalled(2, (4,))]
+    assert book.return_leases(2, [grants[1].lease_id]) == [grant_of(9, 1, 5, 2, 1)]
 
 
 def test_the_window_closes_with_its_owner() -> None:
-    ledger, grants = full_ledger(2, 2)
-    ask(ledger, 9, 1, 4)
-    ask(ledger, 8, 1, 2)
-    ledger.return_leases(1, [grants[0].lease_id])
-    assert ledger.disconnect(9) == [ClientGone(9), grant_of(8, 1, 5, 1, 2)]
+    book, grants = full_book(2, 2)
+    ask(book, 9, 1, 4)
+    ask(book, 8, 1, 2)
+    book.return_leases(1, [grants[0].lease_id])
+    assert book.disconnect(9) == [ClientGone(9), grant_of(8, 1, 5, 1, 2)]
 
 
 def test_with_the_grant_that_closes_a_window_the_first_who_waits_gets_one() -> None:
-    ledger = make_ledger(leasable=6, quota=6)
+    book = make_book(leasable=6, quota=6)
     for client in (1, 2, 3, 4):
-        connect(ledger, client)
-    ledger.goodbye(1, (), ())
-    ledger.goodbye(2, (), ())
-    assert ask(ledger, 4, 1, 6) == []  # over its quota, until it returns its base lease
-    assert ask(ledger, 3, 1, 3) == [Recalled(3, (3,))]
-    assert ledger.return_leases(4, [4]) == [grant_of(3, 1, 5, 4, 3), Recalled(3, (5,))]
+        connect(book, client)
+    book.goodbye(1, (), ())
+    book.goodbye(2, (), ())
+    assert ask(book, 4, 1, 6) == []  # over its quota, until it returns its base lease
+    assert ask(book, 3, 1, 3) == []  # it covers its own lease, and the one that comes back now
+    assert book.return_leases(4, [4]) == [grant_of(3, 1, 5, 4, 3), Recalled(3, (3, 5))]
 
 
 def test_reclaimed_memory_goes_to_those_who_wait() -> None:
-    ledger, _ = full_ledger(2)
-    ask(ledger, 9, 4, 2)
-    ledger.disconnect(1)
-    assert ledger.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1), grant_of(9, 4, 4, 1, 2)]
+    book, _ = full_book(2)
+    ask(book, 9, 4, 2)
+    book.disconnect(1)
+    assert book.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1), grant_of(9, 4, 4, 1, 2)]
+
+
+def test_a_clients_own_leases_are_not_recalled_for_it() -> None:
+    """It puts nothing into them while it waits, and goes on using them when it does no more."""
+    book, _ = full_book(2, 2)
+    [own] = lease_ids(book.died(1) + ask(book, 9, 1, 1))
+    assert ask(book, 9, 2, 4) == [Recalled(2, (4,))]
+    assert not book.clients[9].leases[own].recalled
+
+
+# -- wishes ------------------------------------------------------------------------------------------------------------------
+
+
+def wish(book: EngineBook, client: int, token: int, blocks: int) -> list[EngineEffect]:
+    """Asks for a lease that nobody waits for."""
+    return book.request_lease(client, token, blocks * BLOCK_NBYTES, 0, HOST_MEMORY, False)
+
+
+def use(book: EngineBook, client: int, grant: LeaseGrant) -> None:
+    """Makes a lease one that is in use."""
+    book.submit(client, 1, [slot_in(grant, client, 1)])
+
+
+def test_a_wish_is_granted_when_there_is_room() -> None:
+    book, grants = full_book(2, 2)
+    use(book, 1, grants[0])
+    use(book, 2, grants[1])
+    assert wish(book, 9, 1, 2) == []
+    book.abort(1, 1)
+    assert book.return_leases(1, [grants[0].lease_id]) == [grant_of(9, 1, 5, 1, 2)]
+
+
+def test_a_wish_recalls_leases_that_lie_idle() -> None:
+    book, grants = full_book(2, 2, 2)
+    use(book, 1, grants[0])
+    assert wish(book, 9, 1, 3) == [Recalled(2, (4,)), Recalled(3, (5,))]
+    assert wish(book, 9, 2, 4) == []  # they are on their way
+    assert book.return_leases(2, [4]) == []
+    assert book.return_leases(3, [5]) == [grant_of(9, 2, 6, 3, 4)]
+
+
+def test_a_wish_recalls_its_own_clients_lease_only_if_that_lies_idle() -> None:
+    """Else one large try that is refused would take the client the memory that it goes on using."""
+    book, grants = full_book(2, 2)
+    use(book, 1, grants[0])
+    assert wish(book, 1, 1, 3) == []
+    assert wish(book, 2, 1, 2) == [Recalled(2, (4,))]
+
+
+def test_a_wish_recalls_nothing_that_is_in_use() -> None:
+    book, grants = full_book(2, 2)
+    use(book, 1, grants[0])
+    assert wish(book, 9, 1, 3) == []  # half of it would have to be emptied
+    assert not any(lease.recalled for client in book.clients.values() for lease in client.leases.values())
+
+
+def test_a_wish_recalls_nothing_of_one_who_may_be_writing_still() -> None:
+    book, _ = full_book(2)
+    book.disconnect(1)
+    assert wish(book, 9, 1, 1) == []
+
+
+def test_a_wish_keeps_no_range_from_others() -> None:
+    book, grants = full_book(1, 1)
+    use(book, 1, grants[0])
+    assert wish(book, 9, 1, 2) == []
+    book.return_leases(2, [grants[1].lease_id])
+    assert ask(book, 8, 1, 1) == [grant_of(8, 1, 5, 2, 1)]
+    assert book.connect(10, BLOCK_NBYTES) is None  # nothing is left
+
+
+def test_a_wish_does_not_keep_a_newcomer_from_its_base_lease() -> None:
+    book, grants = full_book(1, 1)
+    use(book, 1, grants[0])
+    book.return_leases(2, [grants[1].lease_id])
+    assert wish(book, 9, 1, 2) == []
+    assert book.connect(10, BLOCK_NBYTES) is not None
+
+
+def test_while_somebody_waits_a_wish_recalls_nothing() -> None:
+    book, grants = full_book(2, 2)
+    use(book, 1, grants[0])
+    assert ask(book, 8, 1, 2) == [Recalled(1, (3,))]
+    assert wish(book, 9, 1, 1) == []
+
+
+def test_a_wish_over_quota_recalls_nothing() -> None:
+    book, grants = full_book(2, 2, 2, quota=3)
+    use(book, 1, grants[0])
+    assert wish(book, 1, 1, 2) == []
+    assert wish(book, 1, 2, 1) == [Recalled(2, (4,))]
+
+
+def test_a_wish_that_is_waited_for_gets_a_window_and_loses_it_again() -> None:
+    book, grants = full_book(2, 2)
+    use(book, 1, grants[0])
+    use(book, 2, grants[1])
+    assert wish(book, 9, 1, 2) == []
+    assert ask(book, 9, 2, 2) == [Recalled(1, (3,))]
+    assert ask(book, 8, 1, 2) == []
+    assert wish(book, 9, 3, 2) == []  # the window is the other's now; the lease in it is recalled already
+    assert book.host._window is not None
+    assert book.host._window.client_id == 8
 
 
 # -- submitting ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_submission_publishes_its_slots() -> None:
-    ledger = make_ledger()
-    base = connect(ledger, 1, 4)
-    ledger.submit(1, 0, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=1, blocks=3)])
-    assert ledger.count_slots(EngineSlot.PUBLISHED) == 2
-    ledger.check()
+    book = make_book()
+    base = connect(book, 1, 4)
+    book.submit(1, 0, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=1, blocks=3)])
+    assert book.count_slots(EngineSlot.PUBLISHED) == 2
+    book.check()
 
 
 def test_a_request_may_have_no_slot_and_numbers_may_be_left_out() -> None:
-    ledger = make_ledger()
-    base = connect(ledger, 1, 4)
-    ledger.submit(1, 3, [])
-    ledger.submit(1, 9, [slot_in(base, 1, 5), slot_in(base, 1, 1000, at=1)])
-    ledger.check()
+    book = make_book()
+    base = connect(book, 1, 4)
+    book.submit(1, 3, [])
+    book.submit(1, 9, [slot_in(base, 1, 5), slot_in(base, 1, 1000, at=1)])
+    book.check()
 
 
 def test_a_released_slot_can_be_published_again_under_a_new_generation() -> None:
-    ledger = make_ledger()
-    base = connect(ledger, 1)
+    book = make_book()
+    base = connect(book, 1)
     for n in range(1, 5):
-        ledger.submit(1, n, [slot_in(base, 1, n)])
-        assert ledger.abort(1, n)[1] == Released(1, (generation(1, n),))
+        book.submit(1, n, [slot_in(base, 1, n)])
+        assert book.abort(1, n)[1] == Released(1, (generation(1, n),))
 
 
 def forge(**changes: Any) -> Callable[[SlotRef], SlotRef]:
@@ -541,59 +652,59 @@ FORGED_SLOTS = {
 }
 
 
-def submitted_ledger() -> tuple[EngineBook, LeaseGrant]:
+def submitted_book() -> tuple[EngineBook, LeaseGrant]:
     """Client 1 holds the blocks 1 to 4, with slots 1 and 2 live in its blocks 1 and 4; client 2 holds 5 to 8."""
-    ledger = make_ledger()
-    base = connect(ledger, 1, 4)
-    connect(ledger, 2, 4)
-    ledger.submit(1, 5, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=3)])
-    return ledger, base
+    book = make_book()
+    base = connect(book, 1, 4)
+    connect(book, 2, 4)
+    book.submit(1, 5, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=3)])
+    return book, base
 
 
 @pytest.mark.parametrize("kind", FORGED_SLOTS)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "behind a good slot"])
 def test_a_forged_slot_is_refused_and_nothing_is_changed(kind: str, beside: bool) -> None:
-    ledger, base = submitted_ledger()
+    book, base = submitted_book()
     forgery, reason = FORGED_SLOTS[kind]
     good = [slot_in(base, 1, 3, at=1)] if beside else []
     bad = forgery(slot_in(base, 1, 4, at=2))
-    refuses(RemoteProtocolError, reason, ledger, lambda: ledger.submit(1, 6, [*good, bad]))
-    ledger.submit(1, 6, [slot_in(base, 1, 3, at=1), slot_in(base, 1, 4, at=2)])
+    refuses(RemoteProtocolError, reason, book, lambda: book.submit(1, 6, [*good, bad]))
+    book.submit(1, 6, [slot_in(base, 1, 3, at=1), slot_in(base, 1, 4, at=2)])
 
 
 def test_slots_of_one_submission_may_not_overlap_or_share_a_generation() -> None:
-    ledger, base = submitted_ledger()
+    book, base = submitted_book()
     third, fourth = slot_in(base, 1, 3, at=1), slot_in(base, 1, 4, at=1)
-    refuses(RemoteProtocolError, "overlaps", ledger, lambda: ledger.submit(1, 6, [third, fourth]))
-    refuses(RemoteProtocolError, "not a new one", ledger, lambda: ledger.submit(1, 6, [third, slot_in(base, 1, 3, at=2)]))
-    refuses(RemoteProtocolError, "not a new one", ledger, lambda: ledger.submit(1, 6, [slot_in(base, 1, 4, at=2), third]))
+    refuses(RemoteProtocolError, "overlaps", book, lambda: book.submit(1, 6, [third, fourth]))
+    refuses(RemoteProtocolError, "not a new one", book, lambda: book.submit(1, 6, [third, slot_in(base, 1, 3, at=2)]))
+    refuses(RemoteProtocolError, "not a new one", book, lambda: book.submit(1, 6, [slot_in(base, 1, 4, at=2), third]))
 
 
 @pytest.mark.parametrize("request_id", [0, 4, 5])
 def test_a_request_id_is_never_used_twice(request_id: int) -> None:
-    ledger, _ = submitted_ledger()
-    refuses(RemoteProtocolError, "after request 5", ledger, lambda: ledger.submit(1, request_id, []))
-    ledger.abort(1, 5)
-    refuses(RemoteProtocolError, "after request 5", ledger, lambda: ledger.submit(1, request_id, []))
+    book, _ = submitted_book()
+    refuses(RemoteProtocolError, "after request 5", book, lambda: book.submit(1, request_id, []))
+    book.abort(1, 5)
+    refuses(RemoteProtocolError, "after request 5", book, lambda: book.submit(1, request_id, []))
 
 
 def test_requests_in_flight_are_bounded() -> None:
-    ledger = make_ledger(max_inflight=2)
-    connect(ledger, 1)
-    ledger.submit(1, 0, [])
-    ledger.submit(1, 1, [])
-    refuses(RemoteProtocolError, r"max_inflight \(2\)", ledger, lambda: ledger.submit(1, 2, []))
-    ledger.claim(1, 0)
-    refuses(RemoteProtocolError, r"max_inflight \(2\)", ledger, lambda: ledger.submit(1, 2, []))
-    ledger.end(1, 0, RequestEvent.FINISH)
-    ledger.submit(1, 2, [])
+    book = make_book(max_inflight=2)
+    connect(book, 1)
+    book.submit(1, 0, [])
+    book.submit(1, 1, [])
+    refuses(RemoteProtocolError, r"max_inflight \(2\)", book, lambda: book.submit(1, 2, []))
+    book.claim(1, 0)
+    refuses(RemoteProtocolError, r"max_inflight \(2\)", book, lambda: book.submit(1, 2, []))
+    book.end(1, 0, RequestEvent.FINISH)
+    book.submit(1, 2, [])
 
 
 def test_a_returned_lease_takes_no_slot() -> None:
-    ledger, base = submitted_ledger()
-    ledger.abort(1, 5)
-    ledger.return_leases(1, [base.lease_id])
-    refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.submit(1, 6, [slot_in(base, 1, 3)]))
+    book, base = submitted_book()
+    book.abort(1, 5)
+    book.return_leases(1, [base.lease_id])
+    refuses(RemoteProtocolError, "does not hold", book, lambda: book.submit(1, 6, [slot_in(base, 1, 3)]))
 
 
 # -- claiming, releasing, aborting ---------------------------------------------------------------------------------------------
@@ -601,183 +712,183 @@ def test_a_returned_lease_takes_no_slot() -> None:
 FIRST, SECOND = generation(1, 1), generation(1, 2)
 
 
-def claimed_ledger() -> EngineBook:
-    ledger, _ = submitted_ledger()
-    ledger.claim(1, 5)
-    assert ledger.count_slots(EngineSlot.CLAIMED) == 2
-    return ledger
+def claimed_book() -> EngineBook:
+    book, _ = submitted_book()
+    book.claim(1, 5)
+    assert book.count_slots(EngineSlot.CLAIMED) == 2
+    return book
 
 
 def test_a_claimed_request_is_released_slot_by_slot() -> None:
-    ledger = claimed_ledger()
-    assert ledger.release_slots(1, [FIRST], ()) == [Released(1, (FIRST,))]
-    assert ledger.release_slots(1, [SECOND], ()) == [Released(1, (SECOND,))]
-    assert ledger.end(1, 5, RequestEvent.FINISH)
-    ledger.check()
+    book = claimed_book()
+    assert book.release_slots(1, [FIRST], ()) == [Released(1, (FIRST,))]
+    assert book.release_slots(1, [SECOND], ()) == [Released(1, (SECOND,))]
+    assert book.end(1, 5, RequestEvent.FINISH)
+    book.check()
 
 
 def test_a_request_may_end_before_its_slots_are_released() -> None:
-    ledger = claimed_ledger()
-    assert ledger.end(1, 5, RequestEvent.ERROR)
-    assert ledger.count_slots(EngineSlot.CLAIMED) == 2
-    assert ledger.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
+    book = claimed_book()
+    assert book.end(1, 5, RequestEvent.ERROR)
+    assert book.count_slots(EngineSlot.CLAIMED) == 2
+    assert book.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
 
 
 def test_a_slot_with_live_views_drains_before_it_is_released() -> None:
-    ledger = claimed_ledger()
-    assert ledger.release_slots(1, [FIRST, SECOND], {SECOND}) == [Released(1, (FIRST,))]
-    assert ledger.count_slots(EngineSlot.DRAINING) == 1
-    assert ledger.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
-    assert ledger.count_slots(EngineSlot.DRAINING) == 0
+    book = claimed_book()
+    assert book.release_slots(1, [FIRST, SECOND], {SECOND}) == [Released(1, (FIRST,))]
+    assert book.count_slots(EngineSlot.DRAINING) == 1
+    assert book.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
+    assert book.count_slots(EngineSlot.DRAINING) == 0
 
 
 def test_releasing_nothing_says_nothing() -> None:
-    ledger = claimed_ledger()
-    assert ledger.release_slots(1, [], ()) == []
-    assert ledger.release_slots(1, [FIRST], [FIRST]) == []
+    book = claimed_book()
+    assert book.release_slots(1, [], ()) == []
+    assert book.release_slots(1, [FIRST], [FIRST]) == []
 
 
 def test_a_slot_named_twice_is_released_once() -> None:
-    ledger = claimed_ledger()
-    assert ledger.release_slots(1, [FIRST, FIRST], ()) == [Released(1, (FIRST,))]
-    ledger.check()
+    book = claimed_book()
+    assert book.release_slots(1, [FIRST, FIRST], ()) == [Released(1, (FIRST,))]
+    book.check()
 
 
 def test_an_abort_of_a_waiting_request_releases_its_slots() -> None:
-    ledger, _ = submitted_ledger()
-    assert ledger.abort(1, 5) == [RequestAborted(1, 5, was_running=False), Released(1, (FIRST, SECOND))]
-    assert ledger.end(1, 5, RequestEvent.FINISH) is False
-    ledger.check()
+    book, _ = submitted_book()
+    assert book.abort(1, 5) == [RequestAborted(1, 5, was_running=False), Released(1, (FIRST, SECOND))]
+    assert book.end(1, 5, RequestEvent.FINISH) is False
+    book.check()
 
 
 def test_an_abort_of_a_running_request_releases_nothing_until_its_claim_does() -> None:
-    ledger = claimed_ledger()
-    assert ledger.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
-    assert ledger.count_slots(EngineSlot.CLAIMED) == 2
-    assert ledger.end(1, 5, RequestEvent.FINISH) is False
-    assert ledger.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
+    book = claimed_book()
+    assert book.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
+    assert book.count_slots(EngineSlot.CLAIMED) == 2
+    assert book.end(1, 5, RequestEvent.FINISH) is False
+    assert book.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
 
 
 def test_an_abort_leaves_alone_what_is_released_or_drains_already() -> None:
-    ledger = claimed_ledger()
-    ledger.release_slots(1, [FIRST, SECOND], {SECOND})
-    assert ledger.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
-    assert ledger.count_slots(EngineSlot.DRAINING) == 1
-    assert ledger.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
+    book = claimed_book()
+    book.release_slots(1, [FIRST, SECOND], {SECOND})
+    assert book.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
+    assert book.count_slots(EngineSlot.DRAINING) == 1
+    assert book.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
 
 
 def test_an_abort_without_slots_says_only_that() -> None:
-    ledger = make_ledger()
-    connect(ledger, 1)
-    ledger.submit(1, 0, [])
-    assert ledger.abort(1, 0) == [RequestAborted(1, 0, was_running=False)]
+    book = make_book()
+    connect(book, 1)
+    book.submit(1, 0, [])
+    assert book.abort(1, 0) == [RequestAborted(1, 0, was_running=False)]
 
 
 def test_an_abort_that_crossed_the_end_is_no_offence() -> None:
-    ledger = claimed_ledger()
-    ledger.end(1, 5, RequestEvent.FINISH)
-    before = plain(ledger)
-    assert ledger.abort(1, 5) == []
-    assert ledger.abort(1, 2**62) == []
-    assert ledger.late_aborts == 2
-    ledger.late_aborts = 0
-    assert plain(ledger) == before, "but for the count"
+    book = claimed_book()
+    book.end(1, 5, RequestEvent.FINISH)
+    before = plain(book)
+    assert book.abort(1, 5) == []
+    assert book.abort(1, 2**62) == []
+    assert book.late_aborts == 2
+    book.late_aborts = 0
+    assert plain(book) == before, "but for the count"
 
 
 @pytest.mark.parametrize("event", [RequestEvent.ERROR, RequestEvent.DEADLINE])
 def test_a_request_that_ends_before_it_was_claimed_still_gives_its_slots_back(event: RequestEvent) -> None:
-    ledger, _ = submitted_ledger()
-    assert ledger.end(1, 5, event)
-    assert ledger.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
-    ledger.check()
+    book, _ = submitted_book()
+    assert book.end(1, 5, event)
+    assert book.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
+    book.check()
 
 
 def test_what_no_table_allows_is_refused() -> None:
-    ledger, _ = submitted_ledger()
-    refuses(LocalProtocolError, "WAITING: FINISH", ledger, lambda: ledger.end(1, 5, RequestEvent.FINISH))
-    refuses(LocalProtocolError, "PUBLISHED: RELEASE ", ledger, lambda: ledger.release_slots(1, [FIRST], ()))
-    refuses(LocalProtocolError, "PUBLISHED: LAST_VIEW_GONE", ledger, lambda: ledger.last_view_gone(1, FIRST))
-    ledger.claim(1, 5)
-    refuses(LocalProtocolError, "RUNNING: SCHEDULE", ledger, lambda: ledger.claim(1, 5))
-    refuses(LocalProtocolError, "CLAIMED: LAST_VIEW_GONE", ledger, lambda: ledger.last_view_gone(1, FIRST))
-    ledger.release_slots(1, [SECOND], {SECOND})
-    refuses(LocalProtocolError, "DRAINING: RELEASE ", ledger, lambda: ledger.release_slots(1, [FIRST, SECOND], ()))
-    refuses(LocalProtocolError, "DRAINING: RELEASE_VIEWED", ledger, lambda: ledger.release_slots(1, [FIRST, SECOND], {SECOND}))
+    book, _ = submitted_book()
+    refuses(LocalProtocolError, "WAITING: FINISH", book, lambda: book.end(1, 5, RequestEvent.FINISH))
+    refuses(LocalProtocolError, "PUBLISHED: RELEASE ", book, lambda: book.release_slots(1, [FIRST], ()))
+    refuses(LocalProtocolError, "PUBLISHED: LAST_VIEW_GONE", book, lambda: book.last_view_gone(1, FIRST))
+    book.claim(1, 5)
+    refuses(LocalProtocolError, "RUNNING: SCHEDULE", book, lambda: book.claim(1, 5))
+    refuses(LocalProtocolError, "CLAIMED: LAST_VIEW_GONE", book, lambda: book.last_view_gone(1, FIRST))
+    book.release_slots(1, [SECOND], {SECOND})
+    refuses(LocalProtocolError, "DRAINING: RELEASE ", book, lambda: book.release_slots(1, [FIRST, SECOND], ()))
+    refuses(LocalProtocolError, "DRAINING: RELEASE_VIEWED", book, lambda: book.release_slots(1, [FIRST, SECOND], {SECOND}))
 
 
 def test_the_end_of_a_request_whose_client_has_gone_owes_no_reply() -> None:
-    ledger = make_ledger()
-    connect_bare(ledger, 1)
-    ledger.submit(1, 0, [])
-    assert ledger.disconnect(1) == [RequestAborted(1, 0, was_running=False), ClientGone(1)]
-    assert ledger.end(1, 0, RequestEvent.FINISH) is False
+    book = make_book()
+    connect_bare(book, 1)
+    book.submit(1, 0, [])
+    assert book.disconnect(1) == [RequestAborted(1, 0, was_running=False), ClientGone(1)]
+    assert book.end(1, 0, RequestEvent.FINISH) is False
 
 
 # -- disconnect, death, goodbye ------------------------------------------------------------------------------------------------
 
 
 def test_a_disconnect_aborts_and_quarantines_and_frees_nothing() -> None:
-    ledger, _ = submitted_ledger()
-    assert ledger.disconnect(1) == [RequestAborted(1, 5, was_running=False)]  # nobody is there to be told of the release
-    assert ledger.count_slots(EngineSlot.PUBLISHED) == 0
-    assert ledger.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
-    assert ledger.host.free_nbytes == 4 * BLOCK_NBYTES
-    ledger.check()
+    book, _ = submitted_book()
+    assert book.disconnect(1) == [RequestAborted(1, 5, was_running=False)]  # nobody is there to be told of the release
+    assert book.count_slots(EngineSlot.PUBLISHED) == 0
+    assert book.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
+    assert book.host.free_nbytes == 4 * BLOCK_NBYTES
+    book.check()
 
 
 def test_a_death_frees_what_was_quarantined() -> None:
-    ledger, _ = submitted_ledger()
-    ledger.disconnect(1)
-    assert ledger.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
-    assert ledger.host.leased_nbytes(Lease.QUARANTINED) == 0
-    assert list(ledger.clients) == [2]
-    ledger.check()
+    book, _ = submitted_book()
+    book.disconnect(1)
+    assert book.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+    assert book.host.leased_nbytes(Lease.QUARANTINED) == 0
+    assert list(book.clients) == [2]
+    book.check()
 
 
 def test_a_death_without_a_disconnect_is_both() -> None:
-    ledger, _ = submitted_ledger()
-    assert ledger.died(1) == [RequestAborted(1, 5, was_running=False), Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+    book, _ = submitted_book()
+    assert book.died(1) == [RequestAborted(1, 5, was_running=False), Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
 
 
 def test_a_second_death_says_nothing() -> None:
-    ledger = make_ledger()
-    connect(ledger, 1)
-    ledger.died(1)
-    assert ledger.died(1) == []
-    assert ledger.died(77) == []
+    book = make_book()
+    connect(book, 1)
+    book.died(1)
+    assert book.died(1) == []
+    assert book.died(77) == []
 
 
 def test_a_client_without_leases_is_gone_with_its_connection() -> None:
-    ledger = make_ledger()
-    connect_bare(ledger, 1)
-    assert ledger.disconnect(1) == [ClientGone(1)]
-    assert ledger.clients == {}
+    book = make_book()
+    connect_bare(book, 1)
+    assert book.disconnect(1) == [ClientGone(1)]
+    assert book.clients == {}
 
 
 def test_a_dead_clients_lease_waits_for_the_claim_that_reads_it() -> None:
-    ledger, base = submitted_ledger()
-    [further] = lease_ids(ask(ledger, 1, 1, 2))
-    ledger.claim(1, 5)
-    assert ledger.died(1) == [RequestAborted(1, 5, was_running=True), Reclaimed(1, 2 * BLOCK_NBYTES)]
+    book, base = submitted_book()
+    [further] = lease_ids(ask(book, 1, 1, 2))
+    book.claim(1, 5)
+    assert book.died(1) == [RequestAborted(1, 5, was_running=True), Reclaimed(1, 2 * BLOCK_NBYTES)]
     assert (base.lease_id, further) == (1, 3)
-    assert ledger.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
-    ledger.check()
-    assert ledger.release_slots(1, [FIRST, SECOND], {SECOND}) == []
-    assert ledger.last_view_gone(1, SECOND) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
-    ledger.check()
+    assert book.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
+    book.check()
+    assert book.release_slots(1, [FIRST, SECOND], {SECOND}) == []
+    assert book.last_view_gone(1, SECOND) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+    book.check()
 
 
 def test_a_claim_released_between_disconnect_and_death_frees_nothing() -> None:
-    ledger = claimed_ledger()
-    ledger.disconnect(1)
-    assert ledger.release_slots(1, [FIRST, SECOND], ()) == []
-    assert ledger.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
-    assert ledger.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+    book = claimed_book()
+    book.disconnect(1)
+    assert book.release_slots(1, [FIRST, SECOND], ()) == []
+    assert book.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
+    assert book.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
 
 
 def test_a_goodbye_gives_up_everything_at_once() -> None:
-    ledger, _ = submitted_ledger()
-    assert ledger.goodbye(1, (), ()) == [
+    book, _ = submitted_book()
+    assert book.goodbye(1, (), ()) == [
         RequestAborted(1, 5, was_running=False),
         Reclaimed(1, 4 * BLOCK_NBYTES),
         ClientGone(1),
@@ -785,290 +896,298 @@ def test_a_goodbye_gives_up_everything_at_once() -> None:
 
 
 def test_a_goodbye_keeps_the_leases_it_names_until_death() -> None:
-    ledger = make_ledger()
-    connect(ledger, 1)
-    [further] = lease_ids(ask(ledger, 1, 1, 2))
-    assert ledger.goodbye(1, [further, 99], [99]) == [Reclaimed(1, BLOCK_NBYTES)]
-    assert ledger.host.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
-    assert ledger.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
+    book = make_book()
+    connect(book, 1)
+    [further] = lease_ids(ask(book, 1, 1, 2))
+    assert book.goodbye(1, [further, 99], [99]) == [Reclaimed(1, BLOCK_NBYTES)]
+    assert book.host.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
+    assert book.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
 
 
 def test_a_goodbye_frees_a_lease_only_when_no_claim_reads_it() -> None:
-    ledger = claimed_ledger()
-    assert ledger.goodbye(1, (), ()) == [RequestAborted(1, 5, was_running=True)]
-    assert ledger.release_slots(1, [FIRST], ()) == []
-    assert ledger.release_slots(1, [SECOND], ()) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+    book = claimed_book()
+    assert book.goodbye(1, (), ()) == [RequestAborted(1, 5, was_running=True)]
+    assert book.release_slots(1, [FIRST], ()) == []
+    assert book.release_slots(1, [SECOND], ()) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
 
 
 def test_a_disconnected_client_can_do_nothing_more() -> None:
-    ledger, _ = submitted_ledger()
-    ledger.disconnect(1)
+    book, _ = submitted_book()
+    book.disconnect(1)
     for event in (
-        lambda: ledger.disconnect(1),
-        lambda: ledger.goodbye(1, (), ()),
-        lambda: ledger.submit(1, 9, []),
-        lambda: ledger.abort(1, 5),
-        lambda: ledger.request_lease(1, 1, 1, 1),
-        lambda: ledger.return_leases(1, [1]),
-        lambda: ledger.queue_reply(1, 1, 1),
+        lambda: book.disconnect(1),
+        lambda: book.goodbye(1, (), ()),
+        lambda: book.submit(1, 9, []),
+        lambda: book.abort(1, 5),
+        lambda: book.request_lease(1, 1, 1, 1),
+        lambda: book.return_leases(1, [1]),
+        lambda: book.queue_reply(1, 1, 1),
     ):
-        refuses(AssertionError, "disconnected already", ledger, event)
+        refuses(AssertionError, "disconnected already", book, event)
 
 
 # -- replies -------------------------------------------------------------------------------------------------------------------
 
 
-def take_reply(ledger: EngineBook, client: int, blocks: int) -> ReplySlot:
+def take_reply(book: EngineBook, client: int, blocks: int) -> ReplySlot:
     """Takes and sends a reply slot."""
-    slot = ledger.acquire_reply(client, blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
+    slot = book.acquire_reply(client, blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
     assert slot is not None
-    ledger.reply_sent(client, slot.generation)
+    book.reply_sent(client, slot.generation)
     return slot
 
 
-def queue_reply(ledger: EngineBook, client: int, ticket: int, blocks: int) -> None:
+def queue_reply(book: EngineBook, client: int, ticket: int, blocks: int) -> None:
     """As the ring does it: now if possible, else in the queue."""
     nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
-    assert ledger.acquire_reply(client, nbytes) is None
-    ledger.queue_reply(client, ticket, nbytes)
+    assert book.acquire_reply(client, nbytes) is None
+    book.queue_reply(client, ticket, nbytes)
 
 
 def test_a_reply_slot_comes_from_the_reserve() -> None:
-    ledger = make_ledger(leasable=12, reply=4)
-    connect(ledger, 1)
-    assert take_reply(ledger, 1, 3) == ReplySlot(generation=1, start=13, blocks=3)
-    assert take_reply(ledger, 1, 1) == ReplySlot(generation=2, start=16, blocks=1)
-    assert ledger.reply_free_nbytes == 0
-    assert ledger.host.free_nbytes == 11 * BLOCK_NBYTES
-    ledger.check()
+    book = make_book(leasable=12, reply=4)
+    connect(book, 1)
+    assert take_reply(book, 1, 3) == ReplySlot(generation=1, start=13, blocks=3)
+    assert take_reply(book, 1, 1) == ReplySlot(generation=2, start=16, blocks=1)
+    assert book.reply_free_nbytes == 0
+    assert book.host.free_nbytes == 11 * BLOCK_NBYTES
+    book.check()
 
 
 def test_a_reply_larger_than_the_reserve_can_never_fit() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
+    book = make_book(reply=4)
+    connect(book, 1)
     capacity = 4 * BLOCK_NBYTES - SLOT_HEADER_NBYTES
-    for event in (lambda: ledger.acquire_reply(1, capacity + 1), lambda: ledger.queue_reply(1, 1, capacity + 1)):
-        refuses(CapacityError, "raise reply_nbytes", ledger, event)
+    for event in (lambda: book.acquire_reply(1, capacity + 1), lambda: book.queue_reply(1, 1, capacity + 1)):
+        refuses(CapacityError, "raise reply_nbytes", book, event)
     with pytest.raises(CapacityError) as caught:
-        ledger.acquire_reply(1, capacity + 1)
+        book.acquire_reply(1, capacity + 1)
     assert (caught.value.needed, caught.value.capacity) == (capacity + 1, capacity)
-    assert ledger.acquire_reply(1, capacity) is not None
+    assert book.acquire_reply(1, capacity) is not None
 
 
 def test_a_reply_waits_for_space() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    slot = take_reply(ledger, 1, 3)
-    queue_reply(ledger, 1, 7, 2)
-    assert ledger.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(2, slot.start, 2))]
-    ledger.check()
+    book = make_book(reply=4)
+    connect(book, 1)
+    slot = take_reply(book, 1, 3)
+    queue_reply(book, 1, 7, 2)
+    assert book.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(2, slot.start, 2))]
+    book.check()
 
 
 def test_nobody_overtakes_the_first_who_waits_for_space() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    first, second = take_reply(ledger, 1, 2), take_reply(ledger, 1, 1)
-    queue_reply(ledger, 1, 7, 3)
-    queue_reply(ledger, 1, 8, 1)  # the one free block would do
-    assert ledger.release_replies(1, [second.generation]) == []  # now two are free
-    effects = ledger.release_replies(1, [first.generation])
+    book = make_book(reply=4)
+    connect(book, 1)
+    first, second = take_reply(book, 1, 2), take_reply(book, 1, 1)
+    queue_reply(book, 1, 7, 3)
+    queue_reply(book, 1, 8, 1)  # the one free block would do
+    assert book.release_replies(1, [second.generation]) == []  # now two are free
+    effects = book.release_replies(1, [first.generation])
     assert [effect.ticket for effect in effects if isinstance(effect, ReplyGranted)] == [7, 8]
 
 
 def test_cancelling_a_wait_passes_the_turn_on() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    take_reply(ledger, 1, 3)
-    queue_reply(ledger, 1, 7, 2)
-    queue_reply(ledger, 1, 8, 1)
-    assert ledger.cancel_reply(7) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
-    assert ledger.cancel_reply(7) == []
+    book = make_book(reply=4)
+    connect(book, 1)
+    take_reply(book, 1, 3)
+    queue_reply(book, 1, 7, 2)
+    queue_reply(book, 1, 8, 1)
+    assert book.cancel_reply(7) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
+    assert book.cancel_reply(7) == []
 
 
 def test_a_client_may_not_release_a_reply_that_is_not_its_own() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    connect(ledger, 2)
-    mine, other = take_reply(ledger, 1, 1), take_reply(ledger, 2, 1)
+    book = make_book(reply=4)
+    connect(book, 1)
+    connect(book, 2)
+    mine, other = take_reply(book, 1, 1), take_reply(book, 2, 1)
     for forged in ([other.generation], [mine.generation, other.generation], [mine.generation, 99], [0], [2**64 - 1]):
-        refuses(RemoteProtocolError, "does not hold", ledger, partial(ledger.release_replies, 1, forged))
-    ledger.release_replies(1, [mine.generation, mine.generation])  # named twice, released once
-    assert ledger.stale_releases == 1
-    assert ledger.release_replies(1, [mine.generation]) == []
-    assert ledger.release_replies(2, [mine.generation]) == []  # it never had it, but nobody has it now
-    assert ledger.stale_releases == 3
-    assert ledger.reply_free_nbytes == 3 * BLOCK_NBYTES
-    ledger.check()
+        refuses(RemoteProtocolError, "does not hold", book, partial(book.release_replies, 1, forged))
+    book.release_replies(1, [mine.generation, mine.generation])  # named twice, released once
+    assert book.stale_releases == 1
+    assert book.release_replies(1, [mine.generation]) == []
+    assert book.release_replies(2, [mine.generation]) == []  # it never had it, but nobody has it now
+    assert book.stale_releases == 3
+    assert book.reply_free_nbytes == 3 * BLOCK_NBYTES
+    book.check()
+
+
+def test_no_more_replies_are_released_at_once_than_there_are_blocks() -> None:
+    book = make_book(reply=4)
+    connect(book, 1)
+    old = take_reply(book, 1, 1).generation
+    assert book.release_replies(1, [old] * 4) == []
+    refuses(RemoteProtocolError, "5 reply slots were released at once", book, lambda: book.release_replies(1, [old] * 5))
 
 
 def test_a_client_may_not_release_a_reply_that_is_still_being_written() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    slot = ledger.acquire_reply(1, 1)
+    book = make_book(reply=4)
+    connect(book, 1)
+    slot = book.acquire_reply(1, 1)
     assert slot is not None
-    refuses(RemoteProtocolError, "does not hold", ledger, lambda: ledger.release_replies(1, [slot.generation]))
-    ledger.reply_sent(1, slot.generation)
-    ledger.release_replies(1, [slot.generation])
-    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+    refuses(RemoteProtocolError, "does not hold", book, lambda: book.release_replies(1, [slot.generation]))
+    book.reply_sent(1, slot.generation)
+    book.release_replies(1, [slot.generation])
+    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
 
 
 def test_a_reply_that_is_not_sent_after_all_is_free_again() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    slot = ledger.acquire_reply(1, 4 * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
+    book = make_book(reply=4)
+    connect(book, 1)
+    slot = book.acquire_reply(1, 4 * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
     assert slot is not None
-    queue_reply(ledger, 1, 7, 1)
-    assert ledger.discard_reply(1, slot.generation) == [ReplyGranted(7, ReplySlot(2, 13, 1))]
-    ledger.check()
+    queue_reply(book, 1, 7, 1)
+    assert book.discard_reply(1, slot.generation) == [ReplyGranted(7, ReplySlot(2, 13, 1))]
+    book.check()
 
 
 def test_a_client_holds_at_most_half_of_the_reserve_beside_others() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    connect(ledger, 2)
-    slot = take_reply(ledger, 1, 2)
-    queue_reply(ledger, 1, 7, 1)
-    take_reply(ledger, 2, 1)  # ... and does not silence the rest meanwhile
-    queue_reply(ledger, 2, 8, 2)
-    assert ledger.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(3, 16, 1))]
+    book = make_book(reply=4)
+    connect(book, 1)
+    connect(book, 2)
+    slot = take_reply(book, 1, 2)
+    queue_reply(book, 1, 7, 1)
+    take_reply(book, 2, 1)  # ... and does not silence the rest meanwhile
+    queue_reply(book, 2, 8, 2)
+    assert book.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(3, 16, 1))]
 
 
 def test_one_reply_is_always_granted_however_large() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    connect(ledger, 2)
-    take_reply(ledger, 1, 4)
+    book = make_book(reply=4)
+    connect(book, 1)
+    connect(book, 2)
+    take_reply(book, 1, 4)
 
 
 def test_a_request_over_the_reply_quota_lets_others_pass() -> None:
-    ledger = make_ledger(reply=8)
-    connect(ledger, 1)
-    connect(ledger, 2)
-    take_reply(ledger, 1, 4)
-    other = take_reply(ledger, 2, 3)
-    queue_reply(ledger, 1, 7, 1)
-    queue_reply(ledger, 2, 8, 4)
-    assert ledger.release_replies(2, [other.generation]) == [ReplyGranted(8, ReplySlot(3, 17, 4))]
+    book = make_book(reply=8)
+    connect(book, 1)
+    connect(book, 2)
+    take_reply(book, 1, 4)
+    other = take_reply(book, 2, 3)
+    queue_reply(book, 1, 7, 1)
+    queue_reply(book, 2, 8, 4)
+    assert book.release_replies(2, [other.generation]) == [ReplyGranted(8, ReplySlot(3, 17, 4))]
 
 
 def test_the_reply_quota_ends_when_the_others_are_gone() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    connect(ledger, 2)
-    take_reply(ledger, 1, 2)
-    queue_reply(ledger, 1, 7, 2)
-    assert ledger.died(2) == [Reclaimed(2, BLOCK_NBYTES), ClientGone(2), ReplyGranted(7, ReplySlot(2, 15, 2))]
+    book = make_book(reply=4)
+    connect(book, 1)
+    connect(book, 2)
+    take_reply(book, 1, 2)
+    queue_reply(book, 1, 7, 2)
+    assert book.died(2) == [Reclaimed(2, BLOCK_NBYTES), ClientGone(2), ReplyGranted(7, ReplySlot(2, 15, 2))]
 
 
 def test_the_reply_quota_ends_with_the_death_of_the_last_other() -> None:
-    ledger = make_ledger(reply=4)
-    connect(ledger, 1)
-    connect(ledger, 2)
-    take_reply(ledger, 1, 2)
-    take_reply(ledger, 2, 1)
-    queue_reply(ledger, 1, 7, 2)
-    assert ledger.disconnect(2) == []
-    assert ReplyGranted(7, ReplySlot(3, 15, 2)) in ledger.died(2)
+    book = make_book(reply=4)
+    connect(book, 1)
+    connect(book, 2)
+    take_reply(book, 1, 2)
+    take_reply(book, 2, 1)
+    queue_reply(book, 1, 7, 2)
+    assert book.disconnect(2) == []
+    assert ReplyGranted(7, ReplySlot(3, 15, 2)) in book.died(2)
 
 
 def test_a_disconnect_takes_its_waits_with_it_and_passes_the_turn_on() -> None:
-    ledger = make_ledger(reply=4)
+    book = make_book(reply=4)
     for client in (1, 2, 3):
-        connect(ledger, client)
-    take_reply(ledger, 3, 3)
-    queue_reply(ledger, 1, 7, 2)
-    queue_reply(ledger, 2, 8, 1)
-    assert ledger.disconnect(1) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
-    ledger.check()
+        connect(book, client)
+    take_reply(book, 3, 3)
+    queue_reply(book, 1, 7, 2)
+    queue_reply(book, 2, 8, 1)
+    assert book.disconnect(1) == [ReplyGranted(8, ReplySlot(2, 16, 1))]
+    book.check()
 
 
 def test_a_disconnected_clients_replies_stay_until_its_death() -> None:
-    ledger = make_ledger(reply=4)
-    connect_bare(ledger, 1)
-    take_reply(ledger, 1, 3)
-    assert ledger.disconnect(1) == []
-    assert ledger.reply_free_nbytes == BLOCK_NBYTES
-    assert ledger.died(1) == [ClientGone(1)]
-    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+    book = make_book(reply=4)
+    connect_bare(book, 1)
+    take_reply(book, 1, 3)
+    assert book.disconnect(1) == []
+    assert book.reply_free_nbytes == BLOCK_NBYTES
+    assert book.died(1) == [ClientGone(1)]
+    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
 
 
 def test_a_reply_that_is_being_written_outlives_its_dead_client() -> None:
-    ledger = make_ledger(reply=4)
-    connect_bare(ledger, 1)
-    slot = ledger.acquire_reply(1, 1)
+    book = make_book(reply=4)
+    connect_bare(book, 1)
+    slot = book.acquire_reply(1, 1)
     assert slot is not None
-    assert ledger.died(1) == []
-    assert ledger.reply_free_nbytes == 3 * BLOCK_NBYTES
-    assert ledger.discard_reply(1, slot.generation) == [ClientGone(1)]
-    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+    assert book.died(1) == []
+    assert book.reply_free_nbytes == 3 * BLOCK_NBYTES
+    assert book.discard_reply(1, slot.generation) == [ClientGone(1)]
+    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
 
 
 def test_a_goodbye_gives_replies_back_but_those_it_names() -> None:
-    ledger = make_ledger(reply=4)
-    connect_bare(ledger, 1)
-    kept, given = take_reply(ledger, 1, 1), take_reply(ledger, 1, 2)
-    assert ledger.goodbye(1, (), [kept.generation, 99]) == []
-    assert ledger.reply_free_nbytes == 3 * BLOCK_NBYTES
-    assert given.generation not in ledger.clients[1].replies
-    assert ledger.died(1) == [ClientGone(1)]
-    ledger.check()
+    book = make_book(reply=4)
+    connect_bare(book, 1)
+    kept, given = take_reply(book, 1, 1), take_reply(book, 1, 2)
+    assert book.goodbye(1, (), [kept.generation, 99]) == []
+    assert book.reply_free_nbytes == 3 * BLOCK_NBYTES
+    assert given.generation not in book.clients[1].replies
+    assert book.died(1) == [ClientGone(1)]
+    book.check()
 
 
 def test_a_goodbye_grants_nothing_to_the_one_who_leaves() -> None:
-    ledger = make_ledger(reply=4)
-    connect_bare(ledger, 1)
-    take_reply(ledger, 1, 3)
-    queue_reply(ledger, 1, 7, 2)
-    assert ledger.goodbye(1, (), ()) == [ClientGone(1)]
-    assert ledger.reply_free_nbytes == 4 * BLOCK_NBYTES
+    book = make_book(reply=4)
+    connect_bare(book, 1)
+    take_reply(book, 1, 3)
+    queue_reply(book, 1, 7, 2)
+    assert book.goodbye(1, (), ()) == [ClientGone(1)]
+    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
 
 
 # -- what there is -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_slots_header_is_compared_with_its_descriptor() -> None:
-    ledger = make_ledger()
+    book = make_book()
     slot = SlotRef(1, BLOCK_NBYTES, 100, FIRST)
-    ledger.verify(FIRST, 100, slot)
+    book.verify(FIRST, 100, slot)
     for generation, nbytes in ((FIRST + 1, 100), (FIRST, 99), (0, 0)):
         with pytest.raises(StaleDescriptorError, match=f"holds generation {generation} with {nbytes} bytes"):
-            ledger.verify(generation, nbytes, slot)
+            book.verify(generation, nbytes, slot)
 
 
-def lose_a_block(ledger: EngineBook) -> None:
-    ledger.host._free.allocate(1)
+def lose_a_block(book: EngineBook) -> None:
+    book.host._free.allocate(1)
 
 
-def lose_a_reply_block(ledger: EngineBook) -> None:
-    ledger._replies.allocate(1)
+def lose_a_reply_block(book: EngineBook) -> None:
+    book._replies.allocate(1)
 
 
-def overlap_leases(ledger: EngineBook) -> None:
-    ledger.clients[2].leases[2].start = 2
+def overlap_leases(book: EngineBook) -> None:
+    book.clients[2].leases[2].start = 2
 
 
-def leave_the_leasable_part(ledger: EngineBook) -> None:
-    ledger.clients[2].leases[2].start = 12
+def leave_the_leasable_part(book: EngineBook) -> None:
+    book.clients[2].leases[2].start = 12
 
 
-def keep_a_request(ledger: EngineBook) -> None:
-    ledger.clients[1].connected = False
+def keep_a_request(book: EngineBook) -> None:
+    book.clients[1].connected = False
 
 
-def forget_a_quarantine(ledger: EngineBook) -> None:
-    ledger.clients[2].leases[2].state = Lease.QUARANTINED
+def forget_a_quarantine(book: EngineBook) -> None:
+    book.clients[2].leases[2].state = Lease.QUARANTINED
 
 
-def forget_a_slot(ledger: EngineBook) -> None:
-    del ledger.clients[1].slots[FIRST]
+def forget_a_slot(book: EngineBook) -> None:
+    del book.clients[1].slots[FIRST]
 
 
-def move_a_slot(ledger: EngineBook) -> None:
-    ledger.clients[1].slots[FIRST].start = 4
+def move_a_slot(book: EngineBook) -> None:
+    book.clients[1].slots[FIRST].start = 4
 
 
-def move_a_slot_out(ledger: EngineBook) -> None:
-    ledger.clients[1].slots[SECOND].start = 5
+def move_a_slot_out(book: EngineBook) -> None:
+    book.clients[1].slots[SECOND].start = 5
 
 
 @pytest.mark.parametrize(
@@ -1086,8 +1205,8 @@ def move_a_slot_out(ledger: EngineBook) -> None:
     ],
 )
 def test_check_finds_a_damaged_book(damage: Callable[[EngineBook], None]) -> None:
-    ledger, _ = submitted_ledger()
-    ledger.check()
-    damage(ledger)
+    book, _ = submitted_book()
+    book.check()
+    damage(book)
     with pytest.raises(AssertionError):
-        ledger.check()
+        book.check()

@@ -21,15 +21,15 @@ DEVICE = 16
 FIRST_ID = 1 << 40
 
 
-def make_ledger(device: int = DEVICE, *, quota: int = 12, max_leases: int = 8) -> EngineBook:
+def make_engine_book(device: int = DEVICE, *, quota: int = 12, max_leases: int = 8) -> EngineBook:
     return EngineBook(
         Geometry(leasable_blocks=12, reply_blocks=4, device_blocks=device),
         EngineBookLimits(max_lease_blocks=4, quota_blocks=8, max_leases=max_leases, max_inflight=4, device_quota_blocks=quota),
     )
 
 
-def ask(ledger: EngineBook, client: int, token: int, blocks: int, memory: int = DEVICE_MEMORY) -> list[LeaseGrant]:
-    effects = ledger.request_lease(client, token, blocks * BLOCK_NBYTES, 0, memory)  # type: ignore[arg-type]
+def ask(book: EngineBook, client: int, token: int, blocks: int, memory: int = DEVICE_MEMORY) -> list[LeaseGrant]:
+    effects = book.request_lease(client, token, blocks * BLOCK_NBYTES, 0, memory)  # type: ignore[arg-type]
     return [effect.grant for effect in effects if isinstance(effect, Granted)]
 
 
@@ -46,83 +46,83 @@ def test_the_device_slab_begins_where_the_slab_ends() -> None:
 
 
 def test_leases_of_both_memories_are_told_apart_by_their_offset() -> None:
-    ledger = make_ledger()
-    base = ledger.connect(1, BLOCK_NBYTES)
+    book = make_engine_book()
+    base = book.connect(1, BLOCK_NBYTES)
     assert base is not None
     assert base.offset == BLOCK_NBYTES, "a base lease is of host memory"
-    [there] = ask(ledger, 1, 1, 3)
-    [here] = ask(ledger, 1, 1, 2, HOST_MEMORY)
+    [there] = ask(book, 1, 1, 3)
+    [here] = ask(book, 1, 1, 2, HOST_MEMORY)
     assert (there.lease_id, there.offset, there.nbytes) == (FIRST_ID, START * BLOCK_NBYTES, 3 * BLOCK_NBYTES)
     assert here.offset < START * BLOCK_NBYTES
-    assert ledger.device is not None
-    assert (ledger.host.free_nbytes, ledger.device.free_nbytes) == (9 * BLOCK_NBYTES, 13 * BLOCK_NBYTES)
-    assert ledger.host.leased_nbytes(Lease.LEASED) == ledger.device.leased_nbytes(Lease.LEASED) == 3 * BLOCK_NBYTES
-    ledger.check()
-    assert ledger.return_leases(1, [there.lease_id, here.lease_id, base.lease_id]) == []
-    assert (ledger.host.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
-    ledger.check()
+    assert book.device is not None
+    assert (book.host.free_nbytes, book.device.free_nbytes) == (9 * BLOCK_NBYTES, 13 * BLOCK_NBYTES)
+    assert book.host.leased_nbytes(Lease.LEASED) == book.device.leased_nbytes(Lease.LEASED) == 3 * BLOCK_NBYTES
+    book.check()
+    assert book.return_leases(1, [there.lease_id, here.lease_id, base.lease_id]) == []
+    assert (book.host.free_nbytes, book.device.free_nbytes) == (12 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
+    book.check()
 
 
 def test_memory_that_is_not_there_cannot_be_asked_for() -> None:
-    ledger = make_ledger(0)
-    ledger.connect(1, BLOCK_NBYTES)
-    assert ledger.device is None
+    book = make_engine_book(0)
+    book.connect(1, BLOCK_NBYTES)
+    assert book.device is None
     with pytest.raises(RemoteProtocolError, match="this engine has no device slab"):
-        ask(ledger, 1, 1, 1)
-    ledger = make_ledger()
-    ledger.connect(1, BLOCK_NBYTES)
+        ask(book, 1, 1, 1)
+    book = make_engine_book()
+    book.connect(1, BLOCK_NBYTES)
     with pytest.raises(RemoteProtocolError, match=r"a lease of 69632 bytes was requested of 65536"):
-        ask(ledger, 1, 1, 17)
+        ask(book, 1, 1, 17)
 
 
 def test_who_waits_for_one_memory_does_not_wait_for_the_other() -> None:
-    ledger = make_ledger()
+    book = make_engine_book()
     for client in (1, 2):
-        ledger.connect(client, BLOCK_NBYTES)
-    [first] = ask(ledger, 1, 1, 12)
-    effects = ledger.request_lease(2, 1, 8 * BLOCK_NBYTES, 0, DEVICE_MEMORY)
+        book.connect(client, BLOCK_NBYTES)
+    [first] = ask(book, 1, 1, 12)
+    effects = book.request_lease(2, 1, 8 * BLOCK_NBYTES, 0, DEVICE_MEMORY)
     assert effects == [Recalled(1, (first.lease_id,))]
-    assert ledger.waiting_lease_requests == 1
-    assert len(ask(ledger, 2, 2, 4, HOST_MEMORY)) == 1, "a window there closes nothing here"
-    ledger.check()
-    [effect] = ledger.return_leases(1, [first.lease_id])
+    assert book.waiting_lease_requests == 1
+    assert len(ask(book, 2, 2, 4, HOST_MEMORY)) == 1, "a window there closes nothing here"
+    book.check()
+    [effect] = book.return_leases(1, [first.lease_id])
     assert isinstance(effect, Granted)
     assert (effect.client_id, effect.grant.token, effect.grant.nbytes) == (2, 1, 8 * BLOCK_NBYTES)
 
 
 def test_a_want_is_withdrawn_in_its_own_memory() -> None:
-    ledger = make_ledger()
+    book = make_engine_book()
     for client in (1, 2):
-        ledger.connect(client, BLOCK_NBYTES)
-    ask(ledger, 1, 1, 12)
-    assert ask(ledger, 2, 1, 8) == []
-    assert ask(ledger, 2, 1, 0, HOST_MEMORY) == []
-    assert ledger.waiting_lease_requests == 1
-    assert ask(ledger, 2, 2, 0) == []
-    assert ledger.waiting_lease_requests == 0
+        book.connect(client, BLOCK_NBYTES)
+    ask(book, 1, 1, 12)
+    assert ask(book, 2, 1, 8) == []
+    assert ask(book, 2, 1, 0, HOST_MEMORY) == []
+    assert book.waiting_lease_requests == 1
+    assert ask(book, 2, 2, 0) == []
+    assert book.waiting_lease_requests == 0
 
 
 def test_quotas_and_counts_of_leases_hold_in_each_memory() -> None:
-    ledger = make_ledger(quota=6, max_leases=2)
+    book = make_engine_book(quota=6, max_leases=2)
     for client in (1, 2):
-        ledger.connect(client, BLOCK_NBYTES)
-    assert len(ask(ledger, 1, 1, 4, HOST_MEMORY)) == 1
-    [first] = ask(ledger, 1, 1, 4)
-    assert ask(ledger, 1, 2, 4) == [], "four more would be over its quota"
-    assert len(ledger.return_leases(1, [first.lease_id])) == 1
-    assert len(ask(ledger, 1, 3, 1)) == 1
-    assert ask(ledger, 1, 4, 1) == [], "it has two leases there"
+        book.connect(client, BLOCK_NBYTES)
+    assert len(ask(book, 1, 1, 4, HOST_MEMORY)) == 1
+    [first] = ask(book, 1, 1, 4)
+    assert ask(book, 1, 2, 4) == [], "four more would be over its quota"
+    assert len(book.return_leases(1, [first.lease_id])) == 1
+    assert len(ask(book, 1, 3, 1)) == 1
+    assert ask(book, 1, 4, 1) == [], "it has two leases there"
 
 
 def test_slots_in_device_memory_are_booked_like_any_other() -> None:
-    ledger = make_ledger()
-    base = ledger.connect(1, BLOCK_NBYTES)
+    book = make_engine_book()
+    base = book.connect(1, BLOCK_NBYTES)
     assert base is not None
-    [lease] = ask(ledger, 1, 1, 4)
-    ledger.submit(1, 1, [slot_in(base, 1, 1), slot_in(lease, 1, 2, 0, 2), slot_in(lease, 1, 3, 2)])
-    assert (ledger.count_slots(EngineSlot.PUBLISHED), ledger.count_device_slots()) == (3, 2)
+    [lease] = ask(book, 1, 1, 4)
+    book.submit(1, 1, [slot_in(base, 1, 1), slot_in(lease, 1, 2, 0, 2), slot_in(lease, 1, 3, 2)])
+    assert (book.count_slots(EngineSlot.PUBLISHED), book.count_device_slots()) == (3, 2)
     with pytest.raises(RemoteProtocolError, match="with a slot in use"):
-        ledger.return_leases(1, [lease.lease_id])
+        book.return_leases(1, [lease.lease_id])
     for forged, reason in (
         (slot_in(lease, 1, 4, 1), "overlaps a live slot"),
         (slot_in(lease, 1, 4, 4), "is not inside lease"),
@@ -131,65 +131,65 @@ def test_slots_in_device_memory_are_booked_like_any_other() -> None:
         (slot_in(LeaseGrant(1, base.lease_id, lease.offset, lease.nbytes), 1, 4, 3), "is not inside lease"),
     ):
         with pytest.raises(RemoteProtocolError, match=reason):
-            ledger.submit(1, 2, [forged])
-    ledger.claim(1, 1)
+            book.submit(1, 2, [forged])
+    book.claim(1, 1)
     own = 1 << GENERATION_BITS
-    ledger.release_slots(1, [own | 1, own | 2, own | 3], {own | 2})
-    assert ledger.count_device_slots() == 1
-    ledger.last_view_gone(1, own | 2)
-    ledger.check()
+    book.release_slots(1, [own | 1, own | 2, own | 3], {own | 2})
+    assert book.count_device_slots() == 1
+    book.last_view_gone(1, own | 2)
+    book.check()
 
 
 def test_a_frontend_that_disconnects_is_quarantined_in_both() -> None:
-    ledger = make_ledger()
-    base = ledger.connect(1, BLOCK_NBYTES)
-    ledger.connect(2, BLOCK_NBYTES)
+    book = make_engine_book()
+    base = book.connect(1, BLOCK_NBYTES)
+    book.connect(2, BLOCK_NBYTES)
     assert base is not None
-    assert len(ask(ledger, 1, 1, 12)) == 1
-    assert ask(ledger, 2, 1, 8) == []
-    ledger.disconnect(1)
-    assert ledger.device is not None
-    assert ledger.device.leased_nbytes(Lease.QUARANTINED) == 12 * BLOCK_NBYTES
-    ledger.check()
-    effects = ledger.died(1)
+    assert len(ask(book, 1, 1, 12)) == 1
+    assert ask(book, 2, 1, 8) == []
+    book.disconnect(1)
+    assert book.device is not None
+    assert book.device.leased_nbytes(Lease.QUARANTINED) == 12 * BLOCK_NBYTES
+    book.check()
+    effects = book.died(1)
     assert effects[:2] == [Reclaimed(1, 13 * BLOCK_NBYTES), ClientGone(1)]
     assert [effect.client_id for effect in effects if isinstance(effect, Granted)] == [2]
-    ledger.check()
+    book.check()
 
 
 def test_a_goodbye_keeps_what_it_names_in_either_memory() -> None:
-    ledger = make_ledger()
-    ledger.connect(1, BLOCK_NBYTES)
-    [kept] = ask(ledger, 1, 1, 2)
-    [given] = ask(ledger, 1, 2, 3)
-    assert ledger.goodbye(1, {kept.lease_id}, ()) == [Reclaimed(1, 4 * BLOCK_NBYTES)]
-    assert ledger.device is not None
-    assert ledger.device.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
+    book = make_engine_book()
+    book.connect(1, BLOCK_NBYTES)
+    [kept] = ask(book, 1, 1, 2)
+    [given] = ask(book, 1, 2, 3)
+    assert book.goodbye(1, {kept.lease_id}, ()) == [Reclaimed(1, 4 * BLOCK_NBYTES)]
+    assert book.device is not None
+    assert book.device.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
     assert given.lease_id != kept.lease_id
-    assert ledger.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
-    ledger.check()
+    assert book.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
+    book.check()
 
 
 @pytest.mark.parametrize("damage", ["lose", "overlap"])
 def test_check_finds_damage_there_too(damage: str) -> None:
-    ledger = make_ledger()
-    ledger.connect(1, BLOCK_NBYTES)
-    grants = [ask(ledger, 1, token, 2)[0] for token in (1, 2)]
-    ledger.check()
-    device = ledger.device
+    book = make_engine_book()
+    book.connect(1, BLOCK_NBYTES)
+    grants = [ask(book, 1, token, 2)[0] for token in (1, 2)]
+    book.check()
+    device = book.device
     assert device is not None
     if damage == "lose":
         device._free.allocate(1)
     else:
-        ledger.clients[1].leases[grants[1].lease_id].start -= 1
+        book.clients[1].leases[grants[1].lease_id].start -= 1
     with pytest.raises(AssertionError):
-        ledger.check()
+        book.check()
 
 
 def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
     """Random requests, returns, deaths, in both memories at once."""
     chance = random.Random(3)
-    ledger = make_ledger()
+    book = make_engine_book()
     clients = tokens = 0
     alive: list[int] = []
     for _ in range(1500):
@@ -197,25 +197,25 @@ def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
         if what == 0 and len(alive) < 4:
             clients += 1
             alive.append(clients)
-            ledger.connect(clients, BLOCK_NBYTES)
+            book.connect(clients, BLOCK_NBYTES)
         elif what == 1 and alive and chance.random() < 0.3:
             client = alive.pop(chance.randrange(len(alive)))
-            ledger.disconnect(client)
-            ledger.check()
-            ledger.died(client)
+            book.disconnect(client)
+            book.check()
+            book.died(client)
         elif what in (2, 3) and alive:
             tokens += 1
-            ask(ledger, chance.choice(alive), tokens, chance.randint(0, 11), memory)
+            ask(book, chance.choice(alive), tokens, chance.randint(0, 11), memory)
         elif alive:
             client = chance.choice(alive)
-            ledger.return_leases(client, [lease for lease in ledger.clients[client].leases if chance.random() < 0.6])
-        ledger.check()
+            book.return_leases(client, [lease for lease in book.clients[client].leases if chance.random() < 0.6])
+        book.check()
     for client in alive:
-        ledger.disconnect(client)
-        ledger.died(client)
-    assert ledger.device is not None
-    assert (ledger.host.free_nbytes, ledger.device.free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
-    assert (ledger.clients, ledger.waiting_lease_requests) == ({}, 0)
+        book.disconnect(client)
+        book.died(client)
+    assert book.device is not None
+    assert (book.host.free_nbytes, book.device.free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
+    assert (book.clients, book.waiting_lease_requests) == ({}, 0)
 
 
 # -- a frontend's books ------------------------------------------------------------------------------------------------

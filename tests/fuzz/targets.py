@@ -120,7 +120,7 @@ def payloads(data: bytes) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RemoteProtocolError):
         return
     if sum(slot.nbytes for slot in content.slots) > 1 << 20:
-        return  # the ledger refuses what is larger than the slab
+        return  # the book refuses what is larger than the slab
     regions = [np.arange(slot.nbytes, dtype=np.uint64).astype(np.uint8) for slot in content.slots]
     for decoder in _DECODERS:
         with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError):
@@ -156,74 +156,74 @@ def books(data: bytes) -> None:
 
     A byte chooses who speaks, or what the engine does meanwhile; a length and a message follow.
     """
-    ledger = EngineBook(_GEOMETRY, _LIMITS)
+    book = EngineBook(_GEOMETRY, _LIMITS)
     for client in (1, 2):
-        ledger.connect(client, 2 * BLOCK_NBYTES)
+        book.connect(client, 2 * BLOCK_NBYTES)
     claimed: list[tuple[int, int, tuple[int, ...]]] = []
     place = 0
     while place + 2 <= len(data):
         choice, length = data[place], data[place + 1]
         body, place = data[place + 2 : place + 2 + length], place + 2 + length
         client = 1 + choice % 2
-        if not (client in ledger.clients and ledger.clients[client].connected):
+        if not (client in book.clients and book.clients[client].connected):
             continue
         if choice & 2:
-            _work(ledger, client, claimed)
+            _work(book, client, claimed)
         else:
             with contextlib.suppress(RemoteProtocolError):
-                _hear(ledger, client, decode_frontend_message(body))
-        ledger.check()
+                _hear(book, client, decode_frontend_message(body))
+        book.check()
     for client in (1, 2):
-        ledger.died(client)
-        ledger.check()
+        book.died(client)
+        book.check()
     for client, _, generations in claimed:
         if generations:
-            ledger.release_slots(client, generations, ())
-        ledger.check()
-    assert not ledger.clients
-    assert ledger.host.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
+            book.release_slots(client, generations, ())
+        book.check()
+    assert not book.clients
+    assert book.host.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
 
 
-def _hear(ledger: EngineBook, client: int, message: FrontendMessage) -> None:
+def _hear(book: EngineBook, client: int, message: FrontendMessage) -> None:
     match message:
         case Submit():
-            ledger.submit(client, message.request_id, message.content.slots)
+            book.submit(client, message.request_id, message.content.slots)
         case Abort():
-            ledger.abort(client, message.request_id)
+            book.abort(client, message.request_id)
         case LeaseRequest():
-            ledger.request_lease(client, message.token, message.nbytes, message.preferred_nbytes)
+            book.request_lease(client, message.token, message.nbytes, message.preferred_nbytes, 0, message.waits)
         case LeaseReturn():
-            ledger.return_leases(client, message.lease_ids)
+            book.return_leases(client, message.lease_ids)
         case ReplyRelease():
-            ledger.release_replies(client, message.generations)
+            book.release_replies(client, message.generations)
         case Goodbye():
-            ledger.goodbye(client, message.kept_lease_ids, message.kept_reply_generations)
+            book.goodbye(client, message.kept_lease_ids, message.kept_reply_generations)
 
 
-def _work(ledger: EngineBook, client: int, claimed: list[tuple[int, int, tuple[int, ...]]]) -> None:
+def _work(book: EngineBook, client: int, claimed: list[tuple[int, int, tuple[int, ...]]]) -> None:
     """The engine claims the client's first request, or finishes one that it has claimed."""
     running = {request_id for owner, request_id, _ in claimed if owner == client}
-    for request_id, request in ledger.clients[client].requests.items():
+    for request_id, request in book.clients[client].requests.items():
         if request_id not in running:
-            ledger.claim(client, request_id)
+            book.claim(client, request_id)
             claimed.append((client, request_id, request.generations))
             return
     for index, (owner, request_id, generations) in enumerate(claimed):
         if owner == client:
             del claimed[index]
-            if request_id in ledger.clients[client].requests:
-                ledger.end(client, request_id, RequestEvent.FINISH)
-            ledger.release_slots(client, generations, ())
+            if request_id in book.clients[client].requests:
+                book.end(client, request_id, RequestEvent.FINISH)
+            book.release_slots(client, generations, ())
             return
 
 
 def slot_headers(data: bytes) -> None:
     """A slot whose header says otherwise than its descriptor is stale, and nothing else."""
-    ledger = EngineBook(_GEOMETRY, _LIMITS)
+    book = EngineBook(_GEOMETRY, _LIMITS)
     numbers = [int.from_bytes(data[place : place + 8], "little") for place in (0, 8, 16, 24)]
     slot = SlotRef(1, 0, numbers[2] >> 2, numbers[3])
     try:
-        ledger.verify(numbers[0], numbers[1], slot)
+        book.verify(numbers[0], numbers[1], slot)
     except StaleDescriptorError:
         assert (numbers[0], numbers[1]) != (slot.generation, slot.nbytes)
     else:

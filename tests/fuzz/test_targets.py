@@ -51,9 +51,9 @@ def test_a_target_keeps_its_promise(name: str) -> None:
 def test_the_honest_sessions_reach_the_books() -> None:
     """Were they refused at the door, the fuzzer would have to guess a whole session."""
     seen: list[str] = []
-    ledger = targets.EngineBook
+    book = targets.EngineBook
 
-    class Watched(ledger):  # type: ignore[misc, valid-type]
+    class Watched(book):  # type: ignore[misc, valid-type]
         def submit(self, *arguments: object) -> None:
             super().submit(*arguments)
             seen.append("submitted")
@@ -71,5 +71,5 @@ def test_the_honest_sessions_reach_the_books() -> None:
         for seed in targets.SEEDS["books"]:
             targets.books(seed)
     finally:
-        targets.EngineBook = ledger
+        targets.EngineBook = book
     assert seen == ["submitted", "claimed", "ended"] * 2

@@ -122,7 +122,7 @@ def other_lease(forger: Forger, ring: shmring.Ring) -> dict[str, int]:
     """A lease of the honest client."""
     [lease] = [
         lease
-        for client in ring._ledger.clients.values()
+        for client in ring._book.clients.values()
         if client.client_id != forger.welcome.client_id
         for lease in client.leases.values()
     ]
@@ -203,7 +203,7 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
     assert ring.statistics().protocol_errors == 1
     assert await client.request({"x": torch.ones(5000, dtype=torch.uint8)}, timeout=5) == 5000
     await eventually(lambda: ring.statistics().slots_in_use == 0)
-    ring._ledger.check()
+    ring._book.check()
     # Its process (this one) lives, so what it leased is kept from everybody.
     assert ring.statistics().quarantined_nbytes == forger.lease.nbytes
     forger.close()
@@ -246,7 +246,7 @@ async def test_what_is_no_message_ends_its_connection(ring: shmring.Ring, forger
     *_, last = await forger.messages()
     assert isinstance(last, Refused)
     assert ring.statistics().protocol_errors == 1
-    ring._ledger.check()
+    ring._book.check()
 
 
 async def test_a_frame_may_come_byte_by_byte(ring: shmring.Ring, forger: Forger) -> None:

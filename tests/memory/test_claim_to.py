@@ -45,7 +45,7 @@ async def serve_on(cuda: Any, socket_dir: Path) -> AsyncIterator[Callable[..., A
     cuda.release()
     for ring in rings:
         await ring.close()
-        ring._ledger.check()
+        ring._book.check()
     gc.collect()
     assert cuda.registered == {}
     assert pinned_module._registered == set()

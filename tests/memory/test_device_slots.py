@@ -108,7 +108,7 @@ class Ends:
             await client.close()
         for ring in self._rings:
             await ring.close()
-            ring._ledger.check()
+            ring._book.check()
 
 
 def queue_fill(cuda: Any, stream: Any, tensor: torch.Tensor, value: int) -> None:
@@ -352,7 +352,7 @@ async def test_an_idle_lease_goes_back(ends: Ends, ring: Ring, eventually: Event
         assert ring.statistics().device_slab_leased_nbytes > 0
     await eventually(lambda: ring.statistics().device_slab_free_nbytes == 2 * MIB)
     assert client.statistics().device_leased_nbytes == 0
-    ring._ledger.check()
+    ring._book.check()
 
 
 # -- the engine's release ------------------------------------------------------------------------------------------------
@@ -868,7 +868,7 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
         await eventually(lambda: ring.statistics().protocol_errors == 1)
         assert reason in caplog.text
         assert ring.statistics().clients == 1
-        ring._ledger.check()
+        ring._book.check()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     await eventually(lambda: liar.session.device._closed)  # type: ignore[union-attr]  # a thread of this process does it

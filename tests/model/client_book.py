@@ -66,6 +66,7 @@ class ClientBook:
         self._others: set[ClientSlotRecord] = set()  # WRITING, CACHED, DRAINING
         self._token = 0
         self._requested_nbytes = 0  # of the lease request that is outstanding
+        self._request_waits = False  # whether it says that a caller waits
         self._wish_nbytes = 0  # what a caller wanted that did not wait; 0: nothing
         self._next_generation = (limits.client_id << GENERATION_BITS) + 1
 
@@ -192,17 +193,21 @@ class ClientBook:
             [lease for lease in self.leases.values() if lease.slots.is_empty and (lease.recalled or first is not None)]
         )
         needed = self._wish_nbytes if first is None else first.nbytes
-        return effects + self._request_lease(slot_blocks(needed) * BLOCK_NBYTES if first is not None or needed else 0)
+        nbytes = slot_blocks(needed) * BLOCK_NBYTES if first is not None or needed else 0
+        return effects + self._request_lease(nbytes, first is not None)
 
-    def _request_lease(self, nbytes: int) -> list[ClientEffect]:
+    def _request_lease(self, nbytes: int, waits: bool) -> list[ClientEffect]:
         """Makes the outstanding lease request what is needed; 0 withdraws it."""
-        if nbytes == self._requested_nbytes or (nbytes and len(self.leases) >= self.limits.max_leases):
+        if nbytes == self._requested_nbytes and (not nbytes or waits == self._request_waits):
+            return []
+        if nbytes and len(self.leases) >= self.limits.max_leases:
             return []
         self._token += 1
-        self._requested_nbytes = nbytes
+        self._requested_nbytes, self._request_waits = nbytes, waits
         # Large ones are sized exactly: half of a lease would stay unused beside them.
         preferred = self.limits.lease_nbytes if 2 * nbytes <= self.limits.lease_nbytes else nbytes
-        return [Send(LeaseRequest(self._token, nbytes, preferred if nbytes else 0, self.limits.memory))]
+        memory = self.limits.memory
+        return [Send(LeaseRequest(self._token, nbytes, preferred if nbytes else 0, memory, waits or not nbytes))]
 
     # -- using -----------------------------------------------------------------------------------------------------
 

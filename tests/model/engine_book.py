@@ -142,7 +142,13 @@ class EngineBook:
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def request_lease(
-        self, client_id: int, token: int, nbytes: int, preferred_nbytes: int, memory: Memory = HOST_MEMORY
+        self,
+        client_id: int,
+        token: int,
+        nbytes: int,
+        preferred_nbytes: int,
+        memory: Memory = HOST_MEMORY,
+        waits: bool = True,
     ) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
 
@@ -155,7 +161,7 @@ class EngineBook:
         lending = self.host if memory == HOST_MEMORY else self.device
         if lending is None:
             raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
-        return lending.ask(client_id, token, nbytes, preferred_nbytes)
+        return lending.ask(client_id, token, nbytes, preferred_nbytes, waits)
 
     def return_leases(self, client_id: int, lease_ids: Collection[int]) -> list[EngineEffect]:
         """A client gives leases back.
@@ -164,6 +170,10 @@ class EngineBook:
             RemoteProtocolError: it does not hold one of them, or a slot of one is in use.
         """
         client = self._connected(client_id)
+        if len(lease_ids) > 2 * self.limits.max_leases:
+            raise RemoteProtocolError(
+                f"{len(lease_ids)} leases were returned at once, and max_leases is {self.limits.max_leases}"
+            )
         leases = []
         for lease_id in dict.fromkeys(lease_ids):
             lease = client.leases.get(lease_id)
@@ -350,6 +360,10 @@ class EngineBook:
             RemoteProtocolError: it never held one of them, or has not been sent it yet. Nothing was changed.
         """
         client = self.clients[client_id]
+        if len(generations) > self.geometry.reply_blocks:
+            raise RemoteProtocolError(
+                f"{len(generations)} reply slots were released at once, and the reserve has {self.geometry.reply_blocks} blocks"
+            )
         for generation in generations:
             if generation in client.unsent_replies or (generation not in client.replies and not self._was_released(generation)):
                 raise RemoteProtocolError(f"reply slot {generation} was released by client {client_id}, which does not hold it")

@@ -3,6 +3,9 @@
 A client has at most one request waiting in each memory. Requests are served in order of arrival. The first that can't be
 served gets a *window*: the address range that is cheapest to empty (its leases are recalled), closed to every other client
 until the request is granted or withdrawn.
+
+The owner's own leases in its window are not recalled. A request for which nobody waits is a *wish*: granted when there is room,
+with no window. When it comes, and nobody waits, and leases that lie idle would make room for it, those are recalled.
 """
 
 from __future__ import annotations
@@ -55,11 +58,15 @@ class Lending:
         return sum(lease.blocks for lease in self._lent() if lease.state is state) * BLOCK_NBYTES
 
     def connect(self, client: ClientRecord, blocks: int) -> LeaseGrant | None:
-        """Returns a base lease, or None if none can be had now."""
-        start = None if self._wants else self._free.allocate(blocks)
-        return None if start is None else self._lend(client, 0, start, blocks)
+        """Returns a base lease, smaller than asked for where less is free; None if nothing is, or somebody waits for it."""
+        blocks = min(blocks, self._free.largest_run)
+        if not blocks or any(want.waits for want in self._wants.values()):
+            return None
+        start = self._free.allocate(blocks)
+        assert start is not None
+        return self._lend(client, 0, start, blocks)
 
-    def ask(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int) -> list[EngineEffect]:
+    def ask(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int, waits: bool) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
 
         Raises:
@@ -71,11 +78,14 @@ class Lending:
         blocks = blocks_for(nbytes)
         if blocks > self._free.length:
             raise RemoteProtocolError(f"a lease of {nbytes} bytes was requested of {self._free.length * BLOCK_NBYTES}")
-        if self._window is not None and self._window.client_id == client_id and self._window.blocks != blocks:
+        window = self._window
+        if window is not None and window.client_id == client_id and (window.blocks != blocks or not waits):
             self._window = None
         preferred = min(max(blocks, blocks_for(preferred_nbytes)), self._free.length)
-        self._wants[client_id] = LeaseWant(token, blocks, preferred)
-        return self.serve()
+        want = self._wants[client_id] = LeaseWant(client_id, token, blocks, preferred, waits)
+        effects = self.serve()
+        is_left = self._wants.get(client_id) is want and not self._is_over_quota(self.clients[client_id], blocks)
+        return effects + (self._recall_idle(blocks) if is_left and not waits else [])
 
     def forget(self, client_id: int) -> None:
         """A client has gone: it waits for nothing, and the window is chosen again, as it may rest on a lease of that client."""
@@ -116,7 +126,7 @@ class Lending:
                     effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
                     if self._withdraw(client_id):
                         break
-                elif self._window is None:
+                elif self._window is None and want.waits:
                     effects += self._open_window(client_id, want.blocks)
             else:
                 return effects
@@ -172,27 +182,42 @@ class Lending:
 
     def _open_window(self, client_id: int, blocks: int) -> list[EngineEffect]:
         """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
+        start, _ = self._cheapest_range(blocks, idle_only=False)
+        self._window = Window(client_id, start, blocks)
+        return self._recall(start, start + blocks, but_of=client_id)
+
+    def _recall_idle(self, blocks: int) -> list[EngineEffect]:
+        """Recalls the leases in the cheapest range for a wish, if they are idle."""
+        start, has_avoided = self._cheapest_range(blocks, idle_only=True)
+        return [] if self._window is not None or has_avoided else self._recall(start, start + blocks)
+
+    def _cheapest_range(self, blocks: int, *, idle_only: bool) -> tuple[int, bool]:
+        """Returns where the range begins that is cheapest to empty, the lowest of those, and whether a lease in it is avoided.
+
+        That is a quarantined one, which comes back when a process dies, which may be never; or one that is in use.
+        """
 
         def cost(start: int) -> tuple[int, int, int]:
-            window = Window(client_id, start, blocks)
-            leases = [lease for lease in self._lent() if window.overlaps(lease.start, lease.end)]
-            # A quarantined lease comes back when a process dies, which may be never: last choice.
-            quarantined = sum(lease.blocks for lease in leases if lease.state is Lease.QUARANTINED)
-            return quarantined, sum(lease.blocks for lease in leases), start
+            leases = [lease for lease in self._lent() if lease.start < start + blocks and start < lease.end]
+            avoided = [lease for lease in leases if lease.state is Lease.QUARANTINED or (idle_only and lease.live.units)]
+            return sum(lease.blocks for lease in avoided), sum(lease.blocks for lease in leases), start
 
-        start = min(range(self._free.start, self._free.end - blocks + 1), key=cost)
-        window = self._window = Window(client_id, start, blocks)
+        avoided, _, start = min(cost(start) for start in range(self._free.start, self._free.end - blocks + 1))
+        return start, avoided > 0
+
+    def _recall(self, start: int, end: int, *, but_of: int | None = None) -> list[EngineEffect]:
+        """Recalls the leases in a range, but those of one client."""
         effects: list[EngineEffect] = []
         for client in self.clients.values():
-            recalled = [
+            leases = [
                 lease
                 for lease in client.leases_in(self.memory)
-                if client.connected and not lease.recalled and window.overlaps(lease.start, lease.end)
+                if lease.start < end and start < lease.end and not lease.recalled
             ]
-            for lease in recalled:
-                lease.recalled = True
-            if recalled:
-                effects.append(Recalled(client.client_id, tuple(lease.lease_id for lease in recalled)))
+            if client.connected and client.client_id != but_of and leases:
+                for lease in leases:
+                    lease.recalled = True
+                effects.append(Recalled(client.client_id, tuple(lease.lease_id for lease in leases)))
         return effects
 
     def _lent(self) -> Iterator[LeaseRecord]:

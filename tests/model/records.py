@@ -50,9 +50,11 @@ class RequestRecord:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LeaseWant:
+    client_id: int
     token: int
     blocks: int
     preferred_blocks: int
+    waits: bool
 
 
 @dataclasses.dataclass(slots=True, eq=False)

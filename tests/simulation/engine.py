@@ -1,4 +1,4 @@
-"""One life of an engine: the real ledger, and around it what ``shmring.ring`` and ``shmring.ring.claim`` add.
+"""One life of an engine: the real book, and around it what ``shmring.ring`` and ``shmring.ring.claim`` add.
 
 The duties of a ring are written again here as it has them, for handlers that may be anywhere between two awaits: waiting
 for reply space, copying a reply, cancelled but not run yet, gone with views of a request's slots still alive.
@@ -90,7 +90,7 @@ class Engine:
     def __init__(self, scenario: Scenario, epoch: int) -> None:
         self.scenario = scenario
         self.epoch = epoch
-        self.ledger: EngineBook = books.chosen.engine(scenario.geometry, scenario.limits)
+        self.book: EngineBook = books.chosen.engine(scenario.geometry, scenario.limits)
         self.headers: Headers = {}
         self.clients: dict[int, Client] = {}
         self.waiting: OrderedDict[tuple[int, int], tuple[SlotRef, ...]] = OrderedDict()
@@ -104,7 +104,7 @@ class Engine:
     def connect(self, process: Process, base_blocks: int) -> tuple[int, Wire, LeaseGrant | None]:
         """Admits a frontend."""
         client_id, self.next_client = self.next_client, self.next_client + 1
-        grant = self.ledger.connect(client_id, base_blocks * BLOCK_NBYTES)
+        grant = self.book.connect(client_id, base_blocks * BLOCK_NBYTES)
         wire = Wire()
         self.clients[client_id] = Client(process, wire)
         return client_id, wire, grant
@@ -113,21 +113,21 @@ class Engine:
         """A frontend is gone before it was welcomed: it never got the slab."""
         client_id, _, _ = self.connect(process, base_blocks)
         self._ends(self.clients[client_id])
-        self.carry_out(self.ledger.goodbye(client_id, (), ()))
+        self.carry_out(self.book.goodbye(client_id, (), ()))
 
     def disconnect(self, client_id: int) -> None:
         """A connection has ended; what it brought and was not read is lost."""
         client = self.clients[client_id]
         if client.connected:
             self._ends(client)
-            self.carry_out(self.ledger.disconnect(client_id))
+            self.carry_out(self.book.disconnect(client_id))
 
     def bury(self, client_id: int) -> None:
         """A process is dead, as the kernel says."""
         client = self.clients[client_id]
         client.buried = True
         self._ends(client)
-        self.carry_out(self.ledger.died(client_id))
+        self.carry_out(self.book.died(client_id))
 
     def _ends(self, client: Client) -> None:
         client.connected = False
@@ -158,22 +158,22 @@ class Engine:
             case Submit(epoch, request_id, content):
                 if epoch != self.epoch:
                     raise RemoteProtocolError(f"request {request_id} is of epoch {epoch}, this is {self.epoch}")
-                self.ledger.submit(client_id, request_id, content.slots)
+                self.book.submit(client_id, request_id, content.slots)
                 self.waiting[client_id, request_id] = content.slots
             case Abort(request_id):
-                self.carry_out(self.ledger.abort(client_id, request_id))
-            case LeaseRequest(token, nbytes, preferred_nbytes):
-                self.carry_out(self.ledger.request_lease(client_id, token, nbytes, preferred_nbytes))
+                self.carry_out(self.book.abort(client_id, request_id))
+            case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
+                self.carry_out(self.book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
             case LeaseReturn(lease_ids):
-                self.carry_out(self.ledger.return_leases(client_id, lease_ids))
+                self.carry_out(self.book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
-                self.carry_out(self.ledger.release_replies(client_id, generations))
+                self.carry_out(self.book.release_replies(client_id, generations))
             case Goodbye(kept_lease_ids, kept_reply_generations):
                 self._ends(self.clients[client_id])
-                self.carry_out(self.ledger.goodbye(client_id, kept_lease_ids, kept_reply_generations))
+                self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations))
 
     def carry_out(self, effects: Sequence[EngineEffect]) -> None:
-        """Does what the ledger asks for."""
+        """Does what the book asks for."""
         for effect in effects:
             match effect:
                 case Released(client_id, generations):
@@ -205,7 +205,7 @@ class Engine:
         claim = next(claim for claim in self.claims if isinstance(claim.reply, ReplyWaiter) and claim.reply.ticket == ticket)
         assert isinstance(claim.reply, ReplyWaiter)
         if claim.reply.cancelled:
-            self.carry_out(self.ledger.discard_reply(claim.client_id, slot.generation))
+            self.carry_out(self.book.discard_reply(claim.client_id, slot.generation))
         else:
             claim.reply = slot
 
@@ -214,9 +214,9 @@ class Engine:
     def claim(self) -> None:
         """A handler takes up the request that has waited longest."""
         (client_id, request_id), slots = self.waiting.popitem(last=False)
-        self.ledger.claim(client_id, request_id)
+        self.book.claim(client_id, request_id)
         for slot in slots:
-            self.ledger.verify(*self.headers[slot.offset], slot)
+            self.book.verify(*self.headers[slot.offset], slot)
         self.claims.append(Claim(client_id, request_id, slots))
 
     def release(self, index: int, viewed: int) -> None:
@@ -228,7 +228,7 @@ class Engine:
         if claim.slots:
             generations = [slot.generation for slot in claim.slots]
             left = {slot.generation for slot in draining}
-            self.carry_out(self.ledger.release_slots(claim.client_id, generations, left))
+            self.carry_out(self.book.release_slots(claim.client_id, generations, left))
 
     def end(self, index: int, event: RequestEvent) -> None:
         """A handler leaves its claim."""
@@ -237,7 +237,7 @@ class Engine:
         claim = self.claims.pop(index)
         if claim.aborted:
             return
-        owed = self.ledger.end(claim.client_id, claim.request_id, event)
+        owed = self.book.end(claim.client_id, claim.request_id, event)
         require(owed, "a request had ended without its claim being told")
         wire = self.clients[claim.client_id].wire
         if event is RequestEvent.FINISH:
@@ -253,11 +253,11 @@ class Engine:
         if not blocks:
             self.clients[claim.client_id].wire.tell_frontend(Reply(claim.request_id, Content(b"")))
             return
-        claim.reply = self.ledger.acquire_reply(claim.client_id, content_nbytes(blocks))
+        claim.reply = self.book.acquire_reply(claim.client_id, content_nbytes(blocks))
         if claim.reply is None:
             claim.reply = ReplyWaiter(self.next_ticket)
             self.next_ticket += 1
-            self.ledger.queue_reply(claim.client_id, claim.reply.ticket, content_nbytes(blocks))
+            self.book.queue_reply(claim.client_id, claim.reply.ticket, content_nbytes(blocks))
 
     def send_reply(self, index: int) -> None:
         """A reply has been copied into its slot."""
@@ -266,7 +266,7 @@ class Engine:
         assert isinstance(slot, ReplySlot)
         ref = SlotRef(0, slot.start * BLOCK_NBYTES, content_nbytes(slot.blocks), slot.generation)
         self.headers[ref.offset] = (ref.generation, ref.nbytes)
-        self.ledger.reply_sent(claim.client_id, slot.generation)
+        self.book.reply_sent(claim.client_id, slot.generation)
         self.clients[claim.client_id].wire.tell_frontend(Reply(claim.request_id, Content(b"", slots=(ref,))))
 
     def cancel_reply(self, index: int) -> None:
@@ -277,19 +277,19 @@ class Engine:
             return
         assert claim.reply is not None
         slot, claim.reply = claim.reply, None
-        self.carry_out(self.ledger.discard_reply(claim.client_id, slot.generation))
+        self.carry_out(self.book.discard_reply(claim.client_id, slot.generation))
 
     def reply_cancelled(self, index: int) -> None:
         """A handler that was cancelled while it waited runs."""
         claim = self.claims[index]
         waiter, claim.reply = claim.reply, None
         assert isinstance(waiter, ReplyWaiter)
-        self.carry_out(self.ledger.cancel_reply(waiter.ticket))
+        self.carry_out(self.book.cancel_reply(waiter.ticket))
 
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was released dies in the engine."""
         client_id, slot = self.draining.pop(index)
-        self.carry_out(self.ledger.last_view_gone(client_id, slot.generation))
+        self.carry_out(self.book.last_view_gone(client_id, slot.generation))
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 

@@ -47,17 +47,17 @@ def _check_slots(engine: Engine, owners: dict[int, tuple[int, int]]) -> None:
             count += 1
             _own(engine, claim.client_id, slot.generation, EngineSlot.CLAIMED, owners)
         if isinstance(claim.reply, ReplySlot):
-            unsent = engine.ledger.clients[claim.client_id].unsent_replies
+            unsent = engine.book.clients[claim.client_id].unsent_replies
             require(claim.reply.generation in unsent, "a reply is written into a slot that was taken away")
     for client_id, slot in engine.draining:
         count += 1
         _own(engine, client_id, slot.generation, EngineSlot.DRAINING, owners)
-    live = sum(len(client.slots) for client in engine.ledger.clients.values())
+    live = sum(len(client.slots) for client in engine.book.clients.values())
     require(live == count, f"the book has {live} live slots, handlers and views have {count}")
 
 
 def _own(engine: Engine, client_id: int, generation: int, state: EngineSlot, owners: dict[int, tuple[int, int]]) -> None:
-    client = engine.ledger.clients.get(client_id)
+    client = engine.book.clients.get(client_id)
     slot = client.slots.get(generation) if client is not None else None
     require(slot is not None and slot.state is state, f"a slot that is {state.name} is something else in the book")
     assert client is not None
@@ -73,7 +73,7 @@ def _own(engine: Engine, client_id: int, generation: int, state: EngineSlot, own
 
 
 def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int, int]]) -> None:
-    client = engine.ledger.clients.get(session.client_id)
+    client = engine.book.clients.get(session.client_id)
     for slot in session.slots:
         lease = client.leases.get(slot.lease.lease_id) if client is not None else None
         require(
@@ -112,20 +112,20 @@ def check_books(simulation: Simulation) -> None:
     engine = simulation.engine
     if engine is None:
         return
-    ledger = engine.ledger
-    ledger.check()
-    require(ledger.stale_releases == 0, "a frontend gave a reply slot back twice")
-    lent = ledger.host.leased_nbytes(Lease.LEASED) + ledger.host.leased_nbytes(Lease.QUARANTINED)
-    require(ledger.host.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
-    require(ledger.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
+    book = engine.book
+    book.check()
+    require(book.stale_releases == 0, "a frontend gave a reply slot back twice")
+    lent = book.host.leased_nbytes(Lease.LEASED) + book.host.leased_nbytes(Lease.QUARANTINED)
+    require(book.host.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
+    require(book.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
     running = {(claim.client_id, claim.request_id) for claim in engine.claims if not claim.aborted}
-    booked = {(client_id, request) for client_id, client in ledger.clients.items() for request in client.requests}
+    booked = {(client_id, request) for client_id, client in book.clients.items() for request in client.requests}
     require(booked == running | engine.waiting.keys(), "a request is in the book and in no hands, or the reverse")
-    replies = [slot for client in ledger.clients.values() for slot in client.replies.values()]
+    replies = [slot for client in book.clients.values() for slot in client.replies.values()]
     reply_blocks = {block for slot in replies for block in range(slot.start, slot.start + slot.blocks)}
     require(len(reply_blocks) == sum(slot.blocks for slot in replies), "two reply slots overlap")
     in_replies = (engine.scenario.reply_blocks - len(reply_blocks)) * BLOCK_NBYTES
-    require(ledger.reply_free_nbytes == in_replies, "the reply reserve does not add up")
+    require(book.reply_free_nbytes == in_replies, "the reply reserve does not add up")
 
 
 def _check_book(session: Session) -> None:
@@ -148,9 +148,9 @@ def check_end(simulation: Simulation) -> None:
     engine = simulation.engine
     if engine is None:
         return
-    ledger, scenario = engine.ledger, engine.scenario
-    require(not ledger.clients and not engine.clients, "a client that has gone is still in the book")
+    book, scenario = engine.book, engine.scenario
+    require(not book.clients and not engine.clients, "a client that has gone is still in the book")
     require(not (engine.waiting or engine.claims or engine.draining), "a request of nobody is still in hand")
-    require(ledger.host.free_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
-    require(ledger.reply_free_nbytes == scenario.reply_blocks * BLOCK_NBYTES, "the reply reserve did not come home whole")
-    require(ledger.waiting_lease_requests == 0, "a lease request of nobody is waiting")
+    require(book.host.free_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
+    require(book.reply_free_nbytes == scenario.reply_blocks * BLOCK_NBYTES, "the reply reserve did not come home whole")
+    require(book.waiting_lease_requests == 0, "a lease request of nobody is waiting")

@@ -217,7 +217,7 @@ class Simulation:
         self._end_session(action.at)  # whatever it does next is nobody's business
 
     def _lease_of_another(self, session: Session) -> SlotRef | None:
-        for client_id, client in self._living().ledger.clients.items():
+        for client_id, client in self._living().book.clients.items():
             for lease in client.leases.values() if client_id != session.client_id else ():
                 return SlotRef(lease.lease_id, lease.start * BLOCK_NBYTES, BLOCK_NBYTES - SLOT_HEADER_NBYTES, 0)
         return None

@@ -120,6 +120,7 @@ class _Encoding:
             leases,
             waiters,
             book._requested_nbytes,
+            bool(book._requested_nbytes) and book._request_waits,
             book._wish_nbytes,
             self._reach(session),
             [[self._requests[session.client_id, request], given_up] for request, given_up in session.pending.items()],
@@ -168,8 +169,8 @@ class _Encoding:
                 return [0, self._requests[client_id, request_id], slots]
             case Abort(request_id):
                 return [1, self._requests[client_id, request_id]]
-            case LeaseRequest(asked, nbytes, preferred_nbytes):
-                return [2, token - asked, nbytes, preferred_nbytes]
+            case LeaseRequest(asked, nbytes, preferred_nbytes, _, waits):
+                return [2, token - asked, nbytes, preferred_nbytes, waits]
             case LeaseReturn(lease_ids):
                 return [3, *map(self._leases.__getitem__, lease_ids)]
             case ReplyRelease(generations):
@@ -198,7 +199,7 @@ class _Encoding:
     # -- the engine ----------------------------------------------------------------------------------------------------------
 
     def _engine(self, engine: Engine) -> list[Any]:
-        ledger, window = engine.ledger, engine.ledger.host._window
+        book, window = engine.book, engine.book.host._window
         tokens = {
             process.session.client_id: process.session.book._token
             for process in self._world.processes.values()
@@ -209,17 +210,20 @@ class _Encoding:
         for client_id in sorted(engine.clients, key=self._clients.__getitem__):
             client = engine.clients[client_id]
             place, wire = places.get(id(client.process), -1), self._wire(client.wire, client_id, tokens.get(client_id, 0))
-            clients.append([place, client.connected, client.buried, wire, self._client(ledger.clients[client_id])])
+            clients.append([place, client.connected, client.buried, wire, self._client(book.clients[client_id])])
         return [
             clients,
             [
-                [self._clients[client_id], tokens.get(client_id, 0) - want.token, want.blocks, want.preferred_blocks]
-                for client_id, want in ledger.host._wants.items()
+                [
+                    self._clients[client_id],
+                    tokens.get(client_id, 0) - want.token,
+                    want.blocks,
+                    want.preferred_blocks,
+                    want.waits,
+                ]
+                for client_id, want in book.host._wants.items()
             ],
-            [
-                [self._tickets[ticket], self._clients[want.client_id], want.blocks]
-                for ticket, want in ledger._reply_wants.items()
-            ],
+            [[self._tickets[ticket], self._clients[want.client_id], want.blocks] for ticket, want in book._reply_wants.items()],
             None if window is None else [self._clients[window.client_id], window.start, window.blocks],
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.waiting],
             [self._claim(claim) for claim in engine.claims],

@@ -32,7 +32,7 @@ async def main(name: str, socket_dir: str, slab_nbytes: str) -> None:
 
     async def statistics() -> dict[str, int]:
         assert ring is not None
-        ring._ledger.check()
+        ring._book.check()
         return dataclasses.asdict(ring.statistics())
 
     ring = await shmring.serve(

@@ -72,7 +72,7 @@ async def engine(name: str, socket_dir: str, concurrency: str) -> None:
 
     async def statistics() -> dict[str, int]:
         assert ring is not None
-        ring._ledger.check()
+        ring._book.check()
         return dataclasses.asdict(ring.statistics())
 
     async def never() -> None:

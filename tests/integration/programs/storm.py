@@ -56,9 +56,9 @@ async def work(ring: shmring.Ring, steps: list[int]) -> None:
                     await claim.reply(answer)
             del claim
         claims.clear()
-        ledger = ring._ledger
-        ledger.check()
-        assert ledger.count_slots(EngineSlot.CLAIMED) == ledger.count_slots(EngineSlot.DRAINING) == 0, "held beyond the step"
+        book = ring._book
+        book.check()
+        assert book.count_slots(EngineSlot.CLAIMED) == book.count_slots(EngineSlot.DRAINING) == 0, "held beyond the step"
         steps[0] += 1
 
 
