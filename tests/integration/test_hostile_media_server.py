@@ -118,7 +118,7 @@ async def test_clips_that_spend_their_budget_keep_no_picture_waiting(http: httpx
 
 
 async def test_clips_that_are_decoded_slowly_keep_no_memory_of_the_slab_from_others() -> None:
-    """Decoded, each clip takes 3 MB: five of them would fill this slab, and a picture would wait for 5 s until they time out."""
+    """Decoded, each clip takes 3 MB: five of them would fill this slab, and a picture would wait until its 5 s are over."""
     options = ("--slab-nbytes=16MiB", "--api-server-count=1", "--max-decode-time=1", "--slot-timeout=5")
     with (
         tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as place,
