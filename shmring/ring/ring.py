@@ -233,7 +233,6 @@ class Ring:
         self._device: DeviceClaims | None = None
         if memories.device is not None:
             self._device = DeviceClaims(cuda, memories.device, self._slab_nbytes, self._wake_for_deaths)
-        self._draining: dict[tuple[int, int], str] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of those, who are no frontends yet
         self._counters = _Counters()
@@ -527,7 +526,6 @@ class Ring:
             if region is None or not region.leave():
                 continue
             viewed.add(generation)
-            self._draining[key] = f"request {submit.request_id} of client {client_id}"
             if self.config.debug and not copying:
                 _log_drain(submit)
         return self._book.release_slots(client_id, generations, viewed | on_device if on_device else viewed)
@@ -537,10 +535,7 @@ class Ring:
         assert self._device is not None
         if self.config.debug and not copying and self._device.is_viewed(client_id, submit):
             _log_drain(submit)
-        draining = self._device.release(client_id, submit)
-        for generation in draining:
-            self._draining[client_id, generation] = f"request {submit.request_id} of client {client_id}"
-        return draining
+        return self._device.release(client_id, submit)
 
     def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException | None) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
@@ -716,8 +711,7 @@ class Ring:
         if self._device is not None:
             dead += self._device.collect()
         for key in dead:
-            if self._draining.pop(key, None) is not None:
-                self._carry_out(self._book.last_view_gone(*key))
+            self._carry_out(self._book.last_view_gone(*key))
 
     # -- frontends -------------------------------------------------------------------------------------------------------
 
