@@ -28,7 +28,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.bodies import BodyReader, BodyShare, HungUp
-from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.errors import unavailable
 from frontend.settings import FrontendSettings
 
 __all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
@@ -49,7 +49,7 @@ class _Line:
             ApiError: 503.
         """
         if semaphore.locked() and self._waiting >= self._max_waiting:
-            raise _overloaded("too many requests are waiting")
+            raise unavailable("too many requests are waiting", "overloaded")
 
     async def acquire(self, semaphore: asyncio.Semaphore) -> None:
         """Waits for a place or a turn.
@@ -63,13 +63,9 @@ class _Line:
             async with asyncio.timeout(self._timeout_s):
                 await semaphore.acquire()
         except TimeoutError:
-            raise _overloaded(f"the request's turn did not come within {self._timeout_s:g} s") from None
+            raise unavailable(f"the request's turn did not come within {self._timeout_s:g} s", "overloaded") from None
         finally:
             self._waiting -= 1
-
-
-def _overloaded(message: str) -> ApiError:
-    return ApiError(503, message, code="overloaded", retry_after_s=RETRY_AFTER_S)
 
 
 class Admitted:

@@ -23,7 +23,7 @@ from typing import cast
 
 from starlette.types import Receive, Scope
 
-from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.errors import ApiError, unavailable
 from frontend.settings import FrontendSettings
 
 __all__ = ["BodyMemory", "BodyReader", "BodyShare", "HungUp"]
@@ -194,7 +194,7 @@ class BodyReader:
                     await share.grow(nbytes)
         except TimeoutError:
             message = f"no memory for the request's body came free within {self._wait_timeout_s:g} s"
-            raise ApiError(503, message, code="overloaded", retry_after_s=RETRY_AFTER_S) from None
+            raise unavailable(message, "overloaded") from None
 
     def _check_size(self, nbytes: int) -> None:
         if nbytes > self._max_nbytes:

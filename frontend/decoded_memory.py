@@ -22,7 +22,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.errors import unavailable
 
 __all__ = ["DecodedMemory"]
 
@@ -70,7 +70,7 @@ class DecodedMemory:
                 await part.take(nbytes)
         except TimeoutError:
             message = f"no memory for {nbytes} bytes of decoded media came free within {self._timeout_s:g} s"
-            raise ApiError(503, message, code="overloaded", retry_after_s=RETRY_AFTER_S) from None
+            raise unavailable(message, "overloaded") from None
         try:
             yield
         finally:

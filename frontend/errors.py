@@ -43,12 +43,12 @@ from starlette.exceptions import HTTPException
 
 import shmring
 
-__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "RETRY_AFTER_S", "api_error_of", "report"]
+__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "api_error_of", "report", "unavailable"]
 
 logger = logging.getLogger("frontend.errors")
 
 #: What ``Retry-After`` says. Slots and turns come free within about a second under load; an engine starts in a few.
-RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1
 
 _CODES_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 # Errors of the engine itself and not of the request, by the name of the exception there.
@@ -128,7 +128,7 @@ def api_error_of(error: Exception) -> ApiError:
         case shmring.RemoteError(type_name="CapacityError"):
             return ApiError(413, f"the answer can never fit this server's memory: {error.message}", code="slab_too_small")
         case shmring.RemoteError() if error.type_name in _UNAVAILABLE:
-            return _unavailable(error.message, _UNAVAILABLE[error.type_name])
+            return unavailable(error.message, _UNAVAILABLE[error.type_name])
         case shmring.RemoteError():
             return ApiError(500, f"the engine failed with this request: {error}", code="engine_error")
         case shmring.CapacityError() if "max_frame_nbytes" in str(error):
@@ -136,14 +136,15 @@ def api_error_of(error: Exception) -> ApiError:
         case shmring.CapacityError():
             return ApiError(413, f"the request can never fit this server's memory: {error}", code="slab_too_small")
         case shmring.PeerLostError() | shmring.ClosedError() | shmring.AbortedError():
-            return _unavailable(str(error), "engine_unavailable")
+            return unavailable(str(error), "engine_unavailable")
         case TimeoutError():
             return ApiError(504, "the request took longer than this server allows", code="request_timeout")
     return ApiError(500, "internal error; the server's log has it under this request's X-Request-Id", code="internal_error")
 
 
-def _unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, code=code, retry_after_s=RETRY_AFTER_S)
+def unavailable(message: str, code: str) -> ApiError:
+    """Returns a 503 that asks the caller to try again in a second."""
+    return ApiError(503, message, code=code, retry_after_s=_RETRY_AFTER_S)
 
 
 def report(error: Exception, request_id: str) -> ApiError:

@@ -18,7 +18,7 @@ import msgspec
 import shmring
 from engine.client import EngineClientProtocol
 from engine.supervision import FrontendState
-from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.errors import unavailable
 from frontend.media.decoder_pool import DecoderStatistics
 
 __all__ = ["Health", "HealthReporter"]
@@ -70,13 +70,13 @@ class HealthReporter:
             ApiError: 503, it would not.
         """
         if self.shutting_down or self._engine.is_stopped:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+            raise unavailable("the server is shutting down", "shutting_down")
         health = await self.check_health()
         if health.engine == "paused":
-            raise ApiError(503, "the engine is paused; requests wait", code="paused", retry_after_s=RETRY_AFTER_S)
+            raise unavailable("the engine is paused; requests wait", "paused")
         if health.decoders.waiting_s > _MAX_WAITING_S:
             message = f"no decoder is free: media have been waiting for one for {health.decoders.waiting_s:.0f} s"
-            raise ApiError(503, message, code="decoders_busy", retry_after_s=RETRY_AFTER_S)
+            raise unavailable(message, "decoders_busy")
         return health
 
     async def check_health(self) -> Health:
@@ -102,6 +102,6 @@ def _engine_failures_as_api_errors() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise ApiError(503, "the engine does not answer", code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from None
+        raise unavailable("the engine does not answer", "engine_unavailable") from None
     except shmring.RemoteError as error:
-        raise ApiError(503, error.message, code="engine_unhealthy", retry_after_s=RETRY_AFTER_S) from None
+        raise unavailable(error.message, "engine_unhealthy") from None

@@ -27,7 +27,7 @@ from engine.client import EngineClientProtocol
 from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
 from frontend.admission import Admitted
 from frontend.decoded_memory import DecodedMemory
-from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.errors import ApiError, unavailable
 from frontend.media.decoder_pool import DecoderStatistics
 from frontend.media.errors import MediaError
 from frontend.media.fetch import Fetcher
@@ -197,7 +197,7 @@ class MediaIntake:
             slot = await self._engine.slot(nbytes, timeout=self._settings.slot_timeout_s)
         except TimeoutError:
             message = f"no space for {nbytes} bytes came free in the slab within {self._settings.slot_timeout_s:g} s"
-            raise ApiError(503, message, code="slab_full", retry_after_s=RETRY_AFTER_S) from None
+            raise unavailable(message, "slab_full") from None
         await stack.enter_async_context(slot)
         return [slot.tensor(shape, dtype) for shape, dtype in shapes]
 

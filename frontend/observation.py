@@ -10,7 +10,7 @@ import time
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.errors import RETRY_AFTER_S, ApiError
+from frontend.errors import unavailable
 from frontend.metrics import FrontendMetrics
 from frontend.responses import error_response
 from frontend.sse import CONTENT_TYPE, event
@@ -19,7 +19,7 @@ __all__ = ["Observation", "ObservedRoute", "request_id_of"]
 
 _HUNG_UP = 499  # nobody is there to be told; what nginx logs for it
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
-_SHUTTING_DOWN = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=RETRY_AFTER_S)
+_SHUTTING_DOWN = unavailable("the server is shutting down", "shutting_down")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
