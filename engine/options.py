@@ -48,9 +48,7 @@ ENGINE_OPTIONS = (
     ),
     click.Option(["--max-waiting"], default=_DEFAULT.max_waiting, type=COUNT, help="Requests that may wait for a step."),
     click.Option(["--max-clients"], default=RingConfig().max_clients, type=COUNT, help="Frontends at a time."),
-    click.Option(
-        ["--max-frame-nbytes"], default="16MiB", type=NBYTES, help="The largest message; tensors in slots don't count."
-    ),
+    click.Option(["--max-payload-nbytes"], default="16MiB", type=NBYTES, help="The largest payload; tensors don't count."),
     click.Option(
         ["--step-timeout", "step_timeout_s"],
         default=_DEFAULT.step_timeout_s,
@@ -73,7 +71,7 @@ def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
             slab_nbytes=values["slab_nbytes"],
             reply_nbytes=values["reply_nbytes"],
             max_clients=values["max_clients"],
-            max_frame_nbytes=values["max_frame_nbytes"],
+            max_payload_nbytes=values["max_payload_nbytes"],
             socket_dir=values["socket_dir"],
         )
         settings = EngineSettings(

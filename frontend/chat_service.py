@@ -132,7 +132,7 @@ class ChatService:
         synthetic: bool,
     ) -> Answer:
         async with self._intake.take(sources, spec, admitted, "messages") as media:
-            slab_nbytes = 0 if self._settings.disable_mm_shm else sum(tensor_of(medium).nbytes for medium in media)
+            slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
             request.media = media  # not a copy: it is emptied when the block is left
             timeout = admitted.deadline - asyncio.get_running_loop().time()
             outputs = self._engine.generate(request, request_id=request_id, timeout=timeout)

@@ -69,9 +69,10 @@ def demo() -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects with name, status, found and advice.")
+@click.option("--sweep", is_flag=True, help="First remove what engines of this user that were killed have left.")
 @click.option("--slab-nbytes", default="1GiB", show_default=True, type=NBYTES, help="The slab that an engine is to have here.")
 @click.option("--socket-dir", default=None, help="Where its socket is to lie.  [default: the user's runtime directory]")
-def doctor(as_json: bool, slab_nbytes: int, socket_dir: str | None) -> None:
+def doctor(as_json: bool, sweep: bool, slab_nbytes: int, socket_dir: str | None) -> None:
     """Checks whether this machine is fit for an engine, and says what to do if it is not.
 
     Ends with exit code 1 if there is a problem.
@@ -80,9 +81,12 @@ def doctor(as_json: bool, slab_nbytes: int, socket_dir: str | None) -> None:
     import msgspec
     from rich.console import Console
 
-    from frontend.doctor import has_problem, run_checks, show  # imports torch
+    from frontend.doctor import has_problem, remove_leftovers, run_checks, show  # imports torch
 
     try:
+        if sweep:
+            removed = remove_leftovers(socket_dir)
+            click.echo(f"shmring doctor: removed {', '.join(removed) or 'nothing'}", err=True)
         checks = run_checks(slab_nbytes, socket_dir)
     except ValueError as error:
         raise click.UsageError(str(error)) from None

@@ -34,10 +34,10 @@ from rich.table import Table
 from rich.text import Text
 
 import shmring
-from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
-from shmring.transport.endpoint import socket_path
+from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, sweep
+from shmring.transport.endpoint import socket_path, sweep_names
 
-__all__ = ["Check", "Status", "has_problem", "run_checks", "show"]
+__all__ = ["Check", "Status", "has_problem", "remove_leftovers", "run_checks", "show"]
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -52,6 +52,7 @@ _TEST_NBYTES = 1 << 20
 _TEST_SLAB_NBYTES = 8 << 20
 _TEST_REPETITIONS = 20
 _TEST_TIMEOUT_S = 10.0
+_SWEEP_ADVICE = "shmring doctor --sweep removes them, and so does the next engine of this user"
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 # The names of distributions, also where a module has another name. Only the last two can be missing.
@@ -103,6 +104,7 @@ def run_checks(slab_nbytes: int, socket_dir: str | None = None) -> list[Check]:
         check_descriptor_passing(),
         check_socket_directory(socket_path("doctor", socket_dir).parent),
         check_leftovers(SHM_DIRECTORY),
+        check_left_names(socket_path("doctor", socket_dir).parent),
         *(check_package(name) for name in _PACKAGES),
         check_torch(cuda=cuda),
         check_exchange(),
@@ -390,7 +392,24 @@ def check_leftovers(directory: Path) -> Check:
     if not left:
         return Check(name, "ok", "none")
     names = ", ".join(sorted(path.name for path in left))
-    return Check(name, "warning", f"{_size(sum(left.values()))} in {names}", "the next engine of this user removes them")
+    return Check(name, "warning", f"{_size(sum(left.values()))} in {names}", _SWEEP_ADVICE)
+
+
+def check_left_names(directory: Path) -> Check:
+    """Looks for sockets and locks of this user's dead engines."""
+    left = sweep_names(directory, remove=False)
+    if not left:
+        return Check("left sockets", "ok", "none")
+    return Check("left sockets", "warning", f"of {', '.join(left)} in {directory}", _SWEEP_ADVICE)
+
+
+def remove_leftovers(socket_dir: str | None = None) -> list[str]:
+    """Removes what this user's dead engines have left: names of slabs, sockets and locks. Returns the names of both.
+
+    Args:
+        socket_dir: where the sockets lie; None: the default.
+    """
+    return sweep() + sweep_names(socket_path("doctor", socket_dir).parent)
 
 
 def _is_left(path: Path) -> bool:

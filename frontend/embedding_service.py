@@ -100,7 +100,7 @@ class EmbeddingService:
         async with self._intake.take(sources, spec, admitted, param) as media:
             in_order = iter(media)
             filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
-            slab_nbytes = 0 if self._settings.disable_mm_shm else sum(tensor_of(medium).nbytes for medium in media)
+            slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
             try:
                 yield filled, slab_nbytes
             finally:

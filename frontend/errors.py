@@ -131,7 +131,7 @@ def api_error_of(error: Exception) -> ApiError:
             return unavailable(error.message, _UNAVAILABLE[error.type_name])
         case shmring.RemoteError():
             return ApiError(500, f"the engine failed with this request: {error}", code="engine_error")
-        case shmring.CapacityError() if "max_frame_nbytes" in str(error):
+        case shmring.CapacityError() if "max_payload_nbytes" in str(error):
             return ApiError(413, f"the request's texts are too long together: {error.needed} bytes", code="text_too_large")
         case shmring.CapacityError():
             return ApiError(413, f"the request can never fit this server's memory: {error}", code="slab_too_small")

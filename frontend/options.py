@@ -193,7 +193,7 @@ _SETTINGS = (
         "disable_mm_shm",
         bool,
         False,
-        "Send media inside messages instead of through shared memory; to compare with.",
+        "Decode media into private memory, and copy them to shared memory when they are sent; to compare with.",
     ),
     _Setting(
         ("--allowed-media-domains",),

@@ -8,7 +8,6 @@ the process leaves the engine, and ends without unloading its imports.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -28,8 +27,6 @@ from frontend.server import Server
 from frontend.settings import ProcessSettings
 
 __all__ = ["run"]
-
-_INLINE_NBYTES = 128 << 20  # of media in one message, without shared memory; the engine's messages hold twice as much
 
 
 def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoReturn:
@@ -63,8 +60,6 @@ def _leave() -> NoReturn:
 
 async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None:
     config = shmring.ClientConfig(socket_dir=settings.socket_dir, connect_timeout_s=settings.connect_timeout_s)
-    if settings.http.disable_mm_shm:
-        config = dataclasses.replace(config, inline_nbytes=_INLINE_NBYTES)
     async with (
         link.held(_orphaned) if link is not None else contextlib.nullcontext(),
         await EngineClient.connect(settings.name, config, description=f"frontend {os.getpid()}") as engine,

@@ -20,9 +20,6 @@ from frontend.supervisor import serve as run_server
 
 __all__ = ["serve"]
 
-# Requests without the slab are whole messages, and may then be as large as their media. For comparison only.
-_INLINE_FRAME_NBYTES = 256 << 20
-
 _STDIN_FD = 0
 _SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # a busy machine may well leave a process waiting for its turn for tenths of a second
 
@@ -108,8 +105,6 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
     Raises:
         click.UsageError: some options make no sense, by themselves or together.
     """
-    if values["disable_mm_shm"]:
-        values = values | {"max_frame_nbytes": max(values["max_frame_nbytes"], _INLINE_FRAME_NBYTES)}
     engine = engine_settings_of(values)
     frontend = ProcessSettings(
         name=engine.name,

@@ -102,7 +102,7 @@ class FrontendSettings:
         limit_mm_per_prompt: how many media a request may have.
         decoders: processes that decode, each one medium at a time and on one core. With two or more, one is kept for small
             pictures and recordings.
-        disable_mm_shm: media travel inside the messages to the engine instead of through the slab; to compare with.
+        disable_mm_shm: media are decoded into private memory, and copied to the slab when they are sent; to compare with.
         media_limits: what media may be.
         media_io_kwargs: how they are prepared, where that is not the executor's choice.
         fetch: where they may come from.

@@ -22,6 +22,9 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 _MAX_BUSY_POLL_S = 0.1
+_MIN_MESSAGE_RING_NBYTES = 16 << 10  # messages of 4 KiB, which have room for the text of an error and for lists of ids
+_LARGEST_MESSAGE_NBYTES = 64 << 10  # as the core has it
+_MAX_MESSAGE_RING_NBYTES = 16 << 20  # a client takes twice as much, and what lies there is only late
 
 _CUDA_DEVICE = re.compile(r"cuda(:[0-9]{1,3})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -104,11 +107,12 @@ class RingConfig:
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
         max_calls: control calls (health, statistics) a client may have in flight.
         max_leases: leases one client may hold. Bounds the engine's books; a frontend that needs more asks for larger ones.
-        max_frame_nbytes: the largest message, either way. Tensors don't count, they travel in slots; text and ``bytes`` do.
-        max_tensors: tensors in one payload, and dimensions in all count toward ``max_frame_nbytes`` anyway.
-        write_buffer_nbytes: unread replies kept for a slow client before ``reply`` waits.
-        max_write_buffer_nbytes: unread messages after which a client that does not read is disconnected. Only
-            releases and terminal replies go past ``write_buffer_nbytes``, and ``max_inflight`` bounds those.
+        message_ring_nbytes: what may be unread of a client's messages, and as much again of the messages to it; a power of two.
+            Each client costs twice this much memory. A quarter of it, but at most 64 KiB, is the largest message: larger
+            payloads travel in slots, and the arguments and results of calls can't be larger.
+        max_payload_nbytes: the largest payload, either way. Tensors don't count, text and ``bytes`` do: decoding them takes
+            private memory of who reads them, and holds its loop up.
+        max_tensors: tensors in one payload; their dimensions count toward ``max_payload_nbytes`` anyway.
         handshake_timeout_s: how long a new connection may take to say hello.
         allowed_uids: user ids that may connect; ``None``: the engine's own.
         socket_dir: where the socket lives; ``None``: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
@@ -122,8 +126,9 @@ class RingConfig:
             made there. Allocated at the start, rounded up to 2 MiB; 0: none. One frontend may hold three quarters of it
             while others are connected.
         device_slab_device: which GPU; ``"cuda"``: this thread's current one.
-        inline_nbytes: replies whose tensors take no more than this travel in the message. At 4 and 8 KiB that costs both ends
-            together a quarter less than a slot's bookkeeping; from 32 KiB on it costs more, and the bytes are not pinned.
+        inline_nbytes: requests and replies whose tensors take no more than this may travel in the message, and replies do. At 4
+            and 8 KiB that costs both ends together a quarter less than a slot's bookkeeping; from 32 KiB on it costs more, and
+            the bytes are not pinned.
         copy_offload_nbytes: copies larger than this run on a thread (they release the interpreter lock); up to it, waking
             a thread costs more than the copy. A frontend's is larger: nobody's accelerator waits for its loop.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
@@ -140,10 +145,9 @@ class RingConfig:
     max_inflight: int = 1024
     max_calls: int = 64
     max_leases: int = 1024
-    max_frame_nbytes: int | str = "16MiB"
+    message_ring_nbytes: int | str = "256KiB"
+    max_payload_nbytes: int | str = "16MiB"
     max_tensors: int = 4096
-    write_buffer_nbytes: int | str = "1MiB"
-    max_write_buffer_nbytes: int | str = "64MiB"
     handshake_timeout_s: float = 5.0
     allowed_uids: frozenset[int] | None = None
     socket_dir: str | None = None
@@ -159,9 +163,8 @@ class RingConfig:
 
     def __post_init__(self) -> None:
         _normalise(
-            self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "max_frame_nbytes",
-            "write_buffer_nbytes", "max_write_buffer_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
-            "copy_offload_nbytes",
+            self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "message_ring_nbytes",
+            "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes", "copy_offload_nbytes",
         )  # fmt: skip
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")
         _require(int(self.staging_nbytes) >= 4096, "staging_nbytes must be at least 4096")
@@ -173,10 +176,16 @@ class RingConfig:
             _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
         _require(self.handshake_timeout_s > 0, "handshake_timeout_s must be positive")
         _require_busy_poll(self.busy_poll_s)
-        _require(int(self.max_frame_nbytes) >= 4096, "max_frame_nbytes must be at least 4096")
+        ring_nbytes = int(self.message_ring_nbytes)
         _require(
-            int(self.inline_nbytes) <= int(self.max_frame_nbytes) // 2,
-            "inline_nbytes must be at most half of max_frame_nbytes, or an inline payload could not be sent",
+            _MIN_MESSAGE_RING_NBYTES <= ring_nbytes <= _MAX_MESSAGE_RING_NBYTES and not ring_nbytes & (ring_nbytes - 1),
+            f"message_ring_nbytes must be a power of two from {_MIN_MESSAGE_RING_NBYTES} to {_MAX_MESSAGE_RING_NBYTES}, "
+            f"not {ring_nbytes}",
+        )
+        _require(int(self.max_payload_nbytes) >= 4096, "max_payload_nbytes must be at least 4096")
+        _require(
+            int(self.inline_nbytes) <= min(ring_nbytes // 4, _LARGEST_MESSAGE_NBYTES) // 2,
+            "inline_nbytes must be at most half of the largest message (see message_ring_nbytes)",
         )
 
 
@@ -186,7 +195,8 @@ class ClientConfig:
 
     Attributes:
         lease_nbytes: the base lease asked for at connect, and the least asked for later; the engine may cap it.
-        inline_nbytes: payloads whose tensors take no more than this travel in the message; why, says :class:`RingConfig`.
+        inline_nbytes: payloads whose tensors take no more than this travel in the message, if the engine takes as much; why,
+            says :class:`RingConfig`.
         copy_offload_nbytes: copies larger than this run on a thread; others in the loop, so much in each turn of it. 16 MiB
             hold it up for one to two milliseconds; handing 8 MiB to a thread and back took as long again as half the copy.
         copy_threads: threads for them. Two saturate the memory bandwidth of most servers.
@@ -195,7 +205,6 @@ class ClientConfig:
             slab takes about a second per 4 GiB.
         reconnect_initial_s: first pause between attempts to attach to the next engine; doubled up to ``reconnect_max_s``.
         reconnect_max_s: the longest such pause.
-        write_buffer_nbytes: messages the engine has not read yet before ``request`` waits.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
         prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. It takes no
@@ -214,7 +223,6 @@ class ClientConfig:
     connect_timeout_s: float = 5.0
     reconnect_initial_s: float = 0.02
     reconnect_max_s: float = 1.0
-    write_buffer_nbytes: int | str = "1MiB"
     socket_dir: str | None = None
     engine_uids: frozenset[int] | None = None
     prefault: bool = True
@@ -223,7 +231,7 @@ class ClientConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        _normalise(self, "lease_nbytes", "inline_nbytes", "copy_offload_nbytes", "write_buffer_nbytes")
+        _normalise(self, "lease_nbytes", "inline_nbytes", "copy_offload_nbytes")
         _require(int(self.lease_nbytes) >= 4096, "lease_nbytes must be at least 4096")
         _require(self.copy_threads >= 1, "copy_threads must be at least 1")
         _require_busy_poll(self.busy_poll_s)

@@ -201,6 +201,43 @@ def turns() -> Callable[[], Awaitable[None]]:
 
 
 @pytest.fixture
+def hold() -> Callable[[Any], Callable[[], None]]:
+    """``go_on = hold(link)``: this end reads nothing, and hears no bells and no end, until ``go_on()``."""
+
+    class NothingThere:
+        bells = 0
+
+        def read(self) -> None:
+            return None
+
+        def sleep(self) -> bool:
+            return True
+
+        def ring_bell(self) -> bool:
+            return False
+
+        def wake(self) -> None:
+            pass
+
+        def mute(self) -> None:
+            pass
+
+    def stop(link: Any) -> Callable[[], None]:
+        loop, reader = asyncio.get_running_loop(), link._reader
+        loop.remove_reader(link._fd)
+        link._reader = NothingThere()
+
+        def go_on() -> None:
+            link._reader = reader
+            loop.add_reader(link._fd, link._hear)
+            link._wake()
+
+        return go_on
+
+    return stop
+
+
+@pytest.fixture
 def pass_time(turns: Callable[[], Awaitable[None]]) -> Callable[[float], Awaitable[None]]:
     """``await pass_time(seconds)``, in a test with the marker ``adjustable_clock``: what is due by then has been done."""
 

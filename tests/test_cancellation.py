@@ -287,14 +287,14 @@ async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
     eventually: Any,
     settled: Any,
     turns: Any,
+    hold: Any,
 ) -> None:
-    ring = await serve(echo, name="deaf")
-    client = await connect("deaf", write_buffer_nbytes=16 << 10)
+    ring = await serve(echo, name="deaf", message_ring_nbytes="128KiB")
+    client = await connect("deaf")
     frontend = next(iter(ring._frontends.values()))
-    transport = frontend.connection._transport
-    transport.pause_reading()
+    read_on = hold(frontend.link)
     requests = [asyncio.create_task(client.request({"x": tensor(10), "t": "x" * 30_000})) for _ in range(40)]
-    await eventually(lambda: not client._session.connection.can_write)  # type: ignore[union-attr]
+    await eventually(lambda: not client._session.link.can_write)  # type: ignore[union-attr]
     await turns()
     with pytest.raises(shmring.WouldBlock, match="slowly"):
         client.submit_nowait({"x": 1})
@@ -304,7 +304,7 @@ async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
         request.cancel()
     await asyncio.gather(*requests[20:], return_exceptions=True)
     assert client.statistics().submitted == submitted
-    transport.resume_reading()
+    read_on()
     answers = await asyncio.wait_for(asyncio.gather(*requests[:20]), 10)
     assert all(answer["t"] == "x" * 30_000 for answer in answers)
     del answers
@@ -317,10 +317,10 @@ async def test_large_messages_of_many_requests_at_once_do_not_end_the_connection
     serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is within the limits; together they must wait, not count as an engine that does not read."""
-    monkeypatch.setattr("shmring.client.session._MAX_WRITE_BUFFER_NBYTES", 512 << 10)
-    ring = await serve(echo, name="large", max_frame_nbytes=256 << 10)
-    client = await connect("large", write_buffer_nbytes=64 << 10)
-    answers = await asyncio.gather(*(client.request({"n": n, "t": "x" * 200_000}, timeout=20) for n in range(50)))
+    monkeypatch.setattr("shmring.client.session._MAX_BACKLOG_NBYTES", 128 << 10)
+    ring = await serve(echo, name="large")
+    client = await connect("large")
+    answers = await asyncio.gather(*(client.request({"n": n, "t": "x" * 50_000}, timeout=20) for n in range(50)))
     assert [answer["n"] for answer in answers] == list(range(50))
     assert ring.statistics().clients == 1
 

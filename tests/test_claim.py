@@ -35,7 +35,7 @@ class Ends:
 
 @pytest.fixture
 async def ends(serve: Any, connect: Any, settled: Any) -> AsyncIterator[Ends]:
-    ring = await serve(reply_nbytes=64 << 10, write_buffer_nbytes=16 << 10)
+    ring = await serve(reply_nbytes=64 << 10)
     client = await connect()
     yield Ends(ring, client)
     await client.close()
@@ -300,7 +300,7 @@ async def test_a_reply_that_cannot_be_sent_is_an_error_and_holds_nothing(ends: E
             await claim.reply({"items": [tensor(5000), {"mask": object()}]})
         with pytest.raises(shmring.CapacityError, match="reply_nbytes"):
             await claim.reply({"x": tensor(70_000)})
-        with pytest.raises(shmring.CapacityError, match="max_frame_nbytes"):
+        with pytest.raises(shmring.CapacityError, match="max_payload_nbytes"):
             await claim.reply("x" * (17 << 20))
         with pytest.raises(shmring.CapacityError):
             claim.reply_nowait({"x": tensor(70_000)})
@@ -372,13 +372,14 @@ async def test_cancelling_a_reply_that_waits_for_space_passes_its_turn_on(ends: 
     claim.done()
 
 
-async def test_a_frontend_that_reads_slowly_is_waited_for(serve: Any, connect: Any, eventually: Any, turns: Any) -> None:
-    ring = await serve(write_buffer_nbytes=16 << 10, max_write_buffer_nbytes=256 << 10)
+async def test_a_frontend_that_reads_slowly_is_waited_for(
+    serve: Any, connect: Any, eventually: Any, turns: Any, hold: Any
+) -> None:
+    ring = await serve()
     client = await connect()
     submission = await client.submit("x")
     claim = await ring.claim()
-    transport = client._session.connection._transport  # type: ignore[union-attr]
-    transport.pause_reading()
+    read_on = hold(client._session.link)  # type: ignore[union-attr]
     sent = 0
 
     async def reply_for_ever() -> None:
@@ -396,7 +397,7 @@ async def test_a_frontend_that_reads_slowly_is_waited_for(serve: Any, connect: A
     with pytest.raises(shmring.WouldBlock, match="slowly"):
         claim.reply_nowait("x")
     assert ring.statistics().protocol_errors == 0
-    transport.resume_reading()
+    read_on()
     for _ in range(200):
         assert await asyncio.wait_for(submission.next(), 5) == "x" * 10_000
     await replying
@@ -404,16 +405,20 @@ async def test_a_frontend_that_reads_slowly_is_waited_for(serve: Any, connect: A
     assert ring.statistics().clients == 1
 
 
-async def test_large_replies_of_many_claims_at_once_do_not_end_the_connection(serve: Any, connect: Any) -> None:
+async def test_large_replies_of_many_claims_at_once_do_not_end_the_connection(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is within the limits; together they must wait, not count as a frontend that does not read."""
 
     async def reply(claim: shmring.Claim) -> None:
-        await claim.reply("x" * 200_000)
+        await claim.reply("x" * 50_000)
 
-    ring = await serve(reply, max_frame_nbytes=256 << 10, write_buffer_nbytes=64 << 10, max_write_buffer_nbytes=512 << 10)
+    ring = await serve(reply)
+    monkeypatch.setattr("shmring.ring.ring._OTHER_UNREAD_NBYTES", 128 << 10)
+    monkeypatch.setattr("shmring.ring.ring._FAILED_NBYTES", 0)
     client = await connect()
     answers = await asyncio.gather(*(client.request(number, timeout=20) for number in range(50)))
-    assert all(answer == "x" * 200_000 for answer in answers)
+    assert all(answer == "x" * 50_000 for answer in answers)
     assert ring.statistics().protocol_errors == 0
 
 

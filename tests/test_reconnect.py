@@ -288,3 +288,25 @@ async def test_an_engine_that_refuses_is_asked_again(serve: Any, connect: Any, e
     await blocker.close()
     await client.wait_connected(timeout=5)
     assert await client.request("ok", timeout=5) == "ok"
+
+
+async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made(
+    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True, reconnect_initial_s=0.001)
+    attach = client._attach
+    failures = [RuntimeError("a bug"), MemoryError(), ValueError("no such thing")]
+
+    async def attach_or_fail() -> None:
+        if failures:
+            raise failures.pop()
+        await attach()
+
+    monkeypatch.setattr(client, "_attach", attach_or_fail)
+    await ring.close()
+    await eventually(lambda: not failures)
+    await serve(echo)
+    await client.wait_connected(5)
+    assert await client.request(1, timeout=5) == 1
+    assert "a bug" in caplog.text

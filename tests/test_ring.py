@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.framing import encode_frame
-from shmring.core.messages import PROTOCOL_VERSION, Call, Goodbye, Hello, encode_message
+from shmring.core.message_ring import GIVING_UP
+from shmring.core.messages import PROTOCOL_VERSION, Call, Hello
+from shmring.transport.endpoint import handshake_frame
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -232,7 +234,7 @@ async def test_a_handler_that_raises_fails_its_own_request_and_the_ring_goes_on(
             raise error
         await claim.reply("fine")
 
-    ring = await serve(handle, max_frame_nbytes=8192)
+    ring = await serve(handle, message_ring_nbytes="32KiB")
     client = await connect()
     big = torch.ones(10_000, dtype=torch.uint8)
     with pytest.raises(shmring.RemoteError) as caught:
@@ -418,9 +420,7 @@ async def test_calls(serve: Any, connect: Any, caplog: pytest.LogCaptureFixture)
     async def enormous(nbytes: int) -> bytes:
         return bytes(nbytes)
 
-    ring = await serve(
-        calls={"add": add, "fail": fail, "unencodable": unencodable, "enormous": enormous}, max_frame_nbytes=64 << 10
-    )
+    ring = await serve(calls={"add": add, "fail": fail, "unencodable": unencodable, "enormous": enormous})
     client = await connect()
     assert await client.call("add", 2, 3, timeout=5) == 5
     for method, arguments, type_name in [
@@ -502,15 +502,15 @@ async def test_a_call_ends_with_its_connection(serve: Any, connect: Any, eventua
     await eventually(lambda: cancelled == [True])
 
 
-async def test_large_calls_at_once_do_not_end_the_connection(serve: Any, connect: Any) -> None:
+async def test_large_calls_at_once_do_not_end_the_connection(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def echo_bytes(data: bytes) -> bytes:
         return data
 
-    ring = await serve(
-        calls={"echo": echo_bytes}, max_frame_nbytes=256 << 10, max_write_buffer_nbytes=512 << 10, write_buffer_nbytes=64 << 10
-    )
-    client = await connect(write_buffer_nbytes=64 << 10)
-    data = bytes(200_000)
+    monkeypatch.setattr("shmring.ring.ring._OTHER_UNREAD_NBYTES", 128 << 10)
+    monkeypatch.setattr("shmring.ring.ring._FAILED_NBYTES", 0)
+    ring = await serve(calls={"echo": echo_bytes})
+    client = await connect()
+    data = bytes(50_000)
     assert await asyncio.gather(*(client.call("echo", data, timeout=20) for _ in range(30))) == [data] * 30
     assert ring.statistics().protocol_errors == 0
 
@@ -576,7 +576,7 @@ async def test_a_frontend_that_goes_before_it_is_welcome_keeps_nothing(
 ) -> None:
     """It never got the slab, so its process (which lives on: it is this one) can't be writing to it."""
     ring = await serve()
-    hello = encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096)
+    hello = handshake_frame(Hello(PROTOCOL_VERSION, 65536))
     for _ in range(30):
         with socket.socket(socket.AF_UNIX) as hasty:
             hasty.connect(os.fspath(socket_dir / "test.sock"))
@@ -592,11 +592,11 @@ async def test_as_many_frontends_as_are_allowed_may_come_at_once(
     connections = [socket.socket(socket.AF_UNIX) for _ in range(2)]
     for connection in connections:
         connection.connect(os.fspath(socket_dir / "test.sock"))
-        connection.sendall(encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096))
+        connection.sendall(handshake_frame(Hello(PROTOCOL_VERSION, 65536)))
     await eventually(lambda: ring.statistics().clients == 2)
     assert ring.statistics().refused == 0
     for connection in connections:
-        connection.sendall(encode_frame(encode_message(Goodbye()), 4096))
+        connection.sendall(GIVING_UP)
         connection.close()
     await settled(ring)
 
@@ -610,16 +610,16 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
     ring = await serve(calls={"one": get_one}, max_calls=1)
     client = await connect()
     [frontend] = ring._frontends.values()
-    send = frontend.connection.send
+    send = frontend.link.send
     answered: list[int] = []
 
-    def send_and_call_again(message: Any, **options: Any) -> None:
-        send(message, **options)
+    def send_and_call_again(message: Any) -> None:
+        send(message)
         answered.append(message.call_id)
         if len(answered) < 3:
             frontend.message_received(Call(message.call_id + 1, "one", b"\x90"))  # as an impatient frontend would
 
-    monkeypatch.setattr(frontend.connection, "send", send_and_call_again)
+    monkeypatch.setattr(frontend.link, "send", send_and_call_again)
     session = client._session
     assert session is not None
     for call_id in (2, 3):
@@ -633,10 +633,9 @@ async def test_a_frontend_that_says_goodbye_before_it_is_welcome_keeps_nothing(
     serve: Any, socket_dir: Path, settled: Any, eventually: Any
 ) -> None:
     ring = await serve()
-    frames = [encode_frame(encode_message(message), 4096) for message in (Hello(PROTOCOL_VERSION, 65536), Goodbye())]
     with socket.socket(socket.AF_UNIX) as polite:
         polite.connect(os.fspath(socket_dir / "test.sock"))
-        polite.sendall(b"".join(frames))
+        polite.sendall(handshake_frame(Hello(PROTOCOL_VERSION, 65536)) + GIVING_UP)
         polite.setblocking(False)
         while await asyncio.get_running_loop().sock_recv(polite, 65536):
             pass
@@ -657,17 +656,153 @@ async def test_an_engine_out_of_descriptors_accepts_again_later(serve: Any, sock
             await eventually(lambda: ring.statistics().refused)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        client.send(encode_frame(encode_message(Hello(PROTOCOL_VERSION, 65536)), 4096))
+        client.send(handshake_frame(Hello(PROTOCOL_VERSION, 65536)))
         await eventually(lambda: ring.statistics().clients == 1)
-        client.send(encode_frame(encode_message(Goodbye()), 4096))
+        client.send(GIVING_UP)
         await eventually(lambda: ring.statistics().clients == 0)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM, errno.EIO, errno.EPROTO])
+async def test_accepting_goes_on_whatever_the_kernel_says(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A firewall, a security module, a frontend that went away in between: that must not be the last one for ever."""
+    monkeypatch.setattr("shmring.ring.ring._ACCEPT_PAUSE_S", 0.001)
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [OSError(number, os.strerror(number))] * 3
+
+    class Loop:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(loop, name)
+
+        async def sock_accept(self, listening: socket.socket) -> Any:
+            if failures:
+                raise failures.pop()
+            return await accept(listening)
+
+    monkeypatch.setattr(asyncio, "get_running_loop", Loop)
+    ring = await serve(echo)
+    monkeypatch.undo()
+    client = await connect()
+    assert await client.request(1, timeout=5) == 1
+    assert ring.statistics().refused == 3
+    assert os.strerror(number) in caplog.text
+
+
+async def test_a_ring_that_cannot_accept_any_more_says_so(
+    serve: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring = await serve()
+
+    def break_down(accepted: Any) -> None:
+        raise RuntimeError("a bug")
+
+    ring._shake_hands = break_down
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.fspath(ring._listener.path))
+        await eventually(lambda: "accepts no further frontends" in caplog.text)
+    assert "a bug" in caplog.text
+
+
+@pytest.mark.parametrize("failing", ["sealed_rings", "map_rings", "send_welcome", "ProcessWatch"])
+async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, settled: Any, failing: str
+) -> None:
+    ring = await serve(echo)
+    before = descriptors()
+
+    def refuse(*arguments: Any) -> None:
+        if failing == "ProcessWatch":
+            os.close(arguments[1])  # as it does
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"shmring.ring.ring.{failing}", refuse)
+        with pytest.raises(shmring.EngineDeadError):
+            await connect(connect_timeout_s=0.05)
+    assert descriptors() == before
+    assert ring.statistics().refused > 0
+    await settled(ring)
+    client = await connect()
+    assert await client.request(1, timeout=5) == 1
+
+
+async def test_an_engine_keeps_two_descriptors_for_each_frontend(serve: Any, connect: Any) -> None:
+    """Two at this end and three at the other: rings and slab need none once they are mapped."""
+    await serve(echo)
+    await connect()
+    before = descriptors()
+    for _ in range(5):
+        await connect()
+    assert descriptors() - before == 5 * (2 + 3)
+
+
+# -- lists that are too long for one message ------------------------------------------------------------------------------
+
+
+async def test_replies_dropped_together_come_back_though_they_are_too_many_for_a_message(
+    serve: Any, connect: Any, eventually: Any, settled: Any
+) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        for number in range(claim.payload["n"]):
+            await claim.reply(torch.full((1100,), number % 251, dtype=torch.uint8))
+
+    ring = await serve(answer, slab_nbytes="16MiB", reply_nbytes="8MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
+    client = await connect()
+    replies = [reply async for reply in client.stream({"n": 1600}, timeout=30)]
+    assert client.statistics().reply_slots_held == 1600
+    replies.clear()
+    await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+    assert ring.statistics().protocol_errors == 0
+    await client.close()
+    await settled(ring)
+
+
+async def test_a_goodbye_that_keeps_more_than_a_message_names_gives_all_else_back(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        for number in range(claim.payload["n"]):
+            await claim.reply(torch.full((1100,), number % 251, dtype=torch.uint8))
+
+    ring = await serve(answer, slab_nbytes="16MiB", reply_nbytes="8MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
+    client = await connect()
+    replies = [reply async for reply in client.stream({"n": 1600}, timeout=30)]
+    del replies[:100]
+    await client.close()
+    await eventually(lambda: ring.statistics().clients == 0)
+    now = ring.statistics()
+    assert now.protocol_errors == 0
+    assert now.reply_nbytes - now.reply_free_nbytes == 1500 * 4096, "what is viewed is kept until the process ends"
+    assert now.quarantined_nbytes == 0
+    assert all(int(reply[0]) == (number + 100) % 251 for number, reply in enumerate(replies))
+    ring._frontend_died(next(iter(ring._frontends.values())))
+    assert ring.statistics().reply_free_nbytes == now.reply_nbytes
+
+
+async def test_slots_of_a_request_that_are_too_many_for_a_message_come_back(serve: Any, connect: Any, settled: Any) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        await claim.reply(sum(int(tensor[0]) for tensor in claim.payload["x"]))
+
+    ring = await serve(answer, slab_nbytes="16MiB")
+    client = await connect()
+    slots = [await client.slot(64) for _ in range(1200)]
+    tensors = [slot.tensor((64,), torch.uint8).fill_(number % 251) for number, slot in enumerate(slots)]
+    assert await client.request({"x": tensors}, timeout=20) == sum(number % 251 for number in range(1200))
+    assert client.statistics().slots_submitted == 0
+    assert client.statistics().in_place == 1200
+    for slot in slots:
+        slot.close()
+    del tensors
+    await client.close()
+    await settled(ring)
 
 
 # -- closing ------------------------------------------------------------------------------------------------------------
 
 
 async def test_closing_for_a_reason_that_is_no_text_closes(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(max_frame_nbytes=4096)
+    ring = await serve(message_ring_nbytes="16KiB")
     client = await connect()
     claiming = asyncio.create_task(ring.claim())
     await asyncio.sleep(0)

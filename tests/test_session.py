@@ -12,8 +12,8 @@ import torch
 
 import shmring
 from shmring.client.session import Session
-from shmring.core.framing import encode_frame
 from shmring.core.messages import (
+    BodyRef,
     CallResult,
     Content,
     Done,
@@ -79,8 +79,16 @@ async def test_a_large_request_of_one_frontend_is_not_held_up_by_small_ones_of_a
 # -- what crosses at the end ----------------------------------------------------------------------------------------------
 
 
-def frames(*messages: EngineMessage) -> bytes:
-    return b"".join(encode_frame(encode_message(message), 1 << 20) for message in messages)
+def records(*messages: EngineMessage) -> list[bytes]:
+    return [encode_message(message) for message in messages]
+
+
+def tell(ring: shmring.Ring, client: shmring.RingClient, said: list[bytes]) -> None:
+    """Has the engine say so to its only client, and that hear it at once."""
+    [frontend] = ring._frontends.values()
+    for record in said:
+        assert frontend.link._writer.write(record)
+    session_of(client).link.poll()
 
 
 def session_of(client: shmring.RingClient) -> Session:
@@ -111,10 +119,9 @@ async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow
     waiting = asyncio.create_task(take_slot(client, 200_000) if waiter == "slot" else client.request({"x": data}))
     await eventually(lambda: client.statistics().waiting == 1)
     [generation] = [slot.generation for slot in claim._submit.content.slots]
-    session = session_of(client)
-    session.connection.data_received(frames(Release((generation,))))
+    tell(ring, client, records(Release((generation,))))
     assert client.statistics().waiting == 0, "it has its space, and has not run yet"
-    session.connection.data_received(frames(Refused("closing")))
+    tell(ring, client, records(Refused("closing")))
     with pytest.raises(shmring.EngineDeadError, match="closing"):
         await waiting
     claim.done()
@@ -128,40 +135,50 @@ def reply_in(offset: int, nbytes: int, tensor: TensorRef) -> Reply:
     return Reply(1, Content(payload, (tensor,), b"", (SlotRef(0, offset, nbytes, 77),)))
 
 
+def reply_of(body: BodyRef, nbytes: int = 100, payload: bytes = b"") -> Reply:
+    return Reply(1, Content(payload, (), b"", (SlotRef(0, 4096, nbytes, 77),), b"", body))
+
+
 LIES = {
-    "a reply to nothing": frames(Reply(99, Content(b"\xc0"))),
-    "an end of nothing": frames(Done(99)),
-    "a failure of nothing": frames(Failed(99, "error", "X", "y")),
-    "a result of nothing": frames(CallResult(99, b"\xc0")),
-    "a second end": frames(Done(1), Done(1)),
-    "a reply after the end": frames(Done(1), Reply(1, Content(b"\xc0"))),
-    "a reply beyond the slab": frames(reply_in(1 << 20, 100, TensorRef(1, 0, 100, "uint8", (100,)))),
-    "a reply that ends beyond the slab": frames(reply_in((1 << 20) - 4096, 8192, TensorRef(1, 0, 100, "uint8", (100,)))),
-    "a tensor beyond its slot": frames(reply_in(4096, 100, TensorRef(1, 50, 100, "uint8", (100,)))),
-    "a tensor of no dtype": frames(reply_in(4096, 100, TensorRef(1, 0, 100, "void", (100,)))),
-    "a tensor in no slot": frames(reply_in(4096, 100, TensorRef(2, 0, 100, "uint8", (100,)))),
-    "a lease beyond the slab": frames(LeaseGrant(1, 9, 1 << 20, 4096)),
-    "a lease of nothing": frames(LeaseGrant(1, 9, 4096, 0)),
-    "a lease of the header": frames(LeaseGrant(1, 9, 0, 4096)),
-    "a second welcome": frames(
-        Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 4096, 1, None)
+    "a reply to nothing": records(Reply(99, Content(b"\xc0"))),
+    "an end of nothing": records(Done(99)),
+    "a failure of nothing": records(Failed(99, "error", "X", "y")),
+    "a result of nothing": records(CallResult(99, b"\xc0")),
+    "a second end": records(Done(1), Done(1)),
+    "a reply after the end": records(Done(1), Reply(1, Content(b"\xc0"))),
+    "a reply beyond the slab": records(reply_in(1 << 20, 100, TensorRef(1, 0, 100, "uint8", (100,)))),
+    "a reply that ends beyond the slab": records(reply_in((1 << 20) - 4096, 8192, TensorRef(1, 0, 100, "uint8", (100,)))),
+    "a tensor beyond its slot": records(reply_in(4096, 100, TensorRef(1, 50, 100, "uint8", (100,)))),
+    "a tensor of no dtype": records(reply_in(4096, 100, TensorRef(1, 0, 100, "void", (100,)))),
+    "a tensor in no slot": records(reply_in(4096, 100, TensorRef(2, 0, 100, "uint8", (100,)))),
+    "a lease beyond the slab": records(LeaseGrant(1, 9, 1 << 20, 4096)),
+    "a lease of nothing": records(LeaseGrant(1, 9, 4096, 0)),
+    "a lease of the header": records(LeaseGrant(1, 9, 0, 4096)),
+    "a second welcome": records(
+        Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 1 << 16, 1 << 14, 4096, 4096, 1, None)
     ),
-    "a frontend's message": encode_frame(encode_message(Goodbye()), 4096),
-    "rubbish": b"\xff" * 100,
+    "a frontend's message": [encode_message(Goodbye())],
+    "more inline than agreed upon": records(Reply(1, Content(b"\xc0", (), bytes(1025)))),
+    "a payload in no slot": records(Reply(1, Content(b"", body=BodyRef(0, 100)))),
+    "a payload beyond its slot": records(reply_of(BodyRef(64, 100))),
+    "a payload larger than it may be": records(reply_of(BodyRef(0, 2**40), 2**41)),
+    "two payloads": records(reply_of(BodyRef(0, 100), payload=b"\xc0")),
+    "more ids than a message has": [msgspec.msgpack.encode([106, [1] * 1025])],
+    "rubbish": [b"\xff" * 100],
 }  # fmt: skip
 
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
 async def test_an_engine_that_breaks_the_protocol_is_as_good_as_dead(
-    serve: Any, connect: Any, eventually: Any, lie: bytes
+    serve: Any, connect: Any, eventually: Any, lie: list[bytes]
 ) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit("x")
     other = asyncio.create_task((await client.submit("y")).result())
     await eventually(lambda: ring.statistics().waiting == 2)
     assert submission.request_id == 1
-    session_of(client).connection.data_received(lie)
+    tell(ring, client, lie)
     with pytest.raises(shmring.EngineDeadError, match="broke the protocol"):
         await other
     assert not client.connected
@@ -170,10 +187,10 @@ async def test_an_engine_that_breaks_the_protocol_is_as_good_as_dead(
 
 @pytest.mark.both_loops
 async def test_a_reply_slot_that_holds_something_else_is_stale(serve: Any, connect: Any) -> None:
-    _, client = await serve(), await connect()
+    ring, client = await serve(), await connect()
     submission = await client.submit("x")
     lie = reply_in(4096, 100, TensorRef(1, 0, 100, "uint8", (100,)))
-    session_of(client).connection.data_received(frames(lie, Reply(1, Content(b"\x07"))))
+    tell(ring, client, records(lie, Reply(1, Content(b"\x07"))))
     with pytest.raises(shmring.StaleDescriptorError):
         await submission.next()
     assert await submission.next() == 7
@@ -181,7 +198,7 @@ async def test_a_reply_slot_that_holds_something_else_is_stale(serve: Any, conne
 
 @pytest.mark.both_loops
 async def test_releases_that_are_none_are_counted_and_harm_nobody(serve: Any, connect: Any) -> None:
-    _, client = await serve(), await connect()
-    session_of(client).connection.data_received(frames(Release((1, 2, 3)), LeaseRecall((55,))))
+    ring, client = await serve(), await connect()
+    tell(ring, client, records(Release((1, 2, 3)), LeaseRecall((55,))))
     assert client.statistics().stale_releases == 3
     assert client.connected

@@ -501,8 +501,10 @@ class RingClient:
         while not self._closed:
             try:
                 await self._attach()
-            except (ShmringError, OSError) as error:
-                if not isinstance(error, EngineDeadError):
+            except Exception as error:
+                if not isinstance(error, ShmringError | OSError):
+                    logger.error("attaching to the engine %r failed, and is tried again", self.name, exc_info=error)
+                elif not isinstance(error, EngineDeadError):
                     logger.warning("can't attach to the engine %r yet: %s", self.name, error)
                 await asyncio.sleep(pause)
                 pause = min(max(pause, 0.001) * 2, self.config.reconnect_max_s)

@@ -52,6 +52,8 @@ class Pending:
             StopAsyncIteration: the request is finished.
             ShmringError: how it ended otherwise.
         """
+        if not self._replies and not self._ended:
+            self.session.link.poll()  # it may be there, and nobody has looked yet
         while not self._replies:
             if self._ended:
                 if self._error is not None:

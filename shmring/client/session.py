@@ -32,6 +32,7 @@ from shmring.config import ClientConfig
 from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits
+from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     SLOT_HEADER_NBYTES,
@@ -46,6 +47,7 @@ from shmring.core.messages import (
     Hello,
     LeaseGrant,
     LeaseRecall,
+    LeaseRequest,
     LeaseReturn,
     Refused,
     Release,
@@ -79,19 +81,20 @@ from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
 from shmring.memory.payload import Packed, Packer, PayloadDecoder
 from shmring.memory.slab import Slab
-from shmring.transport.connection import Connection
-from shmring.transport.endpoint import attach_engine, say_goodbye
+from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
+from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
-from shmring.transport.polling import BusyPolling
+from shmring.transport.polling import Poller
+from shmring.transport.rings import map_rings
 
 __all__ = ["ClientCounters", "Session"]
 
 logger = logging.getLogger("shmring.client")
 
-_MAX_WRITE_BUFFER_NBYTES = 64 << 20  # unread by the engine before it counts as not reading
+_MAX_BACKLOG_NBYTES = 16 << 20  # an abort for each request, and ids of leases and replies, are far less
+_CALL_NBYTES = 1280  # at most, of a call around its arguments
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
-_COPY_WORTH_A_WAKE_NBYTES = 128 << 10  # copying so much takes longer than waking the engine, which may as well begin
 _CLOSED = "this client was closed"
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 _OF_SLOTS, _OF_REPLIES = 0, 1  # what a region is of
@@ -124,12 +127,14 @@ class Session:
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
-        welcome: Welcome,
+        engine: AttachedEngine,
         slab: Slab,
         regions: Regions,
-        pidfd: int,
+        rings: Sequence[RingMemory],
+        watch: ProcessWatch,
         on_lost: Callable[[Session], object],
     ) -> None:
+        welcome = engine.welcome
         self.loop = asyncio.get_running_loop()
         self.config = config
         self.counters = counters
@@ -155,7 +160,7 @@ class Session:
         self.device: DeviceSlots | None = None  # from the first slot in device memory on
         self._opening_device: asyncio.Task[DeviceSlots] | None = None
         self._packer = Packer(welcome.max_tensors)
-        self._inline_nbytes = int(config.inline_nbytes)
+        self._inline_nbytes = min(int(config.inline_nbytes), welcome.inline_nbytes)
         self._in_flight = asyncio.Semaphore(welcome.max_inflight)
         self._calls_in_flight = asyncio.Semaphore(welcome.max_calls)
         self.pending: dict[int, Pending] = {}
@@ -173,15 +178,17 @@ class Session:
         self._copies: dict[asyncio.Future[None], ClientSlotRecord] = {}  # that are being made, or wait for their turn
         self._ended = self.loop.create_future()
         self._closing = False
-        self.connection: Connection[EngineMessage] = Connection(
+        from_engine, to_engine = rings
+        self.link: Link[EngineMessage] = Link(
             self,
             decode_engine_message,
-            max_frame_nbytes=welcome.max_frame_nbytes,
-            write_buffer_nbytes=int(config.write_buffer_nbytes),
-            max_write_buffer_nbytes=_MAX_WRITE_BUFFER_NBYTES,
-            polling=BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None,
+            engine.socket,
+            from_engine,
+            to_engine,
+            Poller(self.loop, config.busy_poll_s),
+            max_backlog_nbytes=_MAX_BACKLOG_NBYTES,
         )
-        self._watch = ProcessWatch(self.loop, pidfd, self._engine_died)
+        self._watch = watch
         self.loop.add_reader(regions.bell, self._collect_deaths)
 
     @classmethod
@@ -205,33 +212,47 @@ class Session:
         """
         engine_uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
         engine = await attach_engine(path, Hello(PROTOCOL_VERSION, int(config.lease_nbytes), name), engine_uids)
-        welcome = engine.welcome
         try:
-            slab = Slab.attach(engine.slab_fd, welcome.slab_nbytes, welcome.epoch)
-            regions = Regions()
+            session = cls._attach(engine, config, counters, copier, cuda, device_memory, on_lost)
         except BaseException:
-            os.close(engine.pidfd)
-            say_goodbye(engine.socket)
+            give_up(engine.socket)
             engine.socket.close()
             raise
-        session = cls(config, counters, copier, cuda, device_memory, welcome, slab, regions, engine.pidfd, on_lost)
+        if config.prefault and not config.map_leased_only:
+            session._touching = session.loop.create_task(session._touch_slab())
+        return session
+
+    @classmethod
+    def _attach(
+        cls,
+        engine: AttachedEngine,
+        config: ClientConfig,
+        counters: ClientCounters,
+        copier: Copier,
+        cuda: Cuda,
+        device_memory: DeviceMemory,
+        on_lost: Callable[[Session], object],
+    ) -> Session:
+        """Takes all but the socket over, and that as well if it succeeds."""
+        with contextlib.ExitStack() as undo:
+            watch = ProcessWatch(asyncio.get_running_loop(), engine.pidfd, lambda: session._engine_died())
+            undo.callback(watch.close)
+            slab, rings = _map(engine)
+            undo.callback(slab.close)
+            regions = Regions()
+            undo.callback(regions.close)
+            session = cls(config, counters, copier, cuda, device_memory, engine, slab, regions, rings, watch, on_lost)
+            undo.pop_all()
         try:
             if config.map_leased_only:
-                slab.protect(0, welcome.slab_nbytes, readable=True, writable=False)
-            if welcome.base_lease is not None:
-                session._add_lease(welcome.base_lease)
-            # In one piece: cancelled midway, uvloop would close the descriptor under the socket object.
-            connecting = session.loop.create_unix_connection(lambda: session.connection, sock=engine.socket)
-            await uninterrupted(session.loop.create_task(connecting))
+                slab.protect(0, engine.welcome.slab_nbytes, readable=True, writable=False)
+            if engine.welcome.base_lease is not None:
+                session._add_lease(engine.welcome.base_lease)
+            session.link.start()
         except BaseException:
-            say_goodbye(engine.socket)
+            give_up(engine.socket)
             session._lose(ClosedError("this client did not attach"))
-            engine.socket.close()
             raise
-        if session.error is not None:  # lost while its connection was being made
-            session.connection.abort()
-        elif config.prefault and not config.map_leased_only:
-            session._touching = session.loop.create_task(session._touch_slab())
         return session
 
     # -- what the connection reports -----------------------------------------------------------------------------------
@@ -270,6 +291,10 @@ class Session:
         self.counters.stale_releases += unknown
         self._carry_out(effects)
 
+    def peer_gave_up(self) -> None:
+        """An engine does not attach."""
+        self.protocol_violated(RemoteProtocolError("what came over the socket is no bell"))
+
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         """The engine broke the rules: it is as good as dead to us."""
         logger.error("the engine broke the protocol: %s", error)
@@ -282,6 +307,7 @@ class Session:
             self._ended.set_result(None)
 
     def _engine_died(self) -> None:
+        self.link.read_last_words()  # which may say why
         self._lose(EngineDeadError("the engine's process has died"))
 
     def _lose(self, error: ShmringError) -> None:
@@ -292,7 +318,7 @@ class Session:
         self._watch.close()
         self.loop.remove_reader(self._regions.bell)
         self._regions.close()
-        self.connection.abort()
+        self.link.abort()
         if self._expiry is not None:
             self._expiry.cancel()
         if self._touching is not None:
@@ -376,8 +402,14 @@ class Session:
             if self.config.map_leased_only and isinstance(effect.message, LeaseReturn):
                 for lease_id in self._lease_ranges.keys() & set(effect.message.lease_ids):  # none in device memory
                     self._slab.protect(*self._lease_ranges.pop(lease_id), readable=True, writable=False)
-            self.connection.send(effect.message)
+            self._send_effect(effect.message)
         self._plan_expiry()
+
+    def _send_effect(self, message: LeaseRequest | LeaseReturn) -> None:
+        if isinstance(message, LeaseReturn):
+            self.link.send_listed(LeaseReturn, message.lease_ids)
+        else:
+            self.link.send(message)
 
     def _plan_expiry(self) -> None:
         if self._expiry is not None:
@@ -511,7 +543,7 @@ class Session:
                 self._viewed_replies.discard(key)
                 replies.append(key)
         if replies:
-            self.connection.send(ReplyRelease(tuple(replies)))
+            self.link.send_listed(ReplyRelease, replies)
 
     # -- device memory -----------------------------------------------------------------------------------------------------
 
@@ -562,6 +594,7 @@ class Session:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
         # Of now: while this waits, another task may make another stream the current one.
         stream = self.device.current_stream() if self.device is not None else None
+        self.link.poll()  # what the engine has released meanwhile may be used again
         if self._copier.copied_in_turn:
             # What the engine has released meanwhile is taken in, and the next copy goes where the cache still is: at 1 and
             # 2 MiB, with 16 in flight, that is a third to a half more messages per second than going round 16 places.
@@ -584,9 +617,9 @@ class Session:
         self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
     ) -> Pending | None:
         """Sends what was just packed; None if something has to be waited for: the engine, space, or a long copy."""
-        if not self.connection.can_write or packed.copy_nbytes > copy_limit_nbytes:
+        if not self.link.can_write or packed.copy_nbytes > copy_limit_nbytes:
             return None
-        if packed.copy_nbytes <= self._inline_nbytes:
+        if not packed.needs_slot:
             return self._send(packed, in_place, None, name, self._fence(in_place, stream))
         slot = self.book.acquire(packed.copy_nbytes, held=False)
         if slot is None:
@@ -619,13 +652,13 @@ class Session:
     ) -> Pending | None:
         """Sends a payload; None if a slot that it lies in has changed hands while we waited for space."""
         slot: ClientSlotRecord | None = None
-        if packed.copy_nbytes > self._inline_nbytes:
+        if packed.needs_slot:
             slot = await self.acquire(packed.copy_nbytes, held=False)
         sent = False
         try:
             if slot is not None:
                 await self._copy(packed, slot)
-            if not self.connection.can_write:
+            if not self.link.can_write:
                 await self._writable()
             self.check_alive()
             if not all(_is_submittable(record) for record in in_place):
@@ -658,14 +691,16 @@ class Session:
     async def _writable(self) -> None:
         """Waits while the engine reads more slowly than it is written to."""
         with contextlib.suppress(PeerLostError):  # the session says why
-            await self.connection.drain()
+            await self.link.drain()
 
     def submit_nowait(self, payload: object, name: str) -> Pending:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
         self.check_alive()
+        self.link.poll()
+        self.check_alive()  # what came may have been its end
         if self._in_flight.locked():
             raise WouldBlock(f"{self.welcome.max_inflight} requests are in flight, the engine takes no more (max_inflight)")
-        if not self.connection.can_write:
+        if not self.link.can_write:
             raise WouldBlock("the engine reads more slowly than it is written to")
         packed, in_place = self._pack(payload)
         pending = self._send_now(packed, in_place, name, None, math.inf)
@@ -688,7 +723,8 @@ class Session:
             return in_place.index(record) + 1, offset
 
         packed = self._packer.pack(payload, locate if self._held else None)
-        packed.check_frame(self.welcome.max_frame_nbytes, self._inline_nbytes)
+        welcome = self.welcome
+        packed.settle(welcome.max_record_nbytes, self._inline_nbytes, welcome.max_payload_nbytes, len(in_place))
         return packed, in_place
 
     def _find_held(self, address: int, nbytes: int) -> tuple[ClientSlotRecord, int] | None:
@@ -735,9 +771,7 @@ class Session:
             counters.in_place_nbytes += packed.in_place_nbytes
         for ref in slots:
             counters.slot_nbytes_submitted += ref.nbytes
-        self.connection.send(
-            Submit(self.welcome.epoch, request_id, content, name), at_once=packed.copied_nbytes >= _COPY_WORTH_A_WAKE_NBYTES
-        )
+        self.link.send(Submit(self.welcome.epoch, request_id, content, name))
         return pending
 
     def _hand_over(self, record: ClientSlotRecord) -> SlotRef:
@@ -756,7 +790,7 @@ class Session:
         pending.end(error)
         self.counters.aborted += 1
         if pending.request_id in self.pending:
-            self.connection.send(Abort(pending.request_id))
+            self.link.send(Abort(pending.request_id))
 
     def _request_ended(self, request_id: int, failure: Failed | None) -> None:
         pending = self.pending.get(request_id)
@@ -788,6 +822,7 @@ class Session:
         pending = self.pending.get(request_id)
         if pending is None:
             raise RemoteProtocolError(f"a reply came to request {request_id}, which is not in flight")
+        content.check_size(self.welcome.inline_nbytes, self.welcome.max_payload_nbytes)
         content.check(self.welcome.max_tensors)
         if content.fence:
             raise RemoteProtocolError("a reply came with an event, and replies have none")
@@ -815,6 +850,8 @@ class Session:
             return region
 
         try:
+            if content.body is not None:
+                content = self._with_body(content)
             return decoder.decode(content, region_of)
         except msgspec.ValidationError as error:
             raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error
@@ -823,10 +860,19 @@ class Session:
             self._viewed_replies |= viewed
             self.release_reply_slots(tuple(slot for slot in content.slots if slot.generation not in viewed))
 
+    def _with_body(self, content: Content) -> Content:
+        """Reads the payload that lies in a slot."""
+        assert content.body is not None
+        slot, body = content.slots[-1], content.body
+        if self._slab.read_slot_header(slot.offset) != (slot.generation, slot.nbytes):
+            raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
+        data = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES + body.offset, body.nbytes).tobytes()
+        return content.with_body(data, self.welcome.max_tensors)
+
     def release_reply_slots(self, slots: tuple[SlotRef, ...]) -> None:
         """Gives reply slots back of which no view was made."""
         if slots and self.error is None:
-            self.connection.send(ReplyRelease(tuple(slot.generation for slot in slots)))
+            self.link.send_listed(ReplyRelease, [slot.generation for slot in slots])
 
     @property
     def reply_slots_held(self) -> int:
@@ -838,11 +884,13 @@ class Session:
     async def call(self, method: str, arguments: tuple[object, ...]) -> Any:
         """Calls a method of the engine and waits for its result."""
         encoded = msgspec.msgpack.encode(arguments)
-        if len(encoded) + 1024 > self.welcome.max_frame_nbytes:
+        capacity = self.welcome.max_record_nbytes - _CALL_NBYTES
+        if len(encoded) > capacity:
             raise CapacityError(
-                f"the arguments of {method} take {len(encoded)} bytes",
+                f"the arguments of {method} take {len(encoded)} bytes, and have to fit a message of "
+                f"{self.welcome.max_record_nbytes}",
                 needed=len(encoded),
-                capacity=self.welcome.max_frame_nbytes,
+                capacity=capacity,
             )
         await self._calls_in_flight.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
@@ -853,7 +901,7 @@ class Session:
             raise
         call_id = next(self._ids)
         future = self._calls[call_id] = self.loop.create_future()
-        self.connection.send(Call(call_id, method, encoded))
+        self.link.send(Call(call_id, method, encoded))
         try:
             return msgspec.msgpack.decode(await future)
         finally:
@@ -900,9 +948,13 @@ class Session:
         for record in (*self._held.values(), *self._copies.values()):
             record.viewed = True  # its caller has not left it, or a thread not ended, and may still write
         kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
-        replies = tuple([generation for kind, generation in self._regions.living() if kind == _OF_REPLIES])
-        self.connection.send(Goodbye(kept, replies, maps_device_slab))
-        self.connection.close()
+        replies = [generation for kind, generation in self._regions.living() if kind == _OF_REPLIES]
+        for lease_ids in self.link.split(kept):
+            self.link.send(Goodbye(lease_ids, more=True))
+        for generations in self.link.split(replies):
+            self.link.send(Goodbye((), generations, more=True))
+        self.link.send(Goodbye(maps_device_slab=maps_device_slab))
+        self.link.close()
 
     async def _leave_device(self) -> bool:
         """Unmaps the device slab when the GPU is done with what this process queued; returns whether it is still mapped."""
@@ -913,6 +965,24 @@ class Session:
         is_unmapped = await uninterrupted(self.loop.create_task(self.device.close()))
         self._collect_deaths()
         return not is_unmapped
+
+
+def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory]]:
+    """Maps what an engine passed, and closes the descriptors."""
+    welcome = engine.welcome
+    try:
+        try:
+            record_nbytes = largest_record_nbytes(welcome.message_ring_nbytes)
+            if welcome.max_record_nbytes != record_nbytes or welcome.inline_nbytes > record_nbytes // 2:
+                raise RemoteProtocolError("the engine's limits of messages do not fit the size of its message rings")
+            rings = map_rings(engine.ring_fds, welcome.message_ring_nbytes)
+        except BaseException:
+            os.close(engine.slab_fd)
+            raise
+        return Slab.attach(engine.slab_fd, welcome.slab_nbytes, welcome.epoch), rings
+    finally:
+        for fd in engine.ring_fds:
+            os.close(fd)
 
 
 def _is_submittable(record: ClientSlotRecord) -> bool:

@@ -19,6 +19,7 @@ records, one look), but before the writer itself sleeps or ends. ``tests/model/m
 ``make verify`` has spin search every interleaving of it, with stores delayed as x86 and ARM may delay them.
 
 A bell is sent without waiting: a socket that is full has bells enough, and one whose peer has gone is found so by reading it.
+Nobody rings a socket that is about to be closed (``mute``): its number may soon be another file's.
 
 Invariants: head <= tail <= head + capacity; both are multiples of 8; everything from head to tail is whole records and skips.
 
@@ -26,8 +27,11 @@ Source: the private copy of the other's count is rigtorp's SPSCQueue's; the two 
 (IORING_SQ_NEED_WAKEUP).
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyObject_GetBuffer, PyBuffer_Release
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_SetFromErrno
+from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -35,9 +39,22 @@ from shmring.errors import CapacityError, RemoteProtocolError
 
 cdef extern from "<sys/socket.h>" nogil:
     ssize_t send(int, const void*, size_t, int)
+    ssize_t recv(int, void*, size_t, int)
     enum:
         MSG_DONTWAIT
         MSG_NOSIGNAL
+
+cdef extern from "<sys/mman.h>" nogil:
+    void* mmap(void*, size_t, int, int, int, long)
+    int munmap(void*, size_t)
+    int madvise(void*, size_t, int)
+    void* MAP_FAILED
+    enum:
+        PROT_READ
+        PROT_WRITE
+        MAP_SHARED
+        MAP_POPULATE
+        MADV_DONTFORK
 
 cdef extern from "atomics.h" nogil:
     void store_release_u64(void* at, uint64_t value)
@@ -53,6 +70,46 @@ cdef uint32_t SKIP = 0xFFFFFFFF
 cdef uint32_t _LARGEST_RECORD_NBYTES = 64 << 10
 
 LARGEST_RECORD_NBYTES = _LARGEST_RECORD_NBYTES
+
+#: What :func:`take_bells` has found, added up.
+ENDED, GAVE_UP, FOREIGN = 1, 2, 4
+
+#: What is sent instead of a bell by a frontend that gives up while it attaches: it uses nothing of what it was lent.
+GIVING_UP = b"\1"
+
+cdef enum:
+    BELLS_NBYTES = 4096  # more than can be there, if they are bells: the kernel keeps a few hundred bytes sent one by one
+    MOST_READS = 16  # of other things, at a time
+
+
+def take_bells(connected: int) -> int:
+    """Reads what has come over a socket, without waiting.
+
+    To the end of it in one go: a loop may say only once that a socket has ended (uvloop does, where the peer left bells unread).
+
+    Args:
+        connected: the descriptor of the socket.
+
+    Returns:
+        0, or a sum: ``ENDED``, the connection has ended; ``GAVE_UP``, there was ``GIVING_UP``; ``FOREIGN``, there was what is
+        neither that nor a bell.
+    """
+    cdef char bytes_read[BELLS_NBYTES]
+    cdef ssize_t nbytes, index
+    cdef int found = 0, reads = 0
+    while reads < MOST_READS:
+        reads += 1
+        nbytes = recv(connected, bytes_read, BELLS_NBYTES, MSG_DONTWAIT)
+        if nbytes < 0:
+            if errno == EINTR:
+                continue
+            return found if errno == EAGAIN else found | 1
+        if nbytes == 0:
+            return found | 1
+        for index in range(nbytes):
+            if bytes_read[index]:
+                found |= 2 if bytes_read[index] == 1 else 4
+    return found
 
 
 def ring_nbytes(capacity_nbytes: int) -> int:
@@ -76,6 +133,44 @@ cdef inline uint64_t _up(uint64_t nbytes) noexcept nogil:
 cdef uint32_t _largest_record(uint64_t capacity) noexcept nogil:
     """A quarter of the ring: a record that has to skip to the start takes the room of two, and the reader keeps up with the rest."""
     return <uint32_t>min(<uint64_t>_LARGEST_RECORD_NBYTES, capacity // 4)
+
+
+def largest_record_nbytes(capacity_nbytes: int) -> int:
+    """Returns the length of the longest record that a ring of a capacity carries."""
+    return min(_LARGEST_RECORD_NBYTES, capacity_nbytes // 4)
+
+
+@cython.final
+cdef class RingMemory:
+    """The memory of a ring, mapped. It is unmapped when nothing has it any more; forked children do not have it.
+
+    Python's own mapping would keep a descriptor as long, and an engine has two rings for each frontend.
+
+    Args:
+        fd: of :func:`ring_nbytes` bytes; it may be closed afterwards.
+        capacity_nbytes: see there.
+
+    Raises:
+        OSError: it can't be mapped.
+    """
+    cdef void* _at
+    cdef Py_ssize_t _nbytes
+
+    def __cinit__(self, fd: int, capacity_nbytes: int) -> None:
+        self._nbytes = ring_nbytes(capacity_nbytes)
+        self._at = mmap(NULL, self._nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0)
+        if self._at == MAP_FAILED:
+            self._at = NULL
+            PyErr_SetFromErrno(OSError)
+        if madvise(self._at, self._nbytes, MADV_DONTFORK):
+            PyErr_SetFromErrno(OSError)
+
+    def __dealloc__(self) -> None:
+        if self._at != NULL:
+            munmap(self._at, self._nbytes)
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags) -> None:
+        PyBuffer_FillInfo(buffer, self, self._at, self._nbytes, 0, flags)
 
 
 cdef object _view(memory, uint8_t** at, uint64_t* capacity):
@@ -128,6 +223,10 @@ cdef class RecordWriter:
     def ring_bell(self) -> bool:
         """Wakes the reader if it sleeps; returns whether it did. Owed once after publishing, before this end sleeps or ends."""
         return self.wake_reader()
+
+    def mute(self) -> None:
+        """Rings no more: the socket is about to be closed."""
+        self._bell = -1
 
     def wait_for_space(self, nbytes: int) -> bool:
         """Says that this end waits for the room of a record of ``nbytes``; returns False if there is room after all.
@@ -240,6 +339,14 @@ cdef class RecordReader:
         After True the caller waits for a bell. It need not say that it is awake: a bell that is rung once too often is harmless.
         """
         return self.fall_asleep()
+
+    def wake(self) -> None:
+        """Says that this end does not sleep after all: what is published from now on is looked for without a bell."""
+        store_relaxed_u32(self._at + AT_READER_SLEEPS, 0)
+
+    def mute(self) -> None:
+        """Rings no more: the socket is about to be closed."""
+        self._bell = -1
 
     cdef int next_nbytes(self, uint32_t* nbytes) except -1:
         """Finds the next record; returns 0 if there is none, else 1 and its length."""

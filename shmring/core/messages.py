@@ -8,13 +8,15 @@ A payload travels as msgpack in which each tensor is an extension holding its in
 message. The table says where the bytes are: in region 0, the bytes of the message itself (``inline``), or in region
 ``n``, the slot ``slots[n - 1]``. A descriptor can so be checked completely before a byte of the payload is decoded, and
 a third party could carry it over another channel.
+
+A message is one record of a message ring, so it has a largest size. A payload and a table that make it larger lie in the last
+slot, as a :class:`Body`. Long lists of ids are split over several messages: ``MAX_LISTED`` bounds what one of them can ask for.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -28,6 +30,8 @@ __all__ = [
     "TENSOR_EXTENSION",
     "TORCH_ITEM_NBYTES",
     "Abort",
+    "Body",
+    "BodyRef",
     "Call",
     "CallResult",
     "Content",
@@ -44,6 +48,7 @@ __all__ = [
     "LeaseRecall",
     "LeaseRequest",
     "LeaseReturn",
+    "MAX_LISTED",
     "Memory",
     "Refused",
     "Release",
@@ -56,12 +61,15 @@ __all__ = [
     "align",
     "decode_engine_message",
     "decode_frontend_message",
+    "encode_body",
     "encode_message",
-    "encode_message_into",
     "item_nbytes",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+#: Ids in one message. Looking up that many takes a fraction of a millisecond, and they fit a record of 16 KiB.
+MAX_LISTED = 1024
 
 #: Each slot starts with {magic, generation, nbytes}, padded to one cache line.
 SLOT_HEADER_NBYTES = 64
@@ -88,6 +96,8 @@ _NUMPY_TEXT = re.compile(r"[<>]U([1-9][0-9]{0,6})")
 
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
+LeaseIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_LISTED)]
+Generations = Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_LISTED)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 
 #: Which memory a lease is wanted in. Where it was granted says its offset: device memory begins where the slab ends.
@@ -161,14 +171,68 @@ class TensorRef(_Part, frozen=True):
             )
 
 
+class Body(_Part, frozen=True):
+    """What would make a message larger than a record."""
+
+    payload: bytes
+    tensors: tuple[TensorRef, ...]
+
+
+class BodyRef(_Part, frozen=True):
+    """Where a :class:`Body` lies: ``offset`` behind the start of the last slot's content."""
+
+    offset: Unsigned
+    nbytes: Unsigned
+
+
 class Content(_Part, frozen=True):
-    """A payload and where its tensors are. ``fence`` is the event behind what was written to slots in device memory."""
+    """A payload and where its tensors are. ``fence`` is the event behind what was written to slots in device memory.
+
+    ``body``: payload and tensors are not here but in the last slot.
+    """
 
     payload: bytes
     tensors: tuple[TensorRef, ...] = ()
     inline: bytes = b""
     slots: tuple[SlotRef, ...] = ()
     fence: EventHandle = b""
+    body: BodyRef | None = None
+
+    def with_body(self, data: bytes, max_tensors: int) -> Content:
+        """Returns this with the payload and the tensors of its body.
+
+        Args:
+            data: a copy of what lies where ``body`` says.
+            max_tensors: as of :meth:`check`.
+
+        Raises:
+            RemoteProtocolError: it is not such a thing. Whoever maps the slab may have written it.
+        """
+        try:
+            body = _body_decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"what lies in its slot is no payload: {error}") from None
+        content = msgspec.structs.replace(self, payload=body.payload, tensors=body.tensors, body=None)
+        content.check(max_tensors)
+        return content
+
+    def check_size(self, inline_nbytes: int, max_payload_nbytes: int) -> None:
+        """Raises :class:`RemoteProtocolError` if it has more in it than was agreed upon."""
+        if len(self.inline) > inline_nbytes:
+            raise RemoteProtocolError(f"{len(self.inline)} bytes of tensors in a message exceed inline_nbytes, {inline_nbytes}")
+        if self.body is None:
+            return
+        if self.payload or self.tensors or self.inline or not self.slots:
+            raise RemoteProtocolError("a payload in a slot came with another, or without the slot")
+        if self.body.nbytes > max_payload_nbytes:
+            raise RemoteProtocolError(
+                f"a payload of {self.body.nbytes} bytes exceeds max_payload_nbytes ({max_payload_nbytes})"
+            )
+        if self.body.offset + self.body.nbytes > self.slots[-1].nbytes:
+            raise RemoteProtocolError(
+                f"a payload at [{self.body.offset}, {self.body.offset + self.body.nbytes}) exceeds its slot of "
+                f"{self.slots[-1].nbytes} bytes"
+            )
 
     def check(self, max_tensors: int) -> None:
         """Raises :class:`RemoteProtocolError` unless every tensor descriptor is sound."""
@@ -198,7 +262,7 @@ class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
 
 
 class Hello(_Message, frozen=True, tag=1):
-    """The first frame of a connection."""
+    """The first message of a connection."""
 
     version: int
     lease_nbytes: Unsigned
@@ -237,13 +301,13 @@ class LeaseRequest(_Message, frozen=True, tag=4):
 class LeaseReturn(_Message, frozen=True, tag=5):
     """Gives leases back in which no slot is in use."""
 
-    lease_ids: tuple[Unsigned, ...]
+    lease_ids: LeaseIds
 
 
 class ReplyRelease(_Message, frozen=True, tag=6):
     """Gives reply slots back whose last view has died."""
 
-    generations: tuple[Generation, ...]
+    generations: Generations
 
 
 class Call(_Message, frozen=True, tag=7):
@@ -255,14 +319,16 @@ class Call(_Message, frozen=True, tag=7):
 
 
 class Goodbye(_Message, frozen=True, tag=8):
-    """The last frame of an orderly end: this frontend writes nowhere any more, but in ``kept_lease_ids``.
+    """The last message of an orderly end: this frontend writes nowhere any more, but in ``kept_lease_ids``.
 
     ``maps_device_slab``: it could not unmap the device slab, so that must not be freed before this process is dead.
+    ``more``: another follows, which says what else is kept.
     """
 
-    kept_lease_ids: tuple[Unsigned, ...] = ()
-    kept_reply_generations: tuple[Generation, ...] = ()
+    kept_lease_ids: LeaseIds = ()
+    kept_reply_generations: Generations = ()
     maps_device_slab: bool = False
+    more: bool = False
 
 
 # engine to frontend
@@ -281,7 +347,11 @@ class LeaseGrant(_Message, frozen=True, tag=101):
 
 
 class Welcome(_Message, frozen=True, tag=102):
-    """The answer to :class:`Hello`; the slab's descriptor travels beside it. ``device`` is None if there is no device slab."""
+    """The answer to :class:`Hello`. ``device`` is None if there is no device slab.
+
+    Three descriptors travel beside it: of the slab, of the message ring to the frontend, and of the one to the engine. Both
+    rings carry ``message_ring_nbytes``, in records of at most ``max_record_nbytes``.
+    """
 
     version: int
     epoch: Generation
@@ -292,7 +362,10 @@ class Welcome(_Message, frozen=True, tag=102):
     max_inflight: Unsigned
     max_calls: Unsigned
     max_leases: Unsigned
-    max_frame_nbytes: Unsigned
+    message_ring_nbytes: Unsigned
+    max_record_nbytes: Unsigned
+    inline_nbytes: Unsigned
+    max_payload_nbytes: Unsigned
     max_tensors: Unsigned
     base_lease: LeaseGrant | None
     device: DeviceHandle | None = None
@@ -309,7 +382,7 @@ class Done(_Message, frozen=True, tag=104):
     """The request is finished; slots that are handed back with it need no :class:`Release` of their own."""
 
     request_id: Unsigned
-    released: tuple[Generation, ...] = ()
+    released: Generations = ()
 
 
 FailureKind = Literal["error", "aborted", "timed_out", "invalid"]
@@ -327,13 +400,13 @@ class Failed(_Message, frozen=True, tag=105):
 class Release(_Message, frozen=True, tag=106):
     """Hands slots back, by generation."""
 
-    generations: tuple[Generation, ...]
+    generations: Generations
 
 
 class LeaseRecall(_Message, frozen=True, tag=107):
     """Asks for leases back: allocate nothing more in them, return each as soon as it is empty."""
 
-    lease_ids: tuple[Unsigned, ...]
+    lease_ids: LeaseIds
 
 
 class CallResult(_Message, frozen=True, tag=108):
@@ -355,16 +428,19 @@ EngineMessage = Welcome | Reply | Done | Failed | Release | LeaseGrant | LeaseRe
 
 _encoder = msgspec.msgpack.Encoder()
 
-#: Writes the body of a frame to a buffer from a position on, which may be beyond its end; the buffer then ends behind it.
-encode_message_into: Callable[[FrontendMessage | EngineMessage, bytearray, int], None] = _encoder.encode_into
-
 _frontend_decoder: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_body_decoder = msgspec.msgpack.Decoder(Body)
 
 
 def encode_message(message: FrontendMessage | EngineMessage) -> bytes:
-    """Returns the body of a frame."""
+    """Returns a message as a record of bytes."""
     return _encoder.encode(message)
+
+
+def encode_body(payload: bytes, tensors: tuple[TensorRef, ...]) -> bytes:
+    """Returns what :meth:`Content.with_body` reads."""
+    return _encoder.encode(Body(payload, tensors))
 
 
 def decode_frontend_message(body: bytes) -> FrontendMessage:

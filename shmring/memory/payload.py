@@ -6,8 +6,9 @@ copies each tensor there (only the bytes a view shows, never its storage) and de
 slot of the caller are described where they are. Decoding is the reverse, and builds views; nothing is executed and no
 class is looked up by name, so a hostile payload can at worst be refused.
 
-Several tensors share one slot, each on a cache line of its own. The idea of msgpack with tensors out of band, and of
-hooks that collect them, is vLLM's (``v1/serial_utils.py``).
+Several tensors share one slot, each on a cache line of its own. A payload that is too large for a message follows them there,
+with their descriptors. The idea of msgpack with tensors out of band, and of hooks that collect them, is vLLM's
+(``v1/serial_utils.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ import torch
 from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
-from shmring.core.messages import TENSOR_EXTENSION, Content, SlotRef, TensorRef, align, item_nbytes
+from shmring.core.messages import (
+    TENSOR_EXTENSION,
+    BodyRef,
+    Content,
+    SlotRef,
+    TensorRef,
+    align,
+    encode_body,
+    item_nbytes,
+)
 from shmring.core.views import Region, borrowed, copied
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.streaming import Copy, copier_for
@@ -34,7 +44,10 @@ __all__ = ["Packed", "Packer", "PayloadDecoder", "nbytes_for", "torch_dtype_name
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-_DESCRIPTOR_NBYTES = 64 + 48  # at most, of a tensor without its shape and of the slot it may lie in
+_TENSOR_NBYTES = 64  # at most, of a tensor's descriptor without its shape
+_EXTENT_NBYTES = 9  # at most, of each of its dimensions
+_SLOT_NBYTES = 48  # at most, of a slot's descriptor
+_BODY_NBYTES = 16  # at most, of what is around both in a slot
 _MESSAGE_NBYTES = 1536  # at most, of the rest of a message: its name (256 characters), numbers, the msgpack around them
 
 # A tensor of one of our dtypes, with less than this and more than nothing in it, has no shape that a peer could refuse.
@@ -120,9 +133,11 @@ class Packed:
 
     Attributes:
         payload: msgpack, with extensions for the tensors.
-        copy_nbytes: what the tensors that must be copied need in one region.
+        copy_nbytes: what must be copied needs in one region: tensors, and the payload if it is too large for a message.
         copied, in_place: how many tensors are copied, and how many are described where they are.
         copied_nbytes, in_place_nbytes: bytes of both, what lies between them not included.
+        needs_slot: whether that region is a slot, and not the message. This and what follows is decided by :meth:`settle`.
+        body: payload and descriptors, if they go there as well, behind the tensors, at ``body_offset``.
     """
 
     payload: bytes
@@ -132,19 +147,49 @@ class Packed:
     copied_nbytes: int
     in_place: int
     in_place_nbytes: int
+    needs_slot: bool = False
+    body: bytes = b""
+    body_offset: int = 0
 
-    def check_frame(self, max_frame_nbytes: int, inline_nbytes: int) -> None:
-        """Raises :class:`CapacityError` if the message that carries this could exceed the largest frame."""
-        nbytes = len(self.payload) + (self.copy_nbytes if self.copy_nbytes <= inline_nbytes else 0)
+    def settle(self, record_nbytes: int, inline_nbytes: int, max_payload_nbytes: int, slots: int = 0) -> None:
+        """Decides what travels in the message, and what in a slot of its own (``needs_slot``, and ``copy_nbytes`` of it).
+
+        Args:
+            record_nbytes: the largest message.
+            inline_nbytes: up to which the tensors that are copied may be in the message.
+            max_payload_nbytes: of all that is no tensor.
+            slots: in which tensors lie in place.
+
+        Raises:
+            CapacityError: it can't be sent.
+        """
+        nbytes = len(self.payload) + _BODY_NBYTES
         for part in self.parts:
-            nbytes += _DESCRIPTOR_NBYTES + 9 * len(part.shape)
-        if nbytes + _MESSAGE_NBYTES > max_frame_nbytes:
+            nbytes += _TENSOR_NBYTES + _EXTENT_NBYTES * len(part.shape)
+        if nbytes > max_payload_nbytes:
             raise CapacityError(
-                f"a message of about {nbytes} bytes, tensors apart, exceeds max_frame_nbytes ({max_frame_nbytes}); send "
-                "bulk data as tensors (numpy.frombuffer makes one of bytes), which travel in slots",
+                f"a payload of about {nbytes} bytes, tensors apart, exceeds max_payload_nbytes ({max_payload_nbytes}); send "
+                "bulk data as tensors (numpy.frombuffer makes one of bytes)",
                 needed=nbytes,
-                capacity=max_frame_nbytes,
+                capacity=max_payload_nbytes,
             )
+        self.needs_slot = self.copy_nbytes > inline_nbytes
+        fixed_nbytes = _MESSAGE_NBYTES + _SLOT_NBYTES * (slots + 1)
+        if nbytes + fixed_nbytes + (0 if self.needs_slot else self.copy_nbytes) <= record_nbytes:
+            return
+        if fixed_nbytes > record_nbytes:
+            raise CapacityError(
+                f"a message that names {slots} slots exceeds {record_nbytes} bytes; put several tensors into one",
+                needed=fixed_nbytes,
+                capacity=record_nbytes,
+            )
+        for part in self.parts:
+            if not part.in_place and part.nbytes:
+                part.region = slots + 1
+        self.body = encode_body(self.payload, tuple([part.ref() for part in self.parts]))
+        self.body_offset = align(self.copy_nbytes)
+        self.copy_nbytes = self.body_offset + len(self.body)
+        self.needs_slot = True
 
     def inline(self) -> bytes:
         """Copies the tensors that are to travel in the message itself."""
@@ -164,13 +209,15 @@ class Packed:
 
     def content_in(self, slots: tuple[SlotRef, ...]) -> Content:
         """Describes the tensors after :meth:`copy_into` has filled the last of ``slots``."""
+        if self.body:
+            return Content(b"", (), b"", slots, b"", BodyRef(self.body_offset, len(self.body)))
         for part in self.parts:
             if not part.in_place and part.nbytes:
                 part.region = len(slots)
         return self.content_with(b"", slots)
 
     def copy_into(self, anchor: NDArray[np.uint8], address: int) -> None:
-        """Copies all tensors that are not in place to their offsets in a region; may run on any thread.
+        """Copies all that is not in place to its offsets in a region; may run on any thread.
 
         Args:
             anchor: the region.
@@ -180,6 +227,8 @@ class Packed:
         for part in self.parts:
             if not part.in_place:
                 part.copy_to(anchor, address, copy)
+        if self.body:
+            ctypes.memmove(address + self.body_offset, self.body, len(self.body))
 
 
 class Packer:

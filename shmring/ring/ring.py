@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import functools
 import itertools
 import logging
@@ -47,6 +46,7 @@ from shmring.core.effects import (
 )
 from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
+from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     SLOT_HEADER_NBYTES,
@@ -95,10 +95,11 @@ from shmring.memory.payload import Packed, Packer, PayloadDecoder
 from shmring.ring.claim import Claim
 from shmring.ring.reserve import Memories, create_memories
 from shmring.statistics import RingStatistics
-from shmring.transport.connection import Connection
 from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome, socket_path
+from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
-from shmring.transport.polling import BusyPolling
+from shmring.transport.polling import Poller
+from shmring.transport.rings import map_rings, sealed_rings
 
 __all__ = ["CallHandler", "Ring", "Serving", "serve"]
 
@@ -109,7 +110,9 @@ CallHandler = Callable[..., Awaitable[Any]]
 
 _MAX_ERROR_TEXT = 4096  # characters of an exception's text that travel; the rest is in the engine's log
 _CALL_RESULT_NBYTES = 64  # at most, of a call's result around the result itself
-_DESCRIPTORS_EXHAUSTED_PAUSE_S = 0.1  # before accepting again when this process is out of descriptors
+_FAILED_NBYTES = 4 * _MAX_ERROR_TEXT + 2048  # at most, of the end of a request and of the release of its slots
+_OTHER_UNREAD_NBYTES = 4 << 20  # of leases, and of slots that drained: far more than there are
+_ACCEPT_PAUSE_S = 0.1  # before accepting again when that failed: mostly because this process is out of descriptors
 _COPY_THREADS = 2  # for replies, which are small beside requests
 _NO_SLOTS: frozenset[int] = frozenset()
 
@@ -130,32 +133,40 @@ class _Counters:
 class _Frontend:
     """A connected frontend: what its connection reports goes to the ring with its id."""
 
-    def __init__(self, ring: Ring, client_id: int, peer: Peer) -> None:
+    def __init__(
+        self, ring: Ring, client_id: int, peer: Peer, watch: ProcessWatch, incoming: RingMemory, outgoing: RingMemory
+    ) -> None:
         self.ring = ring
         self.client_id = client_id
         self.pid = peer.pid
         self.name = peer.hello.name
         self.connected = True
         self.calls: set[asyncio.Task[None]] = set()
-        self.watch: ProcessWatch | None = None
-        config = ring.config
-        self.connection: Connection[FrontendMessage] = Connection(
+        self.watch = watch
+        self.kept: list[Goodbye] = []  # what it has said so far of what it will still use
+        # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight.
+        max_backlog_nbytes = ring.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
+        self.link: Link[FrontendMessage] = Link(
             self,
             decode_frontend_message,
-            max_frame_nbytes=int(config.max_frame_nbytes),
-            write_buffer_nbytes=int(config.write_buffer_nbytes),
-            max_write_buffer_nbytes=int(config.max_write_buffer_nbytes),
-            polling=ring.polling,
+            peer.socket,
+            incoming,
+            outgoing,
+            ring.poller,
+            max_backlog_nbytes=max_backlog_nbytes,
         )
 
     def __str__(self) -> str:
         return f"client {self.client_id} ({self.name or 'unnamed'}, pid {self.pid})"
 
     def send(self, message: EngineMessage) -> None:
-        self.connection.send(message)
+        self.link.send(message)
 
     def message_received(self, message: FrontendMessage) -> None:
         self.ring.message_received(self, message)
+
+    def peer_gave_up(self) -> None:
+        self.ring.said_goodbye(self, Goodbye())
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         self.ring.refuse_frontend(self, error)
@@ -191,7 +202,7 @@ class Ring:
         self.config = config
         self.epoch = epoch
         self.loop = asyncio.get_running_loop()
-        self.polling = BusyPolling(self.loop, config.busy_poll_s) if config.busy_poll_s else None
+        self.poller = Poller(self.loop, config.busy_poll_s)
         self._origin = Origin()
         self._slab = slab = memories.slab
         self._pinned = pinned = memories.pinned
@@ -209,6 +220,9 @@ class Ring:
                 device_quota_blocks=max(1, geometry.device_blocks * 3 // 4),
             ),
         )
+        self._record_nbytes = largest_record_nbytes(int(config.message_ring_nbytes))
+        self._inline_nbytes = int(config.inline_nbytes)
+        self._max_payload_nbytes = int(config.max_payload_nbytes)
         self._decoder = PayloadDecoder(payload_type)
         self._packer = Packer(config.max_tensors)
         self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
@@ -239,6 +253,7 @@ class Ring:
         self._closed = False
         self.loop.add_reader(self._views.bell, self._collect_deaths)
         self._accepting = self.loop.create_task(self._accept(), name=f"shmring-accept-{name}")
+        self._accepting.add_done_callback(self._accepting_ended)
 
     @classmethod
     async def create(
@@ -302,6 +317,7 @@ class Ring:
         """
         while True:
             self._check_open()
+            self._hear_frontends()
             if not self._claimers and (claim := self._claim_next()) is not None:
                 return claim
             await self._request_arrived()
@@ -318,6 +334,7 @@ class Ring:
             ClosedError: the ring is closed.
         """
         self._check_open()
+        self._hear_frontends()
         claim = None if self._claimers else self._claim_next()
         if claim is None:
             raise WouldBlock("no request is waiting")
@@ -399,6 +416,12 @@ class Ring:
                 future.set_result(None)
                 return
 
+    def _hear_frontends(self) -> None:
+        """Takes in what frontends have sent, if nothing waits: sooner than the loop would."""
+        if not self._waiting:
+            for frontend in list(self._frontends.values()):
+                frontend.link.poll()
+
     def _claim_next(self) -> Claim | None:
         while self._waiting:
             (client_id, _), submit = self._waiting.popitem(last=False)
@@ -410,11 +433,14 @@ class Ring:
     def _take_up(self, frontend: _Frontend, submit: Submit) -> Claim | None:
         """Claims a request: checks its slots' headers and decodes its payload. None if it is not worth a claim."""
         client_id = frontend.client_id
+        lies_in_slot = submit.content.body is not None
         self._book.claim(client_id, submit.request_id)
         try:
             for slot in submit.content.slots:
                 if slot.offset < self._slab_nbytes:  # in device memory stands no header
                     self._book.verify(*self._slab.read_slot_header(slot.offset), slot)
+            if lies_in_slot:
+                submit = msgspec.structs.replace(submit, content=self._with_body(submit.content))
             region = functools.partial(self._region, client_id, submit)
             if self._device is not None and submit.content.fence:
                 self._device.take_up(client_id, submit)
@@ -423,6 +449,9 @@ class Ring:
                 payload = self._decoder.decode(submit.content, region)
         except (RemoteProtocolError, StaleDescriptorError) as error:
             self.release_claim(client_id, submit)
+            if lies_in_slot and isinstance(error, RemoteProtocolError):  # which proves nothing: others can write there, too
+                self._end(client_id, submit.request_id, RequestEvent.ERROR, "invalid", error)
+                return None
             self.refuse_frontend(frontend, RemoteProtocolError(f"request {submit.request_id}: {error}"))
             return None
         except CudaError as error:
@@ -441,6 +470,13 @@ class Ring:
             return None
         claim = self._claims[client_id, submit.request_id] = Claim(self, client_id, submit, payload)
         return claim
+
+    def _with_body(self, content: Content) -> Content:
+        """Reads the payload that lies in a slot."""
+        assert content.body is not None
+        slot, body = content.slots[-1], content.body
+        data = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES + body.offset, body.nbytes).tobytes()
+        return content.with_body(data, self.config.max_tensors)
 
     def _region(self, client_id: int, submit: Submit, number: int) -> Region:
         slot = submit.content.slots[number - 1]
@@ -556,14 +592,19 @@ class Ring:
 
     def _finished(self, client_id: int, request_id: int, released: tuple[int, ...] = ()) -> None:
         self._counters.finished += 1
-        self._frontends[client_id].send(Done(request_id, released))
+        link = self._frontends[client_id].link
+        if released:
+            *parts, released = link.split(released)
+            for part in parts:
+                link.send(Release(part))
+        link.send(Done(request_id, released))
 
     def _describe(self, error: BaseException) -> tuple[str, str]:
         """Returns an error's type and text as they can travel, whatever is in them."""
         return type(error).__name__[:256], self._fit(str(error))
 
     def _fit(self, text: str) -> str:
-        length = min(_MAX_ERROR_TEXT, int(self.config.max_frame_nbytes) // 8)  # a character takes up to four bytes
+        length = min(_MAX_ERROR_TEXT, self._record_nbytes // 8)  # one takes up to four bytes
         return text[:length].encode(errors="replace").decode()  # file names can hold what is no text
 
     # -- replies (for Claim) ------------------------------------------------------------------------------------------
@@ -571,7 +612,7 @@ class Ring:
     async def send_reply(self, claim: Claim, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
         packed = self._pack_reply(payload)
-        if packed.copy_nbytes <= int(self.config.inline_nbytes):
+        if not packed.needs_slot:
             await self._writable(claim)
             self._send_inline(claim, packed)
             return
@@ -591,15 +632,15 @@ class Ring:
     async def _writable(self, claim: Claim) -> None:
         """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
         with contextlib.suppress(PeerLostError):  # then the claim is aborted
-            await self._frontends[claim.client_id].connection.drain()
+            await self._frontends[claim.client_id].link.drain()
         claim.check_running()
 
     def send_reply_nowait(self, claim: Claim, payload: object) -> None:
         """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
         packed = self._pack_reply(payload)
-        if not self._frontends[claim.client_id].connection.can_write:
+        if not self._frontends[claim.client_id].link.can_write:
             raise WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
-        if packed.copy_nbytes <= int(self.config.inline_nbytes):
+        if not packed.needs_slot:
             self._send_inline(claim, packed)
             return
         slot = self._book.acquire_reply(claim.client_id, packed.copy_nbytes)
@@ -616,7 +657,7 @@ class Ring:
     def _pack_reply(self, payload: object) -> Packed:
         self._check_open()
         packed = self._packer.pack(payload)
-        packed.check_frame(int(self.config.max_frame_nbytes), int(self.config.inline_nbytes))
+        packed.settle(self._record_nbytes, self._inline_nbytes, self._max_payload_nbytes)
         return packed
 
     def _send_inline(self, claim: Claim, packed: Packed) -> None:
@@ -663,11 +704,11 @@ class Ring:
         for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
             match effect:
                 case Released(client_id, generations):
-                    self._frontends[client_id].send(Release(generations))
+                    self._frontends[client_id].link.send_listed(Release, generations)
                 case Granted(client_id, grant):
                     self._frontends[client_id].send(grant)
                 case Recalled(client_id, lease_ids):
-                    self._frontends[client_id].send(LeaseRecall(lease_ids))
+                    self._frontends[client_id].link.send_listed(LeaseRecall, lease_ids)
                 case RequestAborted():
                     self._request_aborted(effect)
                 case ReplyGranted(ticket, slot):
@@ -679,8 +720,7 @@ class Ring:
                     frontend = self._frontends.pop(client_id)
                     if self._device is not None:
                         self._device.gone(client_id)
-                    if frontend.watch is not None:
-                        frontend.watch.close()
+                    frontend.watch.close()
 
     def _request_aborted(self, effect: RequestAborted) -> None:
         key = (effect.client_id, effect.request_id)
@@ -720,18 +760,21 @@ class Ring:
             try:
                 connected, _ = await self.loop.sock_accept(self._listener.socket)
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    raise
                 self._counters.refused += 1
-                logger.warning("can't accept a frontend: %s; raise the limit of open files", error)
-                await asyncio.sleep(_DESCRIPTORS_EXHAUSTED_PAUSE_S)
+                logger.warning("can't accept a frontend: %s; if there are too many open files, raise their limit", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             task = self.loop.create_task(self._shake_hands(connected))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
+    def _accepting_ended(self, accepting: asyncio.Task[None]) -> None:
+        if not accepting.cancelled():
+            logger.critical("ring %r accepts no further frontends", self.name, exc_info=accepting.exception())
+
     async def _shake_hands(self, connected: socket.socket) -> None:
         """Admits a new connection, or refuses it; never lets its troubles out."""
+        description = describe_peer(connected)
         try:
             connected.setblocking(False)
             if len(self._frontends) + self._greeting >= self.config.max_clients:
@@ -744,41 +787,52 @@ class Ring:
                     peer = await greet(connected, allowed)
             finally:
                 self._greeting -= 1
-            await self._admit(peer)  # which counts it at once
+            self._admit(peer)
         except (RemoteProtocolError, PeerLostError, TimeoutError, OSError) as error:
             self._counters.refused += 1
             reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-            logger.warning("a connection of %s was refused: %s", describe_peer(connected), reason)
+            logger.warning("a connection of %s was refused: %s", description, reason)
             connected.close()
         except BaseException:
             connected.close()
             raise
 
-    async def _admit(self, peer: Peer) -> None:
-        frontend = _Frontend(self, next(self._client_ids), peer)
+    def _admit(self, peer: Peer) -> None:
+        """Makes a peer a frontend, and takes its pidfd over."""
+        client_id = next(self._client_ids)
+        # First of all, so that there is no moment at which it could die unnoticed.
+        watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
         try:
-            # Before the welcome, so that there is no moment at which it could die unnoticed.
-            base_lease = self._book.connect(frontend.client_id, peer.hello.lease_nbytes)
-            self._frontends[frontend.client_id] = frontend
-            frontend.watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
-            if self._device is not None:
-                self._device.announced(frontend.client_id)
-            try:
-                send_welcome(peer, self._welcome(frontend.client_id, base_lease), self._slab.fd)
-            except PeerLostError:  # it never got the slab, so nothing of it needs a proof that it does not write
-                self._said_goodbye(frontend, Goodbye())
-                raise
-            # In one piece: cancelled midway, uvloop would close the descriptor under the socket object.
-            connecting = self.loop.connect_accepted_socket(lambda: frontend.connection, peer.socket)
-            await uninterrupted(self.loop.create_task(connecting))
+            frontend = self._make_welcome(client_id, peer, watch)
         except BaseException:
-            frontend.connection.abort()
+            watch.close()
+            raise
+        try:
+            frontend.link.start()
+        except BaseException:
+            frontend.link.abort()
             self.connection_lost(frontend)
             raise
-        if not frontend.connected:  # its process died while we were attaching
-            frontend.connection.abort()
-        else:
-            logger.info("%s is connected", frontend)
+        logger.info("%s is connected", frontend)
+
+    def _make_welcome(self, client_id: int, peer: Peer, watch: ProcessWatch) -> _Frontend:
+        ring_nbytes = int(self.config.message_ring_nbytes)
+        ring_fds = sealed_rings(ring_nbytes)
+        try:
+            to_frontend, to_engine = map_rings(ring_fds, ring_nbytes)
+            base_lease = self._book.connect(client_id, peer.hello.lease_nbytes)
+            frontend = self._frontends[client_id] = _Frontend(self, client_id, peer, watch, to_engine, to_frontend)
+            if self._device is not None:
+                self._device.announced(client_id)
+            try:
+                send_welcome(peer, self._welcome(client_id, base_lease), self._slab.fd, ring_fds)
+            except BaseException:  # it never got the slab, so nothing of it needs a proof that it does not write
+                self.said_goodbye(frontend, Goodbye())
+                raise
+            return frontend
+        finally:
+            for fd in ring_fds:
+                os.close(fd)
 
     def _welcome(self, client_id: int, base_lease: Any) -> Welcome:
         config = self.config
@@ -792,7 +846,10 @@ class Ring:
             max_inflight=config.max_inflight,
             max_calls=config.max_calls,
             max_leases=config.max_leases,
-            max_frame_nbytes=int(config.max_frame_nbytes),
+            message_ring_nbytes=int(config.message_ring_nbytes),
+            max_record_nbytes=self._record_nbytes,
+            inline_nbytes=self._inline_nbytes,
+            max_payload_nbytes=self._max_payload_nbytes,
             max_tensors=config.max_tensors,
             base_lease=base_lease,
             device=self._device.handle if self._device is not None else None,
@@ -815,20 +872,34 @@ class Ring:
             case Call():
                 self._called(frontend, message)
             case Goodbye():
-                self._said_goodbye(frontend, message)
-                frontend.connection.close()
+                self._hear_goodbye(frontend, message)
             case Hello():
                 raise RemoteProtocolError("a connection says hello once")
 
-    def _said_goodbye(self, frontend: _Frontend, goodbye: Goodbye) -> None:
+    def _hear_goodbye(self, frontend: _Frontend, goodbye: Goodbye) -> None:
+        frontend.kept.append(goodbye)
+        if not goodbye.more:
+            self.said_goodbye(frontend, *frontend.kept)
+            return
+        client = self._book.clients[frontend.client_id]
+        named = sum(len(part.kept_lease_ids) + len(part.kept_reply_generations) for part in frontend.kept)
+        if not len(frontend.kept) <= named <= len(client.leases) + len(client.replies):
+            raise RemoteProtocolError("a goodbye in parts keeps more than there is, or nothing in one of them")
+
+    def said_goodbye(self, frontend: _Frontend, *goodbyes: Goodbye) -> None:
+        """A frontend uses nothing any more but what it names."""
         frontend.connected = False
-        if self._device is not None and not goodbye.maps_device_slab:
+        if self._device is not None and not any(goodbye.maps_device_slab for goodbye in goodbyes):
             self._device.unmapped(frontend.client_id)
-        self._carry_out(self._book.goodbye(frontend.client_id, goodbye.kept_lease_ids, goodbye.kept_reply_generations))
+        lease_ids = [lease_id for goodbye in goodbyes for lease_id in goodbye.kept_lease_ids]
+        generations = [generation for goodbye in goodbyes for generation in goodbye.kept_reply_generations]
+        self._carry_out(self._book.goodbye(frontend.client_id, lease_ids, generations))
+        frontend.link.close()
 
     def _submitted(self, frontend: _Frontend, submit: Submit) -> None:
         if submit.epoch != self.epoch:
             raise RemoteProtocolError(f"request {submit.request_id} is of epoch {submit.epoch:016x}, this is {self.epoch:016x}")
+        submit.content.check_size(self._inline_nbytes, self._max_payload_nbytes)
         submit.content.check(self.config.max_tensors)
         if self._device is not None or submit.content.fence:
             check_fence(submit.content, self._slab_nbytes)
@@ -853,12 +924,16 @@ class Ring:
                 raise LookupError(f"this engine has no method {call.method!r}; it has {sorted(self._calls)}")
             arguments = msgspec.msgpack.decode(call.arguments, type=list[Any])
             encoded = msgspec.msgpack.encode(await handler(*arguments))
-            capacity = int(self.config.max_frame_nbytes) - _CALL_RESULT_NBYTES
+            capacity = self._record_nbytes - _CALL_RESULT_NBYTES
             if len(encoded) > capacity:
-                raise CapacityError(f"the result takes {len(encoded)} bytes", needed=len(encoded), capacity=capacity)
+                raise CapacityError(
+                    f"the result takes {len(encoded)} bytes, and has to fit a message of {self._record_nbytes}",
+                    needed=len(encoded),
+                    capacity=capacity,
+                )
             result = CallResult(call.call_id, encoded)
             with contextlib.suppress(PeerLostError):  # then it goes nowhere
-                await frontend.connection.drain()
+                await frontend.link.drain()
         except Exception as error:
             # Whatever a method raises is its caller's to handle: it travels there, with its type.
             if not isinstance(error, LookupError | msgspec.MsgspecError):
@@ -878,7 +953,7 @@ class Ring:
         self._counters.protocol_errors += 1
         logger.warning("%s broke the protocol and is disconnected: %s", frontend, error)
         frontend.send(Refused(self._describe(error)[1]))
-        frontend.connection.close()
+        frontend.link.close()
         self.connection_lost(frontend)
 
     def connection_lost(self, frontend: _Frontend) -> None:
@@ -891,7 +966,7 @@ class Ring:
 
     def _frontend_died(self, frontend: _Frontend) -> None:
         frontend.connected = False
-        frontend.connection.abort()
+        frontend.link.abort()
         if self._device is not None:
             self._device.unmapped(frontend.client_id)
         self._carry_out(self._book.died(frontend.client_id))
@@ -915,17 +990,16 @@ class Ring:
         finally:
             self._end_everything(self._fit(reason))
             await uninterrupted(self.loop.create_task(self._give_memory_up()))
-        await asyncio.sleep(0)  # lets the transports close their sockets
+        await asyncio.sleep(0)  # lets the links report their ends
 
     def _end_everything(self, reason: str) -> None:
         self._listener.close()
         for frontend in list(self._frontends.values()):
             if frontend.connected:
                 frontend.send(Refused(reason))
-                frontend.connection.close()
+                frontend.link.close()
                 self.connection_lost(frontend)
-            if frontend.watch is not None:
-                frontend.watch.close()
+            frontend.watch.close()
         for future in self._claimers:
             if not future.done():
                 future.set_result(None)

@@ -1,4 +1,6 @@
-"""Where the socket is, who may use it, and the handshake that passes the slab's descriptor.
+"""Where the socket is, who may use it, and the handshake that passes descriptors: of the slab and of two message rings.
+
+Over the socket, a message of the handshake is its length, a little-endian u32, and that many bytes.
 
 The socket lies in a directory that only its owner can write to, mode 0600, and its peer's uid is checked against an
 allow-list (``SO_PEERCRED``): a name in a world-writable directory proves nothing. Whoever holds the lock beside the
@@ -13,19 +15,21 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import logging
 import os
 import socket
 import stat
 import struct
+import time
 import weakref
 from pathlib import Path
 
 from shmring.config import validate_name
-from shmring.core.framing import PREFIX, encode_frame
+from shmring.core.message_ring import GIVING_UP
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     EngineMessage,
-    Goodbye,
+    FrontendMessage,
     Hello,
     Refused,
     Welcome,
@@ -42,13 +46,23 @@ __all__ = [
     "Peer",
     "attach_engine",
     "describe_peer",
+    "give_up",
     "greet",
-    "say_goodbye",
+    "handshake_frame",
     "send_welcome",
     "socket_path",
+    "sweep_names",
 ]
 
+logger = logging.getLogger("shmring.transport")
+
+_PREFIX = struct.Struct("<I")
 _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
+_DESCRIPTORS = 3  # beside Welcome: the slab, the ring to the frontend, the ring to the engine
+_LOCK_MARK = b"shmring"  # in a lock, behind the pid: whatever else ends with .lock is none of ours
+_LOCK_NBYTES = 64
+_SWEEPS = 5  # that may look at a lock, one after the other, just when its name is taken
+_SWEEP_S = 0.01  # far longer than that takes one
 _BACKLOG = 512  # frontends that may connect at the same moment
 _MAX_PATH_NBYTES = 107  # of a Unix socket's address
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -129,6 +143,8 @@ class Listener:
         _check_directory(path.parent, frozenset({os.getuid()}))
         lock_fd = _take_lock(path.with_suffix(".lock"), path.stem)
         try:
+            if swept := sweep_names(path.parent):
+                logger.info("removed sockets and locks of engines that are dead: %s", ", ".join(swept))
             _remove_stale(path)
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -180,21 +196,80 @@ def _close_inherited() -> None:
 
 
 def _take_lock(path: Path, name: str) -> int:
+    for attempt in range(_SWEEPS + 1):
+        if attempt:
+            time.sleep(_SWEEP_S)  # it may be a sweep that has the lock, and is about to remove it
+        fd = _try_lock(path)
+        if fd is not None:
+            return fd
+    owner = "unknown"
+    with contextlib.suppress(OSError, ValueError):  # its lock was removed just now, or is being written
+        owner = str(_lock_owner(path.read_bytes()))
+    raise LocalProtocolError(
+        f"an engine named {name!r} is running already (pid {owner}, lock {path}); stop it or choose another name"
+    )
+
+
+def _lock_owner(content: bytes) -> int:
+    """Returns the pid that a lock names; ``ValueError`` if it is none of ours."""
+    pid, mark, _ = content.split(b"\n", 2)
+    if mark != _LOCK_MARK:
+        raise ValueError("not the lock of an engine")
+    return int(pid)
+
+
+def _try_lock(path: Path) -> int | None:
+    """Returns the descriptor of the lock, which is ours; None if somebody else has it."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(fd, path):
                 os.ftruncate(fd, 0)
-                os.write(fd, str(os.getpid()).encode())
+                os.write(fd, b"%d\n%s\n" % (os.getpid(), _LOCK_MARK))
                 return fd
         except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode(errors="replace") or "unknown"
             os.close(fd)
-            raise LocalProtocolError(
-                f"an engine named {name!r} is running already (pid {owner}, lock {path}); stop it or choose another name"
-            ) from None
+            return None
         os.close(fd)  # its owner removed it between our open and our lock
+
+
+def sweep_names(directory: Path, *, remove: bool = True) -> list[str]:
+    """Removes the sockets and locks that killed engines of this user left in a directory.
+
+    Whoever has the lock of a name is its engine, and a dead one has none. What else lies there is left alone.
+
+    Args:
+        directory: of sockets.
+        remove: False: only look.
+
+    Returns:
+        The names of those engines.
+    """
+    swept = []
+    for lock in sorted(directory.glob("*.lock")):
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # removed just now, or no lock of ours
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            _lock_owner(os.pread(fd, _LOCK_NBYTES, 0))
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same_file(fd, lock):
+                continue  # another sweep was faster
+            if remove:
+                with contextlib.suppress(PermissionError):  # no socket lies there
+                    _remove_stale(lock.with_suffix(".sock"))
+                lock.unlink()
+            swept.append(lock.stem)
+        except (BlockingIOError, ValueError):
+            continue  # its engine lives, or it is none of ours
+        finally:
+            os.close(fd)
+    return swept
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
@@ -252,25 +327,38 @@ def _refusal(connected: socket.socket, reason: str) -> RemoteProtocolError:
 def refuse(connected: socket.socket, reason: str) -> None:
     """Tells a connection that has no transport yet why it ends."""
     with contextlib.suppress(OSError):  # it may be gone, and then nobody is left to be told
-        connected.send(encode_frame(encode_message(Refused(reason)), _HANDSHAKE_NBYTES))
+        connected.send(handshake_frame(Refused(reason)))
 
 
-def send_welcome(peer: Peer, welcome: Welcome, slab_fd: int) -> None:
-    """Answers a hello, with the slab's descriptor. The socket is new, so its buffer takes the frame at once.
+def send_welcome(peer: Peer, welcome: Welcome, slab_fd: int, ring_fds: tuple[int, int]) -> None:
+    """Answers a hello, with descriptors. The socket is new, so its buffer takes the frame at once.
+
+    Args:
+        peer: whom to answer.
+        welcome: the answer.
+        slab_fd: of the slab.
+        ring_fds: of the message rings to the frontend and to the engine.
 
     Raises:
         PeerLostError: it is gone.
     """
-    frame = encode_frame(encode_message(welcome), _HANDSHAKE_NBYTES)
+    frame = handshake_frame(welcome)
     try:
-        sent = socket.send_fds(peer.socket, [frame], [slab_fd])
+        sent = socket.send_fds(peer.socket, [frame], [slab_fd, *ring_fds])
     except OSError as error:
         raise PeerLostError(f"process {peer.pid} is gone: {error}") from error
     assert sent == len(frame), "a new socket's buffer holds more than a handshake"
 
 
+def handshake_frame(message: FrontendMessage | EngineMessage) -> bytes:
+    """Returns what a message of the handshake is on the socket."""
+    record = encode_message(message)
+    assert len(record) <= _HANDSHAKE_NBYTES, "a handshake's fields are bounded"
+    return _PREFIX.pack(len(record)) + record
+
+
 async def _receive_frame(connected: socket.socket) -> bytes:
-    (length,) = PREFIX.unpack(await _receive_exactly(connected, PREFIX.size))
+    (length,) = _PREFIX.unpack(await _receive_exactly(connected, _PREFIX.size))
     if length > _HANDSHAKE_NBYTES:
         raise RemoteProtocolError(f"a handshake of {length} bytes exceeds {_HANDSHAKE_NBYTES}")
     return await _receive_exactly(connected, length)
@@ -300,6 +388,7 @@ class AttachedEngine:
     socket: socket.socket
     pidfd: int
     slab_fd: int
+    ring_fds: tuple[int, int]
     welcome: Welcome
 
 
@@ -341,7 +430,7 @@ async def _shake_hands(connected: socket.socket, path: Path, hello: Hello, engin
         pid, uid = _peer_credentials(connected)
         if uid not in engine_uids:
             raise PermissionError(f"the process at {path} runs as uid {uid}; expected one of {sorted(engine_uids)}")
-        await loop.sock_sendall(connected, encode_frame(encode_message(hello), _HANDSHAKE_NBYTES))
+        await loop.sock_sendall(connected, handshake_frame(hello))
     except PermissionError:
         raise
     except OSError as error:
@@ -349,45 +438,47 @@ async def _shake_hands(connected: socket.socket, path: Path, hello: Hello, engin
     try:
         return await _receive_welcome(connected, pid)
     except BaseException:
-        say_goodbye(connected)
+        give_up(connected)
         raise
 
 
-def say_goodbye(connected: socket.socket) -> None:
+def give_up(connected: socket.socket) -> None:
     """Tells the engine that attaching was given up. It may have lent us something, or be about to: we keep nothing."""
     with contextlib.suppress(OSError):  # it is gone, or knows already
-        connected.send(encode_frame(encode_message(Goodbye()), _HANDSHAKE_NBYTES))
+        connected.send(GIVING_UP)
 
 
 async def _receive_welcome(connected: socket.socket, pid: int) -> AttachedEngine:
-    prefix, slab_fd = await _receive_with_fd(connected)
+    prefix, fds = await _receive_with_fds(connected)
     try:
         message = await _receive_body(connected, prefix)
         if isinstance(message, Refused):
             raise RemoteProtocolError(f"the engine refused this client: {message.reason}")
-        if not isinstance(message, Welcome) or slab_fd is None:
-            raise RemoteProtocolError("the engine did not answer Hello with Welcome and a slab")
-        return AttachedEngine(connected, open_peer_pidfd(connected, pid), slab_fd, message)
+        if not isinstance(message, Welcome) or len(fds) != _DESCRIPTORS:
+            raise RemoteProtocolError("the engine did not answer Hello with Welcome, a slab and two message rings")
+        slab_fd, *ring_fds = fds
+        return AttachedEngine(connected, open_peer_pidfd(connected, pid), slab_fd, (ring_fds[0], ring_fds[1]), message)
     except BaseException:
-        if slab_fd is not None:
-            os.close(slab_fd)
+        for fd in fds:
+            os.close(fd)
         raise
 
 
 async def _receive_body(connected: socket.socket, prefix: bytes) -> EngineMessage:
-    if len(prefix) < PREFIX.size:
-        prefix += await _receive_exactly(connected, PREFIX.size - len(prefix))
-    (length,) = PREFIX.unpack(prefix)
+    if len(prefix) < _PREFIX.size:
+        prefix += await _receive_exactly(connected, _PREFIX.size - len(prefix))
+    (length,) = _PREFIX.unpack(prefix)
     if length > _HANDSHAKE_NBYTES:
         raise RemoteProtocolError(f"a handshake of {length} bytes exceeds {_HANDSHAKE_NBYTES}")
     return decode_engine_message(await _receive_exactly(connected, length))
 
 
-async def _receive_with_fd(connected: socket.socket) -> tuple[bytes, int | None]:
-    """Receives the first bytes of a frame and the descriptor that came with them, if any."""
+async def _receive_with_fds(connected: socket.socket) -> tuple[bytes, list[int]]:
+    """Receives the first bytes of a frame and the descriptors that came with them."""
+    space = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)  # the kernel closes those that find no room
     while True:
         try:
-            data, ancillary, _, _ = connected.recvmsg(PREFIX.size, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, _, _ = connected.recvmsg(_PREFIX.size, space, socket.MSG_CMSG_CLOEXEC)
             break
         except (BlockingIOError, InterruptedError):
             await _readable(connected)
@@ -397,11 +488,11 @@ async def _receive_with_fd(connected: socket.socket) -> tuple[bytes, int | None]
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    for fd in fds[1:]:
+    for fd in fds[_DESCRIPTORS:]:
         os.close(fd)
     if not data:
         raise PeerLostError("the engine closed the connection during the handshake")
-    return data, fds[0] if fds else None
+    return data, list(fds[:_DESCRIPTORS])
 
 
 async def _readable(connected: socket.socket) -> None:

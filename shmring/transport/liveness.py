@@ -67,7 +67,11 @@ class ProcessWatch:
         self._loop = loop
         self._pidfd = pidfd
         self._on_death = on_death
-        loop.add_reader(pidfd, self._dead)
+        try:
+            loop.add_reader(pidfd, self._dead)
+        except BaseException:
+            os.close(pidfd)
+            raise
 
     def close(self) -> None:
         """Stops watching."""

@@ -1,44 +1,102 @@
-"""Busy polling: for a moment after a message, the loop asks for the next one instead of sleeping until it comes.
+"""Who is awake: the links of one event loop that look at their rings in each turn of it, in turn and within a budget.
 
-Being woken costs a sleeper tens of microseconds: the kernel's scheduler, and the core's own sleep. Whoever expects an answer
-within that time can spend it looking. A callback that arms itself again for the next iteration keeps the loop from
-sleeping; everything else that the loop does goes on between two looks. It ends a set time after the last message, so an
-idle process sleeps as it does without.
+A link is *awake* as long as records keep coming: it looks again in the next turn of the loop, and nobody has to ring for it. A
+turn that finds nothing puts it to sleep. So there are no system calls under load, and none of ours in an idle process.
 
-Source: the idea is the kernel's (``net.core.busy_poll``), and of vLLM's ``shm_broadcast``, whose readers spin for a second.
+The budget. A turn ends after a set time, and the links that have not had theirs come first in the next one. In a turn, a link
+delivers so many records, or for so long: whichever is over first. Time is what others wait for. What a record costs depends on
+what it asks for and on the books, so no count would do; what a single record may ask for is bounded by its own type.
+
+Busy polling (``busy_poll_s``). Being woken costs a sleeper tens of microseconds: the kernel's scheduler, and the core's own
+sleep. Whoever expects an answer within that time can spend it looking: for so long after a message, either way, no link falls
+asleep. A turn that finds nothing lets other processes run first, one of which may be about to answer.
+
+Source: busy polling is the kernel's idea (``net.core.busy_poll``), and that of vLLM's ``shm_broadcast``, whose readers spin for
+a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections import deque
+from typing import Protocol
 
-__all__ = ["BusyPolling"]
+__all__ = ["LINK_S", "RECORDS_IN_TURN", "Polled", "Poller"]
+
+RECORDS_IN_TURN = 64  # of a link: as many small requests take about a millisecond
+LINK_S = 0.001  # of a turn, for one link
+_TURN_S = 0.004  # for all of them together: what an event loop is expected to take anyway
 
 
-class BusyPolling:
-    """Keeps one loop awake.
+class Polled(Protocol):
+    """What is awake or asleep."""
+
+    def take_turn(self, deadline_s: float) -> bool:
+        """Looks at its ring, until the deadline at most; returns whether there was anything."""
+
+    def fall_asleep(self) -> bool:
+        """Nothing came in this turn: returns whether it sleeps now, and needs no further turn."""
+
+
+class Poller:
+    """Gives the links of a loop their turns.
 
     Args:
         loop: which one.
-        duration_s: for how long after the last message.
+        busy_poll_s: for how long after a message none of them falls asleep.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, duration_s: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, busy_poll_s: float = 0.0) -> None:
         self._loop = loop
-        self._duration_s = duration_s
-        self._until = 0.0
+        self._busy_poll_s = busy_poll_s
+        self._busy_until_s = 0.0
+        self._awake: deque[Polled] = deque()
         self._armed = False
+
+    def wake(self, link: Polled) -> None:
+        """Gives a link, which is asleep, a turn in the loop's next one."""
+        self._awake.append(link)
+        self._arm()
+
+    @property
+    def polls_busily(self) -> bool:
+        """Whether who has just sent something is to be kept awake for the answer."""
+        return self._busy_poll_s > 0
 
     def extend(self) -> None:
         """A message came, or was sent."""
-        self._until = time.perf_counter() + self._duration_s  # the loop's own clock may be a cached one
+        if self._busy_poll_s:
+            self._busy_until_s = time.perf_counter() + self._busy_poll_s
+
+    def _arm(self) -> None:
         if not self._armed:
             self._armed = True
-            self._loop.call_soon(self._look_again)
+            self._loop.call_soon(self._turn)
 
-    def _look_again(self) -> None:
-        if time.perf_counter() < self._until:
-            self._loop.call_soon(self._look_again)
-        else:
-            self._armed = False
+    def _turn(self) -> None:
+        self._armed = False
+        awake = self._awake
+        now = time.perf_counter()
+        turn_end_s = now + _TURN_S
+        found = False
+        for _ in range(len(awake)):
+            link = awake.popleft()
+            is_awake = True  # also if it raises: then it has further turns
+            try:
+                if link.take_turn(now + LINK_S):
+                    found = True
+                else:
+                    is_awake = now < self._busy_until_s or not link.fall_asleep()
+            finally:
+                if is_awake:
+                    awake.append(link)
+                    self._arm()
+            now = time.perf_counter()
+            if now > turn_end_s:
+                break
+        if awake:
+            self._arm()
+        if awake and not found:
+            os.sched_yield()

@@ -124,10 +124,10 @@ class _Frontend:
         try:
             slot = client.slot_nowait(_SCRIBBLED_NBYTES)
         except shmring.WouldBlock:
-            client._session.connection.abort()
+            client._session.link.abort()
             return
         view = slot.tensor((_SCRIBBLED_NBYTES,), torch.uint8)
-        client._session.connection.abort()
+        client._session.link.abort()
         while True:
             view.add_(1)
             await asyncio.sleep(_SCRIBBLE_INTERVAL_S)

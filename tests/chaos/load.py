@@ -285,7 +285,8 @@ class Load:
 
     def _engine_pid(self) -> int:
         """The engine's pid, which it has written into its lock."""
-        return int(self._engine_lock.read_text() or 0)
+        pid, *_ = self._engine_lock.read_text().split() or ["0"]
+        return int(pid)
 
     def storm(self) -> None:
         """Aborts whatever is in flight."""

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from shmring.core import messages
 from shmring.core.messages import (
     MAX_DIMENSIONS,
+    MAX_LISTED,
     TENSOR_ALIGNMENT,
     TORCH_ITEM_NBYTES,
     Abort,
+    BodyRef,
     Call,
     CallResult,
     Content,
@@ -42,6 +44,7 @@ from shmring.core.messages import (
     align,
     decode_engine_message,
     decode_frontend_message,
+    encode_body,
     encode_message,
     item_nbytes,
 )
@@ -52,6 +55,7 @@ SLOT = SlotRef(1, 4096, 4096 - 64, (1 << 40) + 1)
 TENSOR = TensorRef(1, 128, 24, "float32", (2, 3))
 CONTENT = Content(b"\x81\xa1x\xd4\x53\x00", (TENSOR,), b"inline", (SLOT,), bytes(64))
 GRANT = LeaseGrant(1, 2, 4096, 8192)
+DEVICE = DeviceHandle("GPU-a", bytes(64), 1 << 21)
 
 FRONTEND_MESSAGES: list[FrontendMessage] = [
     Hello(1, 4096, "api-0"),
@@ -61,11 +65,28 @@ FRONTEND_MESSAGES: list[FrontendMessage] = [
     LeaseReturn((1, 2)),
     ReplyRelease((5, 6)),
     Call(1, "health", b"\xc0"),
-    Goodbye((1,), (5,)),
+    Goodbye((1,), (5,), True, True),
 ]
 ENGINE_MESSAGES: list[EngineMessage] = [
     GRANT,
-    Welcome(1, 7, 1, 1 << 30, 4096, 1 << 29, 8, 4, 16, 4096, 32, GRANT, DeviceHandle("GPU-a", bytes(64), 1 << 21)),
+    Welcome(
+        1,
+        7,
+        1,
+        1 << 30,
+        4096,
+        1 << 29,
+        8,
+        4,
+        16,
+        1 << 18,
+        1 << 16,
+        8192,
+        1 << 24,
+        32,
+        GRANT,
+        DeviceHandle("GPU-a", bytes(64), 1 << 21),
+    ),
     Reply(3, CONTENT),
     Done(3),
     Failed(3, "error", "ValueError", "no such model"),
@@ -88,6 +109,7 @@ contents = st.builds(
     st.binary(max_size=40),
     st.lists(slot_refs, max_size=3).map(tuple),
     st.binary(max_size=64),
+    st.none() | st.builds(BodyRef, unsigned, unsigned),
 )
 many_ids = st.lists(unsigned, max_size=5).map(tuple)
 many_generations = st.lists(generations, max_size=5).map(tuple)
@@ -101,12 +123,12 @@ frontend_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(LeaseReturn, many_ids),
     st.builds(ReplyRelease, many_generations),
     st.builds(Call, unsigned, short_text, st.binary(max_size=40)),
-    st.builds(Goodbye, many_ids, many_generations, st.booleans()),
+    st.builds(Goodbye, many_ids, many_generations, st.booleans(), st.booleans()),
 )
 engine_messages: st.SearchStrategy[Any] = st.one_of(
     grants,
     st.builds(
-        Welcome, st.integers(0, 9), generations, *[unsigned] * 9, base_lease=st.none() | grants, device=st.none() | devices
+        Welcome, st.integers(0, 9), generations, *[unsigned] * 12, base_lease=st.none() | grants, device=st.none() | devices
     ),
     st.builds(Reply, unsigned, contents),
     st.builds(Done, unsigned),
@@ -209,7 +231,7 @@ def test_a_missing_field_is_refused(message: Any) -> None:
 
 @pytest.mark.parametrize("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
 def test_an_extra_or_missing_field_of_a_descriptor_is_refused(forge: Any) -> None:
-    payload, [tensor], inline, [slot], fence = plain(Reply(3, CONTENT))[2]
+    payload, [tensor], inline, [slot], fence, _ = plain(Reply(3, CONTENT))[2]
     for content in ([payload, [forge(tensor)], inline, [slot], fence], [payload, [tensor], inline, [forge(slot)], fence]):
         refused([2, 7, 3, content])
         refused([103, 3, content])
@@ -505,3 +527,54 @@ def test_align_rounds_up_to_the_next_cache_line() -> None:
 
 def test_everything_public_is_there() -> None:
     assert all(hasattr(messages, name) for name in messages.__all__)
+
+
+# -- bounds --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", [5, 6, 8])
+def test_a_list_of_ids_from_a_frontend_is_bounded(tag: int) -> None:
+    assert decode_frontend_message(msgspec.msgpack.encode([tag, list(range(MAX_LISTED))]))
+    with pytest.raises(RemoteProtocolError, match="length <= 1024"):
+        decode_frontend_message(msgspec.msgpack.encode([tag, list(range(MAX_LISTED + 1))]))
+
+
+@pytest.mark.parametrize("fields", [[106], [107], [104, 1]])
+def test_a_list_of_ids_from_an_engine_is_bounded(fields: list[int]) -> None:
+    assert decode_engine_message(msgspec.msgpack.encode([*fields, list(range(MAX_LISTED))]))
+    with pytest.raises(RemoteProtocolError, match="length <= 1024"):
+        decode_engine_message(msgspec.msgpack.encode([*fields, list(range(MAX_LISTED + 1))]))
+
+
+def test_the_longest_list_fits_the_record_of_the_default_ring() -> None:
+    assert len(encode_message(ReplyRelease(tuple(range(2**64 - MAX_LISTED, 2**64))))) < 1 << 14
+
+
+BODY = Content(b"", slots=(SLOT,), body=BodyRef(64, 100))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (Content(b"x", inline=bytes(1025)), "inline_nbytes"),
+        (msgspec.structs.replace(BODY, payload=b"x"), "came with another"),
+        (msgspec.structs.replace(BODY, tensors=(TENSOR,)), "came with another"),
+        (msgspec.structs.replace(BODY, inline=b"x"), "came with another"),
+        (msgspec.structs.replace(BODY, slots=()), "without the slot"),
+        (msgspec.structs.replace(BODY, body=BodyRef(0, 5001)), "max_payload_nbytes"),
+        (msgspec.structs.replace(BODY, body=BodyRef(SLOT.nbytes - 99, 100)), "exceeds its slot"),
+        (msgspec.structs.replace(BODY, body=BodyRef(2**62, 100)), "exceeds its slot"),
+    ],
+)
+def test_a_content_is_no_larger_than_agreed_upon(content: Content, reason: str) -> None:
+    BODY.check_size(1024, 5000)
+    with pytest.raises(RemoteProtocolError, match=reason):
+        content.check_size(1024, 5000)
+
+
+def test_a_body_becomes_the_content_that_it_stands_for() -> None:
+    content = BODY.with_body(encode_body(b"\xc0", (TENSOR,)), 4)
+    assert content == Content(b"\xc0", (TENSOR,), b"", (SLOT,))
+    for data in (b"", b"\xc1", b"\xc0", encode_body(b"\xc0", (TENSOR,))[:-1], encode_body(b"\xc0", (TENSOR,) * 5)):
+        with pytest.raises(RemoteProtocolError):
+            BODY.with_body(data, 4)

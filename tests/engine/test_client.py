@@ -58,7 +58,7 @@ async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, 
     session = client.ring._session
     assert session is not None
     assert client.is_running
-    session.connection.abort()  # as if the engine had gone; there is none of that name to attach to afterwards
+    session.link.abort()  # as if the engine had gone; there is none of that name to attach to afterwards
     client.ring._path = client.ring._path.with_name("nobody.sock")
     await eventually(lambda: client.errored)
     with pytest.raises(shmring.EngineDeadError):

@@ -19,6 +19,7 @@ from frontend import doctor
 from frontend.cli import main
 from frontend.doctor import Check
 from shmring.memory.slab import NAME_PREFIX
+from shmring.transport.endpoint import Listener
 
 GIB = 1 << 30
 SHM = Path("/dev/shm")
@@ -289,6 +290,24 @@ def test_segments_of_dead_and_of_living_engines_are_distinguished(tmp_path: Path
         check = doctor.check_leftovers(tmp_path)
     assert (check.status, check.finding) == ("warning", f"8 KiB in {left.name}")
     assert left.exists()  # it only looks
+
+
+def test_sockets_of_dead_engines_are_told_from_those_of_living_ones(tmp_path: Path) -> None:
+    directory = tmp_path / "sockets"
+    assert doctor.check_left_names(directory) == Check("left sockets", "ok", "none")
+    directory.mkdir(mode=0o700)
+    living = Listener.create(directory / "living.sock", others_may_connect=False)
+    (directory / "dead.lock").write_text("4711\nshmring\n")
+    check = doctor.check_left_names(directory)
+    assert (check.status, check.finding) == ("warning", f"of dead in {directory}")
+    assert (directory / "dead.lock").exists(), "it only looks"
+    result = CliRunner().invoke(main, ["doctor", "--sweep", "--json", "--slab-nbytes=8MiB", f"--socket-dir={directory}"])
+    assert result.exit_code == 0, result.output
+    assert "removed dead" in result.stderr
+    checks = {check.name: check for check in msgspec.json.decode(result.stdout, type=list[Check])}
+    assert checks["left sockets"].status == "ok"
+    assert sorted(os.listdir(directory)) == ["living.lock", "living.sock"]
+    living.close()
 
 
 # -- what is installed --------------------------------------------------------------------------------------------------

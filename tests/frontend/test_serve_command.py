@@ -41,7 +41,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_without_options_all_is_as_it_is_by_itself(options_of: Any) -> None:
     options = options_of()
     assert options.engine == EngineSettings(
-        log_level="warning", ring=RingConfig(slab_nbytes=1 << 30, max_frame_nbytes=16 << 20)
+        log_level="warning", ring=RingConfig(slab_nbytes=1 << 30, max_payload_nbytes=16 << 20)
     )
     assert options.frontend == ProcessSettings(log_level="warning", connect_timeout_s=600.0)
     assert (options.frontends, options.start_timeout_s, options.heartbeat_timeout_s) == (2, 600, 30)
@@ -61,7 +61,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--max-batch-nbytes": "5MiB",
         "--max-waiting": "7",
         "--max-clients": "9",
-        "--max-frame-nbytes": "1MiB",
+        "--max-payload-nbytes": "1MiB",
         "--step-timeout": "1.5",
         "--profiler-dir": "/traces",
     }
@@ -73,7 +73,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         model="/models/a b",
         executor_options={"dtype": "float32"},
         mm_processor_kwargs={"num_frames": 8},
-        ring=RingConfig(slab_nbytes=64 << 20, reply_nbytes=8 << 20, max_clients=9, max_frame_nbytes=1 << 20),
+        ring=RingConfig(slab_nbytes=64 << 20, reply_nbytes=8 << 20, max_clients=9, max_payload_nbytes=1 << 20),
         max_num_seqs=3,
         max_batch_nbytes=5 << 20,
         max_waiting=7,
@@ -126,7 +126,6 @@ def test_tensors_within_messages_need_an_engine_that_takes_such_messages(options
     assert not options_of().frontend.http.disable_mm_shm
     options = options_of("--disable-mm-shm")
     assert options.frontend.http.disable_mm_shm
-    assert options.engine.ring.max_frame_nbytes == 256 << 20
 
 
 # -- which executor -------------------------------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ def test_without_a_model_a_notice_says_what_is_served_and_how_to_serve_a_model(o
         ),
         (["--model="], "needs a model"),
         (["/tmp"], "holds no model: it has no config.json"),
-        (["--max-frame-nbytes=1"], "max_frame_nbytes must be at least 4096"),
+        (["--max-payload-nbytes=1"], "max_payload_nbytes must be at least 4096"),
         (["--name=../x"], "can't name an engine"),
     ],
 )

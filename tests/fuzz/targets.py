@@ -7,7 +7,7 @@ bytes that reach new code. What goes wrong with one input goes wrong with it aga
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,8 +24,8 @@ from frontend.media.urls import parse_redirect, parse_url
 from frontend.openai.chat import CHAT_PARSER
 from frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.core.engine_book import EngineBook
-from shmring.core.framing import FrameDecoder, encode_frame
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
+from shmring.core.message_ring import RecordReader, largest_record_nbytes, ring_nbytes
 from shmring.core.messages import (
     TENSOR_EXTENSION,
     Abort,
@@ -52,39 +52,26 @@ from shmring.memory.payload import PayloadDecoder
 
 __all__ = ["SEEDS", "TARGETS"]
 
-_MAX_FRAME_NBYTES = 1 << 10
 _MAX_TENSORS = 16
 
 
-def frames(data: bytes) -> None:
-    """A stream has the same frames however it is split, until one that is too long, and little of it is kept."""
-    pieces = list(_split(data))
-    stream = b"".join(pieces)
-    whole = _frames_of([stream])
-    for split in (pieces, [stream[index : index + 1] for index in range(len(stream))]):
-        assert _frames_of(split) == whole
+_RING_NBYTES = 64
+_RECORDS_AT = 4096
 
 
-def _frames_of(pieces: list[bytes]) -> list[bytes | None]:
-    decoder = FrameDecoder(_MAX_FRAME_NBYTES)
-    found: list[bytes | None] = []
-    for piece in pieces:
-        try:
-            found += decoder.feed(piece)
-        except RemoteProtocolError:
-            # A piece with good frames before the bad one loses them: the connection ends, whatever it brought.
-            return [None]
-        assert decoder.buffered_nbytes < _MAX_FRAME_NBYTES + 4
-    return found
-
-
-def _split(data: bytes) -> Iterator[bytes]:
-    """Takes bytes as (length, piece) pairs."""
-    place = 0
-    while place < len(data):
-        end = place + 1 + data[place]
-        yield data[place + 1 : end]
-        place = end
+def message_rings(data: bytes) -> None:
+    """Whatever lies in a message ring, and whatever its count says, is read as records of the ring or refused."""
+    memory = bytearray(ring_nbytes(_RING_NBYTES))
+    tail, records = data[:8].ljust(8, b"\0"), data[8 : 8 + _RING_NBYTES]
+    memory[:8] = tail
+    memory[_RECORDS_AT : _RECORDS_AT + len(records)] = records
+    reader = RecordReader(memory, -1)
+    taken = 0
+    with contextlib.suppress(RemoteProtocolError):
+        while (record := reader.read()) is not None:
+            assert len(record) <= largest_record_nbytes(_RING_NBYTES)
+            taken += 4 + len(record)
+            assert taken <= int.from_bytes(tail, "little") <= _RING_NBYTES
 
 
 def messages(data: bytes) -> None:
@@ -95,6 +82,7 @@ def messages(data: bytes) -> None:
             assert decode(encode_message(message)) == message
             if isinstance(message, Submit | Reply):
                 with contextlib.suppress(RemoteProtocolError):
+                    message.content.check_size(1 << 10, 1 << 20)
                     message.content.check(_MAX_TENSORS)
 
 
@@ -269,7 +257,7 @@ def media_headers(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__.replace("_", "-"): target
-    for target in (frames, messages, payloads, books, slot_headers, requests, addresses, media_headers)
+    for target in (message_rings, messages, payloads, books, slot_headers, requests, addresses, media_headers)
 }
 
 
@@ -314,7 +302,7 @@ def _seeds_of_payloads() -> list[bytes]:
 
 #: Honest inputs, by target.
 SEEDS: dict[str, list[bytes]] = {
-    "frames": [b"".join(bytes([len(encode_frame(body, 200))]) + encode_frame(body, 200) for body in (b"", b"abc", b"x" * 99))],
+    "message-rings": [(24).to_bytes(8, "little") + bytes([3, 0, 0, 0, 97, 98, 99, 0, 4]) + bytes(15)],
     "messages": _seeds_of_messages(),
     "payloads": _seeds_of_payloads(),
     "books": _seeds_of_books(),

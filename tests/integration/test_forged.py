@@ -17,11 +17,14 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.framing import PREFIX, encode_frame
+from shmring.core.message_ring import GIVING_UP, RecordReader, RecordWriter
 from shmring.core.messages import (
+    PROTOCOL_VERSION,
+    BodyRef,
     Call,
     Content,
     EngineMessage,
+    Failed,
     Goodbye,
     Hello,
     LeaseRequest,
@@ -32,27 +35,35 @@ from shmring.core.messages import (
     Submit,
     TensorRef,
     decode_engine_message,
+    encode_body,
     encode_message,
 )
 from shmring.memory.slab import Slab
 from shmring.transport.endpoint import attach_engine, socket_path
+from shmring.transport.rings import map_rings
 
+BAD_TENSOR = TensorRef(9, 0, 0, "uint8", ())
 PAYLOAD = msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(83, b"\0\0\0\0")})
 
 
 class Forger:
-    """A connection that speaks the protocol as it likes."""
+    """A connection that speaks the protocol as it likes: a socket, two rings, and the slab."""
 
     def __init__(self, engine: Any, slab: Slab) -> None:
         self.welcome = engine.welcome
         self.slab = slab
-        self._socket = engine.socket
+        self.socket = engine.socket
         self._pidfd = engine.pidfd
+        self.incoming, self.outgoing = map_rings(engine.ring_fds, self.welcome.message_ring_nbytes)
+        for fd in engine.ring_fds:
+            os.close(fd)
+        self.reader = RecordReader(self.incoming, self.socket.fileno())
+        self.writer = RecordWriter(self.outgoing, self.socket.fileno())
 
     @classmethod
     async def attach(cls, socket_dir: Path) -> Forger:
         path = socket_path("honest", str(socket_dir))
-        engine = await attach_engine(path, Hello(1, 65536, "forger"), frozenset({os.getuid()}))
+        engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, "forger"), frozenset({os.getuid()}))
         return cls(engine, Slab.attach(engine.slab_fd, engine.welcome.slab_nbytes, engine.welcome.epoch))
 
     @property
@@ -76,28 +87,46 @@ class Forger:
         return Submit(**{**fields, **changed})
 
     async def send(self, *messages: Any) -> None:
-        await self.send_bytes(b"".join(encode_frame(encode_message(message), 1 << 30) for message in messages))
+        for message in messages:
+            await self.send_record(encode_message(message))
 
-    async def send_bytes(self, data: bytes) -> None:
-        # The engine may have closed the connection before it has read everything.
+    async def send_record(self, record: bytes) -> None:
+        """Publishes what is a message or none; goes on when the engine has closed the connection instead of reading."""
+        while not self.writer.write(record):
+            self.reader.sleep()
+            if self.writer.wait_for_space(len(record)) and not await self._bell():
+                return
+        self.writer.ring_bell()
+
+    def ring(self, bytes_sent: bytes = b"\0") -> None:
+        """Sends a bell, or what is none."""
         with contextlib.suppress(ConnectionError):
-            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+            self.socket.send(bytes_sent)
+
+    async def _bell(self) -> bool:
+        """Waits for bells; False when the connection has ended."""
+        with contextlib.suppress(ConnectionResetError):
+            return bool(await asyncio.get_running_loop().sock_recv(self.socket, 65536))
+        return False
 
     async def messages(self) -> list[EngineMessage]:
         """Everything that the engine says until it closes the connection."""
-        received = b""
-        with contextlib.suppress(ConnectionResetError):
-            while data := await asyncio.get_running_loop().sock_recv(self._socket, 65536):
-                received += data
-        messages = []
-        while received:
-            (length,) = PREFIX.unpack_from(received)
-            messages.append(decode_engine_message(received[4 : 4 + length]))
-            received = received[4 + length :]
+        messages: list[EngineMessage] = []
+        is_open = True
+        while is_open:
+            if self.reader.sleep():
+                is_open = await self._bell()
+            while (record := self.reader.read()) is not None:
+                messages.append(decode_engine_message(record))
+            self.reader.ring_bell()
         return messages
 
+    def outgoing_at(self, at: int) -> bytes:
+        """A count of the ring to the engine, as it stands in memory."""
+        return bytes(memoryview(self.outgoing)[at : at + 8])
+
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
         os.close(self._pidfd)
         self.slab.close()
 
@@ -107,7 +136,7 @@ async def ring(serve: Any) -> shmring.Ring:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(int(claim.payload["x"].sum()))
 
-    ring: shmring.Ring = await serve(answer, name="honest", max_calls=2, max_inflight=8, max_frame_nbytes=65536)
+    ring: shmring.Ring = await serve(answer, name="honest", max_calls=2, max_inflight=8)
     return ring
 
 
@@ -183,6 +212,33 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
     "a lease in use": (lambda f, r: [f.submit(f.slot()), LeaseReturn((f.lease.lease_id,))], "slot in use"),
     "a lease larger than the slab": (lambda f, r: [LeaseRequest(1, 2**40)], "lease of"),
     "a reply slot it does not hold": (lambda f, r: [ReplyRelease((1,))], "does not hold it"),
+    "more inline than agreed upon": (
+        lambda f, r: [f.submit(content=Content(b"\xc0", (), bytes(1025)))],
+        "inline_nbytes",
+    ),
+    "a payload in no slot": (lambda f, r: [f.submit(content=Content(b"", body=BodyRef(0, 9)))], "without the slot"),
+    "a payload beyond its slot": (
+        lambda f, r: [f.submit(content=Content(b"", (), b"", (f.slot(),), b"", BodyRef(92, 9)))],
+        "exceeds its slot",
+    ),
+    "a payload whose end overflows": (
+        lambda f, r: [f.submit(content=Content(b"", (), b"", (f.slot(),), b"", BodyRef(2**62, 9)))],
+        "exceeds its slot",
+    ),
+    "a payload larger than it may be": (
+        lambda f, r: [f.submit(content=Content(b"", (), b"", (f.slot(nbytes=2**40),), b"", BodyRef(0, 2**30)))],
+        "max_payload_nbytes",
+    ),
+    "a payload twice": (
+        lambda f, r: [f.submit(content=Content(b"\xc0", (), b"", (f.slot(),), b"", BodyRef(0, 9)))],
+        "came with another",
+    ),
+    "a goodbye that keeps what it does not have": (
+        lambda f, r: [Goodbye(tuple(range(9)), (), more=True)],
+        "keeps more than there is",
+    ),
+    "a goodbye that never ends": (lambda f, r: [Goodbye(more=True)], "nothing in one of them"),
+    "more ids than a message has": (lambda f, r: [msgspec.Raw(msgspec.msgpack.encode([6, [1] * 1025]))], "length <= 1024"),
     "a second hello": (lambda f, r: [Hello(1, 0)], "hello once"),
 }
 
@@ -226,42 +282,121 @@ async def test_a_header_that_differs_from_its_descriptor_is_stale(ring: shmring.
 
 
 @pytest.mark.parametrize(
-    "data",
+    "record",
     [
-        PREFIX.pack(65537),
-        PREFIX.pack(2**32 - 1) + b"x" * 100,
-        encode_frame(b"\xc1", 100),
-        encode_frame(b"", 100),
-        encode_frame(msgspec.msgpack.encode([99]), 100),
-        encode_frame(msgspec.msgpack.encode([3, 1, "extra"]), 100),
-        encode_frame(msgspec.msgpack.encode([3, -1]), 100),
-        encode_frame(msgspec.msgpack.encode([3, 2**63]), 100),
-        encode_frame(b"\x91" * 60000, 65536),
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([99]),
+        msgspec.msgpack.encode([3, 1, "extra"]),
+        msgspec.msgpack.encode([3, -1]),
+        msgspec.msgpack.encode([3, 2**63]),
+        b"\x91" * 60000,
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
-    ids=["oversized", "huge", "not msgpack", "empty", "unknown tag", "extra", "negative", "large", "deep", "http"],
+    ids=["empty", "not msgpack", "unknown tag", "extra", "negative", "large", "deep", "http"],
 )
-async def test_what_is_no_message_ends_its_connection(ring: shmring.Ring, forger: Forger, data: bytes) -> None:
-    await forger.send_bytes(data)
+async def test_what_is_no_message_ends_its_connection(ring: shmring.Ring, forger: Forger, record: bytes) -> None:
+    await forger.send_record(record)
     *_, last = await forger.messages()
     assert isinstance(last, Refused)
     assert ring.statistics().protocol_errors == 1
     ring._book.check()
 
 
-async def test_a_frame_may_come_byte_by_byte(ring: shmring.Ring, forger: Forger) -> None:
-    for byte in encode_frame(encode_message(Goodbye()), 100):
-        await forger.send_bytes(bytes([byte]))
+TAIL, HEAD, LENGTH = 0, 64, 4096
+
+
+@pytest.mark.parametrize(
+    ("ring_of", "at", "value", "reason"),
+    [
+        ("outgoing", TAIL, 2**18 + 8, "published more than it holds"),
+        ("outgoing", TAIL, 4, "published more than it holds"),
+        ("outgoing", TAIL, 2**64 - 8, "published more than it holds"),
+        ("incoming", HEAD, 2**20, "has taken more than was published"),
+        ("incoming", HEAD, 2**63, "has taken more than was published"),
+    ],
+)
+async def test_a_count_that_cannot_be_true_ends_its_connection(
+    ring: shmring.Ring, connect: Any, forger: Forger, eventually: Any, ring_of: str, at: int, value: int, reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    client = await connect("honest")
+    memoryview(getattr(forger, ring_of))[at : at + 8] = value.to_bytes(8, "little")
+    if ring_of == "incoming":  # the engine looks at it when the ring seems to be full, or it is to answer
+        frontend = next(each for each in ring._frontends.values() if each.client_id == forger.welcome.client_id)
+        while frontend.connected and frontend.link.can_write:
+            frontend.link.send(Refused("x" * 10_000))
+            await asyncio.sleep(0)
+    forger.ring()
+    await eventually(lambda: ring.statistics().protocol_errors == 1)
+    assert reason in caplog.text
+    assert await client.request({"x": torch.ones(5000, dtype=torch.uint8)}, timeout=5) == 5000
+    ring._book.check()
+
+
+async def test_a_length_that_cannot_be_true_ends_its_connection(ring: shmring.Ring, forger: Forger) -> None:
+    memory = memoryview(forger.outgoing)
+    memory[LENGTH : LENGTH + 4] = (2**16 + 1).to_bytes(4, "little")
+    memory[TAIL : TAIL + 8] = (2**17).to_bytes(8, "little")
+    forger.ring()
+    *_, last = await forger.messages()
+    assert isinstance(last, Refused)
+    assert "longer than what was published" in last.reason
+
+
+@pytest.mark.parametrize("data", [b"x", b"\0\0\2", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_what_is_no_bell_ends_its_connection(ring: shmring.Ring, forger: Forger, data: bytes) -> None:
+    forger.ring(data)
+    *_, last = await forger.messages()
+    assert isinstance(last, Refused)
+    assert "no bell" in last.reason
+    assert ring.statistics().protocol_errors == 1
+    assert ring.statistics().quarantined_nbytes == forger.lease.nbytes
+
+
+async def test_who_gives_up_while_it_attaches_keeps_nothing(ring: shmring.Ring, forger: Forger) -> None:
+    forger.ring(GIVING_UP)
     assert await forger.messages() == []
     assert ring.statistics().protocol_errors == 0
     assert ring.statistics().quarantined_nbytes == 0
 
 
-async def test_a_frontend_that_never_reads_is_disconnected(serve: Any, socket_dir: Path, eventually: Any) -> None:
+async def test_nobody_can_truncate_what_the_engine_reads(ring: shmring.Ring, socket_dir: Path) -> None:
+    path = socket_path("honest", str(socket_dir))
+    engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, "forger"), frozenset({os.getuid()}))
+    for fd in engine.ring_fds:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+    for fd in (*engine.ring_fds, engine.slab_fd, engine.pidfd):
+        os.close(fd)
+    engine.socket.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1" * 64, encode_body(b"\xc1", ()), encode_body(b"\xc0", (BAD_TENSOR,))])
+async def test_a_payload_in_a_slot_that_is_none_fails_its_request_and_nothing_else(
+    ring: shmring.Ring, forger: Forger, eventually: Any, data: bytes
+) -> None:
+    """Whoever has the slab may have written there: that convicts nobody."""
+    slot = forger.slot(nbytes=100)
+    forger.slab.anchor(forger.lease.offset + 64, 100)[: len(data)] = list(data)
+    await forger.send(forger.submit(content=Content(b"", (), b"", (slot,), b"", BodyRef(0, len(data)))))
+    await eventually(lambda: ring.statistics().failed == 1)
+    assert ring.statistics().protocol_errors == 0
+    await forger.send(Goodbye())
+    kinds = [message.kind for message in await forger.messages() if isinstance(message, Failed)]
+    assert kinds == ["invalid"]
+
+
+async def test_a_frontend_that_never_reads_is_disconnected(
+    serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.ring.ring._OTHER_UNREAD_NBYTES", 1 << 20)
+    monkeypatch.setattr("shmring.ring.ring._FAILED_NBYTES", 0)
+
     async def fail(claim: shmring.Claim) -> None:
         raise ValueError("x" * 4096)
 
-    ring = await serve(fail, name="honest", max_write_buffer_nbytes="64KiB", write_buffer_nbytes=4096)
+    ring = await serve(fail, name="honest")
     forger = await Forger.attach(socket_dir)
     sent = 0
     while ring.statistics().protocol_errors == 0:
@@ -275,11 +410,37 @@ async def test_a_frontend_that_never_reads_is_disconnected(serve: Any, socket_di
     forger.close()
 
 
-async def test_a_truncated_frame_is_the_end_of_a_connection_and_no_error(
+async def test_a_record_that_was_never_published_is_the_end_of_a_connection_and_no_error(
     ring: shmring.Ring, socket_dir: Path, eventually: Any
 ) -> None:
     forger = await Forger.attach(socket_dir)
-    await forger.send_bytes(PREFIX.pack(100) + b"half")
+    memoryview(forger.outgoing)[LENGTH : LENGTH + 8] = b"\x40\0\0\0half"
     forger.close()
     await eventually(lambda: ring.statistics().clients == 0)
     assert ring.statistics().protocol_errors == 0
+
+
+# -- one that asks for a great deal ----------------------------------------------------------------------------------------
+
+
+async def test_what_one_frontend_asks_for_does_not_hold_up_another(serve: Any, connect: Any, socket_dir: Path) -> None:
+    """Thousands of messages lie in a ring, each of which has the engine look through all leases."""
+
+    async def answer(claim: shmring.Claim) -> None:
+        await claim.reply(1)
+
+    await serve(answer, name="honest", slab_nbytes="16MiB")
+    client = await connect("honest", lease_nbytes="4KiB")
+    slots = [await client.slot(4000) for _ in range(200)]
+    forger = await Forger.attach(socket_dir)
+    requests = 3000
+    for number in range(1, requests + 1):
+        assert forger.writer.write(encode_message(LeaseRequest(number, 10 << 20)))
+    forger.writer.ring_bell()
+    forger.ring()
+    assert await client.request("x", timeout=5) == 1
+    unread_nbytes = int.from_bytes(forger.outgoing_at(TAIL), "little") - int.from_bytes(forger.outgoing_at(HEAD), "little")
+    assert unread_nbytes > 0, "the answer waited for all that the other one has asked for"
+    for slot in slots:
+        slot.close()
+    forger.close()

@@ -189,6 +189,83 @@ async def test_nothing_of_a_stopped_frontend_is_reused(observer: shmring.RingCli
     await until(observer, only_the_observer_is_left)
 
 
+# -- message rings ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_that_a_killed_frontend_had_half_written_is_none(observer: shmring.RingClient, start: Start) -> None:
+    frontend = start("frontend", "torn")
+    assert await frontend.said() == ["torn"]
+    await until(observer, lambda counts: counts["submitted"] == 1)
+    frontend.signal(signal.SIGKILL)
+    await until(observer, only_the_observer_is_left)
+    counts = await statistics(observer)
+    assert counts["protocol_errors"] == 0
+    assert await works(observer)
+
+
+async def test_a_frontend_that_is_killed_with_a_full_ring_leaves_nothing(
+    engine: Any, observer: shmring.RingClient, start: Start
+) -> None:
+    frontend = start("frontend", "flood")
+    assert await frontend.said() == ["ready"]
+    engine.signal(signal.SIGSTOP)
+    frontend.signal(signal.SIGCONT)
+    word, in_flight = await frontend.said()
+    assert word == "full"
+    assert int(in_flight) > 20
+    frontend.signal(signal.SIGKILL)
+    engine.signal(signal.SIGCONT)
+    await until(observer, only_the_observer_is_left)
+    counts = await statistics(observer)
+    assert counts["protocol_errors"] == 0
+    assert counts["waiting"] == counts["running"] == 0
+    assert await works(observer)
+
+
+async def test_an_engine_that_is_killed_with_a_full_ring_is_dead_for_its_frontend(
+    engine: Any, observer: shmring.RingClient, start: Start
+) -> None:
+    frontend = start("frontend", "flood")
+    assert await frontend.said() == ["ready"]
+    engine.signal(signal.SIGSTOP)
+    frontend.signal(signal.SIGCONT)
+    assert (await frontend.said())[0] == "full"
+    engine.signal(signal.SIGKILL)
+    with pytest.raises(shmring.EngineDeadError):
+        await observer.request({"mode": "answer", "x": torch.ones(3)}, timeout=5)
+    frontend.signal(signal.SIGKILL)
+    await frontend.died()
+
+
+@pytest.mark.parametrize("then", ["killed", "continued"])
+async def test_a_frontend_that_is_stopped_with_a_full_ring_costs_nothing(
+    observer: shmring.RingClient, start: Start, then: str
+) -> None:
+    frontend = start("frontend", "texts")
+    await frontend.said()
+    frontend.signal(signal.SIGSTOP)
+    before = -1
+    while (replies := (await statistics(observer))["replies"]) != before + 1:  # the ring to it fills, and its stream waits
+        before = replies
+        assert await works(observer)  # which takes one reply
+    assert (await statistics(observer))["protocol_errors"] == 0
+    if then == "continued":
+        frontend.signal(signal.SIGCONT)
+        for _ in range(3):
+            await frontend.said()
+    frontend.signal(signal.SIGKILL)
+    await until(observer, only_the_observer_is_left)
+
+
+async def test_whoever_sleeps_is_always_woken(observer: shmring.RingClient, start: Start) -> None:
+    """A bell that is lost once in a thousand sleeps would be a request without an answer."""
+    frontends = [start("frontend", "pauses") for _ in range(2)]
+    bells = [int((await frontend.said(60))[1]) for frontend in frontends]
+    assert min(bells) > 100, "it was about sleeping"
+    for frontend in frontends:
+        await frontend.died()
+
+
 async def test_when_everything_is_killed_nothing_is_left(engine: Any, start: Start) -> None:
     frontends = [start("frontend", mode) for mode in ("load", "stream", "write")]
     for frontend in frontends:

@@ -20,8 +20,7 @@ import torch
 import shmring
 from shmring.client.client import RingClient
 from shmring.config import ClientConfig, RingConfig
-from shmring.core.framing import encode_frame
-from shmring.core.messages import Content, LeaseRequest, SlotRef, Submit, TensorRef, encode_message
+from shmring.core.messages import Content, LeaseRequest, SlotRef, Submit, TensorRef
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, SlabError, WouldBlock
 from shmring.gpu import device as device_module
 from shmring.gpu.cuda import CudaError
@@ -561,7 +560,7 @@ async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it
     ends: Ends, ring: Ring, client: RingClient, eventually: Eventually, settled: Any
 ) -> None:
     async with client.slot(NBYTES, device="cuda"):
-        client._session.connection.abort()  # type: ignore[union-attr]
+        client._session.link.abort()  # type: ignore[union-attr]
         await eventually(lambda: ring.statistics().clients == 0)
         assert ring.statistics().device_slab_quarantined_nbytes > 0
     await eventually(lambda: ends.memory.opened == [])  # by a thread; a process that is dead has nothing open
@@ -828,7 +827,7 @@ class Liar:
         tensor = TensorRef(1, 0, nbytes, dtype, (nbytes // size,))
         content = Content(payload, (tensor,) if slots else (), b"", slots, fence)
         submit = Submit(self.session.welcome.epoch, next(self.session._ids), content)
-        self.session.connection._transport.write(encode_frame(encode_message(submit), 1 << 20))  # type: ignore[union-attr]
+        self.session.link.send(submit)
 
     def slot(self, **changed: int) -> SlotRef:
         generation = (self.session.welcome.client_id << 40) + 900 + changed.pop("number", 0)
@@ -878,7 +877,7 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
 async def test_a_frontend_cannot_ask_for_memory_that_is_not_there(ends: Ends, eventually: Eventually) -> None:
     ring = await ends.serve(device_slab_nbytes=0)
     client = await ends.connect()
-    client._session.connection.send(LeaseRequest(1, 4096, 0, 1))  # type: ignore[union-attr]
+    client._session.link.send(LeaseRequest(1, 4096, 0, 1))  # type: ignore[union-attr]
     await eventually(lambda: ring.statistics().protocol_errors == 1)
 
 
@@ -889,7 +888,7 @@ async def test_an_event_without_a_device_slab_is_refused(
     client = await ends.connect()
     session = client._session
     assert session is not None
-    session.connection.send(Submit(session.welcome.epoch, 1, Content(b"\xc0", fence=bytes(64))))
+    session.link.send(Submit(session.welcome.epoch, 1, Content(b"\xc0", fence=bytes(64))))
     await eventually(lambda: ring.statistics().protocol_errors == 1)
     assert "an event came without a slot in device memory" in caplog.text
 

@@ -461,21 +461,51 @@ def test_a_packer_forgets_a_failed_payload() -> None:
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("name", ["", "x" * 256, "\U0001f600" * 256], ids=["no name", "ascii", "emoji"])
 @pytest.mark.parametrize("tensors", [0, 1, 20])
-def test_check_frame_never_lets_a_message_through_that_exceeds_a_frame(tensors: int, name: str, inline: bool) -> None:
+def test_no_message_exceeds_a_record_whatever_travels_in_a_slot(tensors: int, name: str, inline: bool) -> None:
     limit = 16384
-    refusals: list[CapacityError] = []
+    bodies = messages = 0
     for text in range(8000, limit + 1, 3):
         packed = Packer(64).pack({"text": "x" * text, "tensors": [torch.zeros([1] * 20)] * tensors})
-        try:
-            packed.check_frame(limit, limit if inline else 0)
-        except CapacityError as error:
-            refusals.append(error)
-            continue
+        packed.settle(limit, limit // 2 if inline else 0, 1 << 20)
         slots = (SlotRef(2**62, 2**62, packed.copy_nbytes, 2**64 - 1),)
-        content = packed.content_with(packed.inline(), slots) if inline else packed.content_in(slots)
+        content = packed.content_in(slots) if packed.needs_slot else packed.content_with(packed.inline(), slots)
         assert len(encode_message(Submit(2**64 - 1, 2**62, content, name))) <= limit
-    assert refusals
-    assert all(error.capacity == limit < error.needed + 4096 for error in refusals)
+        bodies += bool(packed.body)
+        messages += not packed.body
+    assert bodies
+    assert messages
+
+
+@pytest.mark.parametrize("tensors", [0, 3])
+def test_a_payload_that_goes_to_a_slot_comes_back_with_its_tensors(tensors: int) -> None:
+    payload = {"text": "x" * 5000, "tensors": [torch.full((7,), number) for number in range(tensors)]}
+    packed = Packer(64).pack(payload)
+    packed.settle(4096, 1024, 1 << 20)
+    assert packed.needs_slot
+    region = np.zeros(packed.copy_nbytes, np.uint8)
+    packed.copy_into(region, region.ctypes.data)
+    content = packed.content_in((SlotRef(1, 4096, packed.copy_nbytes, 1),))
+    content.check_size(1024, 1 << 20)
+    assert content.body is not None
+    assert content.body.offset % 64 == 0
+    data = region[content.body.offset :][: content.body.nbytes].tobytes()
+    found = PayloadDecoder().decode(content.with_body(data, 64), lambda number: region_of(region))
+    assert found["text"] == payload["text"]
+    assert [tensor.tolist() for tensor in found["tensors"]] == [[number] * 7 for number in range(tensors)]
+
+
+def test_a_payload_that_is_larger_than_agreed_upon_is_an_error_that_says_so() -> None:
+    packed = Packer(64).pack("x" * 5000)
+    with pytest.raises(CapacityError, match="max_payload_nbytes") as caught:
+        packed.settle(65536, 1024, 5000)
+    assert caught.value.needed > caught.value.capacity == 5000
+
+
+def test_a_message_that_names_too_many_slots_is_an_error_that_says_so() -> None:
+    packed = Packer(64).pack("x")
+    with pytest.raises(CapacityError, match="names 100 slots") as caught:
+        packed.settle(4096, 1024, 1 << 20, slots=100)
+    assert caught.value.needed > caught.value.capacity == 4096
 
 
 # -- typed decoding -----------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from shmring.core.framing import encode_frame
-from shmring.core.messages import PROTOCOL_VERSION, Abort, Hello, Refused, Welcome, encode_message
+from shmring.core.messages import PROTOCOL_VERSION, Abort, Hello, Refused, Welcome
 from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from shmring.transport.endpoint import (
     AttachedEngine,
@@ -26,10 +25,13 @@ from shmring.transport.endpoint import (
     Peer,
     attach_engine,
     greet,
+    handshake_frame,
     refuse,
     send_welcome,
     socket_path,
+    sweep_names,
 )
+from shmring.transport.rings import sealed_rings
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -37,8 +39,13 @@ ME = frozenset({os.getuid()})
 HELLO = Hello(PROTOCOL_VERSION, 65536, "tester")
 WELCOME = Welcome(
     version=PROTOCOL_VERSION, epoch=5, client_id=1, slab_nbytes=8192, block_nbytes=4096, leasable_nbytes=4096,
-    max_inflight=1, max_calls=1, max_leases=1, max_frame_nbytes=4096, max_tensors=1, base_lease=None,
+    max_inflight=1, max_calls=1, max_leases=1, message_ring_nbytes=1 << 16, max_record_nbytes=1 << 14, inline_nbytes=1,
+    max_payload_nbytes=1, max_tensors=1, base_lease=None,
 )  # fmt: skip
+
+
+def frame_of(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
 
 
 def descriptors() -> int:
@@ -311,6 +318,7 @@ class Engine:
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.slab_fd = os.memfd_create("slab")
+        self.ring_fds = sealed_rings(1 << 16)
         self.peers: list[Peer] = []
         self.connections: list[socket.socket] = []
 
@@ -326,10 +334,11 @@ class Engine:
         return peer
 
     async def welcome(self) -> None:
-        send_welcome(await self.greet(), WELCOME, self.slab_fd)
+        send_welcome(await self.greet(), WELCOME, self.slab_fd, self.ring_fds)
 
     def close(self) -> None:
-        os.close(self.slab_fd)
+        for fd in (self.slab_fd, *self.ring_fds):
+            os.close(fd)
         for peer in self.peers:
             os.close(peer.pidfd)
         for connected in self.connections:
@@ -346,14 +355,17 @@ async def engine(listener: Listener) -> AsyncIterator[Engine]:
 def let_go(attached: AttachedEngine) -> None:
     attached.socket.close()
     os.close(attached.pidfd)
-    os.close(attached.slab_fd)
+    for fd in (attached.slab_fd, *attached.ring_fds):
+        os.close(fd)
 
 
 async def test_a_handshake_passes_the_slab_and_says_who_is_there(engine: Engine, path: Path) -> None:
     _, attached = await asyncio.gather(engine.welcome(), attach_engine(path, HELLO, ME))
     assert attached.welcome == WELCOME
-    assert os.path.sameopenfile(attached.slab_fd, engine.slab_fd)
-    assert not os.get_inheritable(attached.slab_fd)
+    received, sent = (attached.slab_fd, *attached.ring_fds), (engine.slab_fd, *engine.ring_fds)
+    for ours, theirs in zip(received, sent, strict=True):
+        assert os.path.sameopenfile(ours, theirs)
+        assert not os.get_inheritable(ours)
     [peer] = engine.peers
     assert (peer.pid, peer.uid, peer.hello) == (os.getpid(), os.getuid(), HELLO)
     let_go(attached)
@@ -385,11 +397,11 @@ async def test_another_protocol_version_is_refused_and_told(engine: Engine, path
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (encode_frame(encode_message(Abort(1)), 100), "starts with Hello, not Abort"),
-        (encode_frame(b"\xc1", 100), "not a message"),
+        (handshake_frame(Abort(1)), "starts with Hello, not Abort"),
+        (frame_of(b"\xc1"), "not a message"),
         (b"\xff\xff\xff\xff", "exceeds 4096"),
         (b"GET / HTTP/1.1\r\n\r\n", "exceeds 4096"),
-        (encode_frame(b"x" * 100, 100)[:50], "ended during the handshake"),
+        (frame_of(b"x" * 100)[:50], "ended during the handshake"),
         (b"", "ended during the handshake"),
     ],
 )
@@ -406,7 +418,7 @@ async def test_a_hello_may_come_byte_by_byte(engine: Engine, path: Path) -> None
     greeting = asyncio.create_task(engine.greet())
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(os.fspath(path))
-        for byte in encode_frame(encode_message(HELLO), 4096):
+        for byte in handshake_frame(HELLO):
             client.send(bytes([byte]))
             await asyncio.sleep(0)
         assert (await greeting).hello == HELLO
@@ -429,7 +441,7 @@ def reply_with(data: bytes, fds: list[int]) -> Callable[[socket.socket], None]:
     return send
 
 
-WELCOME_FRAME = encode_frame(encode_message(WELCOME), 4096)
+WELCOME_FRAME = handshake_frame(WELCOME)
 
 
 @pytest.mark.parametrize(
@@ -439,9 +451,10 @@ WELCOME_FRAME = encode_frame(encode_message(WELCOME), 4096)
         (WELCOME_FRAME[:2], 1, EngineDeadError, "went away"),
         (WELCOME_FRAME[:-1], 1, EngineDeadError, "went away"),
         (WELCOME_FRAME, 0, RemoteProtocolError, "did not answer Hello"),
-        (encode_frame(encode_message(Refused("no thanks")), 100), 0, RemoteProtocolError, "no thanks"),
-        (encode_frame(encode_message(Refused("no thanks")), 100), 1, RemoteProtocolError, "no thanks"),
-        (encode_frame(b"\xc1\xc1", 100), 1, RemoteProtocolError, "not a message"),
+        (WELCOME_FRAME, 2, RemoteProtocolError, "did not answer Hello"),
+        (handshake_frame(Refused("no thanks")), 0, RemoteProtocolError, "no thanks"),
+        (handshake_frame(Refused("no thanks")), 1, RemoteProtocolError, "no thanks"),
+        (frame_of(b"\xc1\xc1"), 1, RemoteProtocolError, "not a message"),
         (b"\xff\xff\xff\xff", 1, RemoteProtocolError, "exceeds 4096"),
     ],
 )
@@ -477,14 +490,14 @@ async def test_surplus_descriptors_are_closed(engine: Engine, path: Path) -> Non
     engine.close()
     engine.peers.clear()
     engine.connections.clear()
-    engine.slab_fd = os.memfd_create("another")
+    engine.slab_fd, engine.ring_fds = os.memfd_create("another"), sealed_rings(1 << 16)
     assert descriptors() == before
 
 
 async def test_an_answer_may_come_in_pieces(engine: Engine, path: Path) -> None:
     async def answer() -> None:
         peer = await engine.greet()
-        socket.send_fds(peer.socket, [WELCOME_FRAME[:1]], [engine.slab_fd])
+        socket.send_fds(peer.socket, [WELCOME_FRAME[:1]], [engine.slab_fd, *engine.ring_fds])
         for byte in WELCOME_FRAME[1:]:
             await asyncio.sleep(0)
             peer.socket.send(bytes([byte]))
@@ -532,7 +545,53 @@ async def test_refusing_one_that_is_gone_is_no_error() -> None:
 async def test_welcoming_one_that_is_gone_says_so(engine: Engine, path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(os.fspath(path))
-        client.sendall(encode_frame(encode_message(HELLO), 4096))
+        client.sendall(handshake_frame(HELLO))
         peer = await engine.greet()
     with pytest.raises(PeerLostError):
-        send_welcome(peer, WELCOME, engine.slab_fd)
+        send_welcome(peer, WELCOME, engine.slab_fd, engine.ring_fds)
+
+
+# -- what killed engines leave ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_the_files_of_engines_that_were_killed_go_when_another_starts(path: Path, run_program: Any) -> None:
+    process = run_program("print('ready', flush=True); time.sleep(600)")
+    with_it = Listener.create(path.with_name("other.sock"), others_may_connect=False)
+    assert path.exists(), "a living engine's files are not touched"
+    process.kill()
+    process.wait()
+    assert sweep_names(path.parent, remove=False) == ["unit"]
+    assert path.exists()
+    again = Listener.create(path.with_name("third.sock"), others_may_connect=False)
+    assert sorted(os.listdir(path.parent)) == ["other.lock", "other.sock", "third.lock", "third.sock"]
+    assert sweep_names(path.parent) == []
+    with_it.close()
+    again.close()
+
+
+async def test_a_sweep_leaves_what_is_not_ours(path: Path) -> None:
+    directory = path.parent
+    (directory / "foreign.lock").write_text("4711\n")  # as other programs write them, and lock them in other ways
+    (directory / "marked.lock").write_text("4711\nanother program\n")
+    (directory / "empty.lock").touch()
+    (directory / "directory.lock").mkdir()
+    (directory / "link.lock").symlink_to("foreign.lock")
+    (directory / "file.lock").write_text("4711\nshmring\n")
+    (directory / "file.sock").write_text("no socket")
+    assert sweep_names(directory) == ["file"]
+    left = ["directory.lock", "empty.lock", "file.sock", "foreign.lock", "link.lock", "marked.lock"]
+    assert sorted(os.listdir(directory)) == left
+
+
+async def test_a_name_that_a_sweep_is_looking_at_is_free(path: Path) -> None:
+    """It has the lock for a moment, which is no living engine's."""
+    lock = path.with_suffix(".lock")
+    lock.write_text("4711\nshmring\n")
+    with lock.open() as swept:
+        fcntl.flock(swept, fcntl.LOCK_EX)
+        taking = asyncio.get_running_loop().run_in_executor(None, lambda: Listener.create(path, others_may_connect=False))
+        await asyncio.sleep(0)
+        lock.unlink()
+        fcntl.flock(swept, fcntl.LOCK_UN)
+    (await taking).close()

@@ -29,6 +29,22 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+async def test_a_watch_that_cannot_be_set_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    before = len(os.listdir("/proc/self/fd"))
+    loop = asyncio.get_running_loop()
+
+    class Loop:
+        add_reader = staticmethod(refuse)
+        remove_reader = loop.remove_reader
+
+    with pytest.raises(OSError, match="Too many"):
+        ProcessWatch(Loop(), os.pidfd_open(os.getpid()), Deaths())  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 class Deaths:
     def __init__(self) -> None:
         self.count = 0

@@ -11,7 +11,7 @@ import torch
 
 import shmring
 from shmring.transport import polling
-from shmring.transport.polling import BusyPolling
+from shmring.transport.polling import LINK_S, Poller
 
 
 class Loop:
@@ -31,6 +31,31 @@ class Loop:
         return bool(self.due)
 
 
+class Link:
+    """Has so many things to do, each of which takes a while."""
+
+    def __init__(self, clock: list[float], works: int = 0, work_s: float = 0.0) -> None:
+        self.clock = clock
+        self.works = works
+        self.work_s = work_s
+        self.turns: list[float] = []  # what each was given
+        self.asleep = False
+        self.restless = 0  # times that something comes just when it would fall asleep
+
+    def take_turn(self, deadline_s: float) -> bool:
+        self.turns.append(deadline_s - self.clock[0])
+        if not self.works:
+            return False
+        self.works -= 1
+        self.clock[0] += self.work_s
+        return True
+
+    def fall_asleep(self) -> bool:
+        self.restless -= 1
+        self.asleep = self.restless < 0
+        return self.asleep
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
@@ -38,22 +63,122 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_it_keeps_awake_for_as_long_as_it_says_after_the_last_message(clock: list[float]) -> None:
-    loop = Loop()
-    busy = BusyPolling(loop, 0.001)  # type: ignore[arg-type]
-    assert not loop.due
-    busy.extend()
-    busy.extend()
+def turns_until_asleep(loop: Loop) -> int:
+    turns = 1
+    while loop.iterate():
+        turns += 1
+        assert turns < 1000, "it never sleeps"
+    return turns
+
+
+def test_a_link_has_turns_as_long_as_there_is_something_and_one_more(clock: list[float]) -> None:
+    loop, link = Loop(), Link(clock, works=5)
+    Poller(loop).wake(link)  # type: ignore[arg-type]
     assert len(loop.due) == 1
+    assert turns_until_asleep(loop) == 6
+    assert link.asleep
+
+
+def test_a_link_that_does_not_fall_asleep_has_another_turn(clock: list[float]) -> None:
+    loop, link = Loop(), Link(clock)
+    link.restless = 3
+    Poller(loop).wake(link)  # type: ignore[arg-type]
+    assert turns_until_asleep(loop) == 4
+
+
+def test_links_have_their_turns_in_turn_and_none_is_left_out(clock: list[float]) -> None:
+    loop = Loop()
+    poller = Poller(loop)  # type: ignore[arg-type]
+    links = [Link(clock, works=6, work_s=LINK_S) for _ in range(10)]
+    for link in links:
+        poller.wake(link)
+    while loop.iterate():
+        taken = [len(link.turns) for link in links]
+        assert max(taken) - min(taken) <= 1
+    assert all(link.asleep for link in links)
+    assert all(abs(given - LINK_S) < 1e-9 for link in links for given in link.turns)
+
+
+def test_a_turn_ends_when_its_time_is_over(clock: list[float]) -> None:
+    loop = Loop()
+    poller = Poller(loop)  # type: ignore[arg-type]
+    for _ in range(100):
+        poller.wake(Link(clock, works=1, work_s=0.0015))
+    while True:
+        before = clock[0]
+        more = loop.iterate()
+        assert clock[0] - before <= polling._TURN_S + 0.0015
+        if not more:
+            break
+
+
+def test_what_a_link_raises_costs_nobody_a_turn(clock: list[float]) -> None:
+    class Broken(Link):
+        def take_turn(self, deadline_s: float) -> bool:
+            if super().take_turn(deadline_s):
+                raise RuntimeError("a bug")
+            return False
+
+    loop = Loop()
+    poller = Poller(loop)  # type: ignore[arg-type]
+    broken, other = Broken(clock, works=1), Link(clock, works=1)
+    poller.wake(broken)
+    poller.wake(other)
+    with pytest.raises(RuntimeError, match="a bug"):
+        loop.iterate()
+    turns_until_asleep(loop)
+    assert (broken.works, other.works) == (0, 0)
+    assert broken.asleep
+    assert other.asleep
+
+
+def test_a_link_that_wakes_another_in_its_turn_falls_asleep_itself(clock: list[float]) -> None:
+    loop = Loop()
+    poller = Poller(loop)  # type: ignore[arg-type]
+    woken = Link(clock)
+
+    class Waking(Link):
+        def take_turn(self, deadline_s: float) -> bool:
+            if not self.turns:
+                poller.wake(woken)
+            return super().take_turn(deadline_s)
+
+    waking = Waking(clock)
+    poller.wake(waking)
+    assert turns_until_asleep(loop) == 2
+    assert (len(waking.turns), len(woken.turns)) == (1, 1)
+
+
+# -- busy polling ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_keeps_awake_for_as_long_as_it_says_after_the_last_message(clock: list[float]) -> None:
+    loop, link = Loop(), Link(clock)
+    poller = Poller(loop, 0.001)  # type: ignore[arg-type]
+    poller.extend()
+    poller.wake(link)
     assert loop.iterate()
     clock[0] += 0.0009
-    busy.extend()
+    poller.extend()
     clock[0] += 0.0009
     assert loop.iterate()
     clock[0] += 0.0002
     assert not loop.iterate()
-    busy.extend()
-    assert loop.iterate()
+    assert link.asleep
+
+
+def test_who_finds_nothing_lets_others_run(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    yields: list[int] = []
+    monkeypatch.setattr(polling.os, "sched_yield", lambda: yields.append(1))
+    loop, link = Loop(), Link(clock, works=3)
+    poller = Poller(loop, 0.001)  # type: ignore[arg-type]
+    poller.extend()
+    poller.wake(link)
+    for _ in range(3):
+        loop.iterate()
+    assert not yields
+    loop.iterate()
+    assert yields
 
 
 @pytest.mark.both_loops
@@ -62,36 +187,38 @@ async def test_both_ends_poll_and_sleep_again(
 ) -> None:
     looks = 0
 
-    def look_again(busy: BusyPolling) -> None:
+    def take_turn(poller: Poller) -> None:
         nonlocal looks
         looks += 1
-        original(busy)
+        original(poller)
 
-    original = BusyPolling._look_again
-    monkeypatch.setattr(BusyPolling, "_look_again", look_again)
+    original = Poller._turn
+    monkeypatch.setattr(Poller, "_turn", take_turn)
 
     async def handle(claim: shmring.Claim) -> None:
         await claim.reply(int(claim.payload["x"].sum()))
 
-    ring = await serve(busy_poll_s=0.002)
-    client = await connect(busy_poll_s=0.002)
+    ring = await serve(busy_poll_s=0.1)
+    client = await connect(busy_poll_s=0.1)
     running = asyncio.create_task(ring.run(handle))
     for value in range(20):
         assert await client.request({"x": torch.full((1000,), value)}) == 1000 * value
-    assert ring.polling._armed
-    assert client._session.connection._polling._armed
-    await eventually(lambda: not ring.polling._armed and not client._session.connection._polling._armed)
+    bells = client._session.link.bells
+    [frontend] = ring._frontends.values()
+    assert bells + frontend.link.bells <= 4, "who polls needs no bell"
+    assert ring.poller._armed
+    assert client._session.link._poller._armed
+    await eventually(lambda: not ring.poller._armed and not client._session.link._poller._armed)
     looks_before = looks
     await turns()
     assert looks == looks_before > 0
     running.cancel()
 
 
-async def test_without_it_nothing_polls(serve: Any, connect: Any) -> None:
+async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, connect: Any, eventually: Any) -> None:
     ring = await serve()
     client = await connect()
-    assert ring.polling is None
-    assert client._session.connection._polling is None
+    await eventually(lambda: not ring.poller._armed and not client._session.link._poller._armed)
 
 
 @pytest.mark.parametrize("seconds", [-0.001, 0.2])

@@ -1,7 +1,7 @@
 """An engine process for tests: ``engine.py NAME SOCKET_DIR SLAB_NBYTES``.
 
 It answers each request with the checksum of its tensor; ``hold`` makes it hold the claim until it is aborted, ``stream``
-makes it answer for ever. ``statistics`` is a control call.
+makes it answer for ever, ``texts`` with text in messages. ``statistics`` is a control call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ async def handle(claim: shmring.Claim) -> None:
     del tensor
     if mode == "hold":
         await asyncio.Event().wait()
+    while mode == "texts":
+        await claim.reply("x" * 1000)
     await claim.reply(answer)
     while mode == "stream":
         await claim.reply(answer)

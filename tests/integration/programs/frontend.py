@@ -4,6 +4,10 @@ write        holds a slot that it writes to all the time
 submit       has a request submitted, which the engine holds
 stream       reads a stream
 load         sends requests of many sizes, in place and copied, checks every answer, and prints how many it has had
+texts        reads a stream of messages, and says every thousand
+flood        stops itself; continued, it sends until the ring to the engine is full
+torn         has half written a message that it has not published
+pauses       sends small requests with pauses of all lengths between them, and says when it is through
 disconnect   has ended its connection, and lives
 fork         has forked a child that holds its socket; prints the child's pid
 """
@@ -12,12 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import signal
 import sys
 import time
 
 import torch
 
 import shmring
+from shmring.core.message_ring import RecordWriter
+from shmring.core.messages import PROTOCOL_VERSION, Content, Hello, Submit, encode_message
+from shmring.transport.endpoint import attach_engine
+from shmring.transport.rings import map_rings
+
+AT_RECORDS = 4096  # of a message ring
 
 
 def tensor(nbytes: int, seed: int) -> torch.Tensor:
@@ -81,11 +93,61 @@ async def load(client: shmring.RingClient) -> None:
     await asyncio.gather(*(worker(number) for number in range(8)))
 
 
+async def texts(client: shmring.RingClient) -> None:
+    replies = 0
+    async for text in client.stream({"mode": "texts", "x": tensor(10, 0)}):
+        assert text == "x" * 1000
+        replies += 1
+        if replies % 1000 == 0:
+            say(replies)
+
+
+async def flood(client: shmring.RingClient) -> None:
+    say("ready")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    assert client._session is not None
+    while client._session.link.can_write:
+        client.submit_nowait({"mode": "hold", "x": tensor(10, 0), "text": "x" * 10_000})
+    say("full", client.statistics().in_flight)
+    await asyncio.Event().wait()
+
+
+async def torn(client: shmring.RingClient) -> None:
+    """On a connection of its own, whose ring it can write to byte by byte."""
+    engine = await attach_engine(client._path, Hello(PROTOCOL_VERSION, 65536, "torn"), frozenset({os.getuid()}))
+    _, outgoing = map_rings(engine.ring_fds, engine.welcome.message_ring_nbytes)
+    writer = RecordWriter(outgoing, engine.socket.fileno())
+    writer.write(encode_message(Submit(engine.welcome.epoch, 1, Content(b"\xc0"))))
+    writer.ring_bell()
+    memory, at = memoryview(outgoing), AT_RECORDS + int.from_bytes(memoryview(outgoing)[:8], "little")
+    memory[at : at + 4] = (1000).to_bytes(4, "little")
+    memory[at + 4 : at + 504] = bytes(range(250)) * 2
+    say("torn")
+    await asyncio.Event().wait()
+
+
+async def pauses(client: shmring.RingClient) -> None:
+    chance = random.Random(1)
+    for number in range(1500):
+        await check_small(client, number)
+        pause_s = chance.choice((0.0, 0.0, 0.00002, 0.0001, 0.0005, 0.002))
+        if pause_s:
+            time.sleep(pause_s) if chance.random() < 0.5 else await asyncio.sleep(pause_s)  # a busy loop
+    assert client._session is not None
+    say("through", client._session.link.bells)
+
+
+async def check_small(client: shmring.RingClient, number: int) -> None:
+    data = torch.full((8,), number % 250, dtype=torch.uint8)
+    answer = await client.request({"mode": "answer", "x": data}, timeout=10)
+    assert answer["sum"] == 8 * (number % 250)
+
+
 async def disconnect(client: shmring.RingClient) -> None:
     async with client.slot(100_000) as slot:
         view = slot.tensor((100_000,), torch.uint8)
         assert client._session is not None
-        client._session.connection.abort()
+        client._session.link.abort()
         say("disconnected")
         while True:
             view.add_(1)

@@ -137,7 +137,7 @@ async def hang_up_forked(name: str, socket_dir: str) -> None:
         time.sleep(60)
         os._exit(0)
     assert client._session is not None
-    client._session.connection.abort()
+    client._session.link.abort()
     say("forked", child)
     while True:
         view.add_(1)

@@ -230,7 +230,7 @@ async def run_frontend(name: str, socket_dir: str) -> None:
 def main(end: str, name: str, socket_dir: str) -> None:
     tour = Path(socket_dir, "tour")
     if end == "frontend":
-        engine = Path(socket_dir, f"{name}.lock").read_text()  # the engine's pid
+        engine, *_ = Path(socket_dir, f"{name}.lock").read_text().split()  # its pid comes first
         tour.with_suffix(".new").write_text(f"engine={engine}\nfrontend={os.getpid()}\n")
         tour.with_suffix(".new").rename(tour)
     install_hook(tour)

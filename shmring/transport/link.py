@@ -1,0 +1,383 @@
+"""A link: what joins the two ends of a connection. Messages go through two message rings, bells and the end through a socket.
+
+Theory of operation. A message is one record, published at once. Its reader is *awake* or *asleep*
+(:mod:`shmring.transport.polling`). Awake, it looks at its ring in each turn of its loop, and nobody makes a system call.
+Asleep, it waits for a bell, a zero byte on the socket; who publishes rings for a sleeper. Whoever is about to wait for a
+message may look first (:meth:`Link.poll`): that is one load if there is nothing.
+
+Writing never blocks. What finds the ring full goes to a backlog, in order, and the reader rings back when there is room. Who
+may wait for that awaits :meth:`Link.drain` *before* it sends. So the backlog has at most one message of theirs, and those
+that can't wait: releases, the ends of requests, leases, aborts. It is bounded: a peer that leaves more unread does not read.
+
+The end. The socket's end is the connection's. What the peer had published by then is read first: a goodbye gives memory back,
+and a refusal says why. What is published afterwards is not: a forked child may have the ring. An end that closes rings no more,
+shuts the socket, and reads the bells that came: otherwise the other end would find it reset instead of ended.
+
+Nothing but bells may come over the socket, and the byte that says that a frontend gives up while it attaches.
+
+A forked child inherits the socket, but not the rings, and must touch neither: what it wrote would reach its parent's peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from typing_extensions import Buffer
+
+from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
+from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, encode_message
+from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
+from shmring.forks import Origin
+from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller
+
+__all__ = ["Link", "LinkOwner"]
+
+_LINGER_S = 1.0  # for a peer to make room for its last messages; one that does not would keep the socket for ever
+_DRAINED_IN_TURN = 64  # as many small replies take less than a millisecond
+_ID_NBYTES = 9  # of an id in a message, at most
+_LIST_NBYTES = 64  # of a message around a list of ids, at most
+
+_Incoming = TypeVar("_Incoming", contravariant=True)
+
+
+class LinkOwner(Protocol[_Incoming]):
+    """What a link reports to its owner; always in the loop."""
+
+    def message_received(self, message: _Incoming) -> None:
+        """A message came. Raising :class:`RemoteProtocolError` is reported as :meth:`protocol_violated`."""
+
+    def peer_gave_up(self) -> None:
+        """The peer gave up while it attached: it uses nothing of what it was lent."""
+
+    def protocol_violated(self, error: RemoteProtocolError) -> None:
+        """The peer broke the rules; nothing more is delivered. The owner closes."""
+
+    def connection_lost(self) -> None:
+        """The connection has ended, from either end. This is called once, as the last call."""
+
+
+class Link(Generic[_Incoming]):
+    """One end of a connection. Takes the socket over; :meth:`start` begins to read.
+
+    Args:
+        owner: whom to tell.
+        decode: turns a record into a message, or raises :class:`RemoteProtocolError`.
+        connected: the socket, non-blocking.
+        incoming, outgoing: the memory of the ring that this end reads, and of the one that it writes.
+        poller: of this loop.
+        max_backlog_nbytes: of messages that found the ring full, from which the peer counts as not reading.
+
+    Attributes:
+        largest_record_nbytes: the largest message that can be sent.
+        lost: whether nothing can be sent any more, because the connection has ended or was closed.
+    """
+
+    def __init__(
+        self,
+        owner: LinkOwner[_Incoming],
+        decode: Callable[[bytes], _Incoming],
+        connected: socket.socket,
+        incoming: Buffer,
+        outgoing: Buffer,
+        poller: Poller,
+        *,
+        max_backlog_nbytes: int,
+    ) -> None:
+        self._owner = owner
+        self._decode = decode
+        self._socket = connected
+        self._fd = connected.fileno()
+        self._reader = RecordReader(incoming, self._fd)
+        self._writer = RecordWriter(outgoing, self._fd)
+        self._capacity_nbytes = memoryview(incoming).nbytes
+        self._bells = 0  # of both, once they have gone
+        self._poller = poller
+        self._max_backlog_nbytes = max_backlog_nbytes
+        self._loop = asyncio.get_running_loop()
+        self._origin = Origin()
+        self._backlog: deque[bytes] = deque()
+        self._backlog_nbytes = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._drained = 0  # how often this end has asked for room
+        self._awake = False
+        self._reading = False
+        self._records_left = RECORDS_IN_TURN  # in this turn of the loop
+        self._last_words_nbytes: int | None = None  # that may still be read; None: the connection has not ended
+        self._deaf = False  # nothing is delivered any more
+        self._closing = False
+        self._open = True  # the socket
+        self._lingering: asyncio.TimerHandle | None = None
+        self.largest_record_nbytes = self._writer.largest_record_nbytes
+        self.lost = False
+
+    def start(self) -> None:
+        """Begins to read, from the loop's next turn on."""
+        self._loop.add_reader(self._fd, self._hear)
+        self._wake()
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    @property
+    def bells(self) -> int:
+        """How often this end has rung, as a writer or as a reader."""
+        return self._writer.bells + self._reader.bells if self._open else self._bells
+
+    @property
+    def can_write(self) -> bool:
+        """Whether :meth:`drain` would return at once."""
+        return not self._backlog
+
+    def send(self, message: FrontendMessage | EngineMessage) -> None:
+        """Sends a message. On a connection that has ended it goes nowhere.
+
+        Raises:
+            CapacityError: it is larger than a record may be. Nothing was sent.
+        """
+        if self.lost or self._origin.forked:
+            return
+        record = encode_message(message)
+        writer = self._writer
+        try:
+            if not self._backlog and writer.write(record):
+                writer.ring_bell()
+            else:
+                self._queue(record)
+        except RemoteProtocolError as error:
+            self._loop.call_soon(self._violated, error)  # not within what the owner is doing
+        if self._poller.polls_busily:
+            self._poller.extend()
+            if not self._awake:
+                self._reader.wake()
+                self._wake()
+
+    def send_listed(self, make: Callable[[tuple[int, ...]], FrontendMessage | EngineMessage], numbers: Sequence[int]) -> None:
+        """Sends a message with a list of ids, as several if the list is too long for one."""
+        for part in self.split(numbers):
+            self.send(make(part))
+
+    def split(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Cuts a list of ids into parts that fit one message each."""
+        most = min(MAX_LISTED, (self.largest_record_nbytes - _LIST_NBYTES) // _ID_NBYTES)
+        return [tuple(numbers[start : start + most]) for start in range(0, len(numbers), most)]
+
+    async def drain(self) -> None:
+        """Waits until the peer has read enough; what is sent before the next ``await`` is within the limits.
+
+        Now and then it lets the loop go on although there is room. A peer that reads as fast as this end writes would
+        otherwise keep everybody else waiting.
+
+        Raises:
+            PeerLostError: it never will.
+        """
+        self._drained += 1
+        if not self._drained % _DRAINED_IN_TURN:
+            await asyncio.sleep(0)
+        while not self._writable.is_set():
+            await self._writable.wait()
+        if self.lost:
+            raise PeerLostError("the connection has ended")
+
+    def _queue(self, record: bytes) -> None:
+        """Keeps what finds the ring full."""
+        if len(record) > self.largest_record_nbytes:
+            raise CapacityError(
+                f"a message of {len(record)} bytes is longer than a record of {self.largest_record_nbytes}",
+                needed=len(record),
+                capacity=self.largest_record_nbytes,
+            )
+        self._backlog.append(record)
+        self._backlog_nbytes += len(record)
+        self._writable.clear()
+        if self._backlog_nbytes > self._max_backlog_nbytes:
+            error = RemoteProtocolError(f"the peer left more than {self._max_backlog_nbytes} bytes unread beside a full ring")
+            self._loop.call_soon(self._violated, error)
+        elif len(self._backlog) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Publishes what is in the backlog; what still finds no room waits for the reader to ring back."""
+        backlog, writer = self._backlog, self._writer
+        while backlog:
+            if writer.write(backlog[0]):
+                self._backlog_nbytes -= len(backlog.popleft())
+            elif writer.wait_for_space(len(backlog[0])):
+                break
+        writer.ring_bell()
+        if not backlog:
+            self._writable.set()
+
+    # -- receiving -------------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Delivers what has come, within this turn's budget: for who would otherwise wait for it to be delivered."""
+        if self._deaf or self._reading or not self._records_left or self._origin.forked:
+            return
+        if self._read() and not self._awake:
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._awake:
+            self._awake = True
+            self._poller.wake(self)
+
+    def take_turn(self, deadline_s: float) -> bool:
+        """For the poller: delivers what came since; returns whether there was anything."""
+        self._records_left = RECORDS_IN_TURN
+        if self._deaf or self._origin.forked:
+            return False
+        if self._backlog:
+            self._guarded(self._flush)
+        return not self._deaf and self._read(deadline_s)
+
+    def fall_asleep(self) -> bool:
+        """For the poller: returns whether this end sleeps now; False if something has come after all."""
+        if not self._deaf and not self._origin.forked:
+            if self._last_words_nbytes is not None:
+                self._end()
+            elif not self._reader.sleep():
+                return False
+        self._awake = False
+        return True
+
+    def _read(self, deadline_s: float | None = None) -> bool:
+        """Delivers records; returns whether there was one.
+
+        Args:
+            deadline_s: of ``time.perf_counter``, when a turn ends; None: it began just now.
+        """
+        reader, owner, decode = self._reader, self._owner, self._decode
+        left = before = self._records_left
+        self._reading = True
+        try:
+            while left and (record := reader.read()) is not None:
+                self._records_left = left = left - 1
+                if self._last_words_nbytes is not None and not self._is_last_word(record):
+                    break
+                owner.message_received(decode(record))
+                if self._deaf:
+                    break
+                now = time.perf_counter()
+                if deadline_s is None:
+                    deadline_s = now + LINK_S
+                elif now > deadline_s:
+                    self._records_left = 0
+                    break
+            if left == before:
+                return False
+            reader.ring_bell()
+        except RemoteProtocolError as error:
+            self._violated(error)
+        finally:
+            self._reading = False
+        self._poller.extend()
+        return True
+
+    def _is_last_word(self, record: bytes) -> bool:
+        """Whether a record can have been there when the connection ended: a ring holds no more than its size."""
+        assert self._last_words_nbytes is not None
+        self._last_words_nbytes -= len(record) + 4
+        if self._last_words_nbytes >= 0:
+            return True
+        self._deaf = True
+        self._end()
+        return False
+
+    def _hear(self) -> None:
+        """Something came over the socket."""
+        if self._origin.forked:
+            return
+        heard = take_bells(self._fd)
+        if heard and not self._deaf:
+            if heard & FOREIGN:
+                self._violated(RemoteProtocolError("what came over the socket is no bell"))
+            elif heard & GAVE_UP:
+                self._deaf = True
+                self._owner.peer_gave_up()
+        if not self._open:
+            return
+        if heard & ENDED:
+            self._loop.remove_reader(self._fd)
+            self.lost = True
+            if self._deaf:
+                self._end()
+                return
+            self._last_words_nbytes = self._capacity_nbytes
+            self._writable.set()
+        elif self._backlog:
+            self._guarded(self._flush)
+            if self._closing and not self._backlog:
+                self._end()
+        if not self._deaf:
+            self._wake()
+            self.poll()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except RemoteProtocolError as error:
+            self._violated(error)
+
+    def _violated(self, error: RemoteProtocolError) -> None:
+        if not self._deaf:
+            self._deaf = True
+            self._owner.protocol_violated(error)
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def read_last_words(self) -> None:
+        """Delivers all that is there, whatever the budget: the peer's process is dead."""
+        if self._last_words_nbytes is None:
+            self._last_words_nbytes = self._capacity_nbytes
+        while not (self._deaf or self._reading):
+            self._records_left = RECORDS_IN_TURN
+            if not self._read():
+                break
+
+    def close(self) -> None:
+        """Delivers nothing more, sends what found no room, and ends the connection."""
+        if self._closing:
+            return
+        self._deaf = self._closing = True
+        if self._origin.forked:
+            return
+        if self._backlog and not self.lost:
+            with contextlib.suppress(RemoteProtocolError):
+                self._flush()
+        self.lost = True
+        if self._backlog and self._open:
+            self._lingering = self._loop.call_later(_LINGER_S, self._end)
+        else:
+            self._end()
+
+    def abort(self) -> None:
+        """Ends the connection at once, and drops what found no room."""
+        self._deaf = self._closing = self.lost = True
+        if not self._origin.forked:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._open:
+            return
+        self._bells = self.bells
+        self._open = False
+        self._deaf = self.lost = True
+        if self._lingering is not None:
+            self._lingering.cancel()
+        self._writer.mute()
+        self._reader.mute()
+        self._loop.remove_reader(self._fd)
+        with contextlib.suppress(OSError):  # the peer has closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        take_bells(self._fd)
+        self._socket.close()
+        del self._writer, self._reader  # or the rings would stay mapped as long as anybody knows this object
+        self._backlog.clear()
+        self._writable.set()
+        self._loop.call_soon(self._owner.connection_lost)

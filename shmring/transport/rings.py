@@ -1,0 +1,80 @@
+"""The memory of a client's two message rings: made and sealed by the engine, mapped by both ends.
+
+Each ring is a memfd of its own. It is sealed against shrinking and growing before anybody else has it: otherwise whoever has it
+could truncate it, and the other end's next access would be SIGBUS. So a frontend takes none that is not sealed.
+
+Nobody needs the descriptors once both ends have mapped them, so an end keeps none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+
+from shmring.core.message_ring import RingMemory, ring_nbytes
+from shmring.errors import RemoteProtocolError, SlabError
+
+__all__ = ["map_rings", "sealed_rings"]
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NAME = "shmring-messages"
+
+
+def sealed_rings(capacity_nbytes: int) -> tuple[int, int]:
+    """Makes the memory of two rings, and returns their descriptors, which are the caller's.
+
+    Args:
+        capacity_nbytes: of each; see :func:`~shmring.core.message_ring.ring_nbytes`.
+
+    Raises:
+        OSError: there is no memory, or there are no descriptors for it.
+    """
+    first = _sealed_ring(capacity_nbytes)
+    try:
+        return first, _sealed_ring(capacity_nbytes)
+    except BaseException:
+        os.close(first)
+        raise
+
+
+def _sealed_ring(capacity_nbytes: int) -> int:
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, ring_nbytes(capacity_nbytes))  # now, or an error: no SIGBUS later
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_rings(fds: Sequence[int], capacity_nbytes: int) -> list[RingMemory]:
+    """Maps rings, which forked children do not inherit. The descriptors may be closed then.
+
+    Raises:
+        RemoteProtocolError: one of them is not what was announced, or somebody could still truncate it.
+        SlabError: it can't be mapped.
+    """
+    try:
+        nbytes = ring_nbytes(capacity_nbytes)
+    except ValueError as error:
+        raise RemoteProtocolError(str(error)) from None
+    memories = []
+    for fd in fds:
+        size = os.fstat(fd).st_size
+        if size != nbytes:
+            raise RemoteProtocolError(f"a message ring of {nbytes} bytes was announced, and one of {size} passed")
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise RemoteProtocolError(f"a message ring is no memory that can be sealed: {error}") from error
+        if seals & _SEALS != _SEALS:
+            raise RemoteProtocolError("a message ring is not sealed: whoever has it could truncate it")
+        try:
+            memories.append(RingMemory(fd, capacity_nbytes))
+        except OSError as error:
+            raise SlabError(
+                f"mapping a message ring of {nbytes} bytes failed: {error}", errno=error.errno, nbytes=nbytes
+            ) from error
+    return memories
