@@ -124,11 +124,11 @@ def _rate(value: str) -> float | None:
 @click.option("--executor-options", default=_SERVER.executor_options, help='JSON; synthetic: {"step_s": 0.01, "item_s": 0}.')
 @click.option("--api-servers", default=_SERVER.api_servers, type=COUNT, help="Frontends of the server that is started.")
 @click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
-@click.option("--disable-mm-shm", "inline", is_flag=True, help="The server that is started sends media inside messages.")
+@click.option("--disable-mm-shm", "copied", is_flag=True, help="The server decodes media into private memory, and copies them.")
 @click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decoders=2.")
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
-    """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; slab against inline."""
+    """Loads an HTTP server: throughput, TTFT, TPOT, ITL, end-to-end times, failures; decoding into slots or copying."""
     findings = _run(_plan(preset, **values))
     deliver(findings, json_path)
     if not all(measurement.completed for measurement in findings.results):
@@ -143,9 +143,9 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         values |= {name: value for name, value in preset_values.items() if _is_default(name)}
     elif not _is_default("scale"):
         raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
-    if values["url"] is not None and (values["compare"] or values["inline"]):
+    if values["url"] is not None and (values["compare"] or values["copied"]):
         raise click.UsageError("--compare and --disable-mm-shm are about servers that are started here; leave --url out")
-    if values["inline"] and values["compare"]:
+    if values["copied"] and values["compare"]:
         raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
     if "none" in values["kinds"] and len(values["kinds"]) > 1:
         raise click.UsageError("--media none goes with no other --media")

@@ -172,7 +172,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One load on one server.
 
     Attributes:
-        variant: which server: ``slab``, ``inline``, or ``url`` for one that was there before.
+        variant: which server: ``slab``, ``copied``, or ``url`` for one that was there before.
         completed: requests that had a whole answer; rates and latencies are theirs.
         failures: the others, by reason.
         peak_concurrency: most requests in flight at a time.

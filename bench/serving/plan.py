@@ -80,7 +80,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A server that is started for the run: arguments of ``shmring serve``, of which ``further`` are as they are written there.
 
     Attributes:
-        inline: media travel inside messages instead of through the slab (``--disable-mm-shm``).
+        copied: media are decoded into private memory, and copied when they are sent (``--disable-mm-shm``).
         start_timeout_s: until it must be ready. Importing torch in each process takes 10 s on a busy machine.
     """
 
@@ -88,7 +88,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     executor_options: str = "{}"
     api_servers: int = 2
     slab_nbytes: str = "1GiB"
-    inline: bool = False
+    copied: bool = False
     further: tuple[str, ...] = ()
     start_timeout_s: float = 120.0
 
@@ -100,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         url: of a server that runs already; None: the run has its own.
         model: None: the first one that the server lists.
         api_key: that the server asks for; not stored with the results.
-        compare: two servers, slab and inline, with the same load in turn.
+        compare: two servers, slab and copied, with the same load in turn.
         repetitions: how often each gets the load.
     """
 

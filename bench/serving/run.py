@@ -27,7 +27,7 @@ __all__ = ["LOAD", "Results", "planned", "run", "steps"]
 
 LOAD = "the load"  # the one case of a run
 
-INLINE = "inline"
+COPIED = "copied"
 SLAB = "slab"
 URL = "url"
 
@@ -141,8 +141,8 @@ def _wanted(plan: Plan) -> dict[str, ServerOptions | None]:
     if plan.url is not None:
         return {URL: None}
     if plan.compare:
-        return {name: msgspec.structs.replace(plan.server, inline=name == INLINE) for name in (SLAB, INLINE)}
-    return {INLINE if plan.server.inline else SLAB: plan.server}
+        return {name: msgspec.structs.replace(plan.server, copied=name == COPIED) for name in (SLAB, COPIED)}
+    return {COPIED if plan.server.copied else SLAB: plan.server}
 
 
 async def _slab_nbytes(plan: Plan, targets: Mapping[str, _Target]) -> dict[str, int]:
