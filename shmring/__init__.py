@@ -28,9 +28,10 @@ from shmring.errors import (
 from shmring.statistics import ClientStatistics, RingStatistics
 
 if TYPE_CHECKING:
-    from shmring.client.client import RingClient, Submission, connect
+    from shmring.client.client import RingClient, connect
     from shmring.client.slot import Slot
-    from shmring.memory.payload import nbytes_for
+    from shmring.client.submission import Submission
+    from shmring.memory.tensors import nbytes_for
     from shmring.ring.claim import Claim
     from shmring.ring.ring import Ring, serve
 
@@ -68,9 +69,9 @@ __all__ = [
 _NEEDS_TORCH = {
     "Claim": "shmring.ring.claim",
     "RingClient": "shmring.client.client",
-    "Submission": "shmring.client.client",
+    "Submission": "shmring.client.submission",
     "connect": "shmring.client.client",
-    "nbytes_for": "shmring.memory.payload",
+    "nbytes_for": "shmring.memory.tensors",
     "Ring": "shmring.ring.ring",
     "serve": "shmring.ring.ring",
     "Slot": "shmring.client.slot",

@@ -106,7 +106,11 @@ def _children(process: str | int = "self") -> dict[int, str]:
     """
     children = {}
     for thread in Path(f"/proc/{process}/task").iterdir():
-        for pid in (thread / "children").read_text().split():
+        try:
+            pids = (thread / "children").read_text().split()
+        except FileNotFoundError:  # it has ended just now
+            continue
+        for pid in pids:
             try:
                 command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except FileNotFoundError:
@@ -207,8 +211,16 @@ def hold() -> Callable[[Any], Callable[[], None]]:
     class NothingThere:
         bells = 0
 
-        def read(self) -> None:
-            return None
+        late = stopped = False
+
+        def deliver(self, *_: object) -> int:
+            return 0
+
+        def stop(self) -> None:
+            self.stopped = True
+
+        def expect_the_end(self) -> None:
+            pass
 
         def sleep(self) -> bool:
             return True

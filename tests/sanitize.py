@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOKS = ("engine_book", "engine_book_machine", "client_book", "client_book_machine", "lending", "book_fields", "pressure")
-COMPILED = tuple(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *BOOKS))
+ENDS = ("wire", "received")
+COMPILED = tuple(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *ENDS, *BOOKS))
 #: What goes on in several threads of one process.
 THREADED = ("tests/core/test_views.py", "-k", "thread or autograd")
 

@@ -511,8 +511,9 @@ async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends) -> None:
             answer = await submission.next()
             del answer
         await waiting
-    assert claim._callbacks == []
-    claim.done()
+    assert claim.mark_ended() == [], "what is to be called when it ends"
+    claim.release()
+    submission.abort()
 
 
 @pytest.mark.parametrize("copied_on_a_thread", [False, True])

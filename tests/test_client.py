@@ -8,7 +8,7 @@ import itertools
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import shmring
-from shmring.memory.payload import Packed
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -307,7 +306,7 @@ async def test_a_streams_timeout_bounds_the_waiting(client: shmring.RingClient, 
 async def test_unread_replies_are_bounded(
     client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch, ring: shmring.Ring
 ) -> None:
-    monkeypatch.setattr("shmring.client.pending._MAX_UNREAD_REPLIES", 10)
+    monkeypatch.setattr("shmring.core.client_end.MAX_UNREAD_REPLIES", 10)
     submission = await client.submit({"do": "count", "to": 100})
     async with asyncio.timeout(5):
         while not submission.ended:
@@ -421,19 +420,33 @@ async def test_submit_nowait_copies_in_the_loop_or_would_block(serve: Any, conne
         await small.next()
 
 
-async def test_a_copy_that_fails_gives_its_slot_back(client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+class WatchedArray(np.ndarray[Any, Any]):
+    """An array that calls ``before_copy`` when it is copied; strided, so that numpy copies it."""
+
+    before_copy: Callable[[], object]
+
+    def __array_function__(self, *arguments: Any) -> Any:
+        self.before_copy()
+        return super().__array_function__(*arguments)
+
+    @classmethod
+    def of(cls, nbytes: int, before_copy: Callable[[], object]) -> WatchedArray:
+        array = np.zeros((nbytes, 2), np.uint8)[:, 0].view(cls)
+        array.before_copy = before_copy
+        return array
+
+
+async def test_a_copy_that_fails_gives_its_slot_back(client: shmring.RingClient) -> None:
+    def fail() -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("shmring.memory.payload.Packed.copy_into", fail)
     for nbytes in (5000, 500):
-        payload = {"do": "echo", "x": tensor(nbytes), "y": tensor(1)}  # two: a single one in a message needs no region
+        payload = {"do": "echo", "x": tensor(nbytes), "y": WatchedArray.of(nbytes, fail)}
         with pytest.raises(RuntimeError, match="device"):
             await client.request(payload, timeout=5)
         with pytest.raises(RuntimeError, match="device"):
             client.submit_nowait(payload)
         assert client.statistics().slots_in_use == client.statistics().in_flight == 0
-    monkeypatch.undo()
     await client.request({"do": "echo", "x": tensor(5000)}, timeout=5)
 
 
@@ -642,7 +655,6 @@ async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_
     connect: Any,
     eventually: Any,
     settled: Any,
-    monkeypatch: pytest.MonkeyPatch,
     cancelled: bool,
     turns: Any,
 ) -> None:
@@ -650,14 +662,8 @@ async def test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_
     ring = await serve(handle)
     client = await connect(copy_offload_nbytes=20_000)
     go_on = threading.Event()
-    copy_into = Packed.copy_into
-
-    def copy_when_told(*arguments: Any) -> None:
-        go_on.wait(5)
-        copy_into(*arguments)
-
-    monkeypatch.setattr(Packed, "copy_into", copy_when_told)
-    request = asyncio.create_task(client.request({"do": "echo", "x": tensor(100_000)}))
+    slow = WatchedArray.of(100_000, lambda: go_on.wait(5))
+    request = asyncio.create_task(client.request({"do": "echo", "x": slow}))
     await eventually(lambda: client.statistics().slots_writing == 1)
     closing = asyncio.create_task(client.close())
     await turns()
@@ -725,18 +731,14 @@ async def test_a_slot_that_is_granted_as_a_client_closes_goes_back(
     await settled(ring)
 
 
-async def test_a_slot_is_not_handed_over_with_what_can_not_be_copied(
-    client: shmring.RingClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: Packed) -> bytes:
+async def test_a_slot_is_not_handed_over_with_what_can_not_be_copied(client: shmring.RingClient) -> None:
+    def fail() -> None:
         raise RuntimeError("it can't be read")
 
     async with client.slot(20_000) as slot:
         view = slot.tensor((20_000,), torch.uint8).fill_(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(Packed, "inline", fail)
-            with pytest.raises(RuntimeError, match="can't be read"):
-                await client.request({"do": "echo", "x": view, "y": tensor(10)})
+        with pytest.raises(RuntimeError, match="can't be read"):
+            await client.request({"do": "echo", "x": view, "y": WatchedArray.of(10, fail)})
         await client.request({"do": "echo", "x": view, "y": tensor(10)}, timeout=5)
         del view
     assert client.statistics().slots_in_use == 0

@@ -19,7 +19,7 @@ import torch
 
 import shmring
 from shmring.core.message_ring import GIVING_UP
-from shmring.core.messages import PROTOCOL_VERSION, Call, Hello
+from shmring.core.messages import PROTOCOL_VERSION, Call, Hello, encode_message
 from shmring.transport.endpoint import handshake_frame
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -617,7 +617,7 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
         send(message)
         answered.append(message.call_id)
         if len(answered) < 3:
-            frontend.message_received(Call(message.call_id + 1, "one", b"\x90"))  # as an impatient frontend would
+            frontend.take_record(encode_message(Call(message.call_id + 1, "one", b"\x90")))  # as an impatient frontend would
 
     monkeypatch.setattr(frontend.link, "send", send_and_call_again)
     session = client._session

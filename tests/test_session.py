@@ -13,10 +13,7 @@ import torch
 import shmring
 from shmring.client.session import Session
 from shmring.core.messages import (
-    BodyRef,
     CallResult,
-    Content,
-    Done,
     EngineMessage,
     Failed,
     Goodbye,
@@ -24,12 +21,11 @@ from shmring.core.messages import (
     LeaseRecall,
     Refused,
     Release,
-    Reply,
     SlotRef,
-    TensorRef,
     Welcome,
     encode_message,
 )
+from tests.records import done_of, reply_of, slot_extension, slot_header, tensor_extension
 
 
 async def test_frontends_pass_a_slab_that_holds_one_request_back_and_forth(socket_dir: Path) -> None:
@@ -87,7 +83,7 @@ def tell(ring: shmring.Ring, client: shmring.RingClient, said: list[bytes]) -> N
     """Has the engine say so to its only client, and that hear it at once."""
     [frontend] = ring._frontends.values()
     for record in said:
-        assert frontend.link._writer.write(record)
+        assert frontend.link.writer.write(record)
     session_of(client).link.poll()
 
 
@@ -118,7 +114,7 @@ async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow
     claim = await ring.claim()
     waiting = asyncio.create_task(take_slot(client, 200_000) if waiter == "slot" else client.request({"x": data}))
     await eventually(lambda: client.statistics().waiting == 1)
-    [generation] = [slot.generation for slot in claim._submit.content.slots]
+    [generation] = [slot.generation for slot in claim.submit.content.slots]
     tell(ring, client, records(Release((generation,))))
     assert client.statistics().waiting == 0, "it has its space, and has not run yet"
     tell(ring, client, records(Refused("closing")))
@@ -130,27 +126,37 @@ async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow
 # -- an engine that lies --------------------------------------------------------------------------------------------------
 
 
-def reply_in(offset: int, nbytes: int, tensor: TensorRef) -> Reply:
-    payload = msgspec.msgpack.encode(msgspec.msgpack.Ext(83, b"\0\0\0\0"))
-    return Reply(1, Content(payload, (tensor,), b"", (SlotRef(0, offset, nbytes, 77),)))
+def reply_in(offset: int, nbytes: int, tensor: msgspec.msgpack.Ext) -> bytes:
+    """A reply with a tensor in a slot."""
+    return reply_of(tensor, SlotRef(0, offset, nbytes, 77))
 
 
-def reply_of(body: BodyRef, nbytes: int = 100, payload: bytes = b"") -> Reply:
-    return Reply(1, Content(payload, (), b"", (SlotRef(0, 4096, nbytes, 77),), b"", body))
+def reply_at(offset: int, nbytes: int, slot_nbytes: int = 100, payload: object = None) -> bytes:
+    """A reply whose payload lies in a slot."""
+    return reply_of(payload, SlotRef(0, 4096, slot_nbytes, 77), lies_at=(offset, nbytes))
 
+
+HUNDRED = tensor_extension(0, 0, 100, "uint8", (100,))
+SLOT = slot_extension(0, 4096, 100, 77)
 
 LIES = {
-    "a reply to nothing": records(Reply(99, Content(b"\xc0"))),
-    "an end of nothing": records(Done(99)),
+    "a reply to nothing": [reply_of(None, request_id=99)],
+    "an end of nothing": [done_of(request_id=99)],
     "a failure of nothing": records(Failed(99, "error", "X", "y")),
     "a result of nothing": records(CallResult(99, b"\xc0")),
-    "a second end": records(Done(1), Done(1)),
-    "a reply after the end": records(Done(1), Reply(1, Content(b"\xc0"))),
-    "a reply beyond the slab": records(reply_in(1 << 20, 100, TensorRef(1, 0, 100, "uint8", (100,)))),
-    "a reply that ends beyond the slab": records(reply_in((1 << 20) - 4096, 8192, TensorRef(1, 0, 100, "uint8", (100,)))),
-    "a tensor beyond its slot": records(reply_in(4096, 100, TensorRef(1, 50, 100, "uint8", (100,)))),
-    "a tensor of no dtype": records(reply_in(4096, 100, TensorRef(1, 0, 100, "void", (100,)))),
-    "a tensor in no slot": records(reply_in(4096, 100, TensorRef(2, 0, 100, "uint8", (100,)))),
+    "a second end": [done_of(), done_of()],
+    "a reply after the end": [done_of(), reply_of(None)],
+    "a last reply after the end": [done_of(), msgspec.msgpack.encode([104, 1, [], None, None])],
+    "a reply beyond the slab": [reply_in(1 << 20, 100, HUNDRED)],
+    "a reply that ends beyond the slab": [reply_in((1 << 20) - 4096, 8192, HUNDRED)],
+    "a last reply beyond the slab": [msgspec.msgpack.encode([104, 1, [], slot_extension(0, 1 << 20, 100, 77), HUNDRED])],
+    "a tensor beyond its slot": [reply_in(4096, 100, tensor_extension(0, 50, 100, "uint8", (100,)))],
+    "a tensor of no dtype": [reply_in(4096, 100, tensor_extension(0, 0, 100, 0, (100,), b"void"))],
+    "a tensor of no dtype's number": [reply_in(4096, 100, tensor_extension(0, 0, 100, 200, (100,)))],
+    "a tensor in no slot": [reply_in(4096, 100, tensor_extension(1, 0, 100, "uint8", (100,)))],
+    "a tensor in a reply without a slot": [reply_of(HUNDRED)],
+    "a slot that is none": [reply_of(HUNDRED, msgspec.msgpack.Ext(82, bytes(SLOT.data)[:-1]))],
+    "a slot and an event": [msgspec.msgpack.encode([103, 1, bytes(64), SLOT, None])],
     "a lease beyond the slab": records(LeaseGrant(1, 9, 1 << 20, 4096)),
     "a lease of nothing": records(LeaseGrant(1, 9, 4096, 0)),
     "a lease of the header": records(LeaseGrant(1, 9, 0, 4096)),
@@ -158,12 +164,13 @@ LIES = {
         Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 1 << 16, 1 << 14, 4096, 4096, 1, None)
     ),
     "a frontend's message": [encode_message(Goodbye())],
-    "more inline than agreed upon": records(Reply(1, Content(b"\xc0", (), bytes(1025)))),
-    "a payload in no slot": records(Reply(1, Content(b"", body=BodyRef(0, 100)))),
-    "a payload beyond its slot": records(reply_of(BodyRef(64, 100))),
-    "a payload larger than it may be": records(reply_of(BodyRef(0, 2**40), 2**41)),
-    "two payloads": records(reply_of(BodyRef(0, 100), payload=b"\xc0")),
+    "more inline than agreed upon": [reply_of(None, bytes(1025))],
+    "a payload in no slot": [reply_of(None, lies_at=(0, 100))],
+    "a payload beyond its slot": [reply_at(64, 100)],
+    "a payload larger than it may be": [reply_at(0, 100_000, 100_000)],
+    "two payloads": [reply_at(0, 100, payload=1)],
     "more ids than a message has": [msgspec.msgpack.encode([106, [1] * 1025])],
+    "more ids than an end has": [done_of([1] * 1025)],
     "rubbish": [b"\xff" * 100],
 }  # fmt: skip
 
@@ -173,27 +180,48 @@ LIES = {
 async def test_an_engine_that_breaks_the_protocol_is_as_good_as_dead(
     serve: Any, connect: Any, eventually: Any, lie: list[bytes]
 ) -> None:
-    ring, client = await serve(), await connect()
+    ring, client = await serve(max_payload_nbytes="64KiB"), await connect()
     submission = await client.submit("x")
     other = asyncio.create_task((await client.submit("y")).result())
     await eventually(lambda: ring.statistics().waiting == 2)
     assert submission.request_id == 1
     tell(ring, client, lie)
     with pytest.raises(shmring.EngineDeadError, match="broke the protocol"):
-        await other
+        await asyncio.wait_for(other, 5)
     assert not client.connected
     await eventually(lambda: ring.statistics().clients == 0)
 
 
 @pytest.mark.both_loops
-async def test_a_reply_slot_that_holds_something_else_is_stale(serve: Any, connect: Any) -> None:
+@pytest.mark.parametrize("lies_in_slot", [False, True])
+@pytest.mark.parametrize("header", [b"", slot_header(78, 100), slot_header(77, 99), b"S" + slot_header(77, 100)[1:]])
+async def test_a_reply_slot_that_holds_something_else_is_stale(
+    serve: Any, connect: Any, header: bytes, lies_in_slot: bool
+) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit("x")
-    lie = reply_in(4096, 100, TensorRef(1, 0, 100, "uint8", (100,)))
-    tell(ring, client, records(lie, Reply(1, Content(b"\x07"))))
+    ring._slab.anchor(4096, len(header))[:] = list(header)
+    lie = reply_at(0, 100) if lies_in_slot else reply_in(4096, 100, HUNDRED)
+    tell(ring, client, [lie, reply_of(7)])
     with pytest.raises(shmring.StaleDescriptorError):
         await submission.next()
     assert await submission.next() == 7
+
+
+async def test_headers_say_of_slots_what_the_protocol_promises(serve: Any, connect: Any) -> None:
+    """Of a request's slot, and of a reply's."""
+    ring, client = await serve(), await connect()
+    submission = await client.submit({"x": torch.zeros(1250)})
+    with await ring.claim() as claim:
+        [slot] = claim.submit.content.slots
+        assert slot.generation == (claim.client_id << 40) + 1
+        assert ring._slab.anchor(slot.offset, 24).tobytes() == slot_header(slot.generation, 5000)
+        await claim.reply(torch.zeros(5001, dtype=torch.uint8))
+    [frontend] = ring._book.clients.values()
+    [generation] = frontend.replies
+    start = ring._slab.nbytes - ring.statistics().reply_nbytes
+    assert ring._slab.anchor(start, 24).tobytes() == slot_header(generation, 5001)
+    await submission.result()
 
 
 @pytest.mark.both_loops

@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 
-from shmring.client.pending import Pending
 from shmring.client.session import ClientCounters, Session
 from shmring.client.slot import AcquiringSlot, Slot
+from shmring.client.submission import Submission
 from shmring.config import ClientConfig, configured
+from shmring.core.received import PayloadDecoder
 from shmring.core.states import ClientSlot
 from shmring.errors import (
     AbortedError,
     ClosedError,
     EngineDeadError,
-    LocalProtocolError,
-    RemoteError,
     ShmringError,
     SlabError,
     WouldBlock,
@@ -40,7 +39,7 @@ from shmring.gpu.device import DeviceMemory
 from shmring.gpu.device_slots import cuda_index_of
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
-from shmring.memory.payload import PayloadDecoder
+from shmring.memory.tensors import make_decoder
 from shmring.statistics import ClientStatistics
 from shmring.transport.endpoint import socket_path
 
@@ -51,72 +50,6 @@ logger = logging.getLogger("shmring.client")
 _MAX_NAME_CHARACTERS = 256
 _FIRST_ATTEMPT_PAUSE_S = 0.02
 _UNBOUNDED: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
-
-
-class Submission:
-    """A request that was sent: its replies, and its end. From :meth:`RingClient.submit`.
-
-    Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
-
-    Attributes:
-        name: the caller's own name for it; may be empty.
-    """
-
-    def __init__(self, client: RingClient, pending: Pending) -> None:
-        self._client = client
-        self._pending = pending
-        self.name = pending.name
-
-    @property
-    def request_id(self) -> int:
-        """Its number on this connection."""
-        return self._pending.request_id
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-        return self._pending.ended
-
-    async def next(self, reply_type: Any = Any) -> Any:
-        """Waits for the next reply.
-
-        Raises:
-            StopAsyncIteration: the request is finished.
-            RemoteError, AbortedError, EngineDeadError: how it ended otherwise.
-        """
-        return await self._pending.next(self._client.decoder(reply_type))
-
-    async def result(self, reply_type: Any = Any) -> Any:
-        """Waits for the one reply and the end.
-
-        Raises:
-            RemoteError: the engine failed, or finished without a reply.
-            LocalProtocolError: there was more than one reply; use :meth:`next` or ``stream``.
-            AbortedError, EngineDeadError: how it ended otherwise.
-        """
-        try:
-            reply = await self.next(reply_type)
-        except StopAsyncIteration:
-            # An engine that finishes without a word is its bug, not an answer of None.
-            raise RemoteError(
-                "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
-            ) from None
-        try:
-            await self.next(reply_type)
-        except StopAsyncIteration:
-            return reply
-        except BaseException:
-            del reply  # whoever keeps the error keeps this frame, which would keep the reply's slot
-            raise
-        del reply
-        self.abort()
-        raise LocalProtocolError(f"request {self.request_id} has more than one reply; use stream() for such requests")
-
-    def abort(self) -> None:
-        """Gives the request up; a task that waits for it gets :class:`AbortedError`. A second call does nothing."""
-        error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
-        self._pending.session.abort(self._pending, error)
-        self._pending.drop_replies()
 
 
 class _Preparing:
@@ -256,14 +189,16 @@ class RingClient:
     async def submit(self, payload: object, *, request_id: str = "") -> Submission:
         """Sends a payload, and returns when it is the engine's: the first half of :meth:`request`."""
         if not request_id:
+            if self._session is not None and (submission := self._session.submit_at_once(payload)) is not None:
+                return submission
             session = self._attached_now() or await self._ready()
-            return Submission(self, await session.submit(payload, request_id))
+            return await session.submit(payload, "")
         self._check_name(request_id)
         preparing = _Preparing(request_id, asyncio.current_task())
         self._preparing.add(preparing)
         try:
             session = self._attached_now() or await self._ready()
-            return Submission(self, await session.submit(payload, request_id))
+            return await session.submit(payload, request_id)
         except asyncio.CancelledError:
             if not preparing.aborted or preparing.task is None or preparing.task.uncancel():
                 raise
@@ -271,14 +206,18 @@ class RingClient:
         finally:
             self._preparing.discard(preparing)
 
-    def submit_nowait(self, payload: object, *, request_id: str = "") -> Submission:
+    def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
+
+        Args:
+            payload, request_id: as of :meth:`request`.
+            ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.
 
         Raises:
             WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
         """
         self._check_name(request_id)
-        return Submission(self, self._ready_nowait().submit_nowait(payload, request_id))
+        return self._ready_nowait().submit_nowait(payload, request_id, ask=ask)
 
     def abort(self, request_id: str | Iterable[str]) -> int:
         """Aborts the requests of these names; tasks that wait for them get :class:`AbortedError`.
@@ -292,9 +231,10 @@ class RingClient:
             request.abort()
         if self._session is None:
             return len(preparing)
-        in_flight = [pending for pending in self._session.pending.values() if pending.name in names and not pending.ended]
-        for pending in in_flight:
-            Submission(self, pending).abort()
+        pending = self._session.end.pending.values()
+        in_flight = [submission for submission in pending if submission.name in names and not submission.ended]
+        for submission in in_flight:
+            submission.abort()
         return len(preparing) + len(in_flight)
 
     async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
@@ -337,8 +277,10 @@ class RingClient:
         _check_nbytes(nbytes)
         is_on_host, index = _where(device)
         if is_on_host:
-            return AcquiringSlot(functools.partial(self._acquire, nbytes, timeout, drain))
-        return AcquiringSlot(functools.partial(self._acquire_on_device, nbytes, timeout, drain, index))
+            session = self._session
+            at_once = _no_slot if session is None else functools.partial(session.end.hold_now, nbytes, drain)
+            return AcquiringSlot(at_once, functools.partial(self._acquire, nbytes, timeout, drain))
+        return AcquiringSlot(_no_slot, functools.partial(self._acquire_on_device, nbytes, timeout, drain, index))
 
     def check_capacity(self, nbytes: int) -> None:
         """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
@@ -358,9 +300,6 @@ class RingClient:
         session.book.check_capacity(nbytes)
 
     async def _acquire(self, nbytes: int, timeout: float | None, drain: bool) -> Slot:
-        session = self._attached_now()
-        if session is not None and (slot := session.hold_now(nbytes, drain=drain)) is not None:
-            return slot
         async with _within(timeout):
             session = await self._ready()
             return session.hold(await session.acquire(nbytes, held=True), drain=drain)
@@ -373,8 +312,12 @@ class RingClient:
             slots.check_index(index)
             return session.hold(await session.acquire(nbytes, held=True, book=slots.book), drain=drain)
 
-    def slot_nowait(self, nbytes: int, *, drain: bool = False, device: torch.device | str = "cpu") -> Slot:
+    def slot_nowait(self, nbytes: int, *, drain: bool = False, device: torch.device | str = "cpu", ask: bool = True) -> Slot:
         """Returns a slot if one is free in this client's leases.
+
+        Args:
+            nbytes, drain, device: as of :meth:`slot`.
+            ask: whether to ask the engine for a lease where there is no space, so that a later call finds some.
 
         Raises:
             WouldBlock: none is, or others wait for one; or this process has not mapped the device slab yet, as the waiting twin
@@ -386,18 +329,23 @@ class RingClient:
         session = self._ready_nowait()
         session.check_alive()
         if is_on_host:
-            return session.hold(session.acquire_nowait(nbytes, held=True), drain=drain)
+            return session.hold(session.acquire_nowait(nbytes, held=True, ask=ask), drain=drain)
         self._check_device_slab(session)
         if session.device is None:
             raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")
         session.device.check_index(index)
-        return session.hold(session.acquire_nowait(nbytes, held=True, book=session.device.book), drain=drain)
+        return session.hold(session.acquire_nowait(nbytes, held=True, ask=ask, book=session.device.book), drain=drain)
 
     def _check_device_slab(self, session: Session) -> None:
         if session.welcome.device is None:
             raise SlabError(f"engine {self.name!r} has no device slab: serve it with device_slab_nbytes=...")
 
     # -- the connection --------------------------------------------------------------------------------------------------
+
+    @property
+    def client_id(self) -> int:
+        """How the engine that is attached now numbers this client (``Claim.client_id`` there); 0: none is."""
+        return 0 if self._session is None else self._session.welcome.client_id
 
     @property
     def connected(self) -> bool:
@@ -465,6 +413,7 @@ class RingClient:
             self._cuda,
             self._device_memory,
             self._session_lost,
+            self.decoder,
         )
         session.check_alive()  # it may have been lost while it opened
         self._session = session
@@ -489,6 +438,7 @@ class RingClient:
         if session is not self._session:
             return
         self._session = None
+        self._counters = self._counters.with_those_of(session.end)
         self._lost_error = None if session.error is None else fresh(session.error)
         self._attached.clear()
         if self._reconnect and not self._closed:
@@ -542,12 +492,13 @@ class RingClient:
         """Returns the decoder of a type; made once."""
         decoder = self._decoders.get(reply_type)
         if decoder is None:
-            decoder = self._decoders[reply_type] = PayloadDecoder(reply_type)
+            decoder = self._decoders[reply_type] = make_decoder(reply_type)
         return decoder
 
     def statistics(self) -> ClientStatistics:
         """Returns gauges of the present state, and counters since the start."""
-        session, counters = self._session, self._counters
+        session = self._session
+        counters = self._counters if session is None else self._counters.with_those_of(session.end)
         book = session.book if session is not None else None
         device = session.device if session is not None else None
         books = [each for each in (book, device.book if device is not None else None) if each is not None]
@@ -563,14 +514,14 @@ class RingClient:
             slots_cached=sum(each.count(ClientSlot.CACHED) for each in books),
             slots_draining=sum(each.count(ClientSlot.DRAINING) for each in books),
             waiting=sum(each.waiting for each in books),
-            in_flight=len(session.pending) if session is not None else 0,
+            in_flight=len(session.end.pending) if session is not None else 0,
             reply_slots_held=session.reply_slots_held if session is not None else 0,
             submitted=counters.submitted,
             finished=counters.finished,
             failed=counters.failed,
             aborted=counters.aborted,
-            copies=self._copier.copies,
-            copied_nbytes=self._copier.copied_nbytes,
+            copies=counters.copies,
+            copied_nbytes=counters.copied_nbytes,
             in_place=counters.in_place,
             in_place_nbytes=counters.in_place_nbytes,
             inline_payloads=counters.inline_payloads,
@@ -585,6 +536,10 @@ class RingClient:
         if len(name) > _MAX_NAME_CHARACTERS:
             raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
+
+
+def _no_slot() -> None:
+    """No slot can be had without waiting."""
 
 
 def _where(device: torch.device | str) -> tuple[bool, int | None]:

@@ -1,7 +1,7 @@
-"""A frontend's connection to one life of an engine: its socket, its mapping of the slab, its book.
+"""A frontend's connection to one life of an engine: its socket, its mapping of the slab, its lease book.
 
 Theory of operation: :class:`Session` is the thin asyncio shell around the :class:`~shmring.core.client_book.ClientBook`, as
-the ring is around the engine's. It ends for good when the engine's connection or process ends; a client that reconnects
+the ring is around the ledger. It ends for good when the engine's connection or process ends; a client that reconnects
 makes a new one. Everything that waits in it then fails with the reason, and slots of it are dead.
 """
 
@@ -9,39 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
 import math
 import os
-from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
-from shmring.client.pending import Pending
-from shmring.client.slot import Slot, content_start
+from shmring.client.slot import Slot
+from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.client_end import ClientEnd, SubmissionEnd
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
     PROTOCOL_VERSION,
-    SLOT_HEADER_NBYTES,
     Abort,
     Call,
     CallResult,
-    Content,
-    Done,
-    EngineMessage,
     Failed,
     Goodbye,
     Hello,
@@ -51,15 +46,13 @@ from shmring.core.messages import (
     LeaseReturn,
     Refused,
     Release,
-    Reply,
     ReplyRelease,
-    SlotRef,
-    Submit,
     Welcome,
     decode_engine_message,
 )
-from shmring.core.states import ClientSlot
-from shmring.core.views import Region, Regions
+from shmring.core.payload import Packed
+from shmring.core.received import PayloadDecoder
+from shmring.core.views import Regions
 from shmring.errors import (
     AbortedError,
     CapacityError,
@@ -70,7 +63,6 @@ from shmring.errors import (
     RemoteProtocolError,
     ShmringError,
     SlabError,
-    StaleDescriptorError,
     WouldBlock,
     fresh,
 )
@@ -79,8 +71,9 @@ from shmring.gpu.cuda import Cuda, CudaError, Stream
 from shmring.gpu.device import DeviceMemory, DeviceSlab, Fence
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
-from shmring.memory.payload import Packed, Packer, PayloadDecoder
 from shmring.memory.slab import Slab
+from shmring.memory.tensors import make_packer, slot_dtypes
+from shmring.memory.views import TENSOR_MAKER
 from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
@@ -96,6 +89,7 @@ _CALL_NBYTES = 1280  # at most, of a call around its arguments
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _CLOSED = "this client was closed"
+_READS_SLOWLY = "the engine reads more slowly than it is written to"
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 _OF_SLOTS, _OF_REPLIES = 0, 1  # what a region is of
 
@@ -108,6 +102,8 @@ class ClientCounters:
     finished: int = 0
     failed: int = 0
     aborted: int = 0
+    copies: int = 0
+    copied_nbytes: int = 0
     in_place: int = 0
     in_place_nbytes: int = 0
     inline_payloads: int = 0
@@ -115,6 +111,11 @@ class ClientCounters:
     replies: int = 0
     stale_releases: int = 0
     reconnections: int = 0
+
+    def with_those_of(self, end: ClientEnd) -> ClientCounters:
+        """Returns the sum of these and what a session's end has counted."""
+        counted = {field.name: getattr(end, field.name, 0) for field in dataclasses.fields(self)}
+        return ClientCounters(**{name: getattr(self, name) + count for name, count in counted.items()})
 
 
 class Session:
@@ -133,8 +134,10 @@ class Session:
         rings: Sequence[RingMemory],
         watch: ProcessWatch,
         on_lost: Callable[[Session], object],
+        decoder: Callable[[Any], PayloadDecoder],
     ) -> None:
         welcome = engine.welcome
+        self.decoder = decoder
         self.loop = asyncio.get_running_loop()
         self.config = config
         self.counters = counters
@@ -159,35 +162,50 @@ class Session:
         )
         self.device: DeviceSlots | None = None  # from the first slot in device memory on
         self._opening_device: asyncio.Task[DeviceSlots] | None = None
-        self._packer = Packer(welcome.max_tensors)
-        self._inline_nbytes = min(int(config.inline_nbytes), welcome.inline_nbytes)
-        self._in_flight = asyncio.Semaphore(welcome.max_inflight)
+        self._turns: deque[asyncio.Future[None]] = deque()  # of requests that wait until fewer are in flight
         self._calls_in_flight = asyncio.Semaphore(welcome.max_calls)
-        self.pending: dict[int, Pending] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._ids = itertools.count(1)
         self._slot_waiters: dict[int, asyncio.Future[ClientSlotRecord]] = {}
-        self._held: dict[int, ClientSlotRecord] = {}  # by first block
-        self._held_starts: list[int] = []
         self._lease_ranges: dict[int, tuple[int, int]] = {}
-        self._held_regions: dict[int, Region] = {}  # by first block; of slots in host memory
         self._viewed: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, still viewed
-        self._viewed_replies: set[int] = set()  # generations of slots
         self._expiry: asyncio.TimerHandle | None = None
         self._touching: asyncio.Task[None] | None = None
         self._copies: dict[asyncio.Future[None], ClientSlotRecord] = {}  # that are being made, or wait for their turn
         self._ended = self.loop.create_future()
         self._closing = False
         from_engine, to_engine = rings
-        self.link: Link[EngineMessage] = Link(
+        self.link = Link(
             self,
-            decode_engine_message,
             engine.socket,
             from_engine,
             to_engine,
             Poller(self.loop, config.busy_poll_s),
             max_backlog_nbytes=_MAX_BACKLOG_NBYTES,
         )
+        self.end = ClientEnd(
+            self,
+            self.book,
+            regions,
+            slab.mapping,
+            make_packer(welcome.max_tensors, welcome.max_payload_nbytes),
+            self.link.writer,
+            Submission,
+            Slot,
+            TENSOR_MAKER,
+            slot_dtypes(),
+            self.loop.time,
+            epoch=welcome.epoch,
+            reply_key=_OF_REPLIES,
+            max_tensors=welcome.max_tensors,
+            inline_nbytes=min(int(config.inline_nbytes), welcome.inline_nbytes),
+            max_inflight=welcome.max_inflight,
+            max_reply_inline_nbytes=welcome.inline_nbytes,
+            max_payload_nbytes=welcome.max_payload_nbytes,
+            slot_key=_OF_SLOTS,
+            debug=config.debug,
+        )
+        self.take_record = self.end.take_record
         self._watch = watch
         self.loop.add_reader(regions.bell, self._collect_deaths)
 
@@ -202,6 +220,7 @@ class Session:
         cuda: Cuda,
         device_memory: DeviceMemory,
         on_lost: Callable[[Session], object],
+        decoder: Callable[[Any], PayloadDecoder],
     ) -> Session:
         """Attaches to the engine at a path.
 
@@ -213,7 +232,7 @@ class Session:
         engine_uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
         engine = await attach_engine(path, Hello(PROTOCOL_VERSION, int(config.lease_nbytes), name), engine_uids)
         try:
-            session = cls._attach(engine, config, counters, copier, cuda, device_memory, on_lost)
+            session = cls._attach(engine, config, counters, copier, cuda, device_memory, on_lost, decoder)
         except BaseException:
             give_up(engine.socket)
             engine.socket.close()
@@ -232,6 +251,7 @@ class Session:
         cuda: Cuda,
         device_memory: DeviceMemory,
         on_lost: Callable[[Session], object],
+        decoder: Callable[[Any], PayloadDecoder],
     ) -> Session:
         """Takes all but the socket over, and that as well if it succeeds."""
         with contextlib.ExitStack() as undo:
@@ -241,7 +261,7 @@ class Session:
             undo.callback(slab.close)
             regions = Regions()
             undo.callback(regions.close)
-            session = cls(config, counters, copier, cuda, device_memory, engine, slab, regions, rings, watch, on_lost)
+            session = cls(config, counters, copier, cuda, device_memory, engine, slab, regions, rings, watch, on_lost, decoder)
             undo.pop_all()
         try:
             if config.map_leased_only:
@@ -257,25 +277,20 @@ class Session:
 
     # -- what the connection reports -----------------------------------------------------------------------------------
 
-    def message_received(self, message: EngineMessage) -> None:
-        """One message of the engine is one event."""
+    def take_message(self, record: bytes) -> None:
+        """A message came that is no reply and no end of a request that has finished."""
+        message = decode_engine_message(record)
         match message:
-            case Reply(request_id, content):
-                self._replied(request_id, content)
-            case Done(request_id, released):
-                if released:
-                    self._released(released)
-                self._request_ended(request_id, None)
             case Failed(request_id):
-                self._request_ended(request_id, message)
+                self._request_failed(request_id, message)
             case Release(generations):
-                self._released(generations)
+                self.take_released(generations)
             case LeaseGrant():
                 self._add_lease(message)
             case LeaseRecall(lease_ids):
-                self._carry_out(self.book.recalled(lease_ids))
+                self.carry_out(self.book.recalled(lease_ids))
                 if self.device is not None:  # neither book minds ids that are the other's
-                    self._carry_out(self.device.book.recalled(lease_ids))
+                    self.carry_out(self.device.book.recalled(lease_ids))
             case CallResult():
                 self._call_ended(message)
             case Refused(reason):
@@ -283,13 +298,14 @@ class Session:
             case Welcome():
                 raise RemoteProtocolError("an engine says welcome once")
 
-    def _released(self, generations: Sequence[int]) -> None:
+    def take_released(self, generations: Sequence[int]) -> None:
+        """The engine hands slots back."""
         if self.device is not None:
             effects, generations = self.device.released(generations, self.loop.time())
-            self._carry_out(effects)
+            self.carry_out(effects)
         effects, unknown = self.book.released(generations, self.loop.time())
         self.counters.stale_releases += unknown
-        self._carry_out(effects)
+        self.carry_out(effects)
 
     def peer_gave_up(self) -> None:
         """An engine does not attach."""
@@ -315,6 +331,7 @@ class Session:
         if self.error is not None:
             return
         self.error = ClosedError(_CLOSED) if self._closing else error
+        self.end.is_open = False
         self._watch.close()
         self.loop.remove_reader(self._regions.bell)
         self._regions.close()
@@ -323,11 +340,11 @@ class Session:
             self._expiry.cancel()
         if self._touching is not None:
             self._touching.cancel()
-        for pending in list(self.pending.values()):
-            self._forget(pending)
-            if not pending.ended:
+        for submission in list(self.end.pending.values()):
+            self.end.forget(submission.request_id)
+            if not submission.ended:
                 self.counters.failed += 1
-            pending.end(self._fresh_error())
+            submission.give_up(self._fresh_error())
         futures: list[asyncio.Future[Any]] = [*self._slot_waiters.values(), *self._calls.values()]
         for _ in self._calls:
             self._calls_in_flight.release()
@@ -337,6 +354,7 @@ class Session:
             if not future.done():
                 future.set_exception(self._fresh_error())
         self._slab.close()
+        self.end.detach()
         if self.device is not None:
             self.device.abandon()
         self._on_lost(self)
@@ -368,7 +386,7 @@ class Session:
         if self.config.map_leased_only and device is None:
             self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
             self._lease_ranges[grant.lease_id] = (grant.offset, grant.nbytes)
-        self._carry_out(effects)
+        self.carry_out(effects)
 
     async def _touch_slab(self) -> None:
         """Maps the slab's pages, off the loop and beside whatever else goes on, so that no copy pays for their first use.
@@ -388,7 +406,7 @@ class Session:
         if self._touching is not None:
             await asyncio.wait([self._touching])
 
-    def _carry_out(self, effects: list[ClientEffect]) -> None:
+    def carry_out(self, effects: list[ClientEffect]) -> None:
         if self.error is not None:
             return  # the slab is unmapped, and whoever waited has been told
         for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
@@ -422,9 +440,9 @@ class Session:
 
     def _expire(self) -> None:
         self._expiry = None
-        self._carry_out(self.book.expire(self.loop.time()))
+        self.carry_out(self.book.expire(self.loop.time()))
         if self.device is not None:
-            self._carry_out(self.device.book.expire(self.loop.time()))
+            self.carry_out(self.device.book.expire(self.loop.time()))
 
     def _book_of(self, record: ClientSlotRecord) -> ClientBook:
         return self.device.book if self.device is not None and self.device.has(record) else self.book
@@ -439,16 +457,16 @@ class Session:
         future: asyncio.Future[ClientSlotRecord] = self.loop.create_future()
         self._slot_waiters[ticket] = future
         warning = self.loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, book, nbytes)
-        self._carry_out(book.queue(ticket, nbytes, held=held))
+        self.carry_out(book.queue(ticket, nbytes, held=held))
         try:
             slot = await future
             self.check_alive()  # it may have been lost between the grant and now
             return slot
         except BaseException:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._carry_out(book.give_up(future.result(), self.loop.time()))
+                self.carry_out(book.give_up(future.result(), self.loop.time()))
             elif self._slot_waiters.pop(ticket, None) is not None:
-                self._carry_out(book.cancel(ticket))
+                self.carry_out(book.cancel(ticket))
             raise
         finally:
             warning.cancel()
@@ -463,66 +481,52 @@ class Session:
                 book.draining_nbytes(),
             )
 
-    def acquire_nowait(self, nbytes: int, *, held: bool, book: ClientBook | None = None) -> ClientSlotRecord:
-        """Takes a slot if none has to be waited for; else asks for a lease in passing, and raises WouldBlock."""
+    def acquire_nowait(self, nbytes: int, *, held: bool, ask: bool = True, book: ClientBook | None = None) -> ClientSlotRecord:
+        """Takes a slot if none has to be waited for; else asks for a lease in passing, if it may, and raises WouldBlock."""
         book = self.book if book is None else book
         slot = book.acquire(nbytes, held=held)
         if slot is None:
-            raise self._no_space(nbytes, book)
+            raise self._no_space(nbytes, book, ask=ask)
         return slot
 
-    def _no_space(self, nbytes: int, book: ClientBook) -> WouldBlock:
+    def _no_space(self, nbytes: int, book: ClientBook, *, ask: bool) -> WouldBlock:
         """Returns the error for a caller that does not wait, and asks for a lease, so that its next try may succeed."""
-        self._carry_out(book.prefetch(nbytes))
+        if ask:
+            self.carry_out(book.prefetch(nbytes))
         return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
 
     def hold(self, record: ClientSlotRecord, *, drain: bool) -> Slot:
         """Hands an acquired slot to the caller."""
+        slot: Slot
+        if self.device is None or not self.device.has(record):
+            slot = self.end.hold(record, drain)
+            return slot
         try:
-            memory = self._memory_of(record)
-        except BaseException:  # of device memory, CUDA has to make the view
-            self._carry_out(self._book_of(record).give_up(record, self.loop.time()))
+            memory = self.device.anchor(record)
+        except BaseException:  # CUDA has to make the view
+            self.carry_out(self._book_of(record).give_up(record, self.loop.time()))
             raise
-        self._held[record.start] = record
-        insort(self._held_starts, record.start)
-        return Slot(self, record, memory, drain)
+        slot = Slot(self.end, record, memory.data_ptr(), drain)
+        slot.device_memory = memory
+        self.end.held.hold(record, memory.data_ptr(), record.nbytes)
+        return slot
 
-    def hold_now(self, nbytes: int, *, drain: bool) -> Slot | None:
-        """Hands the caller a slot in host memory; None if one has to be waited for."""
-        self.check_alive()
-        record = self.book.acquire(nbytes, held=True)
-        return None if record is None else self.hold(record, drain=drain)
-
-    def _memory_of(self, record: ClientSlotRecord) -> Region | torch.Tensor:
-        """Returns a slot's content, for views that are counted."""
-        if self.device is not None and self.device.has(record):
-            return self.device.anchor(record)
-        region = self._regions.open(self._slab.mapping, content_start(record), record.nbytes, (_OF_SLOTS, id(record)))
-        self._held_regions[record.start] = region
-        return region
-
-    def leave_slot(self, record: ClientSlotRecord, *, drain: bool) -> None:
-        """The caller leaves a slot; with ``drain`` it is not used again before the last view of it has died."""
-        del self._held[record.start]
-        self._held_starts.remove(record.start)
-        region = self._held_regions.pop(record.start, None)
+    def leave_device_slot(self, record: ClientSlotRecord, drain: bool) -> None:
+        """For the end: the caller leaves a slot in device memory."""
         if self.error is not None:
             return
-        if region is None:
-            assert self.device is not None
-            self._warn_of_views(record, self.device.is_viewed(record))
-            self._carry_out(self.device.leave(record, drain=drain, now=self.loop.time()))
-            return
-        self._warn_of_views(record, region.is_viewed)
-        if drain and region.leave():
-            record.viewed = True
-            self._viewed[id(record)] = record
-        region.abandon()
-        self._carry_out(self.book.give_up(record, self.loop.time()))
+        assert self.device is not None
+        if self.config.debug and self.device.is_viewed(record):
+            self.warn_of_views(record)
+        self.carry_out(self.device.leave(record, drain=drain, now=self.loop.time()))
 
-    def _warn_of_views(self, record: ClientSlotRecord, is_viewed: bool) -> None:
-        if is_viewed and self.config.debug:
-            logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
+    def slot_is_viewed(self, record: ClientSlotRecord) -> None:
+        """For the end: a slot was left that is kept until the last view of it has died."""
+        self._viewed[id(record)] = record
+
+    def warn_of_views(self, record: ClientSlotRecord) -> None:
+        """For the end, in debug mode: a slot is left while views of it live."""
+        logger.warning("a slot of %d bytes was left with living views", record.nbytes, stack_info=True)
 
     def _wake_for_deaths(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
@@ -534,16 +538,14 @@ class Session:
                 self.device.close_soon()
             return
         if self.device is not None:
-            self._carry_out(self.device.collect(self.loop.time()))
+            self.carry_out(self.device.collect(self.loop.time()))
         replies = []
         for kind, key in self._regions.collect():
             if kind == _OF_SLOTS:
-                self._carry_out(self.book.last_view_gone(self._viewed.pop(key), self.loop.time()))
+                self.carry_out(self.book.last_view_gone(self._viewed.pop(key), self.loop.time()))
             else:
-                self._viewed_replies.discard(key)
                 replies.append(key)
-        if replies:
-            self.link.send_listed(ReplyRelease, replies)
+        self.release_replies(replies)
 
     # -- device memory -----------------------------------------------------------------------------------------------------
 
@@ -579,6 +581,7 @@ class Session:
             wake=self._wake_for_deaths,
         )
         self.device = device
+        self.end.has_device = True
         if self.error is not None:  # lost meanwhile
             device.abandon()
         return device
@@ -590,7 +593,15 @@ class Session:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    async def submit(self, payload: object, name: str) -> Pending:
+    def submit_at_once(self, payload: object) -> Submission | None:
+        """Packs and sends a payload; None if that can't be done at once: :meth:`submit` does it, or says why not."""
+        self.link.poll()  # what the engine has released meanwhile may be used again
+        if self._copier.copied_in_turn:
+            return None
+        sent: Submission | None = self.end.submit_now(payload, "", self._copier.short_nbytes)
+        return sent
+
+    async def submit(self, payload: object, name: str) -> Submission:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
         # Of now: while this waits, another task may make another stream the current one.
         stream = self.device.current_stream() if self.device is not None else None
@@ -599,285 +610,184 @@ class Session:
             # What the engine has released meanwhile is taken in, and the next copy goes where the cache still is: at 1 and
             # 2 MiB, with 16 in flight, that is a third to a half more messages per second than going round 16 places.
             await asyncio.sleep(0)
-        await self._in_flight.acquire()
+        if not self.end.begin():
+            await self._turn()
         try:
             while True:
                 self.check_alive()
-                packed, in_place = self._pack(payload)
-                pending = self._send_now(packed, in_place, name, stream, self._copier.at_once_nbytes)
-                if pending is None:
-                    pending = await self._send_in_turn(packed, in_place, name, stream)
-                if pending is not None:
-                    return pending
+                packed, in_place = self.end.pack(payload)
+                submission = self._send_now(packed, in_place, name, stream, self._copier.at_once_nbytes)
+                if submission is None:
+                    submission = await self._send_in_turn(packed, in_place, name, stream)
+                if submission is not None:
+                    return submission
         except BaseException:
-            self._in_flight.release()
+            self.end.leave()
             raise
+
+    async def _turn(self) -> None:
+        """Waits until this request may be in flight, which it then is."""
+        turn = self.loop.create_future()
+        self._turns.append(turn)
+        self.end.crowded = True
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.end.leave()  # its turn came as it was cancelled: the next one's
+            raise
+
+    def request_left(self) -> None:
+        """For the end: fewer requests are in flight, and others wait for that."""
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():  # else it was cancelled
+                self.end.pass_on()
+                turn.set_result(None)
+                break
+        self.end.crowded = bool(self._turns)
 
     def _send_now(
         self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
-    ) -> Pending | None:
+    ) -> Submission | None:
         """Sends what was just packed; None if something has to be waited for: the engine, space, or a long copy."""
-        if not self.link.can_write or packed.copy_nbytes > copy_limit_nbytes:
+        if not self.link.can_write or packed.slot_nbytes > copy_limit_nbytes:
             return None
-        if not packed.needs_slot:
-            return self._send(packed, in_place, None, name, self._fence(in_place, stream))
-        slot = self.book.acquire(packed.copy_nbytes, held=False)
-        if slot is None:
-            return None
-        try:
-            self._copier.copy_nowait(packed, *self._target(slot))
-            return self._send(packed, in_place, slot, name, self._fence(in_place, stream))
-        except BaseException:
-            self._carry_out(self.book.give_up(slot, self.loop.time()))
-            raise
+        self._copier.count_in_turn(packed.slot_nbytes)
+        sent: Submission | None
+        if self.device is None:
+            sent = self.end.send_now(packed, in_place, name, b"")
+            return sent
+        fence = self.device.record_fence(in_place, stream)
+        return self._fenced(fence, in_place, self.end.send_now(packed, in_place, name, _handle(fence)))
+
+    def _fenced(self, fence: Fence | None, in_place: list[ClientSlotRecord], sent: Submission | None) -> Submission | None:
+        """Keeps the fence of a submission until its slots in device memory have come back."""
+        if self.device is not None and fence is not None:
+            if sent is None:
+                self.device.unused(fence)
+            else:
+                self.device.submitted([record.generation for record in in_place if self.device.has(record)], fence)
+        return sent
 
     async def _send_in_turn(
         self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None
-    ) -> Pending | None:
+    ) -> Submission | None:
         """Sends a payload when its copy's turn has come; None if a slot that it lies in has changed hands while we waited.
 
         The slot is taken after that, so that it is the one that was released last, which is still in the cache.
         """
-        await self._copier.turn(packed.copy_nbytes)
+        await self._copier.turn(packed.slot_nbytes)
         self.check_alive()
-        if not all(_is_submittable(record) for record in in_place):
-            return None
-        pending = self._send_now(packed, in_place, name, stream, self._copier.offload_nbytes)
-        if pending is None:
-            pending = await self._send_when_possible(packed, in_place, name, stream)
-        return pending
+        submission = self._send_now(packed, in_place, name, stream, self._copier.offload_nbytes)
+        if submission is None:
+            submission = await self._send_when_possible(packed, in_place, name, stream)
+        return submission
 
     async def _send_when_possible(
         self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None
-    ) -> Pending | None:
+    ) -> Submission | None:
         """Sends a payload; None if a slot that it lies in has changed hands while we waited for space."""
         slot: ClientSlotRecord | None = None
-        if packed.needs_slot:
-            slot = await self.acquire(packed.copy_nbytes, held=False)
-        sent = False
+        if packed.slot_nbytes:
+            slot = await self.acquire(packed.slot_nbytes, held=False)
+        submission: Submission | None = None
         try:
             if slot is not None:
                 await self._copy(packed, slot)
-            if not self.link.can_write:
+            while submission is None and all(record.is_submittable() for record in in_place):
                 await self._writable()
-            self.check_alive()
-            if not all(_is_submittable(record) for record in in_place):
-                return None
-            pending = self._send(packed, in_place, slot, name, self._fence(in_place, stream))
-            sent = True
-            return pending
+                self.check_alive()
+                fence = self.device.record_fence(in_place, stream) if self.device is not None else None
+                sent = self.end.send(packed, in_place, slot, name, _handle(fence))
+                submission = self._fenced(fence, in_place, sent)
+                if submission is None and self.link.can_write:
+                    self.link.expect_space()
+            return submission
         finally:
-            if slot is not None and not sent:
-                self._carry_out(self.book.give_up(slot, self.loop.time()))
+            if slot is not None and submission is None:
+                self.give_up(slot)
+
+    def give_up(self, slot: ClientSlotRecord) -> None:
+        """Frees a slot that was taken for a payload which is not sent."""
+        self.carry_out(self.book.give_up(slot, self.loop.time()))
 
     async def _copy(self, packed: Packed, slot: ClientSlotRecord) -> None:
         """Copies a payload into a slot; for :meth:`close` to know of."""
         copying = self.loop.create_future()
         self._copies[copying] = slot
         try:
-            await self._copier.copy(packed, *self._target(slot))
+            await self._copier.copy(packed, self._slab.mapping, self.end.content_address(slot))
         finally:
             del self._copies[copying]
             copying.set_result(None)
-
-    def _fence(self, in_place: list[ClientSlotRecord], stream: Stream | None) -> Fence | None:
-        return None if self.device is None else self.device.record_fence(in_place, stream)
-
-    def _target(self, slot: ClientSlotRecord) -> tuple[NDArray[np.uint8], int]:
-        """Where a payload is copied to, which keeps the slab mapped, and its address."""
-        start = content_start(slot)
-        return self._slab.anchor(start, slot.nbytes), self._slab.address + start
 
     async def _writable(self) -> None:
         """Waits while the engine reads more slowly than it is written to."""
         with contextlib.suppress(PeerLostError):  # the session says why
             await self.link.drain()
 
-    def submit_nowait(self, payload: object, name: str) -> Pending:
+    def submit_nowait(self, payload: object, name: str, *, ask: bool) -> Submission:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
         self.check_alive()
         self.link.poll()
         self.check_alive()  # what came may have been its end
-        if self._in_flight.locked():
+        if not self.end.begin():
             raise WouldBlock(f"{self.welcome.max_inflight} requests are in flight, the engine takes no more (max_inflight)")
-        if not self.link.can_write:
-            raise WouldBlock("the engine reads more slowly than it is written to")
-        packed, in_place = self._pack(payload)
-        pending = self._send_now(packed, in_place, name, None, math.inf)
-        if pending is None:
-            raise self._no_space(packed.copy_nbytes, self.book)
-        with contextlib.suppress(StopIteration):
-            self._in_flight.acquire().send(None)  # an unlocked semaphore is acquired without suspending
-        return pending
+        submission: Submission | None = None
+        try:
+            if not self.link.can_write:
+                raise WouldBlock(_READS_SLOWLY)
+            packed, in_place = self.end.pack(payload)
+            submission = self._send_now(packed, in_place, name, None, math.inf)
+            if submission is None and self.end.found_full:
+                self.link.expect_space()
+                raise WouldBlock(_READS_SLOWLY)
+            if submission is None:
+                raise self._no_space(packed.slot_nbytes, self.book, ask=ask)
+            return submission
+        finally:
+            if submission is None:
+                self.end.leave()
 
-    def _pack(self, payload: object) -> tuple[Packed, list[ClientSlotRecord]]:
-        in_place: list[ClientSlotRecord] = []
+    def submit_on_device(self, record: ClientSlotRecord) -> int:
+        """For the end: hands a slot in device memory over, and returns its generation."""
+        assert self.device is not None
+        return self.device.book.submit(record, self.book)
 
-        def locate(address: int, nbytes: int) -> tuple[int, int] | None:
-            place = self._find_held(address, nbytes)
-            if place is None:
-                return None
-            record, offset = place
-            if record not in in_place:
-                in_place.append(record)
-            return in_place.index(record) + 1, offset
-
-        packed = self._packer.pack(payload, locate if self._held else None)
-        welcome = self.welcome
-        packed.settle(welcome.max_record_nbytes, self._inline_nbytes, welcome.max_payload_nbytes, len(in_place))
-        return packed, in_place
-
-    def _find_held(self, address: int, nbytes: int) -> tuple[ClientSlotRecord, int] | None:
-        """Finds the held slot in which bytes lie, if they may be submitted from there.
-
-        Those of a slot that the engine still has are copied instead: reading it is safe, submitting it twice is not.
-        """
-        offset = self._slab.find(address)
-        if offset is None and self.device is not None:
-            offset = self.device.find(address)
-        if offset is None:
-            return None
-        position = bisect_right(self._held_starts, offset // self.welcome.block_nbytes)
-        if not position:
-            return None
-        record = self._held[self._held_starts[position - 1]]
-        inside = offset - content_start(record)
-        if inside < 0 or inside + nbytes > record.nbytes or not _is_submittable(record):
-            return None
-        return record, inside
-
-    def _send(
-        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, fence: Fence | None
-    ) -> Pending:
-        records = [*in_place, slot] if slot is not None else in_place
-        inline = packed.inline() if slot is None else b""  # which may fail, as long as nothing is handed over
-        slots = tuple([self._hand_over(record) for record in records]) if records else ()
-        if slot is not None:
-            content = packed.content_in(slots)
-        else:
-            content = packed.content_with(inline, slots)
-            if packed.copied:
-                self._copier.count(packed)
-                self.counters.inline_payloads += 1
-        if self.device is not None and fence is not None:
-            content = msgspec.structs.replace(content, fence=fence.handle)
-            self.device.submitted([record.generation for record in records if self.device.has(record)], fence)
-        request_id = next(self._ids)
-        pending = self.pending[request_id] = Pending(self, request_id, name, records)
-        counters = self.counters
-        counters.submitted += 1
-        if packed.in_place:
-            counters.in_place += packed.in_place
-            counters.in_place_nbytes += packed.in_place_nbytes
-        for ref in slots:
-            counters.slot_nbytes_submitted += ref.nbytes
-        self.link.send(Submit(self.welcome.epoch, request_id, content, name))
-        return pending
-
-    def _hand_over(self, record: ClientSlotRecord) -> SlotRef:
-        """Makes a slot the engine's, and describes it."""
-        if self.device is not None and self.device.has(record):
-            self.device.book.submit(record, self.book)
-        else:
-            generation = self.book.submit(record)
-            self._slab.write_slot_header(record.offset, generation, record.nbytes)
-        return record.ref()
-
-    def abort(self, pending: Pending, error: Exception) -> None:
+    def abort(self, submission: SubmissionEnd, error: Exception) -> None:
         """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""
-        if pending.ended:
+        if submission.ended:
             return
-        pending.end(error)
+        submission.give_up(error)
         self.counters.aborted += 1
-        if pending.request_id in self.pending:
-            self.link.send(Abort(pending.request_id))
+        if submission.request_id in self.end.pending:
+            self.link.send(Abort(submission.request_id))
 
-    def _request_ended(self, request_id: int, failure: Failed | None) -> None:
-        pending = self.pending.get(request_id)
-        if pending is None:
-            raise RemoteProtocolError(f"request {request_id} ended, which is not in flight")
-        self._forget(pending)
-        if pending.ended:
+    def _request_failed(self, request_id: int, failure: Failed) -> None:
+        submission = self.end.forget(request_id)
+        if submission.ended:
             return  # aborted here before its end came
-        if failure is None:
-            self.counters.finished += 1
-            pending.end(None)
-        elif failure.kind == "aborted":
+        if failure.kind == "aborted":
             self.counters.aborted += 1
-            pending.end(AbortedError(f"request {request_id} was aborted", request_id=pending.name or request_id))
-        elif failure.kind == "timed_out":
-            self.counters.failed += 1
-            pending.end(TimeoutError(failure.message))
+            name = submission.name or request_id
+            submission.give_up(AbortedError(f"request {request_id} was aborted", request_id=name))
         else:
             self.counters.failed += 1
-            pending.end(RemoteError(failure.type_name, failure.message))
-
-    def _forget(self, pending: Pending) -> None:
-        del self.pending[pending.request_id]
-        self._in_flight.release()
+            is_timeout = failure.kind == "timed_out"
+            submission.give_up(TimeoutError(failure.message) if is_timeout else RemoteError(failure.type_name, failure.message))
 
     # -- replies -------------------------------------------------------------------------------------------------------------
 
-    def _replied(self, request_id: int, content: Content) -> None:
-        pending = self.pending.get(request_id)
-        if pending is None:
-            raise RemoteProtocolError(f"a reply came to request {request_id}, which is not in flight")
-        content.check_size(self.welcome.inline_nbytes, self.welcome.max_payload_nbytes)
-        content.check(self.welcome.max_tensors)
-        if content.fence:
-            raise RemoteProtocolError("a reply came with an event, and replies have none")
-        for slot in content.slots:
-            if slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > self.welcome.slab_nbytes:
-                raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes exceeds the slab")
-        self.counters.replies += 1
-        if not pending.deliver(content):
-            self.release_reply_slots(content.slots)
-
-    def decode_reply(self, content: Content, decoder: PayloadDecoder) -> Any:
-        """Decodes a reply; its slots go back when the last view of each dies."""
-        self.check_alive()
-
-        regions: dict[int, Region] = {}
-
-        def region_of(number: int) -> Region:
-            slot = content.slots[number - 1]
-            region = regions.get(slot.generation)
-            if region is None:
-                if self._slab.read_slot_header(slot.offset) != (slot.generation, slot.nbytes):
-                    raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
-                start, key = slot.offset + SLOT_HEADER_NBYTES, (_OF_REPLIES, slot.generation)
-                region = regions[slot.generation] = self._regions.open(self._slab.mapping, start, slot.nbytes, key)
-            return region
-
-        try:
-            if content.body is not None:
-                content = self._with_body(content)
-            return decoder.decode(content, region_of)
-        except msgspec.ValidationError as error:
-            raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error
-        finally:
-            viewed = {generation for generation, region in regions.items() if region.leave()}
-            self._viewed_replies |= viewed
-            self.release_reply_slots(tuple(slot for slot in content.slots if slot.generation not in viewed))
-
-    def _with_body(self, content: Content) -> Content:
-        """Reads the payload that lies in a slot."""
-        assert content.body is not None
-        slot, body = content.slots[-1], content.body
-        if self._slab.read_slot_header(slot.offset) != (slot.generation, slot.nbytes):
-            raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
-        data = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES + body.offset, body.nbytes).tobytes()
-        return content.with_body(data, self.welcome.max_tensors)
-
-    def release_reply_slots(self, slots: tuple[SlotRef, ...]) -> None:
-        """Gives reply slots back of which no view was made."""
-        if slots and self.error is None:
-            self.link.send_listed(ReplyRelease, [slot.generation for slot in slots])
+    def release_replies(self, generations: Sequence[int]) -> None:
+        """Gives reply slots back that nobody views."""
+        if generations and self.error is None:
+            self.link.send_listed(ReplyRelease, generations)
 
     @property
     def reply_slots_held(self) -> int:
         """Reply slots that living views keep."""
-        return len(self._viewed_replies)
+        return sum(kind == _OF_REPLIES for kind, _ in self._regions.living())
 
     # -- calls -----------------------------------------------------------------------------------------------------------------
 
@@ -926,8 +836,9 @@ class Session:
         if self.error is not None:
             return
         self._closing = True
-        for pending in list(self.pending.values()):
-            self.abort(pending, ClosedError(_CLOSED))
+        self.end.is_open = False
+        for submission in list(self.end.pending.values()):
+            self.abort(submission, ClosedError(_CLOSED))
         maps_device_slab = self.device is not None or self._opening_device is not None
         try:
             try:
@@ -945,7 +856,7 @@ class Session:
             self._lose(ClosedError(_CLOSED))
 
     def _say_goodbye(self, maps_device_slab: bool) -> None:
-        for record in (*self._held.values(), *self._copies.values()):
+        for record in (*self.end.held, *self._copies.values()):
             record.viewed = True  # its caller has not left it, or a thread not ended, and may still write
         kept = self.book.leases_in_use() + (self.device.book.leases_in_use() if self.device is not None else ())
         replies = [generation for kind, generation in self._regions.living() if kind == _OF_REPLIES]
@@ -985,5 +896,5 @@ def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory]]:
             os.close(fd)
 
 
-def _is_submittable(record: ClientSlotRecord) -> bool:
-    return record.state in (ClientSlot.WRITING, ClientSlot.CACHED) and record.held
+def _handle(fence: Fence | None) -> bytes:
+    return b"" if fence is None else fence.handle

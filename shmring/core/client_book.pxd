@@ -29,6 +29,8 @@ cdef class ClientSlotRecord:
     cdef public bint viewed
     cdef int state_number
 
+    cpdef bint is_submittable(self) noexcept
+
 
 cdef class Waiter:
     cdef public uint64_t nbytes
@@ -55,6 +57,7 @@ cdef class ClientBook:
     cdef uint64_t _slots_in[SLOT_STATES]
     cdef uint64_t _draining_blocks
 
+    cdef ClientSlotRecord acquire_slot(self, uint64_t nbytes, bint held)
     cdef ClientSlotRecord take_slot(self, uint64_t nbytes, bint held)
     cdef uint64_t submit_slot(self, ClientSlotRecord slot, ClientBook numbers) except 0
     cdef bint release_generation(self, uint64_t generation, double now) except -1

@@ -84,6 +84,10 @@ cdef class ClientSlotRecord:
         """Where its header stands in the slab, in bytes."""
         return self.start * BLOCK_NBYTES
 
+    cpdef bint is_submittable(self) noexcept:
+        """Whether its holder may submit it now: the engine does not have it."""
+        return self.held and (self.state_number == WRITING or self.state_number == CACHED)
+
     def ref(self):
         """How a message describes it."""
         return SlotRef(self.lease.lease_id, self.start * BLOCK_NBYTES, self.nbytes, self.generation)
@@ -180,7 +184,13 @@ cdef class ClientBook:
         Raises:
             CapacityError: it is larger than what the engine can lease out.
         """
-        if nbytes > self._capacity_nbytes or nbytes < 0:
+        if nbytes < 0:
+            self.check_capacity(nbytes)
+        return self.acquire_slot(nbytes, held)
+
+    cdef ClientSlotRecord acquire_slot(self, uint64_t nbytes, bint held):
+        """As :meth:`acquire`."""
+        if nbytes > self._capacity_nbytes:
             self.check_capacity(nbytes)
         return None if self._waiters else self.take_slot(nbytes, held)
 

@@ -49,6 +49,7 @@ typedef struct {
     void *managed_tensor_allocator;
     void *managed_tensor_from_py_object;
     int (*managed_tensor_to_py_object)(DLManagedTensorVersioned *, void **);
+    int (*dltensor_from_py_object)(void *, DLTensor *); /* borrowed: valid while the object is */
 } DLPackExchangeAPI;
 
 #endif

@@ -40,3 +40,4 @@ cdef extern from "dlpack.h" nogil:
     ctypedef struct DLPackExchangeAPI:
         DLPackExchangeAPIHeader header
         int (*managed_tensor_to_py_object)(DLManagedTensorVersioned*, void**) except -1
+        int (*dltensor_from_py_object)(void*, DLTensor*) except -1

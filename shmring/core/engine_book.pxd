@@ -9,18 +9,11 @@ from libc.stdint cimport uint8_t, uint64_t
 from shmring.core.blocks cimport RunAllocator
 from shmring.core.lending cimport Lending
 from shmring.core.records cimport ClientRecord, EngineSlotRecord, LeaseRecord, ReplyWant, RequestRecord
+from shmring.core.wire cimport SlotNumbers
 
 cdef enum:
     GENERATION_BITS = 40       # of :mod:`shmring.core.geometry`
     SLOT_STATES = 4
-
-
-cdef struct SlotNumbers:
-    # A slot as a message describes it: :class:`~shmring.core.messages.SlotRef`.
-    uint64_t lease_id
-    uint64_t offset
-    uint64_t nbytes
-    uint64_t generation
 
 
 cdef class EngineBook:

@@ -16,6 +16,9 @@ cdef enum:
 cdef class RecordWriter:
     cdef readonly uint64_t bells
     cdef readonly uint32_t largest_record_nbytes
+    cdef public bint blocked
+    cdef public bint told
+    cdef int _forks
     cdef object _memory
     cdef uint8_t* _at
     cdef uint64_t _capacity
@@ -25,6 +28,9 @@ cdef class RecordWriter:
     cdef int _bell
 
     cdef uint8_t* reserve(self, uint32_t nbytes) except? NULL
+    cdef bint is_writable(self) noexcept nogil
+    cdef bint is_forked(self) noexcept nogil
+    cdef bint has_room(self, uint32_t nbytes) except -1
     cdef void commit(self) noexcept nogil
     cdef bint wake_reader(self) noexcept nogil
     cdef bint _look_at_head(self) noexcept nogil
@@ -39,6 +45,10 @@ cdef class RecordReader:
     cdef uint64_t _head       # what this end has taken; never read from the ring
     cdef uint32_t _largest_record_nbytes
     cdef int _bell
+    cdef readonly bint late
+    cdef readonly bint stopped
+    cdef bint _is_ending
+    cdef uint64_t _left_nbytes  # that are delivered before the end
 
     cdef int next_nbytes(self, uint32_t* nbytes) except -1
     cdef void take(self, uint8_t* to, uint32_t nbytes) noexcept nogil

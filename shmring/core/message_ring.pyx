@@ -64,7 +64,20 @@ cdef extern from "atomics.h" nogil:
     uint32_t exchange_u32(void* at, uint32_t value)
     void fence_full()
 
+cdef extern from "<pthread.h>" nogil:
+    int pthread_atfork(void (*before)(), void (*in_parent)(), void (*in_child)())
+
 cdef uint32_t SKIP = 0xFFFFFFFF
+
+cdef int _forks = 0  # from the first process that loaded this to this one
+
+
+cdef void _count_fork() noexcept nogil:
+    global _forks
+    _forks += 1
+
+
+pthread_atfork(NULL, NULL, _count_fork)
 
 #: Of any record: what waits at the other end is bounded by the ring, and a larger payload travels in a slot.
 cdef uint32_t _LARGEST_RECORD_NBYTES = 64 << 10
@@ -197,12 +210,15 @@ cdef class RecordWriter:
     Attributes:
         largest_record_nbytes: of one record.
         bells: how often it has rung.
+        blocked: whether others wait for room already; who uses the ring says so.
+        told: whether that wants to know of each record that is published here.
     """
 
     def __init__(self, memory, bell: int) -> None:
         self._memory = _view(memory, &self._at, &self._capacity)
         self.largest_record_nbytes = _largest_record(self._capacity)
         self._bell = bell
+        self._forks = _forks
 
     def write(self, record: bytes) -> bool:
         """Publishes a record; returns False, and writes nothing, if the ring is full. Call :meth:`ring_bell` afterwards.
@@ -245,11 +261,28 @@ cdef class RecordWriter:
             return False
         return True
 
+    cdef bint is_writable(self) noexcept nogil:
+        """Whether nobody waits for room, and this is the process that the ring is mapped in: a forked child has no ring."""
+        return not self.blocked and self._forks == _forks
+
+    cdef bint is_forked(self) noexcept nogil:
+        """Whether this is another process, forked from the one in which the ring is mapped."""
+        return self._forks != _forks
+
     cdef uint64_t _needed(self, uint32_t nbytes) noexcept nogil:
         """What a record takes at the tail, with the skip before it."""
         cdef uint64_t needed = _up(LENGTH_NBYTES + <uint64_t>nbytes)
         cdef uint64_t to_end = self._capacity - (self._tail & (self._capacity - 1))
         return needed if needed <= to_end else to_end + needed
+
+    cdef bint has_room(self, uint32_t nbytes) except -1:
+        """Whether a record of ``nbytes`` could be written now.
+
+        Raises:
+            CapacityError: it is longer than a record may be.
+            RemoteProtocolError: the reader's count is impossible.
+        """
+        return self.reserve(nbytes) != NULL
 
     cdef bint _look_at_head(self) noexcept nogil:
         """Reads how far the reader has come; returns False if it can't be true."""
@@ -309,6 +342,8 @@ cdef class RecordReader:
 
     Attributes:
         bells: how often it has rung.
+        late: whether the last :meth:`deliver` ended because of the time.
+        stopped: whether nothing more is delivered.
     """
 
     def __init__(self, memory, bell: int) -> None:
@@ -328,6 +363,52 @@ cdef class RecordReader:
         record = PyBytes_FromStringAndSize(NULL, nbytes)
         self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
         return record
+
+    def deliver(self, take, most: int, clock, until: float) -> int:
+        """Takes records, and hands each over, until there are no more.
+
+        Args:
+            take: called with each record. What it raises ends this.
+            most: how many records, at most.
+            clock, until: it ends with the record after which ``clock()`` is later than that; :attr:`late` says so.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            RemoteProtocolError: as :meth:`read`.
+        """
+        cdef Py_ssize_t count = 0, limit = most
+        cdef double deadline = until
+        cdef uint32_t nbytes
+        self.late = False
+        while count < limit and not self.stopped and self.next_nbytes(&nbytes):
+            if self._is_ending:
+                if nbytes + LENGTH_NBYTES > self._left_nbytes:
+                    self.stopped = True
+                    break
+                self._left_nbytes -= nbytes + LENGTH_NBYTES
+            record = PyBytes_FromStringAndSize(NULL, nbytes)
+            self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
+            count += 1
+            take(record)
+            if <double>clock() > deadline:
+                self.late = True
+                break
+        return count
+
+    def has_more(self) -> bool:
+        """Whether something was published that was not read yet."""
+        return load_acquire_u64(self._at + AT_TAIL) != self._head
+
+    def stop(self) -> None:
+        """Delivers nothing more."""
+        self.stopped = True
+
+    def expect_the_end(self) -> None:
+        """The writer has gone, and what it had published by then is at most a whole ring: delivers no more than that."""
+        if not self._is_ending:
+            self._is_ending, self._left_nbytes = True, self._capacity
 
     def ring_bell(self) -> bool:
         """Wakes the writer if it waits for space; returns whether it did. Owed once after reading, before this end sleeps."""

@@ -1,21 +1,18 @@
-"""What the two ends say to each other: msgspec tagged Structs, one protocol version.
+"""What the two ends say to each other, apart from payloads: msgspec tagged Structs, one protocol version.
 
 Every message is a msgpack array whose first element is its tag; unknown tags, missing and extra fields are refused by the
 decoder. Numbers a peer sends are bounded by their types here (never negative, never beyond 62 bits), so that sums of
 them can't overflow; whether they *mean* something is for the books to say.
 
-A payload travels as msgpack in which each tensor is an extension holding its index in the ``tensors`` table of the same
-message. The table says where the bytes are: in region 0, the bytes of the message itself (``inline``), or in region
-``n``, the slot ``slots[n - 1]``. A descriptor can so be checked completely before a byte of the payload is decoded, and
-a third party could carry it over another channel.
+Submissions, replies and ends of requests have payloads, descriptors and tags 2, 103 and 104. They are read and written in C
+(:mod:`.wire`), which calls a descriptor by the names here, and spells its dtype as :func:`item_nbytes` knows it.
 
-A message is one record of a message ring, so it has a largest size. A payload and a table that make it larger lie in the last
-slot, as a :class:`Body`. Long lists of ids are split over several messages: ``MAX_LISTED`` bounds what one of them can ask for.
+A message is one record of a message ring, so it has a largest size. Long lists of ids are split over several messages:
+``MAX_LISTED`` bounds what one of them can ask for.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Final, Literal
 
@@ -26,18 +23,15 @@ from shmring.errors import RemoteProtocolError
 __all__ = [
     "PROTOCOL_VERSION",
     "SLOT_HEADER_NBYTES",
+    "SLOT_MAGIC",
     "TENSOR_ALIGNMENT",
     "TENSOR_EXTENSION",
     "TORCH_ITEM_NBYTES",
     "Abort",
-    "Body",
-    "BodyRef",
     "Call",
     "CallResult",
-    "Content",
     "DEVICE_MEMORY",
     "DeviceHandle",
-    "Done",
     "EngineMessage",
     "Failed",
     "FrontendMessage",
@@ -52,16 +46,13 @@ __all__ = [
     "Memory",
     "Refused",
     "Release",
-    "Reply",
     "ReplyRelease",
     "SlotRef",
-    "Submit",
     "TensorRef",
     "Welcome",
     "align",
     "decode_engine_message",
     "decode_frontend_message",
-    "encode_body",
     "encode_message",
     "item_nbytes",
 ]
@@ -73,12 +64,11 @@ MAX_LISTED = 1024
 
 #: Each slot starts with {magic, generation, nbytes}, padded to one cache line.
 SLOT_HEADER_NBYTES = 64
+SLOT_MAGIC = b"shmrslot"
 #: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
 TENSOR_ALIGNMENT = 64
 #: The msgpack extension code that stands for a tensor in a payload.
 TENSOR_EXTENSION = 83
-#: numpy and torch both stop at 64 dimensions.
-MAX_DIMENSIONS = 64
 
 TORCH_ITEM_NBYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
@@ -105,9 +95,8 @@ Memory = Literal[0, 1]
 HOST_MEMORY: Final = 0
 DEVICE_MEMORY: Final = 1
 
-#: CUDA's handles of memory and of events are structures of 64 bytes.
+#: CUDA's handle of memory is a structure of 64 bytes.
 MemoryHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-EventHandle = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 def align(nbytes: int) -> int:
@@ -126,124 +115,30 @@ def item_nbytes(dtype: str) -> int | None:
     return None
 
 
-class _Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """A part of a message."""
-
-
-class SlotRef(_Part, frozen=True):
+class SlotRef(msgspec.Struct, frozen=True, gc=False):
     """A slot, as its holder describes it: ``nbytes`` of content follow the header at ``offset``.
 
     In device memory there is room for a header, and none is written.
     """
 
-    lease_id: Unsigned
-    offset: Unsigned
-    nbytes: Unsigned
-    generation: Generation
+    lease_id: int
+    offset: int
+    nbytes: int
+    generation: int
 
 
-class TensorRef(_Part, frozen=True):
+class TensorRef(msgspec.Struct, frozen=True, gc=False):
     """A tensor in a region: contiguous, in C order, at ``offset`` behind the region's start (a slot's header excluded)."""
 
-    region: Unsigned
-    offset: Unsigned
-    nbytes: Unsigned
-    dtype: ShortText
-    shape: tuple[Unsigned, ...]
-
-    def check(self, region_nbytes: int) -> None:
-        """Raises :class:`RemoteProtocolError` unless dtype, shape and size agree and lie inside the region."""
-        size = item_nbytes(self.dtype)
-        if size is None:
-            raise RemoteProtocolError(f"a tensor has the unknown dtype {self.dtype!r}")
-        if len(self.shape) > MAX_DIMENSIONS:
-            raise RemoteProtocolError(f"a tensor has {len(self.shape)} dimensions, more than {MAX_DIMENSIONS}")
-        nbytes = math.prod(self.shape) * size
-        if not 0 < nbytes < 2**62 and math.prod(extent or 1 for extent in self.shape) * size >= 2**62:
-            raise RemoteProtocolError(f"a tensor of shape {self.shape} is larger than any memory")
-        if nbytes != self.nbytes:
-            raise RemoteProtocolError(f"a {self.dtype} tensor of shape {self.shape} does not have {self.nbytes} bytes")
-        if self.dtype in TORCH_ITEM_NBYTES and self.offset % size:
-            raise RemoteProtocolError(f"a {self.dtype} tensor at offset {self.offset} is not aligned to its items")
-        if self.nbytes and self.offset + self.nbytes > region_nbytes:
-            raise RemoteProtocolError(
-                f"a tensor at [{self.offset}, {self.offset + self.nbytes}) exceeds its region of {region_nbytes} bytes"
-            )
+    region: int
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
-class Body(_Part, frozen=True):
-    """What would make a message larger than a record."""
-
-    payload: bytes
-    tensors: tuple[TensorRef, ...]
-
-
-class BodyRef(_Part, frozen=True):
-    """Where a :class:`Body` lies: ``offset`` behind the start of the last slot's content."""
-
-    offset: Unsigned
-    nbytes: Unsigned
-
-
-class Content(_Part, frozen=True):
-    """A payload and where its tensors are. ``fence`` is the event behind what was written to slots in device memory.
-
-    ``body``: payload and tensors are not here but in the last slot.
-    """
-
-    payload: bytes
-    tensors: tuple[TensorRef, ...] = ()
-    inline: bytes = b""
-    slots: tuple[SlotRef, ...] = ()
-    fence: EventHandle = b""
-    body: BodyRef | None = None
-
-    def with_body(self, data: bytes, max_tensors: int) -> Content:
-        """Returns this with the payload and the tensors of its body.
-
-        Args:
-            data: a copy of what lies where ``body`` says.
-            max_tensors: as of :meth:`check`.
-
-        Raises:
-            RemoteProtocolError: it is not such a thing. Whoever maps the slab may have written it.
-        """
-        try:
-            body = _body_decoder.decode(data)
-        except msgspec.MsgspecError as error:
-            raise RemoteProtocolError(f"what lies in its slot is no payload: {error}") from None
-        content = msgspec.structs.replace(self, payload=body.payload, tensors=body.tensors, body=None)
-        content.check(max_tensors)
-        return content
-
-    def check_size(self, inline_nbytes: int, max_payload_nbytes: int) -> None:
-        """Raises :class:`RemoteProtocolError` if it has more in it than was agreed upon."""
-        if len(self.inline) > inline_nbytes:
-            raise RemoteProtocolError(f"{len(self.inline)} bytes of tensors in a message exceed inline_nbytes, {inline_nbytes}")
-        if self.body is None:
-            return
-        if self.payload or self.tensors or self.inline or not self.slots:
-            raise RemoteProtocolError("a payload in a slot came with another, or without the slot")
-        if self.body.nbytes > max_payload_nbytes:
-            raise RemoteProtocolError(
-                f"a payload of {self.body.nbytes} bytes exceeds max_payload_nbytes ({max_payload_nbytes})"
-            )
-        if self.body.offset + self.body.nbytes > self.slots[-1].nbytes:
-            raise RemoteProtocolError(
-                f"a payload at [{self.body.offset}, {self.body.offset + self.body.nbytes}) exceeds its slot of "
-                f"{self.slots[-1].nbytes} bytes"
-            )
-
-    def check(self, max_tensors: int) -> None:
-        """Raises :class:`RemoteProtocolError` unless every tensor descriptor is sound."""
-        if len(self.tensors) > max_tensors or len(self.slots) > max_tensors:
-            raise RemoteProtocolError(
-                f"{len(self.tensors)} tensors in {len(self.slots)} slots exceed max_tensors ({max_tensors})"
-            )
-        for tensor in self.tensors:
-            if tensor.region > len(self.slots):
-                raise RemoteProtocolError(f"a tensor is in region {tensor.region} of {len(self.slots)}")
-            tensor.check(self.slots[tensor.region - 1].nbytes if tensor.region else len(self.inline))
+class _Part(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """A part of a message."""
 
 
 class DeviceHandle(_Part, frozen=True):
@@ -266,15 +161,6 @@ class Hello(_Message, frozen=True, tag=1):
 
     version: int
     lease_nbytes: Unsigned
-    name: ShortText = ""
-
-
-class Submit(_Message, frozen=True, tag=2):
-    """Hands a payload and its slots to the engine."""
-
-    epoch: Generation
-    request_id: Unsigned
-    content: Content
     name: ShortText = ""
 
 
@@ -371,20 +257,6 @@ class Welcome(_Message, frozen=True, tag=102):
     device: DeviceHandle | None = None
 
 
-class Reply(_Message, frozen=True, tag=103):
-    """One answer to a request."""
-
-    request_id: Unsigned
-    content: Content
-
-
-class Done(_Message, frozen=True, tag=104):
-    """The request is finished; slots that are handed back with it need no :class:`Release` of their own."""
-
-    request_id: Unsigned
-    released: Generations = ()
-
-
 FailureKind = Literal["error", "aborted", "timed_out", "invalid"]
 
 
@@ -423,24 +295,18 @@ class Refused(_Message, frozen=True, tag=109):
     reason: str
 
 
-FrontendMessage = Hello | Submit | Abort | LeaseRequest | LeaseReturn | ReplyRelease | Call | Goodbye
-EngineMessage = Welcome | Reply | Done | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused
+FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | Call | Goodbye
+EngineMessage = Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 
 _frontend_decoder: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
-_body_decoder = msgspec.msgpack.Decoder(Body)
 
 
 def encode_message(message: FrontendMessage | EngineMessage) -> bytes:
     """Returns a message as a record of bytes."""
     return _encoder.encode(message)
-
-
-def encode_body(payload: bytes, tensors: tuple[TensorRef, ...]) -> bytes:
-    """Returns what :meth:`Content.with_body` reads."""
-    return _encoder.encode(Body(payload, tensors))
 
 
 def decode_frontend_message(body: bytes) -> FrontendMessage:

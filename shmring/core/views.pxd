@@ -37,6 +37,7 @@ cdef struct Lent:
 cdef void drop_region(Lent* region) noexcept nogil
 cdef bint leave_region(Lent* region) noexcept
 cdef bint is_region_viewed(const Lent* region) noexcept nogil
+cdef Lent* copy_region(const void* data, uint64_t nbytes) except NULL
 
 
 cdef class Regions:
@@ -54,6 +55,9 @@ cdef class Region:
 
 cdef class RegionBytes:
     cdef Lent* _lent
+
+
+cdef RegionBytes lend_bytes(Lent* region)
 
 
 cdef class TensorMaker:

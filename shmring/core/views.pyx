@@ -323,11 +323,7 @@ cdef class Region:
 
     def memory(self) -> RegionBytes:
         """Returns its bytes as a buffer that counts as a view, for ``numpy.ndarray`` to be built on."""
-        cdef Lent* lent = self.lent()
-        cdef RegionBytes memory = RegionBytes.__new__(RegionBytes)
-        take_reference(&lent.references)
-        memory._lent = lent
-        return memory
+        return lend_bytes(self.lent())
 
     def leave(self) -> bool:
         """Makes no further views; returns whether views are alive, after the last of which :meth:`Regions.collect` has its key."""
@@ -361,16 +357,30 @@ cdef class RegionBytes:
         PyBuffer_FillInfo(buffer, self, self._lent.address, <Py_ssize_t>self._lent.nbytes, 0, flags)
 
 
+cdef Lent* copy_region(const void* data, uint64_t nbytes) except NULL:
+    """A region with a copy of these bytes, which starts on a cache line and goes with its last view."""
+    cdef Lent* region = _new_region(NULL, nbytes, nbytes + CACHE_LINE - 1)
+    region.address = <char*>((<uintptr_t>(region + 1) + CACHE_LINE - 1) & ~<uintptr_t>(CACHE_LINE - 1))
+    if nbytes:
+        memcpy(region.address, data, nbytes)
+    return region
+
+
+cdef RegionBytes lend_bytes(Lent* region):
+    """A region's bytes as a buffer that counts as a view."""
+    cdef RegionBytes memory = RegionBytes.__new__(RegionBytes)
+    take_reference(&region.references)
+    memory._lent = region
+    return memory
+
+
 def copied(data) -> Region:
     """Returns a region with a copy of these bytes, which starts on a cache line and goes with its last view."""
     cdef Py_buffer buffer
     cdef Region region = Region.__new__(Region)
     PyObject_GetBuffer(data, &buffer, PyBUF_SIMPLE)
     try:
-        region._lent = _new_region(NULL, buffer.len, buffer.len + CACHE_LINE - 1)
-        region._lent.address = <char*>((<uintptr_t>(region._lent + 1) + CACHE_LINE - 1) & ~<uintptr_t>(CACHE_LINE - 1))
-        if buffer.len:
-            memcpy(region._lent.address, buffer.buf, buffer.len)
+        region._lent = copy_region(buffer.buf, buffer.len)
     finally:
         PyBuffer_Release(&buffer)
     return region

@@ -24,7 +24,8 @@ from collections.abc import Callable
 import torch
 
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.messages import SLOT_HEADER_NBYTES, Content, DeviceHandle, SlotRef, Submit, TensorRef
+from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle, SlotRef, TensorRef
+from shmring.core.wire import Content, Submit
 from shmring.errors import RemoteProtocolError
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index
 from shmring.gpu.device import DeviceSlab, OpenedFences

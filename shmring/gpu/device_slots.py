@@ -186,6 +186,10 @@ class DeviceSlots:
                 self._views.use(id(record), stream)
         return self._fences.record(stream)
 
+    def unused(self, fence: Fence) -> None:
+        """Nothing was submitted with a fence that was recorded for it."""
+        self._fences.give_back(fence)
+
     def submitted(self, generations: Sequence[int], fence: Fence) -> None:
         """A submission's slots here went under these generations, and with this fence."""
         submission = _Submission(fence, len(generations))

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shmring.core.messages import TENSOR_ALIGNMENT, Content, TensorRef, align
+from shmring.core.messages import TENSOR_ALIGNMENT, TensorRef, align
+from shmring.core.wire import Content
 from shmring.memory.views import TORCH_DTYPES, Place
 
 __all__ = ["GAP_NBYTES", "Given", "Layout", "Run"]

@@ -18,11 +18,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shmring.cancellation import uninterrupted
-from shmring.memory.payload import Packed
+from shmring.core.mapping import Mapping
+from shmring.core.payload import Packed
 
 __all__ = ["Copier"]
 
@@ -32,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 class Copier:
-    """Copies packed payloads, and counts what it copied.
+    """Copies packed payloads.
 
     Args:
         threads: how many copies may run beside the loop.
@@ -40,21 +38,17 @@ class Copier:
 
     Attributes:
         offload_nbytes: as given.
-        copies, copied_nbytes: tensors that were copied so far, and their bytes.
+        short_nbytes: a copy of no more than this waits for no turn.
+        copied_in_turn: whether this turn of the loop has made a copy that takes long, or is about to.
     """
 
     def __init__(self, threads: int, offload_nbytes: int) -> None:
         self.offload_nbytes = offload_nbytes
+        self.short_nbytes = min(_LONG_NBYTES - 1, offload_nbytes)
+        self.copied_in_turn = False
         self._turn_nbytes = 0  # of this turn of the loop: copied, or given to who has waited
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shmring-copy")
-        self.copies = 0
-        self.copied_nbytes = 0
-
-    @property
-    def copied_in_turn(self) -> bool:
-        """Whether this turn of the loop has made a copy that takes long, or is about to."""
-        return self._turn_nbytes > 0
 
     @property
     def at_once_nbytes(self) -> int:
@@ -75,39 +69,38 @@ class Copier:
                 self._waiting.remove(waiting)
             raise
 
-    async def copy(self, packed: Packed, anchor: NDArray[np.uint8], address: int) -> None:
-        """Copies a payload's tensors into a region. When this returns or raises, nobody is writing there."""
-        if packed.copy_nbytes > self.offload_nbytes:
-            await self.run(lambda: packed.copy_into(anchor, address))
-            self.count(packed)
+    async def copy(self, packed: Packed, mapping: Mapping, address: int) -> None:
+        """Copies a payload into a slot. When this returns or raises, nobody is writing there.
+
+        Args:
+            packed: what to copy.
+            mapping: of the slab, which stays mapped meanwhile.
+            address: of the slot's content.
+        """
+        if packed.slot_nbytes > self.offload_nbytes:
+            await self.run(lambda: _copy(packed, mapping, address))
             return
-        await self.turn(packed.copy_nbytes)
-        self.copy_nowait(packed, anchor, address)
+        await self.turn(packed.slot_nbytes)
+        self.count_in_turn(packed.slot_nbytes)
+        packed.copy_into(address)
 
-    def copy_nowait(self, packed: Packed, anchor: NDArray[np.uint8], address: int) -> None:
-        """The same in the loop, whatever the size."""
-        if packed.copy_nbytes >= _LONG_NBYTES:
-            self._count_in_turn(packed.copy_nbytes)
-        packed.copy_into(anchor, address)
-        self.count(packed)
-
-    def _count_in_turn(self, nbytes: int) -> None:
+    def count_in_turn(self, nbytes: int) -> None:
+        """So much is about to be copied in the loop."""
+        if nbytes < _LONG_NBYTES:
+            return
         if not self._turn_nbytes:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._turn_nbytes += nbytes
+        self.copied_in_turn = True
 
     def _begin_turn(self) -> None:
         self._turn_nbytes = 0
+        self.copied_in_turn = False
         while self._waiting and self._turn_nbytes + self._waiting[0][1] <= self.offload_nbytes:
             future, nbytes = self._waiting.popleft()
             if not future.done():  # else cancelled just now
-                self._count_in_turn(nbytes)
+                self.count_in_turn(nbytes)
                 future.set_result(None)
-
-    def count(self, packed: Packed) -> None:
-        """Counts a payload's tensors as copied."""
-        self.copies += packed.copied
-        self.copied_nbytes += packed.copied_nbytes
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
         """Runs work on a thread; a cancellation waits until it has ended."""
@@ -116,3 +109,8 @@ class Copier:
     def close(self) -> None:
         """Takes no further work; what is running ends by itself."""
         self._pool.shutdown(wait=False)
+
+
+def _copy(packed: Packed, mapping: Mapping, address: int) -> None:
+    packed.copy_into(address)
+    del mapping  # held until here

@@ -29,7 +29,6 @@ import posix_ipc
 from numpy.typing import NDArray
 
 from shmring.core.mapping import Mapping
-from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import SlabError
 
 __all__ = ["SHM_DIRECTORY", "Slab", "sweep"]
@@ -39,10 +38,7 @@ NAME_PREFIX = "shmring"
 
 _LAYOUT_VERSION = 1
 _SLAB_MAGIC = b"shmrslab"
-_SLOT_MAGIC = b"shmrslot"
 _SLAB_HEADER = struct.Struct("<8sQQQ")  # magic, layout version, epoch, size in bytes
-_SLOT_HEADER = struct.Struct("<8sQQ")  # magic, generation, bytes of content
-assert _SLOT_HEADER.size <= SLOT_HEADER_NBYTES
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
@@ -126,15 +122,6 @@ class Slab:
         """Returns the offset of an address of this process in the slab, or None if it is elsewhere."""
         offset = address - self.address
         return offset if 0 <= offset < self.nbytes else None
-
-    def write_slot_header(self, offset: int, generation: int, nbytes: int) -> None:
-        """Writes what the engine compares with the descriptor when it claims the slot."""
-        _SLOT_HEADER.pack_into(self.mapping, offset, _SLOT_MAGIC, generation, nbytes)
-
-    def read_slot_header(self, offset: int) -> tuple[int, int]:
-        """Returns ``(generation, nbytes)`` as they stand in memory, ``(0, 0)`` if there is no header."""
-        magic, generation, nbytes = _SLOT_HEADER.unpack_from(self.mapping, offset)
-        return (generation, nbytes) if magic == _SLOT_MAGIC else (0, 0)
 
     def prefault(self, offset: int, nbytes: int) -> None:
         """Maps the pages of a range now, so that no copy pays for it; releases the interpreter lock meanwhile."""

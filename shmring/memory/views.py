@@ -22,7 +22,7 @@ from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
 from shmring.core.views import Region, TensorMaker, copied
 from shmring.errors import RemoteProtocolError
 
-__all__ = ["Place", "TORCH_DTYPES", "device_view", "tensor_view"]
+__all__ = ["Place", "TENSOR_MAKER", "TORCH_DTYPES", "device_view", "dlpack_dtype", "tensor_view"]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TORCH_ITEM_NBYTES if hasattr(torch, name)}
 
@@ -33,7 +33,7 @@ _DLPACK_CODES = {
     "float8_e4m3fn": 10, "float8_e4m3fnuz": 11, "float8_e5m2": 12, "float8_e5m2fnuz": 13, "float8_e8m0fnu": 14,
 }  # fmt: skip
 
-_MAKER = TensorMaker(torch.utils.dlpack.from_dlpack, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
+TENSOR_MAKER = TensorMaker(torch.utils.dlpack.from_dlpack, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
 #: Makes the tensor that a descriptor describes, somewhere else than in host memory; None: it is to be viewed there after all.
 Place = Callable[[TensorRef], "torch.Tensor | NDArray[Any] | None"]
@@ -93,8 +93,14 @@ def _torch_view(ref: TensorRef, region: Region) -> torch.Tensor:
     if not ref.nbytes:
         return torch.empty(ref.shape, dtype=dtype)
     bits = 8 * TORCH_ITEM_NBYTES[ref.dtype]
-    tensor: torch.Tensor = _MAKER.tensor(region, ref.offset, ref.shape, _dlpack_code(ref.dtype), bits)
+    tensor: torch.Tensor = TENSOR_MAKER.tensor(region, ref.offset, ref.shape, _dlpack_code(ref.dtype), bits)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def dlpack_dtype(name: str) -> tuple[int, int] | None:
+    """Returns DLPack's code and bits of a dtype that this torch takes by them; None if it does not."""
+    code = _DLPACK_CODES[name]
+    return (code, 8 * TORCH_ITEM_NBYTES[name]) if name in TORCH_DTYPES and _dlpack_code(name) == code else None
 
 
 @functools.cache
@@ -102,7 +108,7 @@ def _dlpack_code(name: str) -> int:
     """Returns by which code torch takes items of a dtype: its own, or that of whole numbers of the same size."""
     code, nbytes = _DLPACK_CODES[name], TORCH_ITEM_NBYTES[name]
     try:
-        tried = _MAKER.tensor(copied(bytes(nbytes)), 0, (1,), code, 8 * nbytes)
+        tried = TENSOR_MAKER.tensor(copied(bytes(nbytes)), 0, (1,), code, 8 * nbytes)
     except (RuntimeError, BufferError):
         return _SIGNED
     return code if tried.dtype == TORCH_DTYPES[name] else _SIGNED

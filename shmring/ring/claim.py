@@ -8,12 +8,10 @@ alive, when the last of them dies.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.messages import Submit
+from shmring.core.engine_end import ClaimEnd
 from shmring.core.states import RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError
 
@@ -25,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Claim"]
 
-_RELEASED = object()
+_NOTHING: Any = object()
 
 
-class Claim:
+class Claim(ClaimEnd):
     """A request that this engine is working on. Use it as ``with claim:``.
 
     Leaving the block releases the slots and tells the frontend: done, or failed with the exception, which goes on
@@ -40,63 +38,21 @@ class Claim:
         request_id: the request, as that frontend numbers its submissions.
         name: the caller's own name for the request; may be empty.
         nbytes: bytes of tensors in its slots.
+        payload: the payload, its tensors viewed in place; see :class:`~shmring.core.engine_end.ClaimEnd`.
+        aborted: whether the frontend gave the request up, or has gone.
+        released: whether its slots were released, or will be when their copy to a GPU is over.
     """
 
-    __slots__ = (
-        "_aborted",
-        "_callbacks",
-        "_ended",
-        "_payload",
-        "_ring",
-        "_submit",
-        "_waits",
-        "client_id",
-        "name",
-        "nbytes",
-        "request_id",
-    )
+    __slots__ = ()
 
-    def __init__(self, ring: Ring, client_id: int, submit: Submit, payload: Any) -> None:
-        self._ring = ring
-        self._submit = submit
-        self._payload = payload
-        self._ended = False
-        self._aborted = False
-        self._callbacks: list[Callable[[], object]] = []
-        self._waits: list[Callable[[], object]] = []
-        self.client_id = client_id
-        self.request_id = submit.request_id
-        self.name = submit.name
-        self.nbytes = sum([slot.nbytes for slot in submit.content.slots])
+    @property
+    def _ring(self) -> Ring:
+        ring: Ring = self.end.shell
+        return ring
 
     def __repr__(self) -> str:
-        state = "aborted" if self._aborted else "ended" if self._ended else "running"
+        state = "aborted" if self.aborted else "ended" if self.ended else "running"
         return f"<Claim {self.client_id}:{self.request_id} {self.name or ''} {self.nbytes} bytes, {state}>"
-
-    @property
-    def payload(self) -> Any:
-        """The payload, its tensors viewed in place. Views taken from it keep their slot after the claim is left.
-
-        Tensors in slots of the device slab are on its GPU, to be used on the stream that was this thread's current one when the
-        request was claimed: it waits for what their frontend has queued. A further stream that is to use them must wait for
-        it, and it for that stream before the last view is dropped.
-
-        Raises:
-            LocalProtocolError: the claim has released it.
-        """
-        if self._payload is _RELEASED:
-            raise LocalProtocolError(f"request {self.request_id} was released; keep what you need of its payload before")
-        return self._payload
-
-    @property
-    def aborted(self) -> bool:
-        """Whether the frontend gave the request up, or has gone."""
-        return self._aborted
-
-    @property
-    def released(self) -> bool:
-        """Whether its slots were released, or will be when their copy to a GPU is over."""
-        return self._payload is _RELEASED
 
     async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> Any:
         """Copies the tensors to a GPU, and releases the slots when that is done: never earlier, and with no further call.
@@ -131,7 +87,7 @@ class Claim:
             msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
         """
         self._check_unreleased()
-        payload = await self._ring.upload(self.client_id, self._submit, device, stream, self._check_unreleased)
+        payload = await self._ring.upload(self, device, stream, self._check_unreleased)
         self._release(copying=True)
         return payload
 
@@ -143,7 +99,7 @@ class Claim:
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
-        payload = self._ring.upload_nowait(self.client_id, self._submit, device, stream)
+        payload = self._ring.upload_nowait(self, device, stream)
         self._release(copying=True)
         return payload
 
@@ -153,24 +109,10 @@ class Claim:
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Calls back in the loop when the request is aborted; at once if it was."""
-        if self._aborted:
+        if self.aborted:
             callback()
         else:
-            self._callbacks.append(callback)
-
-    def on_end(self, callback: Callable[[], object]) -> None:
-        """For the ring: calls back in the loop when the request has ended, in whichever way."""
-        self._waits.append(callback)
-
-    def forget_on_end(self, callback: Callable[[], object]) -> None:
-        """For the ring: takes that back, if it was not called yet."""
-        with contextlib.suppress(ValueError):
-            self._waits.remove(callback)
-
-    def _end_waits(self) -> None:
-        waits, self._waits = self._waits, []
-        for callback in waits:
-            self._ring.loop.call_soon(callback)
+            self.call_on_abort(callback)
 
     async def reply(self, payload: object) -> None:
         """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
@@ -196,53 +138,44 @@ class Claim:
         self.check_running()
         self._ring.send_reply_nowait(self, payload)
 
-    def done(self) -> None:
-        """Releases the slots and tells the frontend that the request is finished."""
-        if self._ended or self._payload is _RELEASED:
-            self.release()
-            self._end(RequestEvent.FINISH)
-            return
-        self._payload = _RELEASED
-        self._ended = True
-        self._callbacks.clear()
-        if self._waits:
-            self._end_waits()
-        self._ring.finish_claim(self, self._submit)
+    def done(self, reply: object = _NOTHING) -> Awaitable[None]:
+        """Releases the slots and tells the frontend that the request is finished.
+
+        Args:
+            reply: a last answer, in the same message. Then the result is to be awaited: that waits as :meth:`reply` does, and
+                nothing happens before. Without a reply, everything has happened when this returns.
+
+        Raises:
+            AbortedError, TypeError, CapacityError: as :meth:`reply`, if there is one.
+        """
+        if reply is not _NOTHING:
+            return self._done_with(reply)
+        self.finish()
+        return _Done()
+
+    async def _done_with(self, reply: object) -> None:
+        self.check_running()
+        await self._ring.send_last_reply(self, reply)
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
-        self.release()
+        self._release()
         self._end(RequestEvent.ERROR, error)
 
     def time_out(self, message: str) -> None:
         """Releases the slots and tells the frontend that the request's time is over: it gets a ``TimeoutError``."""
-        self.release()
+        self._release()
         self._end(RequestEvent.DEADLINE, TimeoutError(message))
 
     def release(self) -> None:
         """Releases the slots before the request ends; twice is once."""
-        self._release(copying=False)
+        self._release()
 
-    def _release(self, *, copying: bool) -> None:
-        if self._payload is not _RELEASED:
-            self._payload = _RELEASED
-            self._ring.release_claim(self.client_id, self._submit, copying=copying)
+    def _release(self, *, copying: bool = False) -> None:
+        self._ring.carry_out(self.release_slots(copying=copying))
 
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if error is None:
-            self.done()
-            return False
-        self.fail(error)
-        return isinstance(error, AbortedError) and self._aborted and error.request_id == self.request_id
-
-    def _end(self, event: RequestEvent, error: BaseException | None = None) -> None:
-        if not self._ended:
-            self._ended = True
-            self._callbacks.clear()
-            self._end_waits()
+    def _end(self, event: RequestEvent, error: BaseException) -> None:
+        if not self.ended:
             self._ring.end_claim(self, event, error)
 
     def check_running(self) -> None:
@@ -252,19 +185,19 @@ class Claim:
             AbortedError: the frontend gave it up, or has gone.
             LocalProtocolError: it has ended.
         """
-        if self._ended:
+        if self.ended:
             raise self.why_not_running()
 
     def why_not_running(self) -> AbortedError | LocalProtocolError:
         """The error of whoever would still answer it."""
-        if self._aborted:
+        if self.aborted:
             return AbortedError(f"request {self.request_id} was aborted by its frontend", request_id=self.request_id)
         return LocalProtocolError(f"request {self.request_id} has ended; answer before leaving its claim")
 
-    def mark_aborted(self) -> None:
-        """For the ring: the frontend gave the request up. Callbacks run from the loop, outside of the ring's event."""
-        self._aborted = self._ended = True
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            self._ring.loop.call_soon(callback)
-        self._end_waits()
+
+class _Done:
+    """What has been done already, for who awaits it."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return
+        yield

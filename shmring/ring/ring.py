@@ -1,8 +1,8 @@
 """The engine's end of the transport.
 
-Theory of operation: :class:`Ring` is the thin asyncio shell around the :class:`~shmring.core.engine_book.EngineBook`: bytes
-come in, become events, and the effects that the book returns are carried out, all within one callback of the loop. There is
-no ``await`` between reading the book and acting on it.
+Theory of operation: :class:`Ring` is the asyncio shell around the :class:`~shmring.core.engine_end.EngineEnd`, which does what
+happens with every message. Here is what happens less often: frontends come and go, requests are aborted or fail, replies wait
+for space, calls are answered, slots lie in device memory. There is no ``await`` between reading the book and acting on it.
 
 What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
 aborted at once; its memory comes back when the kernel says that its process is dead (or when it said goodbye), and no
@@ -22,7 +22,7 @@ import secrets
 import socket
 import traceback
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -45,6 +45,7 @@ from shmring.core.effects import (
     RequestAborted,
 )
 from shmring.core.engine_book import EngineBook
+from shmring.core.engine_end import EngineEnd, FrontendEnd
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
@@ -53,8 +54,6 @@ from shmring.core.messages import (
     Abort,
     Call,
     CallResult,
-    Content,
-    Done,
     EngineMessage,
     Failed,
     FailureKind,
@@ -66,15 +65,15 @@ from shmring.core.messages import (
     LeaseReturn,
     Refused,
     Release,
-    Reply,
     ReplyRelease,
     SlotRef,
-    Submit,
     Welcome,
     decode_frontend_message,
 )
+from shmring.core.payload import Packed
 from shmring.core.states import EngineSlot, Lease, RequestEvent
-from shmring.core.views import Region, Regions
+from shmring.core.views import Regions
+from shmring.core.wire import Submit
 from shmring.errors import (
     CapacityError,
     ClosedError,
@@ -91,7 +90,8 @@ from shmring.gpu.driver import Driver
 from shmring.gpu.layout import Given
 from shmring.gpu.upload import BytesOf, Decode, Uploads
 from shmring.memory.copier import Copier
-from shmring.memory.payload import Packed, Packer, PayloadDecoder
+from shmring.memory.tensors import make_decoder, make_packer
+from shmring.memory.views import Place
 from shmring.ring.claim import Claim
 from shmring.ring.reserve import Memories, create_memories
 from shmring.statistics import RingStatistics
@@ -119,25 +119,21 @@ _NO_SLOTS: frozenset[int] = frozenset()
 
 @dataclasses.dataclass(slots=True)
 class _Counters:
-    submitted: int = 0
-    finished: int = 0
     failed: int = 0
     aborted: int = 0
-    replies: int = 0
-    received_nbytes: int = 0
     protocol_errors: int = 0
     refused: int = 0
     reclaimed_nbytes: int = 0
 
 
-class _Frontend:
+class _Frontend(FrontendEnd):
     """A connected frontend: what its connection reports goes to the ring with its id."""
 
     def __init__(
         self, ring: Ring, client_id: int, peer: Peer, watch: ProcessWatch, incoming: RingMemory, outgoing: RingMemory
     ) -> None:
+        super().__init__(ring.engine_end, client_id)
         self.ring = ring
-        self.client_id = client_id
         self.pid = peer.pid
         self.name = peer.hello.name
         self.connected = True
@@ -146,15 +142,15 @@ class _Frontend:
         self.kept: list[Goodbye] = []  # what it has said so far of what it will still use
         # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight.
         max_backlog_nbytes = ring.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
-        self.link: Link[FrontendMessage] = Link(
+        self.link = Link(
             self,
-            decode_frontend_message,
             peer.socket,
             incoming,
             outgoing,
             ring.poller,
             max_backlog_nbytes=max_backlog_nbytes,
         )
+        self.attach(self.link.writer)
 
     def __str__(self) -> str:
         return f"client {self.client_id} ({self.name or 'unnamed'}, pid {self.pid})"
@@ -162,8 +158,8 @@ class _Frontend:
     def send(self, message: EngineMessage) -> None:
         self.link.send(message)
 
-    def message_received(self, message: FrontendMessage) -> None:
-        self.ring.message_received(self, message)
+    def take_message(self, record: bytes) -> None:
+        self.ring.message_received(self, decode_frontend_message(record))
 
     def peer_gave_up(self) -> None:
         self.ring.said_goodbye(self, Goodbye())
@@ -210,7 +206,7 @@ class Ring:
         self._listener = listener
         self._geometry = geometry
         leasable = geometry.leasable_blocks
-        self._book = EngineBook(
+        self._book = book = EngineBook(
             geometry,
             EngineBookLimits(
                 max_lease_blocks=_blocks(config.max_lease_nbytes, max(1, leasable // 8)),
@@ -223,8 +219,7 @@ class Ring:
         self._record_nbytes = largest_record_nbytes(int(config.message_ring_nbytes))
         self._inline_nbytes = int(config.inline_nbytes)
         self._max_payload_nbytes = int(config.max_payload_nbytes)
-        self._decoder = PayloadDecoder(payload_type)
-        self._packer = Packer(config.max_tensors)
+        self._packer = make_packer(config.max_tensors, self._max_payload_nbytes)
         self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
         self._uploads = Uploads(
             cuda,
@@ -237,16 +232,28 @@ class Ring:
         self._calls = dict(calls)
         self._frontends: dict[int, _Frontend] = {}
         self._client_ids = itertools.count(1)
-        self._waiting: OrderedDict[tuple[int, int], Submit] = OrderedDict()
-        self._claims: dict[tuple[int, int], Claim] = {}
         self._claimers: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._reply_waiters: dict[int, asyncio.Future[ReplySlot]] = {}
         self._tickets = itertools.count(1)
         self._views = Regions()  # by client and generation
-        self._regions: dict[tuple[int, int], Region] = {}  # of claims, those that were looked at
         self._device: DeviceClaims | None = None
         if memories.device is not None:
             self._device = DeviceClaims(cuda, memories.device, self._slab_nbytes, self._wake_for_deaths)
+        self._decoder = make_decoder(payload_type)
+        self.engine_end = self._end = EngineEnd(
+            self,
+            book,
+            self._views,
+            slab.mapping,
+            self._decoder,
+            Claim,
+            epoch=epoch,
+            max_tensors=config.max_tensors,
+            inline_nbytes=self._inline_nbytes,
+            max_payload_nbytes=self._max_payload_nbytes,
+            debug=config.debug,
+            device=self._device,
+        )
         self._handshakes: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of those, who are no frontends yet
         self._counters = _Counters()
@@ -317,13 +324,14 @@ class Ring:
         """
         while True:
             self._check_open()
-            self._hear_frontends()
-            if not self._claimers and (claim := self._claim_next()) is not None:
+            if not self._end.waiting:
+                self._hear_frontends()
+            if not self._claimers and (claim := self._take_next()) is not None:
                 return claim
             await self._request_arrived()
             self._check_open()
-            if (claim := self._claim_next()) is not None:
-                self._wake_claimers()
+            if (claim := self._take_next()) is not None:
+                self.request_arrived()
                 return claim
 
     def claim_nowait(self) -> Claim:
@@ -334,8 +342,9 @@ class Ring:
             ClosedError: the ring is closed.
         """
         self._check_open()
-        self._hear_frontends()
-        claim = None if self._claimers else self._claim_next()
+        if not self._end.waiting:
+            self._hear_frontends()
+        claim = None if self._claimers else self._take_next()
         if claim is None:
             raise WouldBlock("no request is waiting")
         return claim
@@ -398,18 +407,20 @@ class Ring:
     async def _request_arrived(self) -> None:
         future = self.loop.create_future()
         self._claimers[future] = None
+        self._end.is_awaited = True
         try:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._wake_claimers()  # our turn came as we were cancelled: pass it on
+                self.request_arrived()  # our turn came as we were cancelled: pass it on
             raise
         finally:
             self._claimers.pop(future, None)
+            self._end.is_awaited = bool(self._claimers)
 
-    def _wake_claimers(self) -> None:
+    def request_arrived(self) -> None:
         """Wakes the first claimer if there is something to claim; it wakes the next."""
-        if not self._waiting:
+        if not self._end.waiting:
             return
         for future in self._claimers:
             if not future.done():
@@ -417,187 +428,119 @@ class Ring:
                 return
 
     def _hear_frontends(self) -> None:
-        """Takes in what frontends have sent, if nothing waits: sooner than the loop would."""
-        if not self._waiting:
-            for frontend in list(self._frontends.values()):
-                frontend.link.poll()
+        """Takes in what frontends have sent: sooner than the loop would."""
+        for frontend in list(self._frontends.values()):
+            frontend.link.poll()
 
-    def _claim_next(self) -> Claim | None:
-        while self._waiting:
-            (client_id, _), submit = self._waiting.popitem(last=False)
-            claim = self._take_up(self._frontends[client_id], submit)
-            if claim is not None:
-                return claim
-        return None
-
-    def _take_up(self, frontend: _Frontend, submit: Submit) -> Claim | None:
-        """Claims a request: checks its slots' headers and decodes its payload. None if it is not worth a claim."""
-        client_id = frontend.client_id
-        lies_in_slot = submit.content.body is not None
-        self._book.claim(client_id, submit.request_id)
-        try:
-            for slot in submit.content.slots:
-                if slot.offset < self._slab_nbytes:  # in device memory stands no header
-                    self._book.verify(*self._slab.read_slot_header(slot.offset), slot)
-            if lies_in_slot:
-                submit = msgspec.structs.replace(submit, content=self._with_body(submit.content))
-            region = functools.partial(self._region, client_id, submit)
-            if self._device is not None and submit.content.fence:
-                self._device.take_up(client_id, submit)
-                payload = self._decoder.decode(submit.content, region, self._device.given(client_id, submit).place)
-            else:
-                payload = self._decoder.decode(submit.content, region)
-        except (RemoteProtocolError, StaleDescriptorError) as error:
-            self.release_claim(client_id, submit)
-            if lies_in_slot and isinstance(error, RemoteProtocolError):  # which proves nothing: others can write there, too
-                self._end(client_id, submit.request_id, RequestEvent.ERROR, "invalid", error)
-                return None
-            self.refuse_frontend(frontend, RemoteProtocolError(f"request {submit.request_id}: {error}"))
-            return None
-        except CudaError as error:
-            # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
-            logger.error("request %d of client %d can't be taken up: %s", submit.request_id, client_id, str(error))
-            self.release_claim(client_id, submit)
-            self._end(client_id, submit.request_id, RequestEvent.ERROR, "error", error)
-            return None
-        except Exception as error:  # noqa: BLE001 - whatever payload_type makes of it ends this request, and nothing else
-            if not isinstance(error, msgspec.ValidationError):
-                logger.error(
-                    "decoding request %d of client %d failed\n%s", submit.request_id, client_id, traceback.format_exc()
-                )
-            self.release_claim(client_id, submit)
-            self._end(client_id, submit.request_id, RequestEvent.ERROR, "invalid", error)
-            return None
-        claim = self._claims[client_id, submit.request_id] = Claim(self, client_id, submit, payload)
+    def _take_next(self) -> Claim | None:
+        claim: Claim | None = self._end.take_next()
         return claim
 
-    def _with_body(self, content: Content) -> Content:
-        """Reads the payload that lies in a slot."""
-        assert content.body is not None
-        slot, body = content.slots[-1], content.body
-        data = self._slab.anchor(slot.offset + SLOT_HEADER_NBYTES + body.offset, body.nbytes).tobytes()
-        return content.with_body(data, self.config.max_tensors)
+    def take_up_device(self, claim: Claim) -> Place:
+        """For the end: a request has slots in device memory. Returns what makes their tensors."""
+        assert self._device is not None
+        self._device.take_up(claim.client_id, claim.submit)
+        return self._device.given(claim.client_id, claim.submit).place
 
-    def _region(self, client_id: int, submit: Submit, number: int) -> Region:
-        slot = submit.content.slots[number - 1]
-        key = (client_id, slot.generation)
-        region = self._regions.get(key)
-        if region is None:
-            region = self._views.open(self._slab.mapping, slot.offset + SLOT_HEADER_NBYTES, slot.nbytes, key)
-            self._regions[key] = region
-        return region
+    def take_up_failed(self, claim: Claim, error: Exception, *, breaks_rules: bool) -> None:
+        """For the end: a request can't be taken up.
+
+        Args:
+            claim: what it would have been.
+            error: why.
+            breaks_rules: whether its frontend has sent what nobody may send.
+        """
+        client_id, request_id = claim.client_id, claim.request_id
+        self.carry_out(claim.release_slots())
+        if breaks_rules:
+            self.refuse_frontend(self._frontends[client_id], RemoteProtocolError(f"request {request_id}: {error}"))
+            return
+        kind: FailureKind = "invalid"
+        if isinstance(error, CudaError):
+            kind = "error"
+            # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
+            logger.error("request %d of client %d can't be taken up: %s", request_id, client_id, str(error))
+        elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError):
+            text = "".join(traceback.format_exception(error))
+            logger.error("decoding request %d of client %d failed\n%s", request_id, client_id, text)
+        self._end_request(claim, RequestEvent.ERROR, kind, error)
 
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
 
     async def upload(
-        self,
-        client_id: int,
-        submit: Submit,
-        device: torch.device | str | int,
-        stream: Stream | None,
-        check: Callable[[], object],
+        self, claim: Claim, device: torch.device | str | int, stream: Stream | None, check: Callable[[], object]
     ) -> Any:
         """Copies a claim's tensors to a device. See :meth:`Claim.to`.
 
         Args:
             check: raises if the claim was released while this waited: its slots may then be somebody else's.
         """
-        bytes_of, decode = self._sources(client_id, submit)
-        given = self._given(client_id, submit, device, stream)
-        return await self._uploads.upload(submit.content, bytes_of, decode, device, stream, check, given)
+        bytes_of, decode = self._sources(claim)
+        given = self._given(claim, device, stream)
+        return await self._uploads.upload(claim.submit.content, bytes_of, decode, device, stream, check, given)
 
-    def upload_nowait(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Any:
+    def upload_nowait(self, claim: Claim, device: torch.device | str | int, stream: Stream | None) -> Any:
         """The same if nothing has to be waited for. See :meth:`Claim.to_nowait`."""
-        bytes_of, decode = self._sources(client_id, submit)
-        given = self._given(client_id, submit, device, stream)
-        return self._uploads.upload_nowait(submit.content, bytes_of, decode, device, stream, given)
+        bytes_of, decode = self._sources(claim)
+        given = self._given(claim, device, stream)
+        return self._uploads.upload_nowait(claim.submit.content, bytes_of, decode, device, stream, given)
 
-    def _given(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given | None:
+    def _given(self, claim: Claim, device: torch.device | str | int, stream: Stream | None) -> Given | None:
         """Returns a claim's tensors in device memory, for whose fence the stream waits from now on; None if it has none."""
-        if self._device is None or not submit.content.fence:
+        if self._device is None or not claim.submit.content.fence:
             return None
-        self._device.use_on(client_id, submit, device, stream)
-        return self._device.given(client_id, submit)
+        self._device.use_on(claim.client_id, claim.submit, device, stream)
+        return self._device.given(claim.client_id, claim.submit)
 
-    def _sources(self, client_id: int, submit: Submit) -> tuple[BytesOf, Decode]:
+    def _sources(self, claim: Claim) -> tuple[BytesOf, Decode]:
         """Returns where a claim's bytes are, and how its payload is decoded with tensors that are somewhere else."""
-        region = functools.partial(self._region, client_id, submit)
+        regions = claim.content_regions
 
         def bytes_of(number: int) -> NDArray[np.uint8]:
-            return np.frombuffer(memoryview(region(number).memory()), np.uint8)
+            return np.frombuffer(memoryview(regions.memory(number)), np.uint8)
 
-        return bytes_of, functools.partial(self._decoder.decode, submit.content, region)
+        return bytes_of, functools.partial(self._decoder.decode_again, regions)
 
-    def release_claim(self, client_id: int, submit: Submit, *, copying: bool = False) -> None:
-        """Releases a claim's slots; those with living views drain first. A copy that reads them counts as one."""
-        self._carry_out(self._release(client_id, submit, copying=copying))
+    def release_on_device(self, claim: Claim, copying: bool) -> list[bool]:
+        """For the end: releases slots in device memory; returns which of a claim's slots drain.
 
-    def finish_claim(self, claim: Claim, submit: Submit) -> None:
-        """Releases a claim's slots and finishes its request, of which its frontend is told in one message."""
-        client_id = claim.client_id
-        self._claims.pop((client_id, claim.request_id), None)
-        effects = self._release(client_id, submit)
-        if self._book.end(client_id, claim.request_id, RequestEvent.FINISH):
-            released: tuple[int, ...] = ()
-            if effects:  # it is connected, or its request would have ended before; so there is nothing else to do
-                [effect] = effects
-                assert isinstance(effect, Released)
-                released = effect.generations
-            self._finished(client_id, claim.request_id, released)
-        else:
-            self._carry_out(effects)
-
-    def _release(self, client_id: int, submit: Submit, *, copying: bool = False) -> list[EngineEffect]:
-        """Releases slots in the book, all but those that views keep; returns what is to be done."""
-        if not submit.content.slots:
-            return []
-        viewed: set[int] = set()
-        generations = tuple([slot.generation for slot in submit.content.slots])
-        on_device = self._release_on_device(client_id, submit, copying=copying) if self._device is not None else _NO_SLOTS
-        for generation in generations:
-            key = (client_id, generation)
-            if generation in on_device:
-                continue
-            region = self._regions.pop(key, None)
-            if region is None or not region.leave():
-                continue
-            viewed.add(generation)
-            if self.config.debug and not copying:
-                _log_drain(submit)
-        return self._book.release_slots(client_id, generations, viewed | on_device if on_device else viewed)
-
-    def _release_on_device(self, client_id: int, submit: Submit, *, copying: bool) -> frozenset[int]:
-        """Releases slots in device memory. All of them drain: a GPU may be at work on what nobody views any more."""
+        All of those do: a GPU may be at work on what nobody views any more.
+        """
         assert self._device is not None
-        if self.config.debug and not copying and self._device.is_viewed(client_id, submit):
-            _log_drain(submit)
-        return self._device.release(client_id, submit)
+        if self.config.debug and not copying and self._device.is_viewed(claim.client_id, claim.submit):
+            self.log_drain(claim)
+        draining = self._device.release(claim.client_id, claim.submit)
+        return [slot.generation in draining for slot in claim.submit.content.slots]
 
-    def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException | None) -> None:
+    def log_drain(self, claim: Claim) -> None:
+        """For the end, in debug mode: a claim is released while views of it live."""
+        tensors = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in claim.submit.content.tensors)
+        where = "".join(traceback.format_stack(limit=8)[:-1])
+        logger.warning("request %d is left with living views of %s; left at\n%s", claim.request_id, tensors, where)
+
+    def send_release(self, frontend: _Frontend, generations: Sequence[int]) -> None:
+        """For the end: slots are their frontend's again."""
+        frontend.link.send_listed(Release, generations)
+
+    def call_soon(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """For the end: callbacks of claims run from the loop, outside of the ring's event."""
+        for callback in callbacks:
+            self.loop.call_soon(callback)
+
+    def check_fence(self, submit: Submit) -> None:
+        """For the end: raises unless a submission has a fence exactly if slots of it are in device memory."""
+        check_fence(submit.content, self._slab_nbytes)
+
+    def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
-        self._claims.pop((claim.client_id, claim.request_id), None)
-        kind: FailureKind = "timed_out" if event is RequestEvent.DEADLINE else "error"
-        self._end(claim.client_id, claim.request_id, event, kind, error)
+        self._end.claims.pop((claim.client_id, claim.request_id), None)
+        self._end_request(claim, event, "timed_out" if event is RequestEvent.DEADLINE else "error", error)
 
-    def _end(
-        self, client_id: int, request_id: int, event: RequestEvent, kind: FailureKind, error: BaseException | None
-    ) -> None:
-        if not self._book.end(client_id, request_id, event):
-            return
-        if error is None:
-            self._finished(client_id, request_id)
-        else:
+    def _end_request(self, claim: Claim, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
+        self.call_soon(claim.mark_ended())
+        if self._book.end(claim.client_id, claim.request_id, event):
             self._counters.failed += 1
-            self._frontends[client_id].send(Failed(request_id, kind, *self._describe(error)))
-
-    def _finished(self, client_id: int, request_id: int, released: tuple[int, ...] = ()) -> None:
-        self._counters.finished += 1
-        link = self._frontends[client_id].link
-        if released:
-            *parts, released = link.split(released)
-            for part in parts:
-                link.send(Release(part))
-        link.send(Done(request_id, released))
+            self._frontends[claim.client_id].send(Failed(claim.request_id, kind, *self._describe(error)))
 
     def _describe(self, error: BaseException) -> tuple[str, str]:
         """Returns an error's type and text as they can travel, whatever is in them."""
@@ -611,23 +554,26 @@ class Ring:
 
     async def send_reply(self, claim: Claim, payload: object) -> None:
         """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
-        packed = self._pack_reply(payload)
-        if not packed.needs_slot:
-            await self._writable(claim)
-            self._send_inline(claim, packed)
-            return
-        slot = await self._acquire_reply(claim, packed.copy_nbytes)
+        await self._send_packed(claim, self._pack_reply(payload), claim.send_reply)
+
+    async def send_last_reply(self, claim: Claim, payload: object) -> None:
+        """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
+        await self._send_packed(claim, self._pack_reply(payload), claim.finish_with)
+
+    async def _send_packed(self, claim: Claim, packed: Packed, send: Callable[[Packed, SlotRef | None], bool]) -> None:
+        slot = await self._acquire_reply(claim, packed.slot_nbytes) if packed.slot_nbytes else None
         sent = False
         try:
             claim.check_running()
-            start = _content_start(slot)
-            await self._copier.copy(packed, self._slab.anchor(start, packed.copy_nbytes), self._slab.address + start)
+            if slot is not None:
+                await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
             await self._writable(claim)
-            self._send_slot(claim, packed, slot)
-            sent = True
+            while not (sent := send(packed, _slot_ref(packed, slot))):
+                self._frontends[claim.client_id].link.expect_space()
+                await self._writable(claim)
         finally:
-            if not sent:
-                self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+            if slot is not None and not sent:
+                self.carry_out(self._book.discard_reply(claim.client_id, slot.generation))
 
     async def _writable(self, claim: Claim) -> None:
         """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
@@ -638,43 +584,27 @@ class Ring:
     def send_reply_nowait(self, claim: Claim, payload: object) -> None:
         """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
         packed = self._pack_reply(payload)
+        would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
         if not self._frontends[claim.client_id].link.can_write:
-            raise WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
-        if not packed.needs_slot:
-            self._send_inline(claim, packed)
-            return
-        slot = self._book.acquire_reply(claim.client_id, packed.copy_nbytes)
-        if slot is None:
-            raise WouldBlock(f"no {packed.copy_nbytes} bytes of reply space are free")
+            raise would_block
+        slot = self._book.acquire_reply(claim.client_id, packed.slot_nbytes) if packed.slot_nbytes else None
+        if slot is None and packed.slot_nbytes:
+            raise WouldBlock(f"no {packed.slot_nbytes} bytes of reply space are free")
+        sent = False
         try:
-            start = _content_start(slot)
-            self._copier.copy_nowait(packed, self._slab.anchor(start, packed.copy_nbytes), self._slab.address + start)
-        except BaseException:
-            self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
-            raise
-        self._send_slot(claim, packed, slot)
+            if slot is not None:
+                self._copier.count_in_turn(packed.slot_nbytes)
+                packed.copy_into(self._slab.address + _content_start(slot))
+            sent = claim.send_reply(packed, _slot_ref(packed, slot))
+            if not sent:
+                raise would_block
+        finally:
+            if slot is not None and not sent:
+                self.carry_out(self._book.discard_reply(claim.client_id, slot.generation))
 
     def _pack_reply(self, payload: object) -> Packed:
         self._check_open()
-        packed = self._packer.pack(payload)
-        packed.settle(self._record_nbytes, self._inline_nbytes, self._max_payload_nbytes)
-        return packed
-
-    def _send_inline(self, claim: Claim, packed: Packed) -> None:
-        content = packed.content_with(packed.inline())
-        if packed.copied:
-            self._copier.count(packed)
-        self._send_reply(claim, content)
-
-    def _send_slot(self, claim: Claim, packed: Packed, slot: ReplySlot) -> None:
-        ref = SlotRef(0, slot.start * BLOCK_NBYTES, packed.copy_nbytes, slot.generation)
-        self._slab.write_slot_header(ref.offset, ref.generation, ref.nbytes)
-        self._book.reply_sent(claim.client_id, slot.generation)
-        self._send_reply(claim, packed.content_in((ref,)))
-
-    def _send_reply(self, claim: Claim, content: Content) -> None:
-        self._counters.replies += 1
-        self._frontends[claim.client_id].send(Reply(claim.request_id, content))
+        return self._packer.pack(payload, self._inline_nbytes, self._record_nbytes)
 
     async def _acquire_reply(self, claim: Claim, nbytes: int) -> ReplySlot:
         slot = self._book.acquire_reply(claim.client_id, nbytes)
@@ -685,14 +615,14 @@ class Ring:
         self._book.queue_reply(claim.client_id, ticket, nbytes)
         self._reply_waiters[ticket] = future
         give_up = functools.partial(_give_up, future, claim)
-        claim.on_end(give_up)
+        claim.call_on_end(give_up)
         try:
             return await future
         except BaseException:
             self._reply_waiters.pop(ticket, None)
-            self._carry_out(self._book.cancel_reply(ticket))
+            self.carry_out(self._book.cancel_reply(ticket))
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._carry_out(self._book.discard_reply(claim.client_id, future.result().generation))
+                self.carry_out(self._book.discard_reply(claim.client_id, future.result().generation))
             raise
         finally:
             claim.forget_on_end(give_up)
@@ -700,7 +630,7 @@ class Ring:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, effects: list[EngineEffect]) -> None:
+    def carry_out(self, effects: list[EngineEffect]) -> None:
         for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
             match effect:
                 case Released(client_id, generations):
@@ -726,12 +656,12 @@ class Ring:
         key = (effect.client_id, effect.request_id)
         self._counters.aborted += 1
         self._frontends[effect.client_id].send(Failed(effect.request_id, "aborted", "AbortedError", "aborted"))
-        if effect.was_running:
-            claim = self._claims.pop(key, None)
-            if claim is not None:
-                claim.mark_aborted()
-        else:
-            del self._waiting[key]
+        if not effect.was_running:
+            del self._end.waiting[key]
+            return
+        claim = self._end.claims.pop(key, None)
+        if claim is not None:
+            self.call_soon(claim.mark_ended(aborted=True))
 
     def _reply_granted(self, ticket: int, slot: ReplySlot) -> list[EngineEffect]:
         future = self._reply_waiters.pop(ticket)
@@ -751,7 +681,7 @@ class Ring:
         if self._device is not None:
             dead += self._device.collect()
         for key in dead:
-            self._carry_out(self._book.last_view_gone(*key))
+            self.carry_out(self._book.last_view_gone(*key))
 
     # -- frontends -------------------------------------------------------------------------------------------------------
 
@@ -856,19 +786,17 @@ class Ring:
         )
 
     def message_received(self, frontend: _Frontend, message: FrontendMessage) -> None:
-        """One message of a frontend is one event."""
+        """One message of a frontend, other than a submission, is one event."""
         client_id = frontend.client_id
         match message:
-            case Submit():
-                self._submitted(frontend, message)
             case Abort(request_id):
-                self._carry_out(self._book.abort(client_id, request_id))
+                self.carry_out(self._book.abort(client_id, request_id))
             case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
-                self._carry_out(self._book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
+                self.carry_out(self._book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
             case LeaseReturn(lease_ids):
-                self._carry_out(self._book.return_leases(client_id, lease_ids))
+                self.carry_out(self._book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
-                self._carry_out(self._book.release_replies(client_id, generations))
+                self.carry_out(self._book.release_replies(client_id, generations))
             case Call():
                 self._called(frontend, message)
             case Goodbye():
@@ -893,22 +821,8 @@ class Ring:
             self._device.unmapped(frontend.client_id)
         lease_ids = [lease_id for goodbye in goodbyes for lease_id in goodbye.kept_lease_ids]
         generations = [generation for goodbye in goodbyes for generation in goodbye.kept_reply_generations]
-        self._carry_out(self._book.goodbye(frontend.client_id, lease_ids, generations))
+        self.carry_out(self._book.goodbye(frontend.client_id, lease_ids, generations))
         frontend.link.close()
-
-    def _submitted(self, frontend: _Frontend, submit: Submit) -> None:
-        if submit.epoch != self.epoch:
-            raise RemoteProtocolError(f"request {submit.request_id} is of epoch {submit.epoch:016x}, this is {self.epoch:016x}")
-        submit.content.check_size(self._inline_nbytes, self._max_payload_nbytes)
-        submit.content.check(self.config.max_tensors)
-        if self._device is not None or submit.content.fence:
-            check_fence(submit.content, self._slab_nbytes)
-        self._book.submit(frontend.client_id, submit.request_id, submit.content.slots)
-        self._counters.submitted += 1
-        for slot in submit.content.slots:
-            self._counters.received_nbytes += slot.nbytes
-        self._waiting[frontend.client_id, submit.request_id] = submit
-        self._wake_claimers()
 
     def _called(self, frontend: _Frontend, call: Call) -> None:
         if len(frontend.calls) >= self.config.max_calls:
@@ -958,18 +872,19 @@ class Ring:
 
     def connection_lost(self, frontend: _Frontend) -> None:
         """A frontend's connection has ended: its memory is quarantined until its process is dead."""
+        frontend.detach()
         for task in frontend.calls:
             task.cancel()
         if frontend.connected and frontend.client_id in self._frontends:
             frontend.connected = False
-            self._carry_out(self._book.disconnect(frontend.client_id))
+            self.carry_out(self._book.disconnect(frontend.client_id))
 
     def _frontend_died(self, frontend: _Frontend) -> None:
         frontend.connected = False
         frontend.link.abort()
         if self._device is not None:
             self._device.unmapped(frontend.client_id)
-        self._carry_out(self._book.died(frontend.client_id))
+        self.carry_out(self._book.died(frontend.client_id))
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
@@ -1017,6 +932,7 @@ class Ring:
         finally:
             self.loop.remove_reader(self._views.bell)
             self._views.close()
+            self._end.detach()
             self._slab.close()
 
     async def __aenter__(self) -> Ring:
@@ -1048,8 +964,8 @@ class Ring:
             clients=connected,
             departed_clients=len(book.clients) - connected,
             lease_requests_waiting=book.waiting_lease_requests,
-            waiting=len(self._waiting),
-            running=len(self._claims),
+            waiting=len(self._end.waiting),
+            running=len(self._end.claims),
             slots_published=book.count_slots(EngineSlot.PUBLISHED),
             slots_claimed=book.count_slots(EngineSlot.CLAIMED),
             slots_draining=book.count_slots(EngineSlot.DRAINING),
@@ -1058,8 +974,12 @@ class Ring:
             replies_waiting=len(self._reply_waiters),
             late_aborts=book.late_aborts,
             stale_releases=book.stale_releases,
-            reply_copies=self._copier.copies,
-            reply_copied_nbytes=self._copier.copied_nbytes,
+            submitted=self._end.submitted,
+            finished=self._end.finished,
+            replies=self._end.replies,
+            received_nbytes=self._end.received_nbytes,
+            reply_copies=self._end.reply_copies,
+            reply_copied_nbytes=self._end.reply_copied_nbytes,
             pinned_nbytes=self._pinned.nbytes,
             pin_seconds=self._pinned.seconds,
             device_copies=self._uploads.copies,
@@ -1096,10 +1016,8 @@ def _give_up(future: asyncio.Future[ReplySlot], claim: Claim) -> None:
         future.set_exception(claim.why_not_running())
 
 
-def _log_drain(submit: Submit) -> None:
-    tensors = ", ".join(f"{ref.dtype}{list(ref.shape)}" for ref in submit.content.tensors)
-    where = "".join(traceback.format_stack(limit=8)[:-3])
-    logger.warning("request %d is left with living views of %s; left at\n%s", submit.request_id, tensors, where)
+def _slot_ref(packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
+    return None if slot is None else SlotRef(0, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
 
 
 class Serving:

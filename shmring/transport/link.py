@@ -26,7 +26,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from typing_extensions import Buffer
 
@@ -43,14 +43,12 @@ _DRAINED_IN_TURN = 64  # as many small replies take less than a millisecond
 _ID_NBYTES = 9  # of an id in a message, at most
 _LIST_NBYTES = 64  # of a message around a list of ids, at most
 
-_Incoming = TypeVar("_Incoming", contravariant=True)
 
-
-class LinkOwner(Protocol[_Incoming]):
+class LinkOwner(Protocol):
     """What a link reports to its owner; always in the loop."""
 
-    def message_received(self, message: _Incoming) -> None:
-        """A message came. Raising :class:`RemoteProtocolError` is reported as :meth:`protocol_violated`."""
+    def take_record(self, record: bytes, /) -> None:
+        """A record came. Raising :class:`RemoteProtocolError` is reported as :meth:`protocol_violated`."""
 
     def peer_gave_up(self) -> None:
         """The peer gave up while it attached: it uses nothing of what it was lent."""
@@ -62,12 +60,11 @@ class LinkOwner(Protocol[_Incoming]):
         """The connection has ended, from either end. This is called once, as the last call."""
 
 
-class Link(Generic[_Incoming]):
+class Link:
     """One end of a connection. Takes the socket over; :meth:`start` begins to read.
 
     Args:
         owner: whom to tell.
-        decode: turns a record into a message, or raises :class:`RemoteProtocolError`.
         connected: the socket, non-blocking.
         incoming, outgoing: the memory of the ring that this end reads, and of the one that it writes.
         poller: of this loop.
@@ -80,8 +77,7 @@ class Link(Generic[_Incoming]):
 
     def __init__(
         self,
-        owner: LinkOwner[_Incoming],
-        decode: Callable[[bytes], _Incoming],
+        owner: LinkOwner,
         connected: socket.socket,
         incoming: Buffer,
         outgoing: Buffer,
@@ -90,12 +86,10 @@ class Link(Generic[_Incoming]):
         max_backlog_nbytes: int,
     ) -> None:
         self._owner = owner
-        self._decode = decode
         self._socket = connected
         self._fd = connected.fileno()
         self._reader = RecordReader(incoming, self._fd)
-        self._writer = RecordWriter(outgoing, self._fd)
-        self._capacity_nbytes = memoryview(incoming).nbytes
+        self.writer = RecordWriter(outgoing, self._fd)
         self._bells = 0  # of both, once they have gone
         self._poller = poller
         self._max_backlog_nbytes = max_backlog_nbytes
@@ -103,18 +97,20 @@ class Link(Generic[_Incoming]):
         self._origin = Origin()
         self._backlog: deque[bytes] = deque()
         self._backlog_nbytes = 0
+        self.writer.told = poller.polls_busily
         self._writable = asyncio.Event()
         self._writable.set()
+        self._expected_nbytes = 0  # the room that somebody waits for without having left anything in the backlog
         self._drained = 0  # how often this end has asked for room
         self._awake = False
         self._reading = False
         self._records_left = RECORDS_IN_TURN  # in this turn of the loop
-        self._last_words_nbytes: int | None = None  # that may still be read; None: the connection has not ended
+        self._is_ending = False  # the connection has ended; what the peer had published by then is read first
         self._deaf = False  # nothing is delivered any more
         self._closing = False
         self._open = True  # the socket
         self._lingering: asyncio.TimerHandle | None = None
-        self.largest_record_nbytes = self._writer.largest_record_nbytes
+        self.largest_record_nbytes = self.writer.largest_record_nbytes
         self.lost = False
 
     def start(self) -> None:
@@ -127,12 +123,37 @@ class Link(Generic[_Incoming]):
     @property
     def bells(self) -> int:
         """How often this end has rung, as a writer or as a reader."""
-        return self._writer.bells + self._reader.bells if self._open else self._bells
+        return self.writer.bells + self._reader.bells if self._open else self._bells
 
     @property
     def can_write(self) -> bool:
         """Whether :meth:`drain` would return at once."""
-        return not self._backlog
+        return self._writable.is_set() and not self._origin.forked
+
+    def published(self) -> None:
+        """For who writes to the ring directly, if ``writer.told``: this end stays awake for an answer to that."""
+        self._poller.extend()
+        if not self._awake:
+            self._reader.wake()
+            self._wake()
+
+    def break_off(self, error: RemoteProtocolError) -> None:
+        """The peer's counts in a ring are impossible: reports it, not within what the owner is doing."""
+        self._loop.call_soon(self._violated, error)
+
+    def expect_space(self) -> None:
+        """What somebody was to send found the ring full: :meth:`drain` waits until the peer has made room."""
+        try:
+            if not self._backlog and self.writer.wait_for_space(self.writer.largest_record_nbytes):
+                self._expected_nbytes = self.writer.largest_record_nbytes
+                self._block()
+        except RemoteProtocolError as error:
+            self.break_off(error)
+
+    def queue(self, record: bytes) -> None:
+        """Sends a record that found the ring full, and can't wait."""
+        if not self.lost and not self._origin.forked:
+            self._queue(record)
 
     def send(self, message: FrontendMessage | EngineMessage) -> None:
         """Sends a message. On a connection that has ended it goes nowhere.
@@ -143,19 +164,16 @@ class Link(Generic[_Incoming]):
         if self.lost or self._origin.forked:
             return
         record = encode_message(message)
-        writer = self._writer
+        writer = self.writer
         try:
             if not self._backlog and writer.write(record):
                 writer.ring_bell()
             else:
                 self._queue(record)
         except RemoteProtocolError as error:
-            self._loop.call_soon(self._violated, error)  # not within what the owner is doing
+            self.break_off(error)
         if self._poller.polls_busily:
-            self._poller.extend()
-            if not self._awake:
-                self._reader.wake()
-                self._wake()
+            self.published()
 
     def send_listed(self, make: Callable[[tuple[int, ...]], FrontendMessage | EngineMessage], numbers: Sequence[int]) -> None:
         """Sends a message with a list of ids, as several if the list is too long for one."""
@@ -194,30 +212,41 @@ class Link(Generic[_Incoming]):
             )
         self._backlog.append(record)
         self._backlog_nbytes += len(record)
-        self._writable.clear()
+        self._block()
         if self._backlog_nbytes > self._max_backlog_nbytes:
             error = RemoteProtocolError(f"the peer left more than {self._max_backlog_nbytes} bytes unread beside a full ring")
             self._loop.call_soon(self._violated, error)
         elif len(self._backlog) == 1:
             self._flush()
 
+    def _block(self) -> None:
+        self._writable.clear()
+        self.writer.blocked = True
+
+    def _unblock(self) -> None:
+        self._writable.set()
+        if self._open:
+            self.writer.blocked = False
+
     def _flush(self) -> None:
         """Publishes what is in the backlog; what still finds no room waits for the reader to ring back."""
-        backlog, writer = self._backlog, self._writer
+        backlog, writer = self._backlog, self.writer
         while backlog:
             if writer.write(backlog[0]):
                 self._backlog_nbytes -= len(backlog.popleft())
             elif writer.wait_for_space(len(backlog[0])):
                 break
         writer.ring_bell()
-        if not backlog:
-            self._writable.set()
+        if backlog or (self._expected_nbytes and writer.wait_for_space(self._expected_nbytes)):
+            return
+        self._expected_nbytes = 0
+        self._unblock()
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Delivers what has come, within this turn's budget: for who would otherwise wait for it to be delivered."""
-        if self._deaf or self._reading or not self._records_left or self._origin.forked:
+        if self._deaf or self._reading or not self._records_left or self._origin.forked or not self._reader.has_more():
             return
         if self._read() and not self._awake:
             self._wake()
@@ -232,14 +261,14 @@ class Link(Generic[_Incoming]):
         self._records_left = RECORDS_IN_TURN
         if self._deaf or self._origin.forked:
             return False
-        if self._backlog:
+        if not self._writable.is_set():
             self._guarded(self._flush)
         return not self._deaf and self._read(deadline_s)
 
     def fall_asleep(self) -> bool:
         """For the poller: returns whether this end sleeps now; False if something has come after all."""
         if not self._deaf and not self._origin.forked:
-            if self._last_words_nbytes is not None:
+            if self._is_ending:
                 self._end()
             elif not self._reader.sleep():
                 return False
@@ -252,42 +281,26 @@ class Link(Generic[_Incoming]):
         Args:
             deadline_s: of ``time.perf_counter``, when a turn ends; None: it began just now.
         """
-        reader, owner, decode = self._reader, self._owner, self._decode
-        left = before = self._records_left
+        reader = self._reader
+        if deadline_s is None:
+            deadline_s = time.perf_counter() + LINK_S
         self._reading = True
         try:
-            while left and (record := reader.read()) is not None:
-                self._records_left = left = left - 1
-                if self._last_words_nbytes is not None and not self._is_last_word(record):
-                    break
-                owner.message_received(decode(record))
-                if self._deaf:
-                    break
-                now = time.perf_counter()
-                if deadline_s is None:
-                    deadline_s = now + LINK_S
-                elif now > deadline_s:
-                    self._records_left = 0
-                    break
-            if left == before:
-                return False
-            reader.ring_bell()
+            count = reader.deliver(self._owner.take_record, self._records_left, time.perf_counter, deadline_s)
+            self._records_left = 0 if reader.late else self._records_left - count
+            if reader.stopped and not self._deaf:  # those were the last words
+                self._deaf = True
+                self._end()
+            elif count:
+                reader.ring_bell()
         except RemoteProtocolError as error:
+            count = 1
             self._violated(error)
         finally:
             self._reading = False
-        self._poller.extend()
-        return True
-
-    def _is_last_word(self, record: bytes) -> bool:
-        """Whether a record can have been there when the connection ended: a ring holds no more than its size."""
-        assert self._last_words_nbytes is not None
-        self._last_words_nbytes -= len(record) + 4
-        if self._last_words_nbytes >= 0:
-            return True
-        self._deaf = True
-        self._end()
-        return False
+        if count:
+            self._poller.extend()
+        return count > 0
 
     def _hear(self) -> None:
         """Something came over the socket."""
@@ -298,7 +311,7 @@ class Link(Generic[_Incoming]):
             if heard & FOREIGN:
                 self._violated(RemoteProtocolError("what came over the socket is no bell"))
             elif heard & GAVE_UP:
-                self._deaf = True
+                self._stop_delivering()
                 self._owner.peer_gave_up()
         if not self._open:
             return
@@ -308,9 +321,9 @@ class Link(Generic[_Incoming]):
             if self._deaf:
                 self._end()
                 return
-            self._last_words_nbytes = self._capacity_nbytes
-            self._writable.set()
-        elif self._backlog:
+            self._expect_the_end()
+            self._unblock()
+        elif not self._writable.is_set():
             self._guarded(self._flush)
             if self._closing and not self._backlog:
                 self._end()
@@ -326,15 +339,24 @@ class Link(Generic[_Incoming]):
 
     def _violated(self, error: RemoteProtocolError) -> None:
         if not self._deaf:
-            self._deaf = True
+            self._stop_delivering()
             self._owner.protocol_violated(error)
+
+    def _expect_the_end(self) -> None:
+        self._is_ending = True
+        self._reader.expect_the_end()
+
+    def _stop_delivering(self) -> None:
+        self._deaf = True
+        if self._open:
+            self._reader.stop()
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def read_last_words(self) -> None:
         """Delivers all that is there, whatever the budget: the peer's process is dead."""
-        if self._last_words_nbytes is None:
-            self._last_words_nbytes = self._capacity_nbytes
+        if self._open:
+            self._expect_the_end()
         while not (self._deaf or self._reading):
             self._records_left = RECORDS_IN_TURN
             if not self._read():
@@ -344,7 +366,8 @@ class Link(Generic[_Incoming]):
         """Delivers nothing more, sends what found no room, and ends the connection."""
         if self._closing:
             return
-        self._deaf = self._closing = True
+        self._closing = True
+        self._stop_delivering()
         if self._origin.forked:
             return
         if self._backlog and not self.lost:
@@ -358,7 +381,8 @@ class Link(Generic[_Incoming]):
 
     def abort(self) -> None:
         """Ends the connection at once, and drops what found no room."""
-        self._deaf = self._closing = self.lost = True
+        self._closing = self.lost = True
+        self._stop_delivering()
         if not self._origin.forked:
             self._end()
 
@@ -370,14 +394,15 @@ class Link(Generic[_Incoming]):
         self._deaf = self.lost = True
         if self._lingering is not None:
             self._lingering.cancel()
-        self._writer.mute()
+        self.writer.mute()
         self._reader.mute()
+        self._reader.stop()
         self._loop.remove_reader(self._fd)
         with contextlib.suppress(OSError):  # the peer has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         take_bells(self._fd)
         self._socket.close()
-        del self._writer, self._reader  # or the rings would stay mapped as long as anybody knows this object
+        del self.writer, self._reader  # or the rings would stay mapped as long as anybody knows this object
         self._backlog.clear()
-        self._writable.set()
+        self._unblock()
         self._loop.call_soon(self._owner.connection_lost)

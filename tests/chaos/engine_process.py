@@ -13,7 +13,6 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,27 +151,26 @@ class _Engine:
 
 def _observe(ring: shmring.Ring, engine: _Engine) -> None:
     """Looks at what the ring's book decides: when a process has nothing of the slab left, and whether the book is sound."""
-    carry_out: Callable[[list[EngineEffect]], None] = ring._carry_out
+    carry_out = ring.carry_out
     reclaimed: dict[int, int] = {}
     effects_seen = 0
 
     def observed(effects: list[EngineEffect]) -> None:
         nonlocal effects_seen
-        gone = []
-        for effect in effects:
+        pids = {client_id: frontend.pid for client_id, frontend in ring._frontends.items()}  # of some there is none afterwards
+        carry_out(effects)
+        for effect in effects:  # with what followed from them
             if isinstance(effect, Reclaimed):
                 reclaimed[effect.client_id] = reclaimed.get(effect.client_id, 0) + effect.nbytes
             elif isinstance(effect, ClientGone):
-                gone.append((ring._frontends[effect.client_id].pid, reclaimed.pop(effect.client_id, 0)))
-        carry_out(effects)
-        for pid, nbytes in gone:
-            engine.journal.write(Gone(pid, nbytes, time.monotonic_ns(), waited_ns(engine.pid)))
+                pid, nbytes = pids[effect.client_id], reclaimed.pop(effect.client_id, 0)
+                engine.journal.write(Gone(pid, nbytes, time.monotonic_ns(), waited_ns(engine.pid)))
         before, effects_seen = effects_seen, effects_seen + len(effects)
         if before // _CHECK_EVERY != effects_seen // _CHECK_EVERY:
             engine.check_book()
 
     ring_: Any = ring
-    ring_._carry_out = observed
+    ring_.carry_out = observed
 
 
 async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:

@@ -20,8 +20,10 @@ import torch
 
 import shmring
 from shmring.client import session
-from shmring.core.client_book import ClientBook
+from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.client_end import ClientEnd
 from shmring.core.effects import ClientEffect
+from shmring.core.payload import Packed
 from shmring.core.states import ClientSlot
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Aborted, Began, Ended, Journal, Reusable
@@ -39,6 +41,26 @@ _REPLY_NBYTES = (16, 200_000)
 _PIECE_NBYTES = 100_000  # written at a time into a slot, so that faults happen in the middle
 
 Outcome = str
+
+
+class _ObservedEnd(ClientEnd):
+    """Remembers which slots each request in flight has."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.slots_of: dict[int, list[ClientSlotRecord]] = {}
+
+    def send(
+        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, fence: bytes
+    ) -> Any:
+        submission = super().send(packed, in_place, slot, name, fence)
+        if submission is not None:
+            self.slots_of[submission.request_id] = [*in_place] if slot is None else [*in_place, slot]
+        return submission
+
+    def forget(self, request_id: int) -> Any:
+        self.slots_of.pop(request_id, None)
+        return super().forget(request_id)
 
 
 class Load:
@@ -275,8 +297,9 @@ class Load:
             answer = await submission.result(Answer)
             await self._checked(number, 0, answer)
             return "answered"
-        book = submission._pending.session.book
-        held = [record.generation for record in submission._pending.slots if record.state is ClientSlot.SUBMITTED]
+        end: _ObservedEnd = submission.end  # type: ignore[assignment] # since observe_releases()
+        book = end.book
+        held = [record.generation for record in end.slots_of[submission.request_id] if record.state is ClientSlot.SUBMITTED]
         self._waiting_for_release.update(((book, generation), number) for generation in held)
         if held:
             self._journal.write(Aborted(number, time.monotonic_ns(), waited_ns(self._pid), waited_ns(self._engine_pid())))
@@ -305,6 +328,7 @@ class Load:
                 return result
 
         vars(session)["ClientBook"] = ObservedBook  # whose books are made from now on
+        vars(session)["ClientEnd"] = _ObservedEnd
 
     def _released(self, book: ClientBook, generations: Collection[int]) -> None:
         for generation in generations:

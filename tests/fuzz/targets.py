@@ -7,7 +7,8 @@ bytes that reach new code. What goes wrong with one input goes wrong with it aga
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,36 +24,51 @@ from frontend.media.riff import check_wav
 from frontend.media.urls import parse_redirect, parse_url
 from frontend.openai.chat import CHAT_PARSER
 from frontend.openai.embeddings import EMBEDDING_PARSER
+from shmring.core.effects import EngineEffect, RequestAborted
 from shmring.core.engine_book import EngineBook
+from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
-from shmring.core.message_ring import RecordReader, largest_record_nbytes, ring_nbytes
+from shmring.core.held_slots import HeldSlots
+from shmring.core.mapping import Mapping
+from shmring.core.message_ring import RecordReader, RecordWriter, largest_record_nbytes, ring_nbytes
 from shmring.core.messages import (
-    TENSOR_EXTENSION,
+    SLOT_HEADER_NBYTES,
+    SLOT_MAGIC,
     Abort,
-    Content,
-    FrontendMessage,
     Goodbye,
     Hello,
     LeaseRequest,
     LeaseReturn,
     Release,
-    Reply,
     ReplyRelease,
     SlotRef,
-    Submit,
-    TensorRef,
     decode_engine_message,
     decode_frontend_message,
     encode_message,
 )
+from shmring.core.payload import Packed, write_done, write_reply, write_submit
+from shmring.core.received import decode_content
 from shmring.core.states import RequestEvent
-from shmring.core.views import Region, borrowed
+from shmring.core.views import Regions
+from shmring.core.wire import Content, Done, Reply, Submit, check_payload, read_record
 from shmring.errors import RemoteProtocolError, StaleDescriptorError
-from shmring.memory.payload import PayloadDecoder
+from shmring.memory.tensors import make_decoder, make_packer
 
 __all__ = ["SEEDS", "TARGETS"]
 
 _MAX_TENSORS = 16
+_MAX_PAYLOAD_NBYTES = 1 << 16
+_INLINE_NBYTES = 1 << 10
+_SLAB_NBYTES = 1 << 20
+
+
+def _mapped(nbytes: int) -> Mapping:
+    fd = os.memfd_create("slab")
+    try:
+        os.ftruncate(fd, nbytes)
+        return Mapping(fd, nbytes)
+    finally:
+        os.close(fd)
 
 
 _RING_NBYTES = 64
@@ -80,10 +96,33 @@ def messages(data: bytes) -> None:
         with contextlib.suppress(RemoteProtocolError):
             message = decode(data)
             assert decode(encode_message(message)) == message
-            if isinstance(message, Submit | Reply):
-                with contextlib.suppress(RemoteProtocolError):
-                    message.content.check_size(1 << 10, 1 << 20)
-                    message.content.check(_MAX_TENSORS)
+
+
+def records(data: bytes) -> None:
+    """Bytes are a submission, a reply or an end whose tensors all lie in its regions, or another message, or are refused."""
+    for from_engine in (False, True):
+        with contextlib.suppress(RemoteProtocolError):
+            message = read_record(data, _MAX_TENSORS, from_engine=from_engine)
+            content = message.content if isinstance(message, Submit | Reply | Done) else None
+            if content is not None:
+                _check_content(content, data)
+
+
+def _check_content(content: Content, record: bytes) -> None:
+    if content.payload_nbytes:
+        assert content.is_copied_to_slot
+        assert not content.payload
+        assert content.payload_offset + content.payload_nbytes <= content.slots[-1].nbytes
+        with contextlib.suppress(RemoteProtocolError):
+            content.take_payload(record[-content.payload_nbytes :], _MAX_TENSORS)  # any bytes: what lies in a slot is anybody's
+    else:
+        # What msgspec takes for the record's last member is the payload.
+        assert bytes(msgspec.msgpack.decode(record, type=list[msgspec.Raw])[-1]) == content.payload
+    if content.payload:
+        assert check_payload(content.payload, _MAX_TENSORS) == content.tensor_count == len(content.tensors)
+    for tensor in content.tensors:
+        region_nbytes = content.slots[tensor.region - 1].nbytes if tensor.region else len(content.inline)
+        assert not tensor.nbytes or tensor.offset + tensor.nbytes <= region_nbytes
 
 
 class _Item(msgspec.Struct):
@@ -97,41 +136,50 @@ class _Typed(msgspec.Struct):
     numbers: dict[str, float] = {}
 
 
-_DECODERS = [PayloadDecoder(), PayloadDecoder(_Typed), PayloadDecoder(writable=True)]
+_DECODERS = [make_decoder(), make_decoder(_Typed), make_decoder(writable=True)]
+_SLAB = _mapped(_SLAB_NBYTES)
 
 
 def payloads(data: bytes) -> None:
-    """A content that passes its check decodes into views that lie in its regions, or is refused."""
+    """A content that was read decodes into views that lie in its regions, or is refused.
+
+    A length and a submission; what follows is its payload if that lies in a slot.
+    """
+    length = int.from_bytes(data[:2], "little")
+    record, in_slot = data[2 : 2 + length], data[2 + length :]
     try:
-        content = msgspec.msgpack.decode(data, type=Content)
-        content.check(_MAX_TENSORS)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RemoteProtocolError):
+        submit = read_record(record, _MAX_TENSORS, from_engine=False)
+        if not isinstance(submit, Submit):
+            return
+        content = submit.content
+        if content.payload_nbytes:
+            content.take_payload(in_slot, _MAX_TENSORS)
+    except RemoteProtocolError:
         return
-    if sum(slot.nbytes for slot in content.slots) > 1 << 20:
-        return  # the book refuses what is larger than the slab
-    regions = [np.arange(slot.nbytes, dtype=np.uint64).astype(np.uint8) for slot in content.slots]
+    if any(slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > _SLAB_NBYTES for slot in content.slots):
+        return  # the book refuses what is not in the slab
+    regions = Regions()
     for decoder in _DECODERS:
         with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError):
-            _check_views(decoder.decode(content, lambda number: _region_of(regions[number - 1])), content, regions)
+            value, viewed = decode_content(decoder, content, 1, regions, _SLAB)
+            _check_views(value, content)
+            assert len(viewed) == len(content.slots)
+    value = None
+    regions.close()
 
 
-def _region_of(memory: np.ndarray[Any, Any]) -> Region:
-    return borrowed(memory.ctypes.data, memory.nbytes)
-
-
-def _check_views(value: object, content: Content, regions: list[np.ndarray[Any, Any]]) -> None:
+def _check_views(value: object, content: Content) -> None:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, _Typed):
         value = [part for item in value.items for part in (item.pixels, item.mask)]
     if isinstance(value, list | tuple | set):
         for child in value:
-            _check_views(child, content, regions)
+            _check_views(child, content)
     elif isinstance(value, torch.Tensor | np.ndarray) and value.nbytes:
         start = value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
-        in_region = any(
-            region.ctypes.data <= start and start + value.nbytes <= region.ctypes.data + region.nbytes for region in regions
-        )
+        starts = [(_SLAB.address + slot.offset + SLOT_HEADER_NBYTES, slot.nbytes) for slot in content.slots]
+        in_region = any(first <= start and start + value.nbytes <= first + nbytes for first, nbytes in starts)
         assert in_region or value.nbytes <= len(content.inline)
 
 
@@ -139,15 +187,149 @@ _GEOMETRY = Geometry(leasable_blocks=12, reply_blocks=2)
 _LIMITS = EngineBookLimits(max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4)
 
 
-def books(data: bytes) -> None:
-    """Two frontends say what they like to the engine's book: it stays sound, and all comes home when they are dead.
+class _NoLink:
+    """Nobody reads: what is sent goes nowhere."""
 
-    A byte chooses who speaks, or what the engine does meanwhile; a length and a message follow.
+    can_write = True
+    polls_busily = False
+
+    def queue(self, record: bytes) -> None:
+        """Drops what finds the ring full."""
+
+
+class _Frontend(FrontendEnd):
+    def __init__(self, engine: _Engine, client_id: int) -> None:
+        super().__init__(engine.end, client_id)
+        self.engine = engine
+        self.link = _NoLink()
+        self.attach(RecordWriter(bytearray(ring_nbytes(256)), -1))
+
+    def take_message(self, record: bytes) -> None:
+        self.engine.message_received(self.client_id, record)
+
+
+class _Claim(ClaimEnd):
+    pass
+
+
+class _Engine:
+    """The shell of an engine's end: what :class:`~shmring.ring.ring.Ring` does for it, without connections."""
+
+    def __init__(self) -> None:
+        self.book = EngineBook(_GEOMETRY, _LIMITS)
+        self.slab = _mapped(_GEOMETRY.slab_nbytes)
+        self.regions = Regions()
+        self.end = EngineEnd(
+            self,
+            self.book,
+            self.regions,
+            self.slab,
+            _DECODERS[0],
+            _Claim,
+            epoch=1,
+            max_tensors=_MAX_TENSORS,
+            inline_nbytes=_INLINE_NBYTES,
+            max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
+            debug=False,
+            device=None,
+        )
+        self.frontends: dict[int, _Frontend] = {}
+        self.claims: list[_Claim] = []  # in somebody's hands
+        self.failures: list[tuple[Exception, bool]] = []  # to take a request up; whether its frontend is guilty
+
+    def connect(self, client_id: int) -> None:
+        """A frontend comes."""
+        self.book.connect(client_id, 2 * BLOCK_NBYTES)
+        self.frontends[client_id] = _Frontend(self, client_id)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Somebody writes into the slab."""
+        with memoryview(self.slab) as memory:
+            memory[offset : offset + len(data)] = data[: len(memory) - offset]
+
+    def message_received(self, client_id: int, record: bytes) -> None:
+        """A frontend has sent what is no submission."""
+        match decode_frontend_message(record):
+            case Abort(request_id):
+                self.carry_out(self.book.abort(client_id, request_id))
+            case LeaseRequest(token, nbytes, preferred_nbytes, _, waits):
+                self.carry_out(self.book.request_lease(client_id, token, nbytes, preferred_nbytes, 0, waits))
+            case LeaseReturn(lease_ids):
+                self.carry_out(self.book.return_leases(client_id, lease_ids))
+            case ReplyRelease(generations):
+                self.carry_out(self.book.release_replies(client_id, generations))
+            case Goodbye(kept_lease_ids, kept_reply_generations):
+                self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations))
+                self.frontends[client_id].detach()
+
+    def work(self, client_id: int) -> None:
+        """The engine takes the next request up, or finishes one of this client that it has taken up."""
+        claim = self.end.take_next()
+        if claim is not None:
+            self.claims.append(claim)
+            return
+        for claim in self.claims:
+            if claim.client_id == client_id:
+                self.claims.remove(claim)
+                claim.finish()
+                self.collect()
+                return
+
+    def collect(self) -> None:
+        """Views have died."""
+        for key in self.regions.collect():
+            self.carry_out(self.book.last_view_gone(*key))
+
+    # -- for the end -------------------------------------------------------------------------------------------------
+
+    def carry_out(self, effects: Sequence[EngineEffect]) -> None:
+        """Of what the book decides, only the ends of requests matter here."""
+        for effect in effects:
+            if not isinstance(effect, RequestAborted):
+                continue
+            key = (effect.client_id, effect.request_id)
+            if not effect.was_running:
+                del self.end.waiting[key]
+            elif key in self.end.claims:
+                self.end.claims.pop(key).mark_ended(aborted=True)
+
+    def take_up_failed(self, claim: _Claim, error: Exception, *, breaks_rules: bool) -> None:
+        """A request can't be taken up."""
+        assert isinstance(error, RemoteProtocolError | StaleDescriptorError | msgspec.ValidationError)
+        self.failures.append((error, breaks_rules))
+        self.carry_out(claim.release_slots())
+        if breaks_rules:
+            self.frontends[claim.client_id].detach()
+            self.carry_out(self.book.disconnect(claim.client_id))
+        else:
+            self.book.end(claim.client_id, claim.request_id, RequestEvent.ERROR)
+
+    def request_arrived(self) -> None:
+        """Nobody waits for one."""
+
+    def send_release(self, frontend: _Frontend, generations: Sequence[int]) -> None:
+        """Nobody listens."""
+
+    def call_soon(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """There are none."""
+        assert not callbacks
+
+    def check_fence(self, submit: Submit) -> None:
+        """There is no device slab."""
+        raise RemoteProtocolError("a fence came, and there is no device memory")
+
+
+def books(data: bytes) -> None:
+    """Two frontends say what they like to an engine, and write what they like: its book stays sound, and all comes home
+    when they are dead.
+
+    A byte chooses who speaks or writes, or what the engine does meanwhile; a length and a record follow, or the number of a
+    block and what is written there.
     """
-    book = EngineBook(_GEOMETRY, _LIMITS)
+    engine = _Engine()
+    book = engine.book
     for client in (1, 2):
-        book.connect(client, 2 * BLOCK_NBYTES)
-    claimed: list[tuple[int, int, tuple[int, ...]]] = []
+        engine.connect(client)
     place = 0
     while place + 2 <= len(data):
         choice, length = data[place], data[place + 1]
@@ -155,67 +337,52 @@ def books(data: bytes) -> None:
         client = 1 + choice % 2
         if not (client in book.clients and book.clients[client].connected):
             continue
-        if choice & 2:
-            _work(book, client, claimed)
+        if choice & 4:
+            if body:
+                engine.write(body[0] % (_GEOMETRY.slab_nbytes // BLOCK_NBYTES) * BLOCK_NBYTES, body[1:])
+        elif choice & 2:
+            engine.work(client)
         else:
             with contextlib.suppress(RemoteProtocolError):
-                _hear(book, client, decode_frontend_message(body))
+                engine.frontends[client].take_record(body)
         book.check()
     for client in (1, 2):
-        book.died(client)
+        engine.frontends[client].detach()
+        engine.carry_out(book.died(client))
         book.check()
-    for client, _, generations in claimed:
-        if generations:
-            book.release_slots(client, generations, ())
+    while engine.claims:
+        engine.claims.pop().finish()
+        engine.collect()
         book.check()
+    assert not engine.end.waiting
+    assert not engine.end.claims
     assert not book.clients
     assert book.host.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
 
 
-def _hear(book: EngineBook, client: int, message: FrontendMessage) -> None:
-    match message:
-        case Submit():
-            book.submit(client, message.request_id, message.content.slots)
-        case Abort():
-            book.abort(client, message.request_id)
-        case LeaseRequest():
-            book.request_lease(client, message.token, message.nbytes, message.preferred_nbytes, 0, message.waits)
-        case LeaseReturn():
-            book.return_leases(client, message.lease_ids)
-        case ReplyRelease():
-            book.release_replies(client, message.generations)
-        case Goodbye():
-            book.goodbye(client, message.kept_lease_ids, message.kept_reply_generations)
-
-
-def _work(book: EngineBook, client: int, claimed: list[tuple[int, int, tuple[int, ...]]]) -> None:
-    """The engine claims the client's first request, or finishes one that it has claimed."""
-    running = {request_id for owner, request_id, _ in claimed if owner == client}
-    for request_id, request in book.clients[client].requests.items():
-        if request_id not in running:
-            book.claim(client, request_id)
-            claimed.append((client, request_id, request.generations))
-            return
-    for index, (owner, request_id, generations) in enumerate(claimed):
-        if owner == client:
-            del claimed[index]
-            if request_id in book.clients[client].requests:
-                book.end(client, request_id, RequestEvent.FINISH)
-            book.release_slots(client, generations, ())
-            return
-
-
 def slot_headers(data: bytes) -> None:
-    """A slot whose header says otherwise than its descriptor is stale, and nothing else."""
-    book = EngineBook(_GEOMETRY, _LIMITS)
-    numbers = [int.from_bytes(data[place : place + 8], "little") for place in (0, 8, 16, 24)]
-    slot = SlotRef(1, 0, numbers[2] >> 2, numbers[3])
-    try:
-        book.verify(numbers[0], numbers[1], slot)
-    except StaleDescriptorError:
-        assert (numbers[0], numbers[1]) != (slot.generation, slot.nbytes)
+    """A request whose slot's header says otherwise than its descriptor is stale, which convicts nobody."""
+    data = data.ljust(32, b"\0")
+    header = data[:24]
+    generation = (1 << GENERATION_BITS) + 1 + int.from_bytes(data[24:28], "little")
+    nbytes = 1 + int.from_bytes(data[28:30], "little") % (2 * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
+    engine = _Engine()
+    engine.connect(1)
+    slot = SlotRef(1, BLOCK_NBYTES, nbytes, generation)
+    engine.write(slot.offset, header)
+    engine.frontends[1].take_record(_submit(np.ones(nbytes, np.uint8), slot))
+    claim = engine.end.take_next()
+    if header == _header(slot):
+        assert claim.payload.nbytes == nbytes
+        claim.finish()
     else:
-        assert (numbers[0], numbers[1]) == (slot.generation, slot.nbytes)
+        assert claim is None
+        [(error, breaks_rules)] = engine.failures
+        assert isinstance(error, StaleDescriptorError)
+        assert not breaks_rules
+    engine.collect()
+    engine.book.check()
+    assert not engine.book.clients[1].requests
 
 
 def requests(data: bytes) -> None:
@@ -257,28 +424,70 @@ def media_headers(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__.replace("_", "-"): target
-    for target in (message_rings, messages, payloads, books, slot_headers, requests, addresses, media_headers)
+    for target in (message_rings, messages, records, payloads, books, slot_headers, requests, addresses, media_headers)
 }
 
 
 # -- where the search begins --------------------------------------------------------------------------------------------
 
 
+_PACKER = make_packer(_MAX_TENSORS, _MAX_PAYLOAD_NBYTES)
+_SLOT = SlotRef(1, BLOCK_NBYTES, 100, (1 << GENERATION_BITS) + 1)
+_PIXELS = np.arange(100, dtype=np.uint8).reshape(10, 10)
+
+
+class _Held:
+    """The record of a slot that a caller holds."""
+
+    def is_submittable(self) -> bool:
+        return True
+
+
+def _read(write: Callable[[RecordWriter], bool]) -> bytes:
+    """Returns what is written to a ring."""
+    memory = bytearray(ring_nbytes(1 << 17))
+    assert write(RecordWriter(memory, -1))
+    record = RecordReader(memory, -1).read()
+    assert record is not None
+    return record
+
+
+def _submit(payload: object, slot: SlotRef | None = None, *, in_place: np.ndarray[Any, Any] | None = None) -> bytes:
+    """A submission whose tensors lie in the slot, copied there or written in place; without one they are in the record."""
+    held = HeldSlots()
+    if in_place is not None:
+        record: Any = _Held()
+        held.hold(record, in_place.ctypes.data, in_place.nbytes)
+    packed = _PACKER.pack(payload, 0 if slot else _INLINE_NBYTES, 1 << 15, held)
+    return _read(lambda writer: write_submit(writer, packed, 1, 1, "", b"", () if slot is None else (slot,)))
+
+
+def _header(slot: SlotRef) -> bytes:
+    return SLOT_MAGIC + slot.generation.to_bytes(8, "little") + slot.nbytes.to_bytes(8, "little")
+
+
 def _seeds_of_messages() -> list[bytes]:
-    slot = SlotRef(1, BLOCK_NBYTES, 100, (1 << GENERATION_BITS) + 1)
-    content = Content(b"\x80", (TensorRef(1, 0, 100, "uint8", (10, 10)),), b"", (slot,))
     sent: list[Any] = [
         Hello(1, BLOCK_NBYTES, "fuzz"),
-        Submit(1, 1, content),
         Abort(1),
         LeaseRequest(1, 2 * BLOCK_NBYTES, 4 * BLOCK_NBYTES),
         LeaseReturn((1,)),
         ReplyRelease((1,)),
         Goodbye((1,)),
-        Reply(1, content),
         Release((1,)),
     ]
     return [encode_message(message) for message in sent]
+
+
+def _seeds_of_records() -> list[bytes]:
+    packed = _PACKER.pack({"x": _PIXELS, "y": torch.ones(2)}, 0, 1 << 15)
+    slot = _slot_for(packed)
+    return [
+        *(seed[2 : 2 + int.from_bytes(seed[:2], "little")] for seed in _seeds_of_payloads()),
+        _read(lambda writer: write_reply(writer, packed, 1, slot)),
+        _read(lambda writer: write_done(writer, 1, (1, 2, 3))),
+        _read(lambda writer: write_done(writer, 1, (1,), packed, slot)),
+    ]
 
 
 def _seeds_of_books() -> list[bytes]:
@@ -286,27 +495,43 @@ def _seeds_of_books() -> list[bytes]:
     found = []
     for client in (1, 2):
         slot = SlotRef(client, (1 + 2 * (client - 1)) * BLOCK_NBYTES, 100, (client << GENERATION_BITS) + 1)
-        submit = encode_message(Submit(1, 1, Content(b"\x80", (), b"", (slot,))))
-        steps = [(0, submit), (2, b""), (2, b""), *((0, message) for message in _seeds_of_messages()[2:7])]
+        header = bytes([slot.offset // BLOCK_NBYTES]) + _header(slot)
+        others = ((0, message) for message in _seeds_of_messages()[1:6])
+        steps = [(4, header), (0, _submit(_PIXELS, slot)), (2, b""), (2, b""), *others]
         found.append(b"".join(bytes([choice + client - 1, len(body)]) + body for choice, body in steps))
     return found
 
 
 def _seeds_of_payloads() -> list[bytes]:
-    tensor = msgspec.msgpack.Ext(TENSOR_EXTENSION, bytes(4))
-    typed = msgspec.msgpack.encode({"items": [{"pixels": tensor, "text": "a"}], "numbers": {"x": 1.5}})
-    inline = Content(typed, (TensorRef(0, 0, 8, "float32", (2,)),), bytes(8))
-    slot = Content(msgspec.msgpack.encode([tensor]), (TensorRef(1, 0, 8, "<f4", (2,)),), b"", (SlotRef(1, 4096, 8, 1),))
-    return [msgspec.msgpack.encode(content) for content in (inline, slot)]
+    pixels = torch.from_numpy(_PIXELS)
+    large = _PACKER.pack(["a" * 40, pixels], 0, 1 << 15)
+    small = {"items": [{"pixels": torch.ones(2), "mask": np.ones(2, "<f4"), "text": "a"}], "numbers": {"x": 1.5}}
+    long = _PACKER.pack(["a" * (1 << 15), pixels], 0, 1 << 15)  # its payload needs a slot as well
+    seeds = [
+        (_submit(small), b""),
+        (_read(lambda writer: write_submit(writer, large, 1, 1, "", b"", (_slot_for(large),))), b""),
+        (_submit([_PIXELS, pixels], _SLOT, in_place=_PIXELS), b""),
+        (_read(lambda writer: write_submit(writer, long, 1, 1, "", b"", (_slot_for(long),))), long.payload),
+    ]
+    return [len(record).to_bytes(2, "little") + record + in_slot for record, in_slot in seeds]
+
+
+def _slot_for(packed: Packed) -> SlotRef:
+    return SlotRef(1, BLOCK_NBYTES, packed.slot_nbytes, _SLOT.generation)
 
 
 #: Honest inputs, by target.
 SEEDS: dict[str, list[bytes]] = {
     "message-rings": [(24).to_bytes(8, "little") + bytes([3, 0, 0, 0, 97, 98, 99, 0, 4]) + bytes(15)],
     "messages": _seeds_of_messages(),
+    "records": _seeds_of_records(),
     "payloads": _seeds_of_payloads(),
     "books": _seeds_of_books(),
-    "slot-headers": [bytes(32), bytes(range(32))],
+    "slot-headers": [
+        bytes(32),
+        bytes(range(32)),
+        _header(_SLOT) + (0).to_bytes(4, "little") + (99).to_bytes(2, "little"),
+    ],
     "requests": [
         b'{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"x"}]}]}',
         b'{"model":"m","input":["a"]}',

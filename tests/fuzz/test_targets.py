@@ -6,10 +6,13 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from shmring.core.engine_end import EngineEnd
 
 
 def load() -> ModuleType:
@@ -50,26 +53,39 @@ def test_a_target_keeps_its_promise(name: str) -> None:
 
 def test_the_honest_sessions_reach_the_books() -> None:
     """Were they refused at the door, the fuzzer would have to guess a whole session."""
-    seen: list[str] = []
-    book = targets.EngineBook
+    ends: list[EngineEnd] = []
+    claimed: list[object] = []
 
-    class Watched(book):  # type: ignore[misc, valid-type]
-        def submit(self, *arguments: object) -> None:
-            super().submit(*arguments)
-            seen.append("submitted")
+    class Watched(EngineEnd):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            ends.append(self)
 
-        def claim(self, *arguments: object) -> None:
-            super().claim(*arguments)
-            seen.append("claimed")
+        def take_next(self) -> Any:
+            claim = super().take_next()
+            if claim is not None:
+                claimed.append(claim)
+            return claim
 
-        def end(self, *arguments: object) -> bool:
-            seen.append("ended")
-            return bool(super().end(*arguments))
-
-    targets.EngineBook = Watched
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "EngineEnd", Watched)
         for seed in targets.SEEDS["books"]:
             targets.books(seed)
-    finally:
-        targets.EngineBook = book
-    assert seen == ["submitted", "claimed", "ended"] * 2
+    assert [(end.submitted, end.finished) for end in ends] == [(1, 1)] * 2
+    assert len(claimed) == 2
+
+
+def test_honest_contents_are_decoded_and_not_refused() -> None:
+    decoded: list[object] = []
+    decode = targets.decode_content
+
+    def watched(*arguments: Any) -> Any:
+        result = decode(*arguments)
+        decoded.append(result)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "decode_content", watched)
+        for seed in targets.SEEDS["payloads"]:
+            targets.payloads(seed)
+    assert len(decoded) > 2 * len(targets.SEEDS["payloads"])  # of three decoders, one of which is typed

@@ -20,9 +20,7 @@ import shmring
 from shmring.core.message_ring import GIVING_UP, RecordReader, RecordWriter
 from shmring.core.messages import (
     PROTOCOL_VERSION,
-    BodyRef,
     Call,
-    Content,
     EngineMessage,
     Failed,
     Goodbye,
@@ -32,18 +30,15 @@ from shmring.core.messages import (
     Refused,
     ReplyRelease,
     SlotRef,
-    Submit,
-    TensorRef,
     decode_engine_message,
-    encode_body,
     encode_message,
 )
 from shmring.memory.slab import Slab
 from shmring.transport.endpoint import attach_engine, socket_path
 from shmring.transport.rings import map_rings
+from tests.records import slot_extension, slot_header, submit_of, tensor_extension
 
-BAD_TENSOR = TensorRef(9, 0, 0, "uint8", ())
-PAYLOAD = msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(83, b"\0\0\0\0")})
+TENSOR = tensor_extension(0, 0, 100, "uint8", (100,))
 
 
 class Forger:
@@ -77,18 +72,28 @@ class Forger:
         """An honest slot at the start of the base lease, header written, but for what is changed."""
         fields = {"lease_id": self.lease.lease_id, "offset": self.lease.offset, "nbytes": nbytes}
         ref = SlotRef(**{**fields, "generation": self.generation(number), **changed})
-        self.slab.write_slot_header(self.lease.offset, ref.generation, min(ref.nbytes, 2**62))
+        self.write_header(ref.generation, ref.nbytes)
         return ref
 
-    def submit(self, *slots: SlotRef, tensor: TensorRef | None = None, request_id: int = 1, **changed: Any) -> Submit:
-        """An honest submission of a 100-byte tensor in the first slot, but for what is changed."""
-        tensors = (tensor or TensorRef(1, 0, 100, "uint8", (100,)),)
-        fields = {"epoch": self.welcome.epoch, "request_id": request_id, "content": Content(PAYLOAD, tensors, b"", slots)}
-        return Submit(**{**fields, **changed})
+    def write_header(self, generation: int, nbytes: int) -> None:
+        """Writes what stands before the content of a slot at the start of the base lease."""
+        header = slot_header(generation, nbytes)
+        self.slab.anchor(self.lease.offset, len(header))[:] = list(header)
+
+    def submit(
+        self, copied: SlotRef | bytes | None = None, tensor: Any = TENSOR, *slots: SlotRef, request_id: int = 1, **changed: Any
+    ) -> bytes:
+        """An honest submission of a 100-byte tensor in the slot that it was copied to, but for what is changed."""
+        fields = {"epoch": self.welcome.epoch, "request_id": request_id, "payload": {"x": tensor}, **changed}
+        return submit_of(copied=copied, slots=slots, **fields)
+
+    def say(self, payload: object = None, **changed: Any) -> bytes:
+        """A submission of this payload, and no slots."""
+        return self.submit(payload=payload, **changed)
 
     async def send(self, *messages: Any) -> None:
         for message in messages:
-            await self.send_record(encode_message(message))
+            await self.send_record(message if isinstance(message, bytes) else encode_message(message))
 
     async def send_record(self, record: bytes) -> None:
         """Publishes what is a message or none; goes on when the engine has closed the connection instead of reading."""
@@ -168,71 +173,89 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
     "a slot in the slab's header": (lambda f, r: [f.submit(f.slot(offset=0))], "not inside lease"),
     "a slot in no lease": (lambda f, r: [f.submit(f.slot(lease_id=999))], "does not hold"),
     "a slot in another's lease": (lambda f, r: [f.submit(f.slot(**other_lease(f, r)))], "does not hold"),
-    "two slots that overlap": (lambda f, r: [f.submit(f.slot(), f.slot(number=2))], "overlaps a live slot"),
+    "a slot in place beyond its lease": (
+        lambda f, r: [f.submit(None, TENSOR, f.slot(nbytes=f.lease.nbytes), payload=None)],
+        "not inside lease",
+    ),
+    "a slot in place in another's lease": (
+        lambda f, r: [f.submit(None, TENSOR, f.slot(**other_lease(f, r)), payload=None)],
+        "does not hold",
+    ),
+    "two slots that overlap": (lambda f, r: [f.submit(f.slot(number=2), TENSOR, f.slot())], "overlaps a live slot"),
+    "slots of two requests that overlap": (
+        lambda f, r: [f.submit(f.slot()), f.submit(f.slot(number=2), request_id=2)],
+        "overlaps a live slot",
+    ),
     "a generation of another": (lambda f, r: [f.submit(f.slot(generation=(99 << 40) + 1))], "not a new one"),
     "a generation twice": (
         lambda f, r: [f.submit(f.slot()), f.submit(f.slot(offset=f.lease.offset + 4096), request_id=2)],
         "not a new one",
     ),
     "another epoch": (lambda f, r: [f.submit(f.slot(), epoch=f.welcome.epoch ^ 1)], "epoch"),
-    "a request number twice": (lambda f, r: [f.submit(), f.submit()], "region|after request"),
+    "a request number twice": (lambda f, r: [f.say(), f.say()], "after request"),
+    "a request number that is smaller": (lambda f, r: [f.say(request_id=5), f.say(request_id=4)], "after request"),
     "a dtype that disagrees": (
-        lambda f, r: [f.submit(f.slot(), tensor=TensorRef(1, 0, 100, "float32", (100,)))],
+        lambda f, r: [f.submit(f.slot(), tensor_extension(0, 0, 100, "float32", (100,)))],
         "does not have 100 bytes",
     ),
     "a shape that is huge": (
-        lambda f, r: [f.submit(f.slot(), tensor=TensorRef(1, 0, 100, "uint8", (2**40, 2**40)))],
+        lambda f, r: [f.submit(f.slot(), tensor_extension(0, 0, 100, "uint8", (2**40, 2**40)))],
         "larger than any memory",
     ),
     "a shape that is huge and empty": (
-        lambda f, r: [f.submit(f.slot(), tensor=TensorRef(1, 0, 0, "uint8", (2**61, 2**61, 0)))],
+        lambda f, r: [f.submit(f.slot(), tensor_extension(0, 0, 0, "uint8", (2**61, 2**61, 0)))],
         "larger than any memory",
     ),
     "a tensor beyond its slot": (
-        lambda f, r: [f.submit(f.slot(), tensor=TensorRef(1, 64, 100, "uint8", (100,)))],
+        lambda f, r: [f.submit(f.slot(), tensor_extension(0, 64, 100, "uint8", (100,)))],
         "exceeds its region",
     ),
-    "an unknown dtype": (lambda f, r: [f.submit(f.slot(), tensor=TensorRef(1, 0, 100, "object", (100,)))], "dtype"),
-    "a numpy object": (lambda f, r: [f.submit(f.slot(), tensor=TensorRef(1, 0, 96, "|O8", (12,)))], "dtype"),
+    "a tensor beyond its slot in place": (
+        lambda f, r: [f.submit(None, tensor_extension(1, 64, 100, "uint8", (100,)), f.slot())],
+        "exceeds its region",
+    ),
+    "a tensor that is nowhere": (lambda f, r: [f.submit()], "exceeds its region of 0 bytes"),
+    "an unknown dtype": (lambda f, r: [f.submit(f.slot(), tensor_extension(0, 0, 100, 0, (100,), b"object"))], "dtype"),
+    "a dtype of an unknown number": (lambda f, r: [f.submit(f.slot(), tensor_extension(0, 0, 100, 200, (100,)))], "dtype"),
+    "a numpy object": (lambda f, r: [f.submit(f.slot(), tensor_extension(0, 0, 96, 0, (12,), b"|O8"))], "dtype"),
     "a region that is not there": (
-        lambda f, r: [f.submit(f.slot(), tensor=TensorRef(2, 0, 100, "uint8", (100,)))],
+        lambda f, r: [f.submit(f.slot(), tensor_extension(1, 0, 100, "uint8", (100,)))],
+        "region 1 of 0",
+    ),
+    "a region in place that is not there": (
+        lambda f, r: [f.submit(None, tensor_extension(2, 0, 100, "uint8", (100,)), f.slot())],
         "region 2 of 1",
     ),
-    "a payload that names no tensor": (
-        lambda f, r: [f.submit(f.slot(), content=Content(PAYLOAD, (), b"", (f.slot(),)))],
-        "tensor 0 of 0",
+    "a payload whose tensor is none": (
+        lambda f, r: [f.submit(f.slot(), msgspec.msgpack.Ext(83, b"\0\0\0\0"))],
+        "not as long as it says",
     ),
-    "a payload that is not msgpack": (lambda f, r: [f.submit(content=Content(b"\xc1"))], "not msgpack"),
-    "too many in flight": (
-        lambda f, r: [f.submit(content=Content(b"\xc0"), request_id=number) for number in range(1, 40)],
-        "max_inflight",
-    ),
+    "a payload that is not msgpack": (lambda f, r: [f.say(msgspec.Raw(b"\xc1"))], "not msgpack"),
+    "a payload that is cut off": (lambda f, r: [f.say(msgspec.Raw(b"\x92\xc0"))], "cut off"),
+    "a payload that something follows": (lambda f, r: [f.say(msgspec.Raw(b"\xc0\xc0"))], "something follows"),
+    "a payload whose text is none": (lambda f, r: [f.say(msgspec.Raw(b"\xa1\xff"))], "not msgpack"),
+    "too many in flight": (lambda f, r: [f.say(request_id=number) for number in range(1, 40)], "max_inflight"),
     "too many calls": (lambda f, r: [Call(number, "nothing", b"\x90") for number in range(9)], "max_calls"),
     "a lease it does not hold": (lambda f, r: [LeaseReturn((999,))], "does not hold it"),
     "a lease in use": (lambda f, r: [f.submit(f.slot()), LeaseReturn((f.lease.lease_id,))], "slot in use"),
     "a lease larger than the slab": (lambda f, r: [LeaseRequest(1, 2**40)], "lease of"),
     "a reply slot it does not hold": (lambda f, r: [ReplyRelease((1,))], "does not hold it"),
-    "more inline than agreed upon": (
-        lambda f, r: [f.submit(content=Content(b"\xc0", (), bytes(1025)))],
-        "inline_nbytes",
+    "more inline than agreed upon": (lambda f, r: [f.submit(bytes(1025), payload=None)], "inline_nbytes"),
+    "a slot that is described in another way": (
+        lambda f, r: [f.say(copied=msgspec.msgpack.Ext(82, bytes(slot_extension().data)[:-1]))],
+        "described in another way",
     ),
-    "a payload in no slot": (lambda f, r: [f.submit(content=Content(b"", body=BodyRef(0, 9)))], "without the slot"),
-    "a payload beyond its slot": (
-        lambda f, r: [f.submit(content=Content(b"", (), b"", (f.slot(),), b"", BodyRef(92, 9)))],
-        "exceeds its slot",
-    ),
-    "a payload whose end overflows": (
-        lambda f, r: [f.submit(content=Content(b"", (), b"", (f.slot(),), b"", BodyRef(2**62, 9)))],
-        "exceeds its slot",
-    ),
+    "a fence and no slot in device memory": (lambda f, r: [f.say(fence=bytes(64))], "event"),
+    "a payload in no slot": (lambda f, r: [f.say(lies_at=(0, 9))], "exceeds the slot"),
+    "a payload of nothing in a slot": (lambda f, r: [f.say(copied=f.slot(), lies_at=(0, 0))], "exceeds the slot"),
+    "a payload beyond its slot": (lambda f, r: [f.say(copied=f.slot(), lies_at=(92, 9))], "exceeds the slot"),
+    "a payload whose end overflows": (lambda f, r: [f.say(copied=f.slot(), lies_at=(2**62, 9))], "exceeds the slot"),
+    "a payload whose end wraps": (lambda f, r: [f.say(copied=f.slot(), lies_at=(2**64 - 8, 9))], "exceeds the slot"),
     "a payload larger than it may be": (
-        lambda f, r: [f.submit(content=Content(b"", (), b"", (f.slot(nbytes=2**40),), b"", BodyRef(0, 2**30)))],
+        lambda f, r: [f.say(copied=f.slot(nbytes=2**40), lies_at=(0, 2**30))],
         "max_payload_nbytes",
     ),
-    "a payload twice": (
-        lambda f, r: [f.submit(content=Content(b"\xc0", (), b"", (f.slot(),), b"", BodyRef(0, 9)))],
-        "came with another",
-    ),
+    "a payload twice": (lambda f, r: [f.say(1, copied=f.slot(), lies_at=(0, 9))], "described in another way"),
     "a goodbye that keeps what it does not have": (
         lambda f, r: [Goodbye(tuple(range(9)), (), more=True)],
         "keeps more than there is",
@@ -266,19 +289,24 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
 
 
 @pytest.mark.parametrize("damage", ["generation", "nbytes", "magic"])
-async def test_a_header_that_differs_from_its_descriptor_is_stale(ring: shmring.Ring, forger: Forger, damage: str) -> None:
+async def test_a_header_that_differs_from_its_descriptor_is_stale(
+    ring: shmring.Ring, forger: Forger, damage: str, eventually: Any
+) -> None:
+    """Whoever has the slab may have written it: that fails its request, and convicts nobody."""
     submit = forger.submit(forger.slot())
     if damage == "magic":
         forger.slab.anchor(forger.lease.offset, 8)[:] = 0
     else:
         generation, nbytes = forger.generation(), 100
-        changed = {"generation": (generation + 1, nbytes), "nbytes": (generation, nbytes + 1)}[damage]
-        forger.slab.write_slot_header(forger.lease.offset, *changed)
+        forger.write_header(*{"generation": (generation + 1, nbytes), "nbytes": (generation, nbytes + 1)}[damage])
     await forger.send(submit)
-    *_, last = await forger.messages()
-    assert isinstance(last, Refused)
-    assert "holds generation" in last.reason
+    await eventually(lambda: ring.statistics().failed == 1)
     assert ring.statistics().slots_in_use == 0
+    assert ring.statistics().protocol_errors == 0
+    await forger.send(Goodbye())
+    [failed] = [message for message in await forger.messages() if isinstance(message, Failed)]
+    assert (failed.request_id, failed.kind, failed.type_name) == (1, "invalid", "StaleDescriptorError")
+    assert ("no slot's header" if damage == "magic" else "holds generation") in failed.message
 
 
 @pytest.mark.parametrize(
@@ -372,14 +400,25 @@ async def test_nobody_can_truncate_what_the_engine_reads(ring: shmring.Ring, soc
     engine.socket.close()
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1" * 64, encode_body(b"\xc1", ()), encode_body(b"\xc0", (BAD_TENSOR,))])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xc1" * 64,
+        b"\x92\xc0",
+        b"\xc0\xc0",
+        b"\xa1\xff",
+        msgspec.msgpack.encode([tensor_extension(9, 0, 0, "uint8", (0,))]),
+        msgspec.msgpack.encode([tensor_extension(0, 64, 100, "uint8", (100,))]),
+    ],
+    ids=["not msgpack", "cut off", "followed", "no text", "in no region", "beyond its region"],
+)
 async def test_a_payload_in_a_slot_that_is_none_fails_its_request_and_nothing_else(
     ring: shmring.Ring, forger: Forger, eventually: Any, data: bytes
 ) -> None:
     """Whoever has the slab may have written there: that convicts nobody."""
     slot = forger.slot(nbytes=100)
     forger.slab.anchor(forger.lease.offset + 64, 100)[: len(data)] = list(data)
-    await forger.send(forger.submit(content=Content(b"", (), b"", (slot,), b"", BodyRef(0, len(data)))))
+    await forger.send(forger.say(copied=slot, lies_at=(0, len(data))))
     await eventually(lambda: ring.statistics().failed == 1)
     assert ring.statistics().protocol_errors == 0
     await forger.send(Goodbye())
@@ -401,7 +440,7 @@ async def test_a_frontend_that_never_reads_is_disconnected(
     sent = 0
     while ring.statistics().protocol_errors == 0:
         # A hundred at a time, so that it is never above max_inflight: what it does not read are the answers.
-        requests = [forger.submit(content=Content(b"\xc0"), request_id=sent + number) for number in range(1, 101)]
+        requests = [forger.say(request_id=sent + number) for number in range(1, 101)]
         sent += len(requests)
         await asyncio.wait_for(forger.send(*requests), 5)
         await eventually(lambda: ring.statistics().failed >= sent or ring.statistics().protocol_errors)  # noqa: B023

@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 import shmring
+from shmring.core.messages import SlotRef
+from tests.records import submit_of
 
 Launch = Callable[..., Any]
 
@@ -233,9 +234,14 @@ async def test_what_is_of_an_epoch_that_has_gone_is_refused(engine: Any, run: La
         await works(client)
         session = client._session
         assert session.welcome.epoch != old
-        session.welcome = msgspec.structs.replace(session.welcome, epoch=old)
-        with pytest.raises(shmring.EngineDeadError, match="epoch"):
-            await client.request({"mode": "answer", "x": torch.ones(NBYTES)}, timeout=LIMIT_S)
+        async with client.slot(NBYTES) as slot:
+            lease_id, offset = slot.record.lease.lease_id, slot.record.start * 4096
+            described = SlotRef(lease_id, offset, NBYTES, (session.welcome.client_id << 40) + 1000)
+            waiting = await client.submit({"mode": "hold", "x": torch.ones(3)})
+            assert session.link.writer.write(submit_of({"mode": "answer"}, described, epoch=old, request_id=1000))
+            session.link.writer.ring_bell()
+            with pytest.raises(shmring.EngineDeadError, match="epoch"):
+                await asyncio.wait_for(waiting.result(), LIMIT_S)
         await works(client)  # the connection has ended, and the next one is sound
 
 

@@ -8,17 +8,26 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from shmring.core.mapping import Mapping
+from shmring.core.payload import Packed
 from shmring.memory.copier import Copier
-from shmring.memory.payload import Packer
+from shmring.memory.tensors import make_packer
 
 pytestmark = pytest.mark.both_loops
 
 MIB = 1 << 20
+NO_SLAB = Mapping(-1, 0)  # what is copied to here needs none
+
+
+def packed_of(nbytes: int) -> Packed:
+    """A payload with a tensor of so many bytes, of sevens."""
+    return make_packer(8, MIB).pack([torch.full((nbytes,), 7, dtype=torch.uint8)], 0, 1 << 16)
 
 
 @pytest.fixture
@@ -52,35 +61,33 @@ async def turns(count: int = 10) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "in_the_loop"), [(4096, True), (4097, False)])
-async def test_large_copies_leave_the_loop(
-    copier: Copier, nbytes: int, in_the_loop: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = Packer(8).pack([torch.full((nbytes,), 7, dtype=torch.uint8)])
-    threads: list[int] = []
-    copy_to = type(packed.parts[0]).copy_to
+async def test_large_copies_leave_the_loop(copier: Copier, nbytes: int, in_the_loop: bool) -> None:
+    packed, threads = packed_of(nbytes), []
 
-    def spy(*arguments: object) -> None:
-        threads.append(threading.get_ident())
-        copy_to(*arguments)  # type: ignore[arg-type]
+    class Watched:
+        slot_nbytes = packed.slot_nbytes
 
-    monkeypatch.setattr(type(packed.parts[0]), "copy_to", spy)
+        def copy_into(self, address: int) -> None:
+            threads.append(threading.get_ident())
+            packed.copy_into(address)
+
     region = np.zeros(nbytes, np.uint8)
-    await copier.copy(packed, region, int(region.ctypes.data))
+    await copier.copy(Watched(), NO_SLAB, int(region.ctypes.data))  # type: ignore[arg-type]
     assert set(region.tolist()) == {7}
     assert [thread == threading.get_ident() for thread in threads] == [in_the_loop]
 
 
 async def test_a_turn_of_the_loop_copies_no_more_than_one_copy_may_take() -> None:
     copier = Copier(threads=1, offload_nbytes=2 * MIB)
-    packed = Packer(8).pack([torch.full((MIB,), 7, dtype=torch.uint8)])
-    small = Packer(8).pack([torch.full((1000,), 7, dtype=torch.uint8)])
+    packed = packed_of(MIB)
+    small = packed_of(1000)
     region = np.zeros(MIB, np.uint8)
     copied_in_turn = [0]
     order: list[int] = []
 
     async def copy(number: int) -> None:
-        await copier.copy(packed if number % 5 else small, region, int(region.ctypes.data))
-        copied_in_turn[-1] += packed.copy_nbytes if number % 5 else 0
+        await copier.copy(packed if number % 5 else small, NO_SLAB, int(region.ctypes.data))
+        copied_in_turn[-1] += packed.slot_nbytes if number % 5 else 0
         order.append(number)
 
     copying = [asyncio.create_task(copy(number)) for number in range(15)]
@@ -89,7 +96,7 @@ async def test_a_turn_of_the_loop_copies_no_more_than_one_copy_may_take() -> Non
         copied_in_turn.append(0)
     copier.close()
     await turns(1)
-    assert sum(copied_in_turn) == 12 * packed.copy_nbytes
+    assert sum(copied_in_turn) == 12 * packed.slot_nbytes
     assert max(copied_in_turn) == 2 * MIB
     assert order[:5] == [0, 1, 2, 5, 10], "small ones wait for no turn"
     assert order[5:] == sorted(order[5:]), "who came first copies first"
@@ -98,14 +105,14 @@ async def test_a_turn_of_the_loop_copies_no_more_than_one_copy_may_take() -> Non
 
 async def test_nobody_overtakes_who_waits_for_a_turn() -> None:
     copier = Copier(threads=1, offload_nbytes=3 * MIB)
-    packed = [Packer(8).pack([torch.full((mib * MIB,), 7, dtype=torch.uint8)]) for mib in (2, 2, 1)]
+    packed = [packed_of(mib * MIB) for mib in (2, 2, 1)]
     region = np.zeros(2 * MIB, np.uint8)
     came, order = itertools.count(), []
 
     async def copy_again_and_again() -> None:
         for _ in range(10):
             number = next(came)
-            await copier.copy(packed[number % 3], region, int(region.ctypes.data))
+            await copier.copy(packed[number % 3], NO_SLAB, int(region.ctypes.data))
             order.append(number)
 
     await asyncio.gather(*[copy_again_and_again() for _ in range(8)])
@@ -115,29 +122,34 @@ async def test_nobody_overtakes_who_waits_for_a_turn() -> None:
 
 async def test_who_waits_for_a_turn_can_be_cancelled() -> None:
     copier = Copier(threads=1, offload_nbytes=MIB)
-    packed = Packer(8).pack([torch.full((MIB,), 7, dtype=torch.uint8)])
+    packed = packed_of(MIB)
     region = np.zeros(MIB, np.uint8)
-    copying = [asyncio.create_task(copier.copy(packed, region, int(region.ctypes.data))) for _ in range(4)]
+    copying = [asyncio.create_task(copier.copy(packed, NO_SLAB, int(region.ctypes.data))) for _ in range(4)]
     await asyncio.sleep(0)
+    assert copier.copied_in_turn
     assert copier.at_once_nbytes < MIB
     copying[1].cancel()
     copying[2].cancel()
     results = await asyncio.gather(*copying, return_exceptions=True)
     copier.close()
     assert [type(result) for result in results] == [type(None), asyncio.CancelledError, asyncio.CancelledError, type(None)]
-    assert copier.copies == 2
 
 
-async def test_copies_are_counted_when_they_are_made(copier: Copier) -> None:
-    packer = Packer(8)
-    two = packer.pack([torch.zeros(100, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
-    region = np.zeros(5000, np.uint8)
-    await copier.copy(two, region, int(region.ctypes.data))
-    assert (copier.copies, copier.copied_nbytes) == (2, 124), "alignment and empty tensors don't count"
-    large = packer.pack(torch.zeros(5000, dtype=torch.uint8))
-    await copier.copy(large, region, int(region.ctypes.data))
-    copier.copy_nowait(large, region, int(region.ctypes.data))
-    assert (copier.copies, copier.copied_nbytes) == (4, 10124)
+async def test_copies_are_counted_when_they_are_sent(serve: Any, connect: Any) -> None:
+    """The copier counts none itself; the end that sends them does, wherever each was made."""
+
+    def copies() -> tuple[int, int]:
+        now = client.statistics()
+        return now.copies, now.copied_nbytes
+
+    await serve()
+    client = await connect(copy_offload_nbytes=4096)
+    await client.submit([torch.zeros(2000, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
+    assert copies() == (2, 2024), "alignment and empty tensors don't count"
+    large = torch.zeros(5000, dtype=torch.uint8)
+    await client.submit(large)
+    client.submit_nowait(large)
+    assert copies() == (4, 12024)
 
 
 async def test_the_loop_goes_on_during_a_copy(copier: Copier) -> None:

@@ -20,11 +20,12 @@ import torch
 import shmring
 from shmring.client.client import RingClient
 from shmring.config import ClientConfig, RingConfig
-from shmring.core.messages import Content, LeaseRequest, SlotRef, Submit, TensorRef
+from shmring.core.messages import LeaseRequest, SlotRef
 from shmring.errors import CapacityError, ClosedError, LocalProtocolError, RemoteError, SlabError, WouldBlock
 from shmring.gpu import device as device_module
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
+from tests.records import submit_of, tensor_extension
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -299,7 +300,7 @@ async def test_the_slab_is_opened_once_on_a_thread_and_not_before_it_is_asked_fo
 ) -> None:
     assert client.statistics().device_slab_nbytes == 0
     slots = await asyncio.gather(*(client.slot(100, device="cuda") for _ in range(5)))
-    assert len({slot._record.start for slot in slots}) == 5
+    assert len({slot.record.start for slot in slots}) == 5
     for slot in slots:
         slot.close()
     assert [name for name, _ in ends.memory.log].count("open") == 1
@@ -822,12 +823,10 @@ class Liar:
         return cls(client, next(iter(session.device.book.leases.values())))
 
     def submit(self, slots: tuple[SlotRef, ...], fence: bytes, dtype: str = "uint8", nbytes: int = 96) -> None:
-        payload = msgspec.msgpack.encode(msgspec.msgpack.Ext(83, b"\0\0\0\0"))
-        size = {"uint8": 1, "<f4": 4, "<U1": 4}[dtype]
-        tensor = TensorRef(1, 0, nbytes, dtype, (nbytes // size,))
-        content = Content(payload, (tensor,) if slots else (), b"", slots, fence)
-        submit = Submit(self.session.welcome.epoch, next(self.session._ids), content)
-        self.session.link.send(submit)
+        shape = (nbytes // {"uint8": 1, "<f4": 4, "<U1": 4}[dtype],)
+        payload = tensor_extension(region=1, nbytes=nbytes, dtype=dtype, shape=shape) if slots else None
+        record = submit_of(payload, None, slots, epoch=self.session.welcome.epoch, request_id=1000, fence=fence)
+        self.session.link.queue(record)
 
     def slot(self, **changed: int) -> SlotRef:
         generation = (self.session.welcome.client_id << 40) + 900 + changed.pop("number", 0)
@@ -888,7 +887,7 @@ async def test_an_event_without_a_device_slab_is_refused(
     client = await ends.connect()
     session = client._session
     assert session is not None
-    session.link.send(Submit(session.welcome.epoch, 1, Content(b"\xc0", fence=bytes(64))))
+    session.link.queue(submit_of(None, None, epoch=session.welcome.epoch, request_id=1, fence=bytes(64)))
     await eventually(lambda: ring.statistics().protocol_errors == 1)
     assert "an event came without a slot in device memory" in caplog.text
 

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from shmring.core.messages import Content, SlotRef, TensorRef
+from shmring.core.messages import SlotRef
+from shmring.core.wire import Content
 from shmring.gpu.layout import GAP_NBYTES, Layout
+from tests.records import content_of, tensor_extension
 
 
 def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
     """A content of tensors ``(region, offset, dtype, shape)`` in two slots of a slab."""
-    refs = []
+    payload = []
     for region, offset, dtype, shape in tensors:
         size = np.dtype(dtype if dtype != "bfloat16" else "int16").itemsize
-        refs.append(TensorRef(region, offset, int(np.prod(shape)) * size, dtype, shape))
+        payload.append(tensor_extension(region, offset, int(np.prod(shape)) * size, dtype, shape))
     slots = (SlotRef(0, 4096, slot_nbytes, 1), SlotRef(0, 2 << 20, slot_nbytes, 2))
-    checked = Content(b"", tuple(refs), inline, slots)
-    checked.check(4096)
-    return checked
+    return content_of(payload, inline, slots)
 
 
 def spans(layout: Layout) -> list[tuple[int, int, int]]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import os
+import socket
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,21 +21,25 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
-from shmring.core import views
-from shmring.core.messages import (
-    TENSOR_ALIGNMENT,
-    TENSOR_EXTENSION,
-    TORCH_ITEM_NBYTES,
-    Content,
-    SlotRef,
-    Submit,
-    TensorRef,
-    decode_frontend_message,
-    encode_message,
-)
-from shmring.core.views import borrowed, copied
+from shmring.core.client_book import ClientBook
+from shmring.core.geometry import ClientBookLimits
+from shmring.core.held_slots import HeldSlots
+from shmring.core.mapping import Mapping
+from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
+from shmring.core.messages import SLOT_HEADER_NBYTES, TENSOR_ALIGNMENT, TORCH_ITEM_NBYTES, LeaseGrant, SlotRef
+from shmring.core.payload import Packed, write_submit
+from shmring.core.received import PayloadDecoder, decode_content
+from shmring.core.views import Regions
+from shmring.core.wire import Content, Submit, read_record
 from shmring.errors import CapacityError, RemoteProtocolError
-from shmring.memory.payload import Packed, Packer, PayloadDecoder, nbytes_for, torch_dtype_name
+from shmring.memory.tensors import make_decoder, make_packer, nbytes_for, torch_dtype_name
+from tests.records import content_of, slot_extension, tensor_extension
+
+LARGEST_RECORD_NBYTES = 1 << 16
+LARGEST_PAYLOAD_NBYTES = 1 << 24
+MAX_TENSORS = 4096
+SLOT_OFFSET = 4096
+CONTENT_OFFSET = SLOT_OFFSET + SLOT_HEADER_NBYTES
 
 TORCH_NAMES = [
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
@@ -44,29 +51,92 @@ NUMPY_NAMES = [
 ]  # fmt: skip
 
 
-def over_the_wire(packed: Packed, *, inline: bool) -> tuple[Content, NDArray[np.uint8]]:
-    """Copies a payload into a slot (or the message) full of rubbish, and sends its message through the codec."""
-    region = np.full(packed.copy_nbytes, 0xA5, np.uint8)
-    if inline:
-        content = packed.content_with(packed.inline())
-    else:
-        packed.copy_into(region, int(region.ctypes.data))
-        content = packed.content_in((SlotRef(1, 4096, packed.copy_nbytes, 1),))
-    message = decode_frontend_message(encode_message(Submit(1, 1, content)))
+class Ends:
+    """A message ring for submissions, and the regions of what came."""
+
+    def __init__(self) -> None:
+        self._sockets = socket.socketpair()
+        memory = bytearray(ring_nbytes(1 << 18))
+        self._writer = RecordWriter(memory, self._sockets[0].fileno())
+        self._reader = RecordReader(memory, self._sockets[1].fileno())
+        self.regions = Regions()
+
+    def record_of(
+        self, packed: Packed, slots: tuple[SlotRef, ...], epoch: int = 1, request_id: int = 1, name: str = ""
+    ) -> bytes:
+        assert write_submit(self._writer, packed, epoch, request_id, name, b"", slots)
+        record = self._reader.read()
+        assert record is not None
+        return record
+
+    def close(self) -> None:
+        self.regions.close()
+        for end in self._sockets:
+            end.close()
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
+
+
+def pack(payload: object, max_tensors: int = 8, *, inline: bool = False, held: HeldSlots | None = None) -> Packed:
+    """Packs a payload whose tensors are copied to a slot, or to the record."""
+    inline_nbytes = LARGEST_RECORD_NBYTES if inline else 0
+    return make_packer(max_tensors, LARGEST_PAYLOAD_NBYTES).pack(payload, inline_nbytes, LARGEST_RECORD_NBYTES, held)
+
+
+def hold(held: HeldSlots, address: int, nbytes: int) -> HeldSlots:
+    """Has a caller hold a slot, in a book of its own."""
+    book = ClientBook(ClientBookLimits(1, 1 << 30, 1 << 30, 4, 1 << 20, 1.0))
+    book.granted(LeaseGrant(0, 1, 4096, 1 << 20), 0.0)
+    slot = book.acquire(nbytes, held=True)
+    assert slot is not None
+    held.hold(slot, address, nbytes)
+    return held
+
+
+def slab_of(nbytes: int) -> Mapping:
+    """Memory full of rubbish, in which a slot of so many bytes has room."""
+    fd = os.memfd_create("slab")
+    try:
+        os.ftruncate(fd, CONTENT_OFFSET + nbytes)
+        slab = Mapping(fd, CONTENT_OFFSET + nbytes)
+    finally:
+        os.close(fd)
+    memoryview(slab).cast("B")[:] = b"\xa5" * (CONTENT_OFFSET + nbytes)
+    return slab
+
+
+def over_the_wire(ends: Ends, packed: Packed) -> tuple[Content, Mapping]:
+    """Copies a payload into a slot full of rubbish, or into its record, and sends that."""
+    slab = slab_of(packed.slot_nbytes)
+    slots: tuple[SlotRef, ...] = ()
+    if packed.slot_nbytes:
+        packed.copy_into(slab.address + CONTENT_OFFSET)
+        slots = (SlotRef(1, SLOT_OFFSET, packed.slot_nbytes, 1),)
+    message = read_record(ends.record_of(packed, slots), MAX_TENSORS, from_engine=False)
     assert isinstance(message, Submit)
-    message.content.check(4096)
-    return message.content, region
+    content = message.content
+    if content.payload_nbytes:
+        start = CONTENT_OFFSET + content.payload_offset
+        content.take_payload(bytes(memoryview(slab)[start : start + content.payload_nbytes]), MAX_TENSORS)
+    return content, slab
 
 
-def region_of(memory: NDArray[np.uint8]) -> views.Region:
-    """A region over an array that outlives its views."""
-    return borrowed(memory.ctypes.data, memory.nbytes)
+def decoded(ends: Ends, content: Content, slab: Mapping, decoder: PayloadDecoder | None = None) -> Any:
+    payload, _ = decode_content(decoder or make_decoder(), content, 1, ends.regions, slab)
+    return payload
 
 
-def round_trip(payload: object, payload_type: Any = Any, *, inline: bool = False) -> Any:
-    content, region = over_the_wire(Packer(4096).pack(payload), inline=inline)
-    memory = copied(region)
-    return PayloadDecoder(payload_type).decode(content, lambda number: memory)
+def round_trip(ends: Ends, payload: object, payload_type: Any = Any, *, inline: bool = False) -> Any:
+    packed = pack(payload, MAX_TENSORS, inline=inline)
+    if inline:
+        assert not packed.slot_nbytes
+    content, slab = over_the_wire(ends, packed)
+    return decoded(ends, content, slab, make_decoder(payload_type))
 
 
 def bits(value: torch.Tensor | NDArray[Any]) -> bytes:
@@ -191,28 +261,29 @@ patient = settings(suppress_health_check=[HealthCheck.too_slow])
 
 @patient
 @given(payload=payloads, inline=st.booleans())
-def test_any_payload_arrives_as_it_was_sent(payload: object, inline: bool) -> None:
-    assert_same(payload, round_trip(payload, inline=inline))
+def test_any_payload_arrives_as_it_was_sent(ends: Ends, payload: object, inline: bool) -> None:
+    assert_same(payload, round_trip(ends, payload, inline=inline))
 
 
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)])
 @pytest.mark.parametrize("name", TORCH_NAMES)
-def test_every_torch_dtype(name: str, shape: tuple[int, ...], inline: bool) -> None:
-    assert_same(tensor := random_torch(name, shape, 1), round_trip(tensor, inline=inline))
+def test_every_torch_dtype(ends: Ends, name: str, shape: tuple[int, ...], inline: bool) -> None:
+    assert_same(tensor := random_torch(name, shape, 1), round_trip(ends, tensor, inline=inline))
 
 
 @pytest.mark.parametrize("name", sorted(set(TORCH_ITEM_NBYTES) - set(TORCH_NAMES)))
-def test_rarer_torch_dtypes_too(name: str) -> None:
+def test_rarer_torch_dtypes_too(ends: Ends, name: str) -> None:
     if not hasattr(torch, name):
         pytest.skip(f"this torch has no {name}")
-    assert_same(tensor := random_torch(name, (3, 2), 1), round_trip([tensor, tensor.T])[0])
+    assert_same(tensor := random_torch(name, (3, 2), 1), round_trip(ends, [tensor, tensor.T])[0])
 
 
+@pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)])
 @pytest.mark.parametrize("name", NUMPY_NAMES)
-def test_every_numpy_dtype(name: str, shape: tuple[int, ...]) -> None:
-    assert_same(array := random_numpy(name, shape, 1), round_trip(array))
+def test_every_numpy_dtype(ends: Ends, name: str, shape: tuple[int, ...], inline: bool) -> None:
+    assert_same(array := random_numpy(name, shape, 1), round_trip(ends, array, inline=inline))
 
 
 @pytest.mark.parametrize(
@@ -235,9 +306,10 @@ def test_every_numpy_dtype(name: str, shape: tuple[int, ...]) -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
 )
-def test_views_arrive_and_the_callers_tensor_stays_as_it_was(tensor: torch.Tensor) -> None:
+@pytest.mark.parametrize("inline", [False, True])
+def test_views_arrive_and_the_callers_tensor_stays_as_it_was(ends: Ends, tensor: torch.Tensor, inline: bool) -> None:
     before = (bits(tensor), tensor.stride(), tensor.storage_offset(), tensor.data_ptr(), tensor.requires_grad, tensor.is_conj())
-    received = round_trip({"x": tensor})["x"]
+    received = round_trip(ends, {"x": tensor}, inline=inline)["x"]
     assert bits(received) == before[0]
     assert received.shape == tensor.shape
     assert not received.requires_grad
@@ -246,28 +318,35 @@ def test_views_arrive_and_the_callers_tensor_stays_as_it_was(tensor: torch.Tenso
     )  # fmt: skip
 
 
-def test_numpy_scalars_arrive_as_numbers() -> None:
-    assert round_trip([np.float32(1.5), np.int64(-3), np.bool_(True), np.uint8(200), np.str_("x")]) == [1.5, -3, True, 200, "x"]
+def test_numpy_scalars_arrive_as_numbers(ends: Ends) -> None:
+    assert round_trip(ends, [np.float32(1.5), np.int64(-3), np.bool_(True), np.uint8(200), np.str_("x")]) == [
+        1.5,
+        -3,
+        True,
+        200,
+        "x",
+    ]
 
 
-def test_what_msgspec_encodes_travels() -> None:
+def test_what_msgspec_encodes_travels(ends: Ends) -> None:
     moment = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
-    assert round_trip({"t": (1, 2), "s": {3}, "d": moment, "e": Ext(5, b"x")}) == {
+    assert round_trip(ends, {"t": (1, 2), "s": {3}, "d": moment, "e": Ext(5, b"x")}) == {
         "t": [1, 2], "s": [3], "d": moment, "e": Ext(5, b"x")
     }  # fmt: skip
 
 
-def test_a_tensor_that_occurs_twice_arrives_twice() -> None:
+def test_a_tensor_that_occurs_twice_arrives_twice(ends: Ends) -> None:
     tensor = torch.arange(4)
-    first, second = round_trip([tensor, tensor])
+    first, second = round_trip(ends, [tensor, tensor])
     assert_same(tensor, first)
     assert_same(tensor, second)
 
 
-def test_received_arrays_are_read_only_unless_the_decoder_says_otherwise() -> None:
-    content, region = over_the_wire(Packer(8).pack(np.arange(5)), inline=False)
-    assert not PayloadDecoder().decode(content, lambda _: region_of(region)).flags.writeable
-    assert PayloadDecoder(writable=True).decode(content, lambda _: region_of(region)).flags.writeable
+@pytest.mark.parametrize("inline", [False, True])
+def test_received_arrays_are_read_only_unless_the_decoder_says_otherwise(ends: Ends, inline: bool) -> None:
+    content, slab = over_the_wire(ends, pack(np.arange(5), inline=inline))
+    assert not decoded(ends, content, slab, make_decoder()).flags.writeable
+    assert decoded(ends, content, slab, make_decoder(writable=True)).flags.writeable
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------
@@ -276,61 +355,61 @@ def test_received_arrays_are_read_only_unless_the_decoder_says_otherwise() -> No
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(777, 778)])
 def test_only_the_viewed_region_travels(rows: slice) -> None:
     base = torch.zeros(100 << 10, 1024, dtype=torch.uint8)
-    packed = Packer(8).pack({"view": base[rows], "array": base.numpy()[rows]})
+    packed = pack({"view": base[rows], "array": base.numpy()[rows]})
     assert [part.nbytes for part in packed.parts] == [1024, 1024]
-    assert packed.copy_nbytes == 2048
+    assert packed.slot_nbytes == 2048
     assert len(packed.payload) < 100
 
 
 def test_tensors_lie_on_cache_lines_of_their_own() -> None:
-    packed = Packer(8).pack(
-        [torch.zeros(3, dtype=torch.uint8), torch.zeros(0), torch.zeros(65, dtype=torch.uint8), torch.ones(1)]
-    )
+    packed = pack([torch.zeros(3, dtype=torch.uint8), torch.zeros(0), torch.zeros(65, dtype=torch.uint8), torch.ones(1)])
     assert [part.offset for part in packed.parts] == [0, 0, 64, 192]
-    assert packed.copy_nbytes == 196
+    assert packed.slot_nbytes == packed.region_nbytes == 196
     assert packed.copied == 3, "an empty tensor is not copied"
     assert all(part.offset % TENSOR_ALIGNMENT == 0 for part in packed.parts)
 
 
 def test_nbytes_for_is_what_a_payload_of_these_tensors_needs() -> None:
     shapes_and_dtypes = [((3,), torch.uint8), ((2, 5), torch.float64), ((), torch.bfloat16), ((7,), torch.complex64)]
-    packed = Packer(8).pack([torch.zeros(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes])
-    assert nbytes_for(*shapes_and_dtypes) == packed.copy_nbytes
+    packed = pack([torch.zeros(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes])
+    assert nbytes_for(*shapes_and_dtypes) == packed.slot_nbytes
     assert nbytes_for() == 0
 
 
 def test_nothing_is_written_beside_the_tensors() -> None:
-    packed = Packer(8).pack([torch.ones(3, dtype=torch.uint8), torch.ones(2, 2, dtype=torch.float32).T])
-    region = np.full(packed.copy_nbytes + 64, 0xA5, np.uint8)
-    packed.copy_into(region[: packed.copy_nbytes], int(region.ctypes.data))
+    packed = pack([torch.ones(3, dtype=torch.uint8), torch.ones(2, 2, dtype=torch.float32).T])
+    region = np.full(packed.slot_nbytes + 64, 0xA5, np.uint8)
+    packed.copy_into(int(region.ctypes.data))
+    assert set(region[:3].tolist()) == {1}
     assert set(region[3:64].tolist()) == {0xA5}
-    assert set(region[packed.copy_nbytes :].tolist()) == {0xA5}
+    assert set(region[packed.slot_nbytes :].tolist()) == {0xA5}
 
 
-def test_tensors_in_a_slot_of_the_caller_are_described_in_place() -> None:
+def test_tensors_in_a_slot_of_the_caller_are_described_in_place(ends: Ends) -> None:
     slot = np.zeros(4096, np.uint8)
     inside = torch.from_numpy(slot[64:128]).view(torch.float32)
-
-    def locate(address: int, nbytes: int) -> tuple[int, int] | None:
-        offset = address - slot.ctypes.data
-        return (1, offset) if offset >= 0 and offset + nbytes <= slot.nbytes else None
-
-    packed = Packer(8).pack([inside, inside[1:], inside[::2], torch.ones(2)], locate)
-    assert [(part.in_place, part.region, part.offset) for part in packed.parts] == [
+    held = hold(HeldSlots(), slot.ctypes.data, slot.nbytes)
+    packed = pack([inside, inside[1:], inside[::2], torch.ones(2)], held=held)
+    assert [(part.is_in_place, part.region, part.offset) for part in packed.parts] == [
         (True, 1, 64),
         (True, 1, 68),
         (False, 0, 0),  # strided: has to be gathered
         (False, 0, 64),
     ]
     assert (packed.in_place, packed.in_place_nbytes, packed.copied) == (2, 64 + 60, 2)
-    slot_ref, own = SlotRef(1, 4096, 4096, 1), SlotRef(1, 8192, packed.copy_nbytes, 2)
-    content = packed.content_in((slot_ref, own))
-    assert [ref.region for ref in content.tensors] == [1, 1, 2, 2]
+    assert len(held.found) == 1
+    slot_ref, own = SlotRef(1, 4096, 4096, 1), SlotRef(1, 8192, packed.slot_nbytes, 2)
+    message = read_record(ends.record_of(packed, (slot_ref, own)), MAX_TENSORS, from_engine=False)
+    assert isinstance(message, Submit)
+    assert [ref.region for ref in message.content.tensors] == [1, 1, 2, 2]
 
 
-def test_a_conjugated_view_is_never_taken_as_it_lies() -> None:
-    packed = Packer(8).pack(torch.tensor([1 + 2j]).conj(), lambda address, nbytes: (1, 0))
-    assert not packed.parts[0].in_place
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view, lambda tensor: tensor.conj().imag])
+def test_a_view_that_is_changed_by_a_flag_is_never_taken_as_it_lies(view: Any) -> None:
+    tensor = torch.tensor([1 + 2j])
+    held = hold(HeldSlots(), tensor.data_ptr(), tensor.nbytes)
+    assert pack(tensor, held=held).parts[0].is_in_place
+    assert not pack(view(tensor), held=held).parts[0].is_in_place
 
 
 # -- what can't travel --------------------------------------------------------------------------------------------------
@@ -399,7 +478,7 @@ BAD = {
 )
 def test_what_cannot_travel_is_a_type_error_that_names_its_path(bad: object, wrap: Any, path: str) -> None:
     with pytest.raises(TypeError) as caught:
-        Packer(8).pack(wrap(bad))
+        pack(wrap(bad))
     assert str(caught.value).startswith(f"{path} can't be sent: ")
 
 
@@ -412,100 +491,109 @@ def test_the_reason_says_what_to_do() -> None:
         (BAD["instance"], "Unknown is neither a tensor"),
     ]:
         with pytest.raises(TypeError, match=reason):
-            Packer(8).pack(bad)
+            pack(bad)
 
 
 def test_a_payload_that_contains_itself_is_a_type_error() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(TypeError, match="contains itself"):
-        Packer(8).pack(loop)
+        pack(loop)
     with pytest.raises(TypeError, match="nested too deeply"):
-        Packer(8).pack(nested_list(100_000))
+        pack(nested_list(100_000))
 
 
-def test_a_field_that_is_left_out_is_not_the_culprit() -> None:
+def test_a_field_that_is_left_out_is_not_the_culprit(ends: Ends) -> None:
     class Partial(msgspec.Struct):
         first: int | msgspec.UnsetType = msgspec.UNSET
         mask: Any = None
 
-    assert round_trip(Partial(mask=1)) == {"mask": 1}
+    assert round_trip(ends, Partial(mask=1)) == {"mask": 1}
     with pytest.raises(TypeError, match=r"^payload\.mask can't be sent"):
-        Packer(8).pack(Partial(mask=Unknown()))
+        pack(Partial(mask=Unknown()))
 
 
 def test_a_failed_pack_keeps_nothing_of_the_payload_alive() -> None:
-    packer = Packer(8)
+    packer = make_packer(8, LARGEST_PAYLOAD_NBYTES)
     tensor = torch.ones(3)
     died = weakref.ref(tensor)
     with pytest.raises(TypeError):
-        packer.pack([tensor, Unknown()])
+        packer.pack([tensor, Unknown()], 0, LARGEST_RECORD_NBYTES)
     del tensor
     assert died() is None
 
 
 def test_too_many_tensors_are_a_capacity_error() -> None:
     with pytest.raises(CapacityError) as caught:
-        Packer(3).pack([torch.ones(1)] * 4)
+        pack([torch.ones(1)] * 4, 3)
     assert (caught.value.needed, caught.value.capacity) == (4, 3)
-    assert Packer(3).pack([torch.ones(1)] * 3).copied == 3
+    assert pack([torch.ones(1)] * 3, 3).copied == 3
 
 
 def test_a_packer_forgets_a_failed_payload() -> None:
-    packer = Packer(3)
+    packer = make_packer(3, LARGEST_PAYLOAD_NBYTES)
     with pytest.raises(TypeError):
-        packer.pack([torch.ones(1), torch.ones(1), Unknown()])
-    assert len(packer.pack([torch.ones(1)]).parts) == 1
+        packer.pack([torch.ones(1), torch.ones(1), Unknown()], 0, LARGEST_RECORD_NBYTES)
+    assert len(packer.pack([torch.ones(1)], 0, LARGEST_RECORD_NBYTES).parts) == 1
 
 
 @pytest.mark.parametrize("inline", [False, True])
 @pytest.mark.parametrize("name", ["", "x" * 256, "\U0001f600" * 256], ids=["no name", "ascii", "emoji"])
 @pytest.mark.parametrize("tensors", [0, 1, 20])
-def test_no_message_exceeds_a_record_whatever_travels_in_a_slot(tensors: int, name: str, inline: bool) -> None:
+def test_no_message_exceeds_a_record_whatever_travels_in_a_slot(ends: Ends, tensors: int, name: str, inline: bool) -> None:
     limit = 16384
-    bodies = messages = 0
+    in_slot = in_record = 0
+    packer = make_packer(64, 1 << 20)
     for text in range(8000, limit + 1, 3):
-        packed = Packer(64).pack({"text": "x" * text, "tensors": [torch.zeros([1] * 20)] * tensors})
-        packed.settle(limit, limit // 2 if inline else 0, 1 << 20)
-        slots = (SlotRef(2**62, 2**62, packed.copy_nbytes, 2**64 - 1),)
-        content = packed.content_in(slots) if packed.needs_slot else packed.content_with(packed.inline(), slots)
-        assert len(encode_message(Submit(2**64 - 1, 2**62, content, name))) <= limit
-        bodies += bool(packed.body)
-        messages += not packed.body
-    assert bodies
-    assert messages
+        payload = {"text": "x" * text, "tensors": [torch.zeros([1] * 20)] * tensors}
+        packed = packer.pack(payload, limit // 2 if inline else 0, limit)
+        slots = (SlotRef(2**62, 2**62, packed.slot_nbytes, 2**64 - 1),) if packed.slot_nbytes else ()
+        assert len(ends.record_of(packed, slots, 2**64 - 1, 2**62, name)) <= limit
+        in_slot += packed.is_payload_in_slot
+        in_record += not packed.is_payload_in_slot
+    assert in_slot
+    assert in_record
 
 
 @pytest.mark.parametrize("tensors", [0, 3])
-def test_a_payload_that_goes_to_a_slot_comes_back_with_its_tensors(tensors: int) -> None:
+def test_a_payload_that_goes_to_a_slot_comes_back_with_its_tensors(ends: Ends, tensors: int) -> None:
     payload = {"text": "x" * 5000, "tensors": [torch.full((7,), number) for number in range(tensors)]}
-    packed = Packer(64).pack(payload)
-    packed.settle(4096, 1024, 1 << 20)
-    assert packed.needs_slot
-    region = np.zeros(packed.copy_nbytes, np.uint8)
-    packed.copy_into(region, region.ctypes.data)
-    content = packed.content_in((SlotRef(1, 4096, packed.copy_nbytes, 1),))
-    content.check_size(1024, 1 << 20)
-    assert content.body is not None
-    assert content.body.offset % 64 == 0
-    data = region[content.body.offset :][: content.body.nbytes].tobytes()
-    found = PayloadDecoder().decode(content.with_body(data, 64), lambda number: region_of(region))
+    packed = make_packer(64, 1 << 20).pack(payload, 1024, 4096)
+    assert packed.is_payload_in_slot
+    content, slab = over_the_wire(ends, packed)
+    assert content.payload_nbytes == len(packed.payload)
+    assert content.payload_offset % TENSOR_ALIGNMENT == 0
+    found = decoded(ends, content, slab)
     assert found["text"] == payload["text"]
     assert [tensor.tolist() for tensor in found["tensors"]] == [[number] * 7 for number in range(tensors)]
 
 
 def test_a_payload_that_is_larger_than_agreed_upon_is_an_error_that_says_so() -> None:
-    packed = Packer(64).pack("x" * 5000)
     with pytest.raises(CapacityError, match="max_payload_nbytes") as caught:
-        packed.settle(65536, 1024, 5000)
+        make_packer(64, 5000).pack("x" * 5000, 1024, 65536)
     assert caught.value.needed > caught.value.capacity == 5000
+    make_packer(64, 5003).pack("x" * 5000, 1024, 65536)
 
 
 def test_a_message_that_names_too_many_slots_is_an_error_that_says_so() -> None:
-    packed = Packer(64).pack("x")
-    with pytest.raises(CapacityError, match="names 100 slots") as caught:
-        packed.settle(4096, 1024, 1 << 20, slots=100)
+    memory = np.zeros((100, 64), np.uint8)
+    held = HeldSlots()
+    for slot in memory:
+        hold(held, slot.ctypes.data, slot.nbytes)
+    packer = make_packer(128, 1 << 20)
+    with pytest.raises(CapacityError, match="in 100 slots do not fit one message") as caught:
+        packer.pack(list(torch.from_numpy(memory)), 1024, 4096, held)
     assert caught.value.needed > caught.value.capacity == 4096
+    assert packer.pack(list(torch.from_numpy(memory)), 1024, 8192, held).in_place == 100
+
+
+def test_any_number_of_tensors_in_one_slot_of_the_caller_fits_one_message() -> None:
+    """It names one slot, and a payload that is too long lies in another one."""
+    slot = torch.zeros(1000, dtype=torch.uint8)
+    held = hold(HeldSlots(), slot.data_ptr(), slot.nbytes)
+    packed = make_packer(1000, 1 << 20).pack(list(slot), 1024, 4096, held)
+    assert (packed.in_place, len(held.found)) == (1000, 1)
+    assert packed.is_payload_in_slot
 
 
 # -- typed decoding -----------------------------------------------------------------------------------------------------
@@ -524,7 +612,7 @@ class Picture(msgspec.Struct, forbid_unknown_fields=True):
     weights: NDArray[np.float32] | None = None
 
 
-def test_decoding_into_a_struct() -> None:
+def test_decoding_into_a_struct(ends: Ends) -> None:
     picture = Picture(
         pixels=torch.arange(6.0).reshape(2, 3),
         table=np.arange(4),
@@ -532,7 +620,7 @@ def test_decoding_into_a_struct() -> None:
         extra={"a": torch.zeros(1)},
         weights=np.ones(2, np.float32),
     )
-    received = round_trip(picture, Picture)
+    received = round_trip(ends, picture, Picture)
     assert isinstance(received, Picture)
     assert_same(picture.pixels, received.pixels)
     assert_same(picture.table, received.table)
@@ -542,8 +630,8 @@ def test_decoding_into_a_struct() -> None:
     assert_same(picture.weights, received.weights)
 
 
-def test_a_struct_takes_arrays_for_tensors_and_tensors_for_arrays() -> None:
-    received = round_trip({"pixels": np.arange(3, dtype=">i4"), "table": torch.arange(3), "regions": []}, Picture)
+def test_a_struct_takes_arrays_for_tensors_and_tensors_for_arrays(ends: Ends) -> None:
+    received = round_trip(ends, {"pixels": np.arange(3, dtype=">i4"), "table": torch.arange(3), "regions": []}, Picture)
     assert isinstance(received.pixels, torch.Tensor)
     assert received.pixels.tolist() == [0, 1, 2]
     assert isinstance(received.table, np.ndarray)
@@ -565,57 +653,76 @@ def test_a_struct_takes_arrays_for_tensors_and_tensors_for_arrays() -> None:
     ],
     ids=str,
 )
-def test_a_payload_of_another_type_is_a_validation_error(payload: object) -> None:
+def test_a_payload_of_another_type_is_a_validation_error(ends: Ends, payload: object) -> None:
     with pytest.raises(msgspec.ValidationError):
-        round_trip(payload, Picture)
+        round_trip(ends, payload, Picture)
 
 
 # -- hostile payloads ---------------------------------------------------------------------------------------------------
 
 
-def tensor_extension(index: int, length: int = 4) -> bytes:
-    return msgspec.msgpack.encode(Ext(TENSOR_EXTENSION, index.to_bytes(length, "little")))
-
-
-ONE_TENSOR = (TensorRef(1, 0, 8, "int64", (1,)),)
-ONE_ARRAY = (TensorRef(1, 0, 8, "<i8", (1,)),)
+SLOTS = (slot_extension(nbytes=64),)
+TENSOR = msgspec.msgpack.encode(tensor_extension(1, 0, 8, "int64", (1,)))
+ARRAY = msgspec.msgpack.encode(tensor_extension(1, 0, 8, "<i8", (1,)))
 HOSTILE = {
-    "nothing": (b"", ONE_TENSOR),
-    "rubbish": (b"\xc1\xff\x00", ONE_TENSOR),
-    "a truncated map": (b"\x82\xa1a", ONE_TENSOR),
-    "two objects": (b"\x01\x02", ONE_TENSOR),
-    "a tensor that is not there": (tensor_extension(1), ONE_TENSOR),
-    "a tensor number of three bytes": (tensor_extension(0, 3), ONE_TENSOR),
-    "a tensor number of five bytes": (tensor_extension(0, 5), ONE_TENSOR),
-    "a list of four thousand million": (b"\xdd\xff\xff\xff\xff", ONE_TENSOR),
-    "a map as a key": (b"\x81\x80\x01", ONE_TENSOR),
-    "an array as a key": (b"\x81" + tensor_extension(0) + b"\x01", ONE_ARRAY),
-    "text that is no text": (b"\xa2\xff\xfe", ONE_TENSOR),
-    "too deep": (b"\x91" * 100_000 + b"\xc0", ONE_TENSOR),
-    "a dtype that is none": (tensor_extension(0), (TensorRef(1, 0, 8, "<M8[fortnights]", (1,)),)),
+    "nothing": b"",
+    "rubbish": b"\xc1\xff\x00",
+    "a truncated map": b"\x82\xa1a",
+    "two objects": b"\x01\x02",
+    "a tensor in a slot that is not there": msgspec.msgpack.encode(tensor_extension(3, 0, 8, "int64", (1,))),
+    "a tensor cut short": msgspec.msgpack.encode(Ext(83, TENSOR[-28:-1])),
+    "a tensor and a byte": msgspec.msgpack.encode(Ext(83, TENSOR[-28:] + b"\0")),
+    "a tensor of no bytes": msgspec.msgpack.encode(Ext(83, b"")),
+    "a list of four thousand million": b"\xdd\xff\xff\xff\xff",
+    "a map as a key": b"\x81\x80\x01",
+    "an array as a key": b"\x81" + ARRAY + b"\x01",
+    "text that is no text": b"\xa2\xff\xfe",
+    "too deep": b"\x91" * 100_000 + b"\xc0",
+    "a dtype that is none": msgspec.msgpack.encode(tensor_extension(1, 0, 8, "<M8[fortnights]", (1,))),
+    "a tensor in a list that is cut off": b"\x92" + TENSOR,
 }
 
 
-@pytest.mark.parametrize(("payload", "tensors"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_payload_is_refused_and_nothing_else(payload: bytes, tensors: tuple[TensorRef, ...]) -> None:
-    decoder = PayloadDecoder()
-    region = np.zeros(64, np.uint8)
+@pytest.fixture
+def slab() -> Mapping:
+    return slab_of(64)
+
+
+@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_payload_is_refused_and_nothing_else(ends: Ends, slab: Mapping, payload: bytes) -> None:
+    decoder = make_decoder()
     with pytest.raises(RemoteProtocolError):
-        decoder.decode(Content(payload, tensors, b"", (SlotRef(1, 4096, 64, 1),)), lambda _: region_of(region))
-    assert decoder.decode(Content(b"\x01"), lambda _: region_of(region)) == 1, "the decoder goes on"
+        decoded(ends, content_of(msgspec.Raw(payload), None, SLOTS), slab, decoder)
+    assert decoded(ends, content_of(1), slab, decoder) == 1, "the decoder goes on"
+    assert decoded(ends, content_of(msgspec.Raw(TENSOR), None, SLOTS), slab, decoder).shape == (1,)
 
 
-@given(st.binary(max_size=200))
-def test_no_bytes_make_decoding_raise_anything_else(payload: bytes) -> None:
-    region = np.zeros(64, np.uint8)
+@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_payload_in_a_slot_is_refused_and_nothing_else(ends: Ends, slab: Mapping, payload: bytes) -> None:
+    decoder = make_decoder()
+    with pytest.raises(RemoteProtocolError):
+        decoded(ends, taken_from_slot(payload), slab, decoder)
+    assert decoded(ends, taken_from_slot(TENSOR), slab, decoder).shape == (1,), "the decoder goes on"
+
+
+def taken_from_slot(payload: bytes) -> Content:
+    """A content whose payload lay in a slot, where anybody may have written it."""
+    content = content_of(None, SLOTS[0], SLOTS, lies_at=(0, 64))
+    content.take_payload(payload, MAX_TENSORS)
+    return content
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_no_bytes_make_decoding_raise_anything_else(ends: Ends, payload: bytes, in_slot: bool) -> None:
+    slab = slab_of(64)
     for payload_type in (Any, Picture, dict[str, torch.Tensor]):
-        content = Content(payload, ONE_TENSOR, b"", (SlotRef(1, 4096, 64, 1),))
         with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError):
-            PayloadDecoder(payload_type).decode(content, lambda _: region_of(region))
+            content = taken_from_slot(payload) if in_slot else content_of(msgspec.Raw(payload), None, SLOTS)
+            decoded(ends, content, slab, make_decoder(payload_type))
 
 
-def test_an_unknown_extension_arrives_as_one() -> None:
-    assert PayloadDecoder().decode(Content(msgspec.msgpack.encode(Ext(9, b"abc"))), lambda _: copied(b"")) == Ext(9, b"abc")
+def test_an_unknown_extension_arrives_as_one(ends: Ends, slab: Mapping) -> None:
+    assert decoded(ends, content_of(Ext(9, b"abc")), slab) == Ext(9, b"abc")
 
 
 def test_dtypes_are_named_as_the_wire_spells_them() -> None:

@@ -166,15 +166,7 @@ def test_a_file_that_is_no_slab_is_refused(tmp_path: Path) -> None:
         Slab.attach(os.open(path, os.O_RDWR), MIB, epoch=0)
 
 
-# -- headers and views --------------------------------------------------------------------------------------------------
-
-
-def test_a_slot_header_is_read_as_it_was_written(slab: Slab) -> None:
-    assert slab.read_slot_header(3 * PAGE) == (0, 0)
-    slab.write_slot_header(3 * PAGE, (5 << 40) + 9, 12345)
-    assert slab.read_slot_header(3 * PAGE) == ((5 << 40) + 9, 12345)
-    slab.anchor(3 * PAGE, 1)[0] ^= 1
-    assert slab.read_slot_header(3 * PAGE) == (0, 0), "a header whose magic is damaged is none"
+# -- addresses and views -------------------------------------------------------------------------------------------------
 
 
 def test_find_knows_its_own_addresses_only(slab: Slab) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shmring.memory import streaming
-from shmring.memory.payload import Packer
 from shmring.memory.streaming import STREAMING_NBYTES, copier_for, streaming_width
+from shmring.memory.tensors import make_packer
 
 built = pytest.mark.skipif(streaming_width() == 0, reason="the extension was not built, or this processor can't stream")
 
@@ -67,9 +67,9 @@ def test_a_payload_arrives_with_and_without_streaming_stores(processor_streams: 
         assert copier_for(1 << 40) is ctypes.memmove
     large = torch.arange(STREAMING_NBYTES // 4 + 3, dtype=torch.int32)
     payload = {"large": large, "view": large[1::2], "odd": torch.arange(77, dtype=torch.uint8), "array": np.arange(1001)}
-    packed = Packer(16).pack(payload)
-    region = np.zeros(packed.copy_nbytes, np.uint8)
-    packed.copy_into(region, int(region.ctypes.data))
+    packed = make_packer(16, 1 << 16).pack(payload, 0, 1 << 16)
+    region = np.zeros(packed.slot_nbytes, np.uint8)
+    packed.copy_into(int(region.ctypes.data))
     for part in packed.parts:
         expected = part.source.contiguous().numpy() if isinstance(part.source, torch.Tensor) else part.source
         copied = region[part.offset : part.offset + part.nbytes]

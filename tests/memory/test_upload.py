@@ -17,14 +17,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from shmring.core.messages import SLOT_HEADER_NBYTES, Content, SlotRef, TensorRef
+from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.wire import Content
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import CudaError
-from shmring.gpu.layout import Layout, Place
+from shmring.gpu.layout import Layout
 from shmring.gpu.pinned import PinnedSlab
 from shmring.gpu.upload import Uploads
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
+from shmring.memory.views import Place
+from tests.records import content_of, tensor_extension
 
 pytestmark = pytest.mark.both_loops
 
@@ -37,14 +40,12 @@ Eventually = Callable[..., Awaitable[Any]]
 
 def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
     """A content of tensors ``(region, offset, dtype, shape)`` in two slots of a slab."""
-    refs = []
+    payload = []
     for region, offset, dtype, shape in tensors:
         size = np.dtype(dtype if dtype != "bfloat16" else "int16").itemsize
-        refs.append(TensorRef(region, offset, int(np.prod(shape)) * size, dtype, shape))
+        payload.append(tensor_extension(region, offset, int(np.prod(shape)) * size, dtype, shape))
     slots = (SlotRef(0, 4096, slot_nbytes, 1), SlotRef(0, 2 << 20, slot_nbytes, 2))
-    checked = Content(b"", tuple(refs), inline, slots)
-    checked.check(4096)
-    return checked
+    return content_of(payload, inline, slots)
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ class Rig:
             cuda, self.slab, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES
         )
         self.anchors: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
-        self.content = Content(b"")
+        self.content = content_of(None)
 
     def bytes_of(self, region: int) -> NDArray[np.uint8]:
         slot = self.content.slots[region - 1]

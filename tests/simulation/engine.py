@@ -1,4 +1,4 @@
-"""One life of an engine: the real book, and around it what ``shmring.ring`` and ``shmring.ring.claim`` add.
+"""One life of an engine: the real end and book, and around them what ``shmring.ring`` adds.
 
 The duties of a ring are written again here as it has them, for handlers that may be anywhere between two awaits: waiting
 for reply space, copying a reply, cancelled but not run yet, gone with views of a request's slots still alive.
@@ -7,9 +7,14 @@ for reply space, copying a reply, cancelled but not run yet, gone with views of 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from shmring.core import engine_end
 from shmring.core.effects import (
     ClientGone,
     EngineEffect,
@@ -23,9 +28,9 @@ from shmring.core.effects import (
 from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import (
+    SLOT_HEADER_NBYTES,
     Abort,
-    Content,
-    Done,
+    EngineMessage,
     Failed,
     FailureKind,
     Goodbye,
@@ -35,32 +40,57 @@ from shmring.core.messages import (
     LeaseReturn,
     Refused,
     Release,
-    Reply,
     ReplyRelease,
     SlotRef,
-    Submit,
     decode_frontend_message,
 )
 from shmring.core.states import RequestEvent
+from shmring.core.views import Regions
 from shmring.errors import RemoteProtocolError
-from tests.simulation import books
+from tests.simulation import books, ends
 from tests.simulation.frontend import Process, content_nbytes
+from tests.simulation.payloads import (
+    DECODER,
+    INLINE_NBYTES,
+    MAX_PAYLOAD_NBYTES,
+    MAX_TENSORS,
+    PACKER,
+    payload_of,
+    require_intact,
+)
 from tests.simulation.scenario import Action, Kind, Scenario, require
-from tests.simulation.wire import Headers, Wire
+from tests.simulation.wire import Wire, map_slab
 
 __all__ = ["Claim", "Engine"]
+
+if TYPE_CHECKING:
+    _FrontendEnd = engine_end.FrontendEnd
+    _ClaimEnd = engine_end.ClaimEnd
+else:
+    _FrontendEnd = _ClaimEnd = object  # compiled or not: see Engine
 
 _ENDINGS = (Kind.FINISH, Kind.FAIL, Kind.TIME_OUT)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Client:
+class Client(_FrontendEnd):
     """A connection, as the engine has it."""
 
-    process: Process
-    wire: Wire
-    connected: bool = True
-    buried: bool = False  # its pidfd has fired
+    def __init__(self, engine: Engine, client_id: int, process: Process) -> None:
+        super().__init__(engine.end, client_id)
+        self.engine = weakref.proxy(engine)
+        self.process = process
+        self.wire = Wire(engine.scenario.max_queue)
+        self.link = self.wire.towards_frontend
+        self.connected = True
+        self.buried = False  # its pidfd has fired
+        self.attach(self.link.writer)
+
+    def take_message(self, record: bytes) -> None:
+        self.engine.message_received(self, record)
+
+    def tell(self, message: EngineMessage) -> None:
+        """Sends a message."""
+        self.link.send(message)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -71,17 +101,46 @@ class ReplyWaiter:
     cancelled: bool = False  # but it has not run since
 
 
+class Claim(_ClaimEnd):
+    """A request, and from its claim on what a handler does with it.
+
+    Attributes:
+        reply: a slot for a reply: waited for, or being written.
+        replies: sent so far.
+    """
+
+    reply: ReplyWaiter | ReplySlot | None = None
+    replies = 0
+
+    @functools.cached_property
+    def slots(self) -> tuple[SlotRef, ...]:
+        """Its slots, in the order of its tensors."""
+        return self.submit.content.slots
+
+
+class _CompiledClient(Client, engine_end.FrontendEnd):
+    pass
+
+
+class _CompiledClaim(Claim, engine_end.ClaimEnd):
+    pass
+
+
+class _ModelClient(Client, ends.FrontendEnd):  # type: ignore[misc, override] # to types, a client is of the compiled end
+    pass
+
+
+class _ModelClaim(Claim, ends.ClaimEnd):  # type: ignore[misc, override] # the same
+    pass
+
+
 @dataclasses.dataclass(slots=True, eq=False)
-class Claim:
-    """A request in a handler's hands."""
+class Draining:
+    """A slot that was released with a view of it alive."""
 
     client_id: int
-    request_id: int
-    slots: tuple[SlotRef, ...]
-    released: bool = False
-    aborted: bool = False
-    reply: ReplyWaiter | ReplySlot | None = None  # waited for, or being written
-    replies: int = 0
+    slot: SlotRef
+    view: Any
 
 
 class Engine:
@@ -90,12 +149,29 @@ class Engine:
     def __init__(self, scenario: Scenario, epoch: int) -> None:
         self.scenario = scenario
         self.epoch = epoch
-        self.book: EngineBook = books.chosen.engine(scenario.geometry, scenario.limits)
-        self.headers: Headers = {}
+        chosen = books.chosen
+        self.book: EngineBook = chosen.engine(scenario.geometry, scenario.limits)
+        self.slab = map_slab(scenario.geometry.slab_nbytes)
+        self.regions = Regions()
+        self._client_type = _CompiledClient if chosen.are_ends_compiled else _ModelClient
+        self.end: engine_end.EngineEnd = chosen.engine_end(
+            weakref.proxy(self),
+            self.book,
+            self.regions,
+            self.slab,
+            DECODER,
+            _CompiledClaim if chosen.are_ends_compiled else _ModelClaim,
+            epoch=epoch,
+            max_tensors=MAX_TENSORS,
+            inline_nbytes=INLINE_NBYTES,
+            max_payload_nbytes=MAX_PAYLOAD_NBYTES,
+            debug=False,
+            device=None,
+        )
+        self.end.is_awaited = True
         self.clients: dict[int, Client] = {}
-        self.waiting: OrderedDict[tuple[int, int], tuple[SlotRef, ...]] = OrderedDict()
-        self.claims: list[Claim] = []
-        self.draining: list[tuple[int, SlotRef]] = []
+        self.claims: list[Claim] = []  # in the hands of handlers, whether or not they can still be answered
+        self.draining: list[Draining] = []
         self.next_client = 1
         self.next_ticket = 1
 
@@ -105,9 +181,8 @@ class Engine:
         """Admits a frontend."""
         client_id, self.next_client = self.next_client, self.next_client + 1
         grant = self.book.connect(client_id, base_blocks * BLOCK_NBYTES)
-        wire = Wire()
-        self.clients[client_id] = Client(process, wire)
-        return client_id, wire, grant
+        client = self.clients[client_id] = self._client_type(self, client_id, process)
+        return client_id, client.wire, grant
 
     def connect_in_vain(self, process: Process, base_blocks: int) -> None:
         """A frontend is gone before it was welcomed: it never got the slab."""
@@ -132,34 +207,42 @@ class Engine:
     def _ends(self, client: Client) -> None:
         client.connected = False
         client.wire.close_engine()
+        client.detach()
 
     def die(self) -> None:
         """The engine's process ends, and with it its sockets."""
         for client in self.clients.values():
             client.wire.close_engine()
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of everything that refers to everything else."""
+        self.claims.clear()
+        self.draining.clear()
+        self.end.waiting.clear()
+        self.end.claims.clear()
+        self.regions.close()
 
     # -- what comes ----------------------------------------------------------------------------------------------------------
 
     def hear(self, client_id: int) -> None:
-        """Reads one message of a frontend."""
-        wire = self.clients[client_id].wire
-        body = wire.to_engine.popleft()
+        """Reads one record of a frontend."""
+        client = self.clients[client_id]
+        wire = client.wire
+        record = wire.towards_engine.take()
         try:
-            self._heard(client_id, body)
+            client.take_record(record)
         except RemoteProtocolError as error:
-            require(body is wire.forged, f"an honest frontend is accused: {error}")
-            wire.tell_frontend(Refused(str(error)))
+            require(record is wire.forged, f"an honest frontend is accused: {error}")
+            client.tell(Refused(str(error)))
             self.disconnect(client_id)
         else:
-            require(body is not wire.forged, "a forged message was accepted")
+            require(record is not wire.forged, "a forged message was accepted")
 
-    def _heard(self, client_id: int, body: bytes) -> None:
-        match decode_frontend_message(body):
-            case Submit(epoch, request_id, content):
-                if epoch != self.epoch:
-                    raise RemoteProtocolError(f"request {request_id} is of epoch {epoch}, this is {self.epoch}")
-                self.book.submit(client_id, request_id, content.slots)
-                self.waiting[client_id, request_id] = content.slots
+    def message_received(self, client: Client, record: bytes) -> None:
+        """A frontend has sent what is no submission."""
+        client_id = client.client_id
+        match decode_frontend_message(record):
             case Abort(request_id):
                 self.carry_out(self.book.abort(client_id, request_id))
             case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
@@ -169,19 +252,36 @@ class Engine:
             case ReplyRelease(generations):
                 self.carry_out(self.book.release_replies(client_id, generations))
             case Goodbye(kept_lease_ids, kept_reply_generations):
-                self._ends(self.clients[client_id])
+                self._ends(client)
                 self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations))
+
+    # -- for the end ---------------------------------------------------------------------------------------------------------
+
+    def request_arrived(self) -> None:
+        """A handler waits for each, and may take it up whenever it likes."""
+
+    def take_up_failed(self, claim: Claim, error: Exception, *, breaks_rules: bool) -> None:
+        """A request could not be taken up."""
+        require(False, f"an honest request can't be taken up: {error}")
+
+    def send_release(self, client: Client, generations: Sequence[int]) -> None:
+        """Slots are their frontend's again."""
+        client.tell(Release(tuple(generations)))
+
+    def call_soon(self, callbacks: Sequence[object]) -> None:
+        """Handlers are told in another way."""
+        assert not callbacks
 
     def carry_out(self, effects: Sequence[EngineEffect]) -> None:
         """Does what the book asks for."""
         for effect in effects:
             match effect:
                 case Released(client_id, generations):
-                    self.clients[client_id].wire.tell_frontend(Release(generations))
+                    self.clients[client_id].tell(Release(generations))
                 case Granted(client_id, grant):
-                    self.clients[client_id].wire.tell_frontend(grant)
+                    self.clients[client_id].tell(grant)
                 case Recalled(client_id, lease_ids):
-                    self.clients[client_id].wire.tell_frontend(LeaseRecall(lease_ids))
+                    self.clients[client_id].tell(LeaseRecall(lease_ids))
                 case RequestAborted():
                     self._request_aborted(effect)
                 case ReplyGranted(ticket, slot):
@@ -191,13 +291,14 @@ class Engine:
 
     def _request_aborted(self, effect: RequestAborted) -> None:
         key = (effect.client_id, effect.request_id)
-        self.clients[effect.client_id].wire.tell_frontend(Failed(effect.request_id, "aborted", "AbortedError", ""))
+        self.clients[effect.client_id].tell(Failed(effect.request_id, "aborted", "AbortedError", ""))
         if not effect.was_running:
-            del self.waiting[key]
+            del self.end.waiting[key]
             return
-        claim = next(claim for claim in self.claims if (claim.client_id, claim.request_id) == key)
-        require(not claim.aborted, "a request was aborted twice")
-        claim.aborted = True
+        claim = self.end.claims.pop(key, None)
+        require(claim is not None, "a request was aborted twice")
+        assert claim is not None
+        claim.mark_ended(aborted=True)
         if isinstance(claim.reply, ReplyWaiter):
             claim.reply.cancelled = True
 
@@ -213,45 +314,60 @@ class Engine:
 
     def claim(self) -> None:
         """A handler takes up the request that has waited longest."""
-        (client_id, request_id), slots = self.waiting.popitem(last=False)
-        self.book.claim(client_id, request_id)
-        for slot in slots:
-            self.book.verify(*self.headers[slot.offset], slot)
-        self.claims.append(Claim(client_id, request_id, slots))
+        expected = next(iter(self.end.waiting))
+        claim = self.end.take_next()
+        require((claim.client_id, claim.request_id) == expected, "a request was overtaken")
+        require_intact(claim.payload, claim.request_id)
+        self.claims.append(claim)
 
     def release(self, index: int, viewed: int) -> None:
         """A handler releases its slots; those in the mask ``viewed`` drain."""
         claim = self.claims[index]
-        claim.released = True
-        draining = [slot for position, slot in enumerate(claim.slots) if viewed >> position & 1]
-        self.draining += [(claim.client_id, slot) for slot in draining]
-        if claim.slots:
-            generations = [slot.generation for slot in claim.slots]
-            left = {slot.generation for slot in draining}
-            self.carry_out(self.book.release_slots(claim.client_id, generations, left))
+        self._keep_views(claim, viewed)
+        self.carry_out(claim.release_slots())
 
-    def end(self, index: int, event: RequestEvent) -> None:
-        """A handler leaves its claim."""
-        if not self.claims[index].released:
-            self.release(index, 0)
-        claim = self.claims.pop(index)
-        if claim.aborted:
+    def _keep_views(self, claim: Claim, viewed: int) -> None:
+        if claim.released:
             return
-        owed = self.book.end(claim.client_id, claim.request_id, event)
-        require(owed, "a request had ended without its claim being told")
-        wire = self.clients[claim.client_id].wire
-        if event is RequestEvent.FINISH:
-            wire.tell_frontend(Done(claim.request_id))
-        else:
-            kind: FailureKind = "timed_out" if event is RequestEvent.DEADLINE else "error"
-            wire.tell_frontend(Failed(claim.request_id, kind, "", ""))
+        require_intact(claim.payload, claim.request_id)
+        _, *arrays = claim.payload
+        for position, slot in enumerate(claim.slots):
+            if viewed >> position & 1:
+                self.draining.append(Draining(claim.client_id, slot, arrays[position]))
 
-    def reply(self, index: int, blocks: int) -> None:
-        """A handler replies: in the message, or in a slot that it may have to wait for."""
+    def leave(self, index: int, viewed: int) -> None:
+        """A handler leaves its claim, and the request is finished."""
+        claim = self._left(index)
+        self._keep_views(claim, viewed)
+        claim.finish()
+
+    def fail(self, index: int, event: RequestEvent) -> None:
+        """A handler leaves its claim with an error."""
+        claim = self._left(index)
+        self._keep_views(claim, 0)
+        self.carry_out(claim.release_slots())
+        if claim.ended:
+            return
+        key = (claim.client_id, claim.request_id)
+        del self.end.claims[key]
+        claim.mark_ended()
+        if self.book.end(*key, event):
+            kind: FailureKind = "timed_out" if event is RequestEvent.DEADLINE else "error"
+            self.clients[claim.client_id].tell(Failed(claim.request_id, kind, "", ""))
+
+    def _left(self, index: int) -> Claim:
+        claim = self.claims.pop(index)
+        client = self.book.clients.get(claim.client_id)
+        is_booked = client is not None and claim.request_id in client.requests
+        require(claim.ended or is_booked, "a request had ended without its claim being told")
+        return claim
+
+    def reply(self, index: int, blocks: int, is_last: int) -> None:
+        """A handler replies: in the record, or in a slot that it may have to wait for."""
         claim = self.claims[index]
         claim.replies += 1
         if not blocks:
-            self.clients[claim.client_id].wire.tell_frontend(Reply(claim.request_id, Content(b"")))
+            self._send(index, None, 0, is_last)
             return
         claim.reply = self.book.acquire_reply(claim.client_id, content_nbytes(blocks))
         if claim.reply is None:
@@ -259,15 +375,28 @@ class Engine:
             self.next_ticket += 1
             self.book.queue_reply(claim.client_id, claim.reply.ticket, content_nbytes(blocks))
 
-    def send_reply(self, index: int) -> None:
-        """A reply has been copied into its slot."""
-        claim = self.claims[index]
-        slot, claim.reply = claim.reply, None
+    def send_reply(self, index: int, is_last: int) -> None:
+        """A reply is copied into its slot and sent."""
+        slot, self.claims[index].reply = self.claims[index].reply, None
         assert isinstance(slot, ReplySlot)
-        ref = SlotRef(0, slot.start * BLOCK_NBYTES, content_nbytes(slot.blocks), slot.generation)
-        self.headers[ref.offset] = (ref.generation, ref.nbytes)
-        self.book.reply_sent(claim.client_id, slot.generation)
-        self.clients[claim.client_id].wire.tell_frontend(Reply(claim.request_id, Content(b"", slots=(ref,))))
+        self._send(index, slot, content_nbytes(slot.blocks), is_last)
+
+    def _send(self, index: int, slot: ReplySlot | None, nbytes: int, is_last: int) -> None:
+        """Sends a reply; the last one finishes its request in the same record."""
+        claim = self.claims[index]
+        arrays = [np.zeros(nbytes, np.uint8)] if nbytes else []
+        largest_nbytes = self.clients[claim.client_id].link.largest_nbytes
+        packed = PACKER.pack(payload_of(arrays, claim.request_id), INLINE_NBYTES, largest_nbytes)
+        ref: SlotRef | None = None
+        if slot is not None:
+            ref = SlotRef(0, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
+            packed.copy_into(self.slab.address + ref.offset + SLOT_HEADER_NBYTES)
+        if is_last:
+            self._left(index)
+            self._keep_views(claim, 0)
+            claim.finish_with(packed, ref)
+        else:
+            require(claim.send_reply(packed, ref), "a reply found no room where there is room")
 
     def cancel_reply(self, index: int) -> None:
         """A handler is cancelled while it waits for reply space, or does not send what it copied."""
@@ -288,8 +417,12 @@ class Engine:
 
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was released dies in the engine."""
-        client_id, slot = self.draining.pop(index)
-        self.carry_out(self.book.last_view_gone(client_id, slot.generation))
+        draining = self.draining.pop(index)
+        expected = (draining.client_id, draining.slot.generation)
+        del draining
+        [key] = self.regions.collect()
+        require(key == expected, "the death of a view is reported as another's")
+        self.carry_out(self.book.last_view_gone(*key))
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 
@@ -305,7 +438,7 @@ class Engine:
                     yield Action(Kind.ENGINE_HANGS_UP, position)
             if not client.process.alive and not client.buried:
                 yield Action(Kind.PIDFD_FIRES, position)
-        if self.waiting:
+        if self.end.waiting:
             yield Action(Kind.CLAIM)
         for index, claim in enumerate(self.claims):
             yield from self._enabled_for_claim(index, claim)
@@ -315,13 +448,20 @@ class Engine:
     def _enabled_for_claim(self, index: int, claim: Claim) -> Iterable[Action]:
         if isinstance(claim.reply, ReplyWaiter):
             return (Action(Kind.REPLY_CANCELLED if claim.reply.cancelled else Kind.CANCEL_REPLY, index),)
+        room = self.clients[claim.client_id].link.can_write if not claim.aborted else False
+        ends = (0, 1) if self.scenario.max_disturbances is None else (0,)  # elsewhere an end is a record of its own
         if claim.reply is not None:
-            return [Action(kind, index) for kind in (Kind.CANCEL_REPLY, Kind.SEND_REPLY)[: 1 + (not claim.aborted)]]
+            sends = [Action(Kind.SEND_REPLY, index, 0, is_last) for is_last in ends if room]
+            return [Action(Kind.CANCEL_REPLY, index), *sends]
         actions = [Action(kind, index) for kind in (_ENDINGS[:1] if claim.aborted else _ENDINGS)]
         if not claim.released:
-            actions += [Action(Kind.RELEASE, index, 0, mask) for mask in range(1 << len(claim.slots))]
+            masks = range(1 << len(claim.slots))
+            actions += [Action(Kind.RELEASE, index, 0, mask) for mask in masks]
+            actions += [Action(Kind.FINISH, index, 0, mask) for mask in masks[1:] if len(ends) > 1]
         if claim.aborted or claim.replies == self.scenario.max_replies:
             return actions
-        if len(self.clients[claim.client_id].wire.to_frontend) < self.scenario.max_queue:
+        if room:
             actions += [Action(Kind.REPLY, index, blocks) for blocks in self.scenario.reply_blocks_wanted]
+            if 0 in self.scenario.reply_blocks_wanted and len(ends) > 1:
+                actions.append(Action(Kind.REPLY, index, 0, 1))
         return actions

@@ -3,8 +3,8 @@
 Theory of operation: a state is known by a digest of its bytes (:mod:`.state`) and kept as its parent and the action that
 led from there; to go on from it, the actions from the beginning are applied again, so that memory does not grow with the
 size of a world. The first trace to a failure is therefore a shortest one. All invariants are checked in each state, and
-from each state in which no message is under way a copy is settled: so nobody waits for ever in any of them (from a state
-with messages under way, delivering them leads to one without).
+each state in which no message is under way is settled: so nobody waits for ever in any of them (from a state with messages
+under way, delivering them leads to one without).
 
 What bounds the space: the numbers of the scenario, and no disturbances beyond ``max_disturbances``. Where messages are sent
 voluntarily, ``max_queue`` bounds them; what the books send because of what they hear is never held back.
@@ -17,13 +17,14 @@ import hashlib
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import closing
 
 import msgspec
 
 from tests.simulation.failure import Failure
 from tests.simulation.scenario import Action, Kind, Scenario, Violation
 from tests.simulation.simulation import Simulation
-from tests.simulation.state import duplicate, encode
+from tests.simulation.state import encode
 
 __all__ = ["EXPLORATIONS", "Exploration", "explore"]
 
@@ -33,7 +34,7 @@ _PROGRESS_STATES = 5000
 _NEVER = frozenset(
     {
         Kind.FORGE, Kind.ENGINE_DIES, Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ACQUIRE, Kind.TRY, Kind.TICK, Kind.FAIL,
-        Kind.TIME_OUT,
+        Kind.TIME_OUT, Kind.REQUEST_NOW,
     }
 )  # fmt: skip
 
@@ -137,7 +138,8 @@ class _Explorer:
         self._depths = array("H")
         self._actions: list[Action | None] = []  # which led from the parent; None to the beginning
         self._seen: set[bytes] = set()
-        self._enter(Simulation(self.scenario), -1, None)
+        with closing(self._world([])) as simulation:
+            self._enter(simulation, -1, None)
 
     def goes_on(self) -> bool:
         """Whether there is a state to go on from."""
@@ -147,20 +149,26 @@ class _Explorer:
         """Tries every action from the next state, and enters the states that are new."""
         state, self.visited = self.visited, self.visited + 1
         trace = self._trace(state)
+        with closing(self._world(trace)) as simulation:
+            actions = simulation.enabled()
+            if simulation.is_quiet():
+                self.found.settled += 1
+                self._try(simulation.settle, trace, settles=True)
+        for action in actions:
+            with closing(self._world(trace)) as following:
+                self.found.transitions += 1
+                self._try(functools.partial(following.happen, action), [*trace, action])
+                if self.found.failure is None and self._enter(following, state, action):
+                    self._try(following.check, [*trace, action])
+            if self.found.failure is not None:
+                return
+
+    def _world(self, trace: list[Action]) -> Simulation:
+        """Returns a world to which this has happened."""
         simulation = Simulation(self.scenario)
         for action in trace:
             simulation.happen(action)
-        if simulation.is_quiet():
-            self.found.settled += 1
-            self._try(duplicate(simulation).settle, trace, settles=True)
-        for action in simulation.enabled():
-            following = duplicate(simulation)
-            self.found.transitions += 1
-            self._try(functools.partial(following.happen, action), [*trace, action])
-            if self.found.failure is None and self._enter(following, state, action):
-                self._try(following.check, [*trace, action])
-            if self.found.failure is not None:
-                return
+        return simulation
 
     def _enter(self, simulation: Simulation, parent: int, action: Action | None) -> bool:
         """Writes a state down; returns whether it is new."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
 import msgspec
 
@@ -42,6 +43,11 @@ class Failure(msgspec.Struct, frozen=True):
 def replay(failure: Failure) -> Violation | None:
     """Runs a trace again, passing over what is not enabled, and returns what did not hold this time."""
     simulation = Simulation(failure.scenario)
+    with closing(simulation):
+        return _violation(failure, simulation)
+
+
+def _violation(failure: Failure, simulation: Simulation) -> Violation | None:
     try:
         for action in failure.trace:
             if action in simulation.enabled():

@@ -1,8 +1,8 @@
-"""A frontend's process and its sessions: the real lease book, and around it what ``shmring.client.session`` adds.
+"""A frontend's process and its sessions: the real end and book, and around them what ``shmring.client.session`` adds.
 
 The duties of a session are written again here as it has them, for a caller that may be anywhere between two awaits: a
 cancelled waiter that has not run yet, a copy under way, a slot that was left with living views. What is not simulated is
-what a book can't see: bytes, threads, deadlines.
+what an end can't see: threads, deadlines.
 
 A process can outlive its session, and so can views of its slots: they stay in :attr:`Session.slots` until they die, as
 memory that the process may still write.
@@ -11,19 +11,22 @@ memory that the process may still write.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from shmring.core import client_end
 from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.effects import Acquired, ClientEffect, Send
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
+from shmring.core.mapping import Mapping
 from shmring.core.messages import (
     SLOT_HEADER_NBYTES,
     Abort,
-    Content,
-    Done,
     Failed,
-    FrontendMessage,
     Goodbye,
     LeaseGrant,
     LeaseRecall,
@@ -31,16 +34,30 @@ from shmring.core.messages import (
     LeaseReturn,
     Refused,
     Release,
-    Reply,
     ReplyRelease,
     SlotRef,
-    Submit,
     decode_engine_message,
+    encode_message,
 )
 from shmring.core.states import ClientSlot
-from tests.simulation import books
+from shmring.core.views import Regions
+from shmring.core.wire import Done, Reply, read_record
+from shmring.errors import AbortedError
+from shmring.memory.tensors import slot_dtypes
+from shmring.memory.views import TENSOR_MAKER
+from tests.records import submit_of
+from tests.simulation import books, ends
+from tests.simulation.payloads import (
+    DECODER,
+    INLINE_NBYTES,
+    MAX_PAYLOAD_NBYTES,
+    MAX_TENSORS,
+    PACKER,
+    payload_of,
+    require_intact,
+)
 from tests.simulation.scenario import Action, Forgery, Kind, Scenario, require
-from tests.simulation.wire import Headers, Wire
+from tests.simulation.wire import Wire
 
 __all__ = ["IDLE_TICKS", "HeldReply", "Process", "Session", "content_nbytes"]
 
@@ -50,6 +67,7 @@ IDLE_TICKS = 1.0
 _UNSUBMITTED = (ClientSlot.WRITING, ClientSlot.CACHED)
 _NO_LEASE = 2**40  # no engine lends so many
 _NO_REPLY = 2**40  # nor sends so many replies
+_OF_SLOTS, _OF_REPLIES = 0, 1  # the first number of the keys of regions
 
 
 def content_nbytes(blocks: int) -> int:
@@ -73,18 +91,40 @@ class HeldReply:
     generation: int
     start: int
     blocks: int
+    view: Any
+
+
+if TYPE_CHECKING:
+    _SubmissionEnd = client_end.SubmissionEnd
+else:
+    _SubmissionEnd = object  # compiled or not: see Session
+
+
+class Submission(_SubmissionEnd):
+    """A request in flight."""
+
+
+class _CompiledSubmission(Submission, client_end.SubmissionEnd):
+    pass
+
+
+class _ModelSubmission(Submission, ends.SubmissionEnd):  # type: ignore[misc, override] # to types, a submission is of the compiled end
+    pass
 
 
 class Session:
     """One connection to one life of an engine."""
 
-    def __init__(self, scenario: Scenario, epoch: int, client_id: int, wire: Wire, headers: Headers) -> None:
+    def __init__(self, scenario: Scenario, epoch: int, client_id: int, wire: Wire, slab: Mapping) -> None:
         self.scenario = scenario
         self.epoch = epoch
         self.client_id = client_id
         self.wire = wire
-        self.headers = headers
-        self.book: ClientBook = books.chosen.client(
+        self.link = wire.towards_engine
+        self.slab = slab
+        self.regions = Regions()
+        chosen = books.chosen
+        self.book: ClientBook = chosen.client(
             ClientBookLimits(
                 client_id=client_id,
                 slab_nbytes=scenario.geometry.slab_nbytes,
@@ -94,11 +134,35 @@ class Session:
                 lease_idle_s=IDLE_TICKS,
             )
         )
+        self.now = 0.0  # of the event that is happening
+        shell = weakref.proxy(self)
+        self.end: client_end.ClientEnd = chosen.client_end(
+            shell,
+            self.book,
+            self.regions,
+            slab,
+            PACKER,
+            self.link.writer,
+            _CompiledSubmission if chosen.are_ends_compiled else _ModelSubmission,
+            client_end.SlotEnd,
+            TENSOR_MAKER,
+            slot_dtypes(),
+            lambda: shell.now,
+            epoch=epoch,
+            reply_key=_OF_REPLIES,
+            max_tensors=MAX_TENSORS,
+            inline_nbytes=INLINE_NBYTES,
+            max_inflight=scenario.max_inflight,
+            max_reply_inline_nbytes=INLINE_NBYTES,
+            max_payload_nbytes=MAX_PAYLOAD_NBYTES,
+            slot_key=_OF_SLOTS,
+            debug=False,
+        )
         self.ended = False
         self.waiters: dict[int, Waiter] = {}  # by ticket, in order
         self.slots: list[ClientSlotRecord] = []  # all that are not free; after the end, those that the process can reach
         self.views: list[ClientSlotRecord] = []  # those that were left, and that code can still reach, whatever the book thinks
-        self.pending: dict[int, bool] = {}  # by request: whether its caller has given it up
+        self.pending: dict[int, Submission] = self.end.pending  # in flight, whether or not their callers have given them up
         self.replies: list[HeldReply] = []
         self.next_ticket = 1
         self.next_request = 1
@@ -107,39 +171,58 @@ class Session:
 
     # -- what comes ----------------------------------------------------------------------------------------------------------
 
-    def hear(self, now: float) -> None:
-        """Reads one message of the engine."""
-        match decode_engine_message(self.wire.to_frontend.popleft()):
+    def hear(self) -> None:
+        """Reads one record of the engine, and takes the reply that it brings."""
+        record = self.wire.towards_frontend.take()
+        message = read_record(record, MAX_TENSORS, from_engine=True)
+        is_answer = isinstance(message, Reply | Done)
+        submission = self.pending.get(message.request_id) if isinstance(message, Reply | Done) else None
+        self.end.take_record(record)
+        self._forget_free()
+        if is_answer and submission is not None and submission.has_reply:
+            assert isinstance(message, Reply | Done)
+            assert message.content is not None
+            self._take_reply(submission, message.content.slots)
+
+    def _take_reply(self, submission: Submission, slots: Sequence[SlotRef]) -> None:
+        payload = submission.take_reply(DECODER)
+        require_intact(payload, submission.request_id)
+        for slot, array in zip(slots, payload[1:], strict=True):
+            start, blocks = slot.offset // BLOCK_NBYTES, (slot.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES
+            self.replies.append(HeldReply(slot.generation, start, blocks, array))
+
+    # -- for the end ---------------------------------------------------------------------------------------------------------
+
+    def take_message(self, record: bytes) -> None:
+        """A message came that is no reply and no end of a request that has finished."""
+        match decode_engine_message(record):
             case LeaseGrant() as grant:
-                self.carry_out(self.book.granted(grant, now), now)
+                self.carry_out(self.book.granted(grant, self.now))
             case LeaseRecall(lease_ids):
-                self.carry_out(self.book.recalled(lease_ids), now)
+                self.carry_out(self.book.recalled(lease_ids))
             case Release(generations):
-                effects, unknown = self.book.released(generations, now)
+                effects, unknown = self.book.released(generations, self.now)
                 require(unknown == 0, "the engine released a slot that it did not have")
-                self.carry_out(effects, now)
-            case Reply(request_id, content):
-                self._replied(request_id, content)
-            case Done(request_id) | Failed(request_id):
-                require(request_id in self.pending, "a request ended twice, or one that was never submitted")
-                del self.pending[request_id]
+                self.carry_out(effects)
+            case Failed(request_id):
+                self.end.forget(request_id).give_up(AbortedError("", request_id=request_id))
             case Refused():
-                self.end()
+                self.leave_engine()
 
-    def _replied(self, request_id: int, content: Content) -> None:
-        require(request_id in self.pending, "a reply came to a request that has ended")
-        if self.pending[request_id]:
-            if content.slots:
-                self.wire.tell_engine(ReplyRelease(tuple(slot.generation for slot in content.slots)))
-            return
-        for slot in content.slots:
-            header = (slot.generation, slot.nbytes)
-            require(self.headers.get(slot.offset) == header, "a reply's slot was overwritten before it was read")
-            self.replies.append(
-                HeldReply(slot.generation, slot.offset // BLOCK_NBYTES, (slot.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES)
-            )
+    def release_replies(self, generations: Sequence[int]) -> None:
+        """Reply slots go back."""
+        if generations:
+            self.link.send(ReplyRelease(tuple(generations)))
 
-    def carry_out(self, effects: Sequence[ClientEffect], now: float) -> None:
+    def check_alive(self) -> None:
+        """Raises unless the session may be used."""
+        require(not self.ended, "a session was used after its end")
+
+    def give_up(self, slot: ClientSlotRecord) -> None:
+        """A slot was taken for a payload that is not sent."""
+        self.carry_out(self.book.give_up(slot, self.now))
+
+    def carry_out(self, effects: Sequence[ClientEffect]) -> None:
         """Does what the book asks for."""
         refused: list[ClientSlotRecord] = []
         for effect in effects:
@@ -148,13 +231,18 @@ class Session:
                     self.send(message)
                 case Acquired(ticket, slot):
                     require(ticket == next(iter(self.waiters), None), "a waiter was overtaken")
-                    if self.waiters.pop(ticket).cancelled:
+                    waiter = self.waiters.pop(ticket)
+                    if waiter.cancelled:
                         refused.append(slot)
+                        self._gives_up(waiter)
                     else:
                         self._take(slot)
         # Only now: an event in the midst of these effects would send its lease request before an older one.
         for slot in refused:
-            self.carry_out(self.book.give_up(slot, now), now)
+            self.carry_out(self.book.give_up(slot, self.now))
+        self._forget_free()
+
+    def _forget_free(self) -> None:
         self.slots = [slot for slot in self.slots if slot.state is not ClientSlot.FREE or slot in self.views]
 
     def send(self, message: LeaseRequest | LeaseReturn) -> None:
@@ -162,50 +250,76 @@ class Session:
         if isinstance(message, LeaseRequest):
             require(message.token > self.last_token, "a lease request is sent after a newer one")
             self.last_token = message.token
-        self.wire.tell_engine(message)
+        self.link.send(message)
 
     def _take(self, slot: ClientSlotRecord) -> None:
         """A caller has a slot. By address: in which order they were taken makes no difference to anybody."""
         insort(self.slots, slot, key=lambda slot: slot.start)
+        if slot.held:
+            self.end.held.hold(slot, self.end.content_address(slot), slot.nbytes)
 
     # -- callers -------------------------------------------------------------------------------------------------------------
 
-    def acquire(self, blocks: int, *, held: bool, now: float) -> None:
-        """A caller wants a slot, and waits in line if there is none."""
+    def acquire(self, blocks: int, *, held: bool) -> None:
+        """A caller wants a slot, to hold or for a request, and waits in line if there is none."""
+        require(held or self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
         slot = self.book.acquire(content_nbytes(blocks), held=held)
         if slot is not None:
             self._take(slot)
             return
         ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
         self.waiters[ticket] = Waiter(held, blocks)
-        self.carry_out(self.book.queue(ticket, content_nbytes(blocks), held=held), now)
+        self.carry_out(self.book.queue(ticket, content_nbytes(blocks), held=held))
 
-    def attempt(self, blocks: int, now: float) -> None:
+    def attempt(self, blocks: int) -> None:
         """A caller takes a slot if one is free, and else asks for a lease in passing."""
         slot = self.book.acquire(content_nbytes(blocks), held=True)
         if slot is not None:
             self._take(slot)
         else:
-            self.carry_out(self.book.prefetch(content_nbytes(blocks)), now)
+            self.carry_out(self.book.prefetch(content_nbytes(blocks)))
 
     def cancel(self, index: int) -> None:
         """The task of a waiter is cancelled; it will run later."""
         list(self.waiters.values())[index].cancelled = True
 
-    def cancelled(self, index: int, now: float) -> None:
+    def cancelled(self, index: int) -> None:
         """The task of a cancelled waiter runs."""
         ticket = list(self.waiters)[index]
-        del self.waiters[ticket]
-        self.carry_out(self.book.cancel(ticket), now)
+        self._gives_up(self.waiters.pop(ticket))
+        self.carry_out(self.book.cancel(ticket))
 
-    def submit(self, slots: Sequence[ClientSlotRecord]) -> None:
-        """Hands slots to the engine as one request."""
-        request_id, self.next_request = self.next_request, self.next_request + 1
-        for slot in slots:
-            self.headers[slot.offset] = (self.book.submit(slot), slot.nbytes)
-            self.last_sent = slot.ref()
-        self.pending[request_id] = False
-        self.wire.tell_engine(Submit(self.epoch, request_id, Content(b"", slots=tuple(slot.ref() for slot in slots))))
+    def _gives_up(self, waiter: Waiter) -> None:
+        if not waiter.is_held:
+            self.end.leave()
+
+    def request_now(self, blocks: int) -> None:
+        """A caller sends a payload if nothing has to be waited for, and else asks for a lease in passing."""
+        nbytes = content_nbytes(blocks)
+        submission = self.end.submit_now(payload_of([np.zeros(nbytes, np.uint8)], self.next_request), "", nbytes)
+        if submission is None:
+            self.carry_out(self.book.prefetch(nbytes))
+            return
+        require(not self.waiters, "a waiter was overtaken")
+        self.next_request += 1
+        [slot] = (slot for slot in self.book._submitted.values() if slot not in self.slots)
+        self._take(slot)
+        self.last_sent = slot.ref()
+
+    def send_copied(self, index: int) -> None:
+        """A payload has been copied into its slot: it is sent."""
+        slot = self.slots[index]
+        packed, in_place = self.end.pack(payload_of([np.zeros(slot.nbytes, np.uint8)], self.next_request))
+        require(packed.slot_nbytes == slot.nbytes, "a payload needs another slot than was acquired for it")
+        packed.copy_into(self.end.content_address(slot))
+        submission = self.end.send(packed, in_place, slot, "", b"")
+        require(submission is not None, "a submission found no room where there is room")
+        self.next_request += 1
+        self.last_sent = slot.ref()
+
+    def _array(self, slot: ClientSlotRecord) -> np.ndarray[Any, Any]:
+        """What a caller writes to in a slot that it holds."""
+        return np.frombuffer(memoryview(self.slab), np.uint8, slot.nbytes, slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES)
 
     def submittable(self) -> list[int]:
         """Positions of the slots that callers hold and may submit."""
@@ -215,30 +329,48 @@ class Session:
         """A caller submits a held slot as it is, or two."""
         positions = self.submittable()
         chosen = positions[positions.index(index) :][: 1 + with_next]
-        self.submit([self.slots[position] for position in chosen])
+        slots = [self.slots[position] for position in chosen]
+        packed, in_place = self.end.pack(payload_of([self._array(slot) for slot in slots], self.next_request))
+        require(in_place == slots, "arrays in held slots are sent from somewhere else")
+        require(self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
+        submission = self.end.send(packed, in_place, None, "", b"")
+        require(submission is not None, "a submission found no room where there is room")
+        self.next_request += 1
+        self.last_sent = slots[-1].ref()
 
-    def leave(self, index: int, is_viewed: int, now: float) -> None:
+    def leave(self, index: int, is_viewed: int) -> None:
         """A caller leaves a slot; with living views it drains."""
         slot = self.slots[index]
+        if slot.held:
+            self.end.held.leave(self.end.content_address(slot))
+        else:
+            self.end.leave()  # it was for a request
         slot.viewed = bool(is_viewed)
         if is_viewed:
             self.views.append(slot)
-        self.carry_out(self.book.give_up(slot, now), now)
+        self.carry_out(self.book.give_up(slot, self.now))
 
-    def view_dies(self, index: int, now: float) -> None:
+    def view_dies(self, index: int) -> None:
         """The last view of a slot that was left dies."""
         self.views.remove(self.slots[index])
-        self.carry_out(self.book.last_view_gone(self.slots[index], now), now)
+        self.carry_out(self.book.last_view_gone(self.slots[index], self.now))
+
+    def expire(self) -> None:
+        """The timer of idle leases fires."""
+        self.carry_out(self.book.expire(self.now))
 
     def abort(self, index: int) -> None:
         """A caller gives a request up."""
-        request_id = list(self.pending)[index]
-        self.pending[request_id] = True
-        self.wire.tell_engine(Abort(request_id))
+        submission = list(self.pending.values())[index]
+        submission.give_up(AbortedError("", request_id=submission.request_id))
+        self.link.send(Abort(submission.request_id))
 
     def drop_reply(self, index: int) -> None:
-        """The last view of a reply dies, or a caller drops it unread."""
-        self.wire.tell_engine(ReplyRelease((self.replies.pop(index).generation,)))
+        """The last view of a reply dies."""
+        generation = self.replies.pop(index).generation
+        [key] = self.regions.collect()
+        require(key == (_OF_REPLIES, generation), "the death of a view is reported as another's")
+        self.release_replies([generation])
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
@@ -247,20 +379,26 @@ class Session:
         for slot in self.slots:
             # Its caller has not left it, or it is being copied to, and that may go on.
             slot.viewed = slot.viewed or slot.held or slot.state is ClientSlot.WRITING
-        for index, given_up in enumerate(self.pending.values()):
-            if not given_up:
+        for index, submission in enumerate(self.pending.values()):
+            if not submission.ended:
                 self.abort(index)
         while self.replies and not replies_viewed:
             self.drop_reply(0)
-        self.wire.tell_engine(Goodbye(self.book.leases_in_use(), tuple(reply.generation for reply in self.replies)))
-        self.end()
+        generations = sorted(generation for _, generation in self.regions.living())
+        require(
+            generations == sorted(reply.generation for reply in self.replies), "a goodbye keeps other replies than are viewed"
+        )
+        self.link.send(Goodbye(self.book.leases_in_use(), tuple(generations)))
+        self.leave_engine()
 
-    def end(self) -> None:
+    def leave_engine(self) -> None:
         """The session is over: whatever waits in it fails, and what is left is what living code of the process can reach."""
         self.ended = True
         self.wire.close_frontend()
         self.waiters.clear()
         self.pending.clear()
+        self.end.detach()
+        self.regions.close()
         self.slots = [slot for slot in self.slots if slot.held or slot.state is ClientSlot.WRITING or slot in self.views]
 
     def let_go(self, index: int) -> None:
@@ -272,8 +410,8 @@ class Session:
 
     # -- breaking the rules --------------------------------------------------------------------------------------------------
 
-    def forgery(self, kind: Forgery, other_lease: SlotRef | None) -> FrontendMessage | None:
-        """Returns a message that must be refused, or None if this session can't make it.
+    def forgery(self, kind: Forgery, other_lease: SlotRef | None) -> bytes | None:
+        """Returns a record that must be refused, or None if this session can't make it.
 
         Args:
             kind: which.
@@ -288,13 +426,13 @@ class Session:
         slots: tuple[SlotRef | None, ...]
         match kind:
             case Forgery.OLD_EPOCH:
-                return Submit(self.epoch - 1, self.next_request, Content(b""))
+                return self._forged(self.next_request, epoch=self.epoch - 1)
             case Forgery.OLD_REQUEST:
-                return Submit(self.epoch, self.next_request - 1, Content(b"")) if self.next_request > 1 else None
+                return self._forged(self.next_request - 1) if self.next_request > 1 else None
             case Forgery.RETURN_OF_ANOTHER:
-                return LeaseReturn((other_lease.lease_id if other_lease is not None else _NO_LEASE,))
+                return encode_message(LeaseReturn((other_lease.lease_id if other_lease is not None else _NO_LEASE,)))
             case Forgery.REPLY_OF_ANOTHER:
-                return ReplyRelease((_NO_REPLY,))
+                return encode_message(ReplyRelease((_NO_REPLY,)))
             case Forgery.OLD_GENERATION:
                 slots = (own and self.last_sent and _changed(own, generation=self.last_sent.generation),)
             case Forgery.LEASE_OF_ANOTHER:
@@ -306,13 +444,16 @@ class Session:
             case Forgery.GENERATION_OF_ANOTHER:
                 slots = (own and _changed(own, generation=fresh + (1 << GENERATION_BITS)),)
         sound = tuple(slot for slot in slots if slot is not None)
-        return Submit(self.epoch, self.next_request, Content(b"", slots=sound)) if len(sound) == len(slots) else None
+        return self._forged(self.next_request, sound) if len(sound) == len(slots) else None
+
+    def _forged(self, request_id: int, slots: Sequence[SlotRef] = (), epoch: int | None = None) -> bytes:
+        return submit_of([], None, slots, epoch=self.epoch if epoch is None else epoch, request_id=request_id)
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 
     def enabled(self, pid: int, now: float) -> Iterator[Action]:
         """Yields what its callers and its connection can do now."""
-        scenario, wire = self.scenario, self.wire
+        wire = self.wire
         if wire.to_frontend:
             yield Action(Kind.TO_FRONTEND, pid)
         if not wire.engine_open:
@@ -330,23 +471,26 @@ class Session:
                 yield Action(Kind.GIVE_UP, pid, index)
             elif slot in self.views:
                 yield Action(Kind.VIEW_DIES, pid, index)
-        if len(wire.to_engine) >= scenario.max_queue:
+        if not self.link.can_write:
             return  # its callers wait until the engine has read
         for index in range(len(self.replies)):
             yield Action(Kind.DROP_REPLY, pid, index)
-        for index, given_up in enumerate(self.pending.values()):
-            if not given_up:
+        for index, submission in enumerate(self.pending.values()):
+            if not submission.ended:
                 yield Action(Kind.ABORT, pid, index)
         yield from self._enabled_for_slots(pid)
 
+    def wanting(self) -> int:
+        """Requests that are not sent yet: their payloads are copied, or wait for a slot."""
+        copying = sum(slot.state is ClientSlot.WRITING and not slot.held for slot in self.slots)
+        return copying + sum(not waiter.is_held for waiter in self.waiters.values())
+
     def _enabled_for_slots(self, pid: int) -> Iterator[Action]:
         scenario = self.scenario
-        copying = 0
         for index, slot in enumerate(self.slots):
             if slot.state is ClientSlot.WRITING and not slot.held:
-                copying += 1
                 yield Action(Kind.SEND, pid, index)
-        wanting = copying + sum(not waiter.is_held for waiter in self.waiters.values())
+        wanting = self.wanting()
         may_request = len(self.pending) + wanting < scenario.max_inflight and (
             scenario.max_requests is None or self.next_request + wanting <= scenario.max_requests
         )
@@ -362,6 +506,7 @@ class Session:
                 yield Action(Kind.TRY, pid, blocks)
                 if may_request:
                     yield Action(Kind.REQUEST, pid, blocks)
+                    yield Action(Kind.REQUEST_NOW, pid, blocks)
 
 
 def _changed(slot: SlotRef, *, offset: int | None = None, generation: int | None = None) -> SlotRef:
@@ -396,7 +541,7 @@ class Process:
         """Dies: the kernel closes its socket, and none of its code can reach anything."""
         self.alive = False
         if self.session is not None:
-            self.session.wire.close_frontend()
+            self.session.leave_engine()
         self.session = None
         self.former.clear()
 

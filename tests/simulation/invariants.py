@@ -6,7 +6,7 @@ which process can reach which block, what a handler reads, what a caller waits f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shmring.core.effects import ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES
@@ -38,8 +38,8 @@ def check_memory(simulation: Simulation) -> None:
 def _check_slots(engine: Engine, owners: dict[int, tuple[int, int]]) -> None:
     """What the engine will read or reads is what its book says, inside leases of its client, and nowhere twice."""
     count = 0
-    for (client_id, _), slots in engine.waiting.items():
-        for slot in slots:
+    for (client_id, _), waiting in engine.end.waiting.items():
+        for slot in waiting.slots:
             count += 1
             _own(engine, client_id, slot.generation, EngineSlot.PUBLISHED, owners)
     for claim in engine.claims:
@@ -49,9 +49,9 @@ def _check_slots(engine: Engine, owners: dict[int, tuple[int, int]]) -> None:
         if isinstance(claim.reply, ReplySlot):
             unsent = engine.book.clients[claim.client_id].unsent_replies
             require(claim.reply.generation in unsent, "a reply is written into a slot that was taken away")
-    for client_id, slot in engine.draining:
+    for draining in engine.draining:
         count += 1
-        _own(engine, client_id, slot.generation, EngineSlot.DRAINING, owners)
+        _own(engine, draining.client_id, draining.slot.generation, EngineSlot.DRAINING, owners)
     live = sum(len(client.slots) for client in engine.book.clients.values())
     require(live == count, f"the book has {live} live slots, handlers and views have {count}")
 
@@ -120,7 +120,8 @@ def check_books(simulation: Simulation) -> None:
     require(book.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
     running = {(claim.client_id, claim.request_id) for claim in engine.claims if not claim.aborted}
     booked = {(client_id, request) for client_id, client in book.clients.items() for request in client.requests}
-    require(booked == running | engine.waiting.keys(), "a request is in the book and in no hands, or the reverse")
+    require(running == engine.end.claims.keys(), "a claim is in no hands, or the reverse")
+    require(booked == running | engine.end.waiting.keys(), "a request is in the book and in no hands, or the reverse")
     replies = [slot for client in book.clients.values() for slot in client.replies.values()]
     reply_blocks = {block for slot in replies for block in range(slot.start, slot.start + slot.blocks)}
     require(len(reply_blocks) == sum(slot.blocks for slot in replies), "two reply slots overlap")
@@ -139,6 +140,9 @@ def _check_book(session: Session) -> None:
     require(all(slot.state is not ClientSlot.FREE for slot in session.slots), "a caller has a slot that is free")
     in_slots = sum(slot.blocks for slot in session.slots) * BLOCK_NBYTES
     require(book.leased_nbytes == book.free_nbytes + in_slots, "the leases do not add up")
+    counted: Any = session.end
+    require(counted.stale_releases == 0, "the engine released a slot that it did not have")
+    require(session.end.in_flight == len(session.pending) + session.wanting(), "requests in flight do not add up")
     outstanding = sum(slot.state is ClientSlot.SUBMITTED for slot in session.slots)
     require(outstanding == book.count(ClientSlot.SUBMITTED), "a submitted slot is lost")
 
@@ -150,7 +154,8 @@ def check_end(simulation: Simulation) -> None:
         return
     book, scenario = engine.book, engine.scenario
     require(not book.clients and not engine.clients, "a client that has gone is still in the book")
-    require(not (engine.waiting or engine.claims or engine.draining), "a request of nobody is still in hand")
+    in_hand = engine.end.waiting or engine.end.claims or engine.claims or engine.draining
+    require(not in_hand, "a request of nobody is still in hand")
     require(book.host.free_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
     require(book.reply_free_nbytes == scenario.reply_blocks * BLOCK_NBYTES, "the reply reserve did not come home whole")
     require(book.waiting_lease_requests == 0, "a lease request of nobody is waiting")

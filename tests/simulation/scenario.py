@@ -36,6 +36,7 @@ class Kind(enum.StrEnum):
     # callers of a frontend
     ACQUIRE = "acquire"  # [process, blocks] enters `async with client.slot()`
     REQUEST = "request"  # [process, blocks] wants a slot to copy a payload into
+    REQUEST_NOW = "request now"  # [process, blocks] the same, if it can be sent without waiting
     TRY = "try"  # [process, blocks] `slot_nowait`
     CANCEL = "cancel"  # [process, waiter] its task is cancelled
     CANCELLED = "cancelled"  # [process, waiter] its task runs, and leaves the line
@@ -50,11 +51,11 @@ class Kind(enum.StrEnum):
     # handlers of the engine
     CLAIM = "claim"
     RELEASE = "release"  # [claim, -, mask of viewed slots]
-    FINISH = "finish"  # [claim]
+    FINISH = "finish"  # [claim, -, mask of viewed slots]
     FAIL = "fail"  # [claim]
     TIME_OUT = "time out"  # [claim]
-    REPLY = "reply"  # [claim, blocks] blocks 0: in the message
-    SEND_REPLY = "send reply"  # [claim] its copy is made
+    REPLY = "reply"  # [claim, blocks, finishes the request] blocks 0: in the record
+    SEND_REPLY = "send reply"  # [claim, -, finishes the request] its copy is made
     CANCEL_REPLY = "cancel reply"  # [claim] its handler is cancelled while it waits or copies
     REPLY_CANCELLED = "reply cancelled"  # [claim] that handler runs, and leaves the line
     ENGINE_VIEW_DIES = "engine view dies"  # [draining slot]

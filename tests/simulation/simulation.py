@@ -50,6 +50,8 @@ class Simulation:
         self.processes: dict[int, Process] = {}
         self.now = 0.0
         self.disturbances = 0
+        self.connected = connected
+        self.trace: list[Action] = []  # what has happened
         for pid in range(connected):
             self._connect(pid)
 
@@ -134,6 +136,7 @@ class Simulation:
         Raises:
             Violation: something that must hold does not.
         """
+        self.trace.append(action)
         self.disturbances += action.kind in DISTURBANCES
         try:
             _HAPPENINGS[action.kind](self, action)
@@ -162,21 +165,22 @@ class Simulation:
     def _session(self, pid: int) -> Session:
         session = self.processes[pid].session
         assert session is not None
+        session.now = self.now
         return session
 
     def _connect(self, pid: int) -> None:
         engine = self._living()
         process = self.processes.setdefault(pid, Process())
         client_id, wire, base = engine.connect(process, self.scenario.base_blocks)
-        process.session = session = Session(self.scenario, self.epoch, client_id, wire, engine.headers)
+        process.session = session = Session(self.scenario, self.epoch, client_id, wire, engine.slab)
         if base is not None:
-            session.carry_out(session.book.granted(base, self.now), self.now)
+            session.carry_out(session.book.granted(base, self.now))
 
     def _connect_fails(self) -> None:
         self._living().connect_in_vain(Process(alive=False), self.scenario.base_blocks)
 
     def _end_session(self, pid: int) -> None:
-        self._session(pid).end()
+        self._session(pid).leave_engine()
         self.processes[pid].retire()
 
     def _goodbye(self, action: Action) -> None:
@@ -202,7 +206,7 @@ class Simulation:
 
     def _to_frontend(self, action: Action) -> None:
         session = self._session(action.at)
-        session.hear(self.now)
+        session.hear()
         if session.ended:
             self.processes[action.at].retire()
 
@@ -211,9 +215,9 @@ class Simulation:
 
     def _forge(self, action: Action) -> None:
         session = self._session(action.at)
-        message = session.forgery(Forgery(action.item), self._lease_of_another(session))
-        assert message is not None
-        session.wire.forge(message)
+        record = session.forgery(Forgery(action.item), self._lease_of_another(session))
+        assert record is not None
+        session.wire.forge(record)
         self._end_session(action.at)  # whatever it does next is nobody's business
 
     def _lease_of_another(self, session: Session) -> SlotRef | None:
@@ -221,6 +225,14 @@ class Simulation:
             for lease in client.leases.values() if client_id != session.client_id else ():
                 return SlotRef(lease.lease_id, lease.start * BLOCK_NBYTES, BLOCK_NBYTES - SLOT_HEADER_NBYTES, 0)
         return None
+
+    def close(self) -> None:
+        """The world ends: its memory and descriptors are free at once, and not when somebody looks for cycles."""
+        if self.engine is not None:
+            self.engine.close()
+        for process in self.processes.values():
+            if process.session is not None:
+                process.session.leave_engine()
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
@@ -286,8 +298,8 @@ def _client(does: Callable[[Engine, int], None]) -> _Happening:
     return lambda world, action: does(world._living(), list(world._living().clients)[action.at])
 
 
-def _session(does: Callable[[Session, Action, float], None]) -> _Happening:
-    return lambda world, action: does(world._session(action.at), action, world.now)
+def _session(does: Callable[[Session, Action], None]) -> _Happening:
+    return lambda world, action: does(world._session(action.at), action)
 
 
 _HAPPENINGS: Mapping[Kind, _Happening] = {
@@ -307,26 +319,27 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.ENGINE_HANGS_UP: _client(Engine.disconnect),
     Kind.PIDFD_FIRES: _client(Engine.bury),
     Kind.TO_ENGINE: _client(Engine.hear),
-    Kind.ACQUIRE: _session(lambda session, action, now: session.acquire(action.item, held=True, now=now)),
-    Kind.REQUEST: _session(lambda session, action, now: session.acquire(action.item, held=False, now=now)),
-    Kind.TRY: _session(lambda session, action, now: session.attempt(action.item, now)),
-    Kind.CANCEL: _session(lambda session, action, now: session.cancel(action.item)),
-    Kind.CANCELLED: _session(lambda session, action, now: session.cancelled(action.item, now)),
-    Kind.SEND: _session(lambda session, action, now: session.submit([session.slots[action.item]])),
-    Kind.SUBMIT: _session(lambda session, action, now: session.submit_held(action.item, action.detail)),
-    Kind.LEAVE: _session(lambda session, action, now: session.leave(action.item, action.detail, now)),
-    Kind.GIVE_UP: _session(lambda session, action, now: session.leave(action.item, 0, now)),
-    Kind.VIEW_DIES: _session(lambda session, action, now: session.view_dies(action.item, now)),
-    Kind.ABORT: _session(lambda session, action, now: session.abort(action.item)),
-    Kind.DROP_REPLY: _session(lambda session, action, now: session.drop_reply(action.item)),
-    Kind.EXPIRE: _session(lambda session, action, now: session.carry_out(session.book.expire(now), now)),
+    Kind.ACQUIRE: _session(lambda session, action: session.acquire(action.item, held=True)),
+    Kind.REQUEST: _session(lambda session, action: session.acquire(action.item, held=False)),
+    Kind.REQUEST_NOW: _session(lambda session, action: session.request_now(action.item)),
+    Kind.TRY: _session(lambda session, action: session.attempt(action.item)),
+    Kind.CANCEL: _session(lambda session, action: session.cancel(action.item)),
+    Kind.CANCELLED: _session(lambda session, action: session.cancelled(action.item)),
+    Kind.SEND: _session(lambda session, action: session.send_copied(action.item)),
+    Kind.SUBMIT: _session(lambda session, action: session.submit_held(action.item, action.detail)),
+    Kind.LEAVE: _session(lambda session, action: session.leave(action.item, action.detail)),
+    Kind.GIVE_UP: _session(lambda session, action: session.leave(action.item, 0)),
+    Kind.VIEW_DIES: _session(lambda session, action: session.view_dies(action.item)),
+    Kind.ABORT: _session(lambda session, action: session.abort(action.item)),
+    Kind.DROP_REPLY: _session(lambda session, action: session.drop_reply(action.item)),
+    Kind.EXPIRE: _session(lambda session, action: session.expire()),
     Kind.CLAIM: _engine(lambda engine, action: engine.claim()),
     Kind.RELEASE: _engine(lambda engine, action: engine.release(action.at, action.detail)),
-    Kind.FINISH: _engine(lambda engine, action: engine.end(action.at, RequestEvent.FINISH)),
-    Kind.FAIL: _engine(lambda engine, action: engine.end(action.at, RequestEvent.ERROR)),
-    Kind.TIME_OUT: _engine(lambda engine, action: engine.end(action.at, RequestEvent.DEADLINE)),
-    Kind.REPLY: _engine(lambda engine, action: engine.reply(action.at, action.item)),
-    Kind.SEND_REPLY: _engine(lambda engine, action: engine.send_reply(action.at)),
+    Kind.FINISH: _engine(lambda engine, action: engine.leave(action.at, action.detail)),
+    Kind.FAIL: _engine(lambda engine, action: engine.fail(action.at, RequestEvent.ERROR)),
+    Kind.TIME_OUT: _engine(lambda engine, action: engine.fail(action.at, RequestEvent.DEADLINE)),
+    Kind.REPLY: _engine(lambda engine, action: engine.reply(action.at, action.item, action.detail)),
+    Kind.SEND_REPLY: _engine(lambda engine, action: engine.send_reply(action.at, action.detail)),
     Kind.CANCEL_REPLY: _engine(lambda engine, action: engine.cancel_reply(action.at)),
     Kind.REPLY_CANCELLED: _engine(lambda engine, action: engine.reply_cancelled(action.at)),
     Kind.ENGINE_VIEW_DIES: _engine(lambda engine, action: engine.view_dies(action.at)),

@@ -6,30 +6,19 @@ named anew, in the order in which they are met. Time is reduced to which leases 
 are left out: one is written before it is read, or somebody wrote into memory that is not its own, which is a violation.
 
 The books keep private what this needs. A field of theirs that is left out here would make two different states one, so a
-test compares what is written here with the fields that there are.
+test compares what is written here with the fields that there are. Both ends keep nothing more than is asked for here: the
+requests that wait, that are claimed, and that are in flight.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from shmring.core import blocks
-from shmring.core.client_book import ClientBook
-from shmring.core.engine_book import EngineBook
-from shmring.core.lending import Lending
 from shmring.core.messages import (
     Abort,
-    Done,
-    EngineMessage,
     Failed,
-    FrontendMessage,
     Goodbye,
     LeaseGrant,
     LeaseRecall,
@@ -37,18 +26,16 @@ from shmring.core.messages import (
     LeaseReturn,
     Refused,
     Release,
-    Reply,
     ReplyRelease,
-    Submit,
     decode_engine_message,
     decode_frontend_message,
 )
 from shmring.core.records import ClientRecord
 from shmring.core.states import ClientSlot
-from tests.model import blocks as model_blocks
-from tests.model.state import DERIVED, FIELDS
+from shmring.core.wire import Done, Reply, Submit, read_record
 from tests.simulation.engine import Claim, Engine, ReplyWaiter
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
+from tests.simulation.payloads import MAX_TENSORS
 from tests.simulation.simulation import Simulation
 from tests.simulation.wire import Wire
 
@@ -123,7 +110,7 @@ class _Encoding:
             bool(book._requested_nbytes) and book._request_waits,
             book._wish_nbytes,
             self._reach(session),
-            [[self._requests[session.client_id, request], given_up] for request, given_up in session.pending.items()],
+            [[self._requests[session.client_id, request], sent.ended] for request, sent in session.pending.items()],
             0 if self._world.scenario.max_requests is None else session.next_request,
             # Of a living engine it comes with its client.
             self._wire(session.wire, session.client_id, book._token) if client < 0 else None,
@@ -149,24 +136,26 @@ class _Encoding:
     def _wire(self, wire: Wire, client_id: int, token: int) -> list[Any]:
         of_frontend = [
             # Whatever is forged is refused whatever it says.
-            [-1] if body is wire.forged else self._of_frontend(decode_frontend_message(body), client_id, token)
+            [-1] if body is wire.forged else self._of_frontend(body, client_id, token)
             for body in wire.to_engine
         ]
         return [
             wire.frontend_open,
             wire.engine_open,
             of_frontend,
-            [self._of_engine(decode_engine_message(body), client_id, token) for body in wire.to_frontend],
+            [self._of_engine(body, client_id, token) for body in wire.to_frontend],
         ]
 
-    def _of_frontend(self, message: FrontendMessage, client_id: int, token: int) -> list[Any]:
+    def _of_frontend(self, record: bytes, client_id: int, token: int) -> list[Any]:
+        submit = read_record(record, MAX_TENSORS, from_engine=False)
+        if isinstance(submit, Submit):
+            slots = [
+                [self._leases[slot.lease_id], slot.offset, slot.nbytes, self._generations[slot.generation]]
+                for slot in submit.content.slots
+            ]
+            return [0, self._requests[client_id, submit.request_id], slots]
+        message = decode_frontend_message(record)
         match message:
-            case Submit(_, request_id, content):
-                slots = [
-                    [self._leases[slot.lease_id], slot.offset, slot.nbytes, self._generations[slot.generation]]
-                    for slot in content.slots
-                ]
-                return [0, self._requests[client_id, request_id], slots]
             case Abort(request_id):
                 return [1, self._requests[client_id, request_id]]
             case LeaseRequest(asked, nbytes, preferred_nbytes, _, waits):
@@ -179,7 +168,18 @@ class _Encoding:
                 return [5, [*map(self._leases.__getitem__, lease_ids)], [*map(self._replies.__getitem__, generations)]]
         raise TypeError(f"no frontend of a simulation sends a {type(message).__name__}")
 
-    def _of_engine(self, message: EngineMessage, client_id: int, token: int) -> list[Any]:
+    def _of_engine(self, record: bytes, client_id: int, token: int) -> list[Any]:
+        answer = read_record(record, MAX_TENSORS, from_engine=True)
+        if isinstance(answer, Reply | Done):
+            content = answer.content
+            slots = [] if content is None else content.slots
+            replies = [[self._replies[slot.generation], slot.offset, slot.nbytes] for slot in slots]
+            request = self._requests[client_id, answer.request_id]
+            if isinstance(answer, Reply):
+                return [3, request, replies]
+            released = [*map(self._generations.__getitem__, answer.released)]
+            return [4, request, released, None if content is None else replies]
+        message = decode_engine_message(record)
         match message:
             case LeaseGrant(asked, lease_id, offset, nbytes):
                 return [0, token - asked if asked else -1, self._leases[lease_id], offset, nbytes]
@@ -187,11 +187,8 @@ class _Encoding:
                 return [1, *map(self._leases.__getitem__, lease_ids)]
             case Release(generations):
                 return [2, *map(self._generations.__getitem__, generations)]
-            case Reply(request_id, content):
-                slots = [[self._replies[slot.generation], slot.offset, slot.nbytes] for slot in content.slots]
-                return [3, self._requests[client_id, request_id], slots]
-            case Done(request_id) | Failed(request_id):  # all ends are alike to a book
-                return [4, self._requests[client_id, request_id]]
+            case Failed(request_id):  # as an end that releases nothing: all ends are alike to a book
+                return [4, self._requests[client_id, request_id], [], None]
             case Refused():
                 return [5]
         raise TypeError(f"no engine of a simulation sends a {type(message).__name__}")
@@ -225,9 +222,9 @@ class _Encoding:
             ],
             [[self._tickets[ticket], self._clients[want.client_id], want.blocks] for ticket, want in book._reply_wants.items()],
             None if window is None else [self._clients[window.client_id], window.start, window.blocks],
-            [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.waiting],
+            [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
             [self._claim(claim) for claim in engine.claims],
-            [[self._clients[client_id], self._generations[slot.generation]] for client_id, slot in engine.draining],
+            [[self._clients[draining.client_id], self._generations[draining.slot.generation]] for draining in engine.draining],
         ]
 
     def _client(self, client: ClientRecord) -> list[Any]:
@@ -280,105 +277,10 @@ def encode(simulation: Simulation) -> bytes:
 
 # -- copies ------------------------------------------------------------------------------------------------------------------
 
-_Book = TypeVar("_Book")
-_Copy = Callable[[Any, dict[int, Any]], Any]
-_ATOMS = frozenset({int, bool, str, bytes, float, NoneType})
-_copies: dict[type, _Copy] = {}  # how each type is copied, found once
-
 
 def duplicate(simulation: Simulation) -> Simulation:
-    """Returns a copy that shares nothing that changes. (``copy.deepcopy`` does as much, at ten times the price.)"""
-    copied: Simulation = _duplicate(simulation, {})
-    return copied
-
-
-def _duplicate(value: Any, memo: dict[int, Any]) -> Any:
-    kind = type(value)
-    copy = _copies.get(kind)
-    if copy is None:
-        copy = _copies[kind] = _copy_of(kind)
-    return copy(value, memo)
-
-
-def _copy_of(kind: type) -> _Copy:
-    if issubclass(kind, int | str | bytes | float | NoneType | enum.Enum | msgspec.Struct | frozenset):
-        return _same
-    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined] # no public name
-        return _same
-    if kind is dict or kind is OrderedDict:
-        return _copy_dict
-    if kind in (blocks.RunAllocator, model_blocks.RunAllocator):
-        return _copy_allocator
-    if kind in (blocks.TakenRuns, model_blocks.TakenRuns):
-        return _copy_taken
-    if kind is EngineBook:
-        return _copy_engine_book
-    if kind is ClientBook:
-        return _copy_client_book
-    if kind is Lending:
-        return _copy_lending
-    if kind in (list, tuple, set, deque):
-        return lambda value, memo: kind(_duplicate(item, memo) for item in value)
-    names: tuple[str, ...] = getattr(kind, "__slots__", ())
-    if kind.__module__.startswith("shmring.core.") and kind.__name__ in FIELDS:  # it is compiled
-        names = FIELDS[kind.__name__] + DERIVED.get(kind.__name__, ())
-    return lambda value, memo: _copy_object(value, names or tuple(vars(value)), memo)
-
-
-def _same(value: Any, memo: dict[int, Any]) -> Any:
-    return value
-
-
-def _copy_allocator(value: Any, memo: dict[int, Any]) -> Any:
-    copied = type(value)(value.start, value.length)
-    copied.carve(value.start, value.length)
-    for start, length in value.runs():
-        copied.free(start, length)
-    return copied
-
-
-def _copy_taken(value: Any, memo: dict[int, Any]) -> Any:
-    copied = type(value)()
-    for start, length in value.runs():
-        copied.add(start, length)
-    return copied
-
-
-def _copy_engine_book(value: EngineBook, memo: dict[int, Any]) -> EngineBook:
-    return _fill(EngineBook(value.geometry, value.limits), value, memo)
-
-
-def _copy_client_book(value: ClientBook, memo: dict[int, Any]) -> ClientBook:
-    return _fill(ClientBook(value.limits), value, memo)
-
-
-def _copy_lending(value: Lending, memo: dict[int, Any]) -> Lending:
-    free = value._free
-    return _fill(Lending(value.clients, value.limits, value.memory, free.start, free.length, 1), value, memo)
-
-
-def _copy_dict(value: dict[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
-    copied: dict[Any, Any] | None = memo.get(id(value))  # headers are shared by an engine and its frontends
-    if copied is None:
-        copied = memo[id(value)] = type(value)()
-        for key, item in value.items():
-            copied[key] = _duplicate(item, memo)
-    return copied
-
-
-def _fill(copied: _Book, value: _Book, memo: dict[int, Any]) -> _Book:
-    """Makes a new compiled book the copy of another, bounds excepted, which it has."""
-    for name in FIELDS[type(value).__name__] + DERIVED[type(value).__name__]:
-        setattr(copied, name, _duplicate(getattr(value, name), memo))
-    return copied
-
-
-def _copy_object(value: Any, names: tuple[str, ...], memo: dict[int, Any]) -> Any:
-    copied = memo.get(id(value))
-    if copied is None:
-        kind: Any = type(value)
-        copied = memo[id(value)] = kind.__new__(kind)
-        for name in names:
-            item = getattr(value, name)
-            setattr(copied, name, item if type(item) in _ATOMS else _duplicate(item, memo))
+    """Returns a copy that shares nothing that changes: a world to which the same happened."""
+    copied = Simulation(simulation.scenario, simulation.connected)
+    for action in simulation.trace:
+        copied.happen(action)
     return copied

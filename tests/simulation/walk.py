@@ -27,13 +27,14 @@ _EPISODE_STEPS = (50, 300, 1000, 3000)  # short ones begin often, long ones grow
 # Relative to each other. What begins something is rarer than what brings it on, or all would be full all the time; what
 # ends a connection is rare, or none would grow old. Few forgeries get as far as the check that they are made for.
 WEIGHTS: Mapping[Kind, float] = {
-    Kind.CONNECT: 3, Kind.CONNECT_FAILS: 0.5, Kind.GOODBYE: 0.15, Kind.HANG_UP: 0.04, Kind.CRASH: 0.06, Kind.LET_GO: 0.3,
-    Kind.FRONTEND_SEES_END: 1, Kind.ENGINE_SEES_END: 1, Kind.ENGINE_HANGS_UP: 0.03, Kind.PIDFD_FIRES: 0.5,
-    Kind.ENGINE_DIES: 0.01, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30, Kind.FORGE: 0.3,
-    Kind.ACQUIRE: 3, Kind.REQUEST: 8, Kind.TRY: 1, Kind.CANCEL: 1, Kind.CANCELLED: 3, Kind.SEND: 12, Kind.GIVE_UP: 0.5,
-    Kind.SUBMIT: 8, Kind.LEAVE: 4, Kind.VIEW_DIES: 4, Kind.ABORT: 2, Kind.DROP_REPLY: 2, Kind.EXPIRE: 10, Kind.CLAIM: 14,
-    Kind.RELEASE: 4, Kind.FINISH: 8, Kind.FAIL: 1, Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.SEND_REPLY: 8,
-    Kind.CANCEL_REPLY: 1, Kind.REPLY_CANCELLED: 4, Kind.ENGINE_VIEW_DIES: 4, Kind.TICK: 3,
+    Kind.CONNECT: 3, Kind.CONNECT_FAILS: 0.5, Kind.GOODBYE: 0.15, Kind.HANG_UP: 0.04, Kind.CRASH: 0.06,
+    Kind.LET_GO: 0.3, Kind.FRONTEND_SEES_END: 1, Kind.ENGINE_SEES_END: 1, Kind.ENGINE_HANGS_UP: 0.03,
+    Kind.PIDFD_FIRES: 0.5, Kind.ENGINE_DIES: 0.01, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30,
+    Kind.FORGE: 0.3, Kind.ACQUIRE: 3, Kind.REQUEST: 8, Kind.REQUEST_NOW: 4, Kind.TRY: 1, Kind.CANCEL: 1,
+    Kind.CANCELLED: 3, Kind.SEND: 12, Kind.GIVE_UP: 0.5, Kind.SUBMIT: 8, Kind.LEAVE: 4, Kind.VIEW_DIES: 4,
+    Kind.ABORT: 2, Kind.DROP_REPLY: 2, Kind.EXPIRE: 10, Kind.CLAIM: 14, Kind.RELEASE: 4, Kind.FINISH: 8, Kind.FAIL: 1,
+    Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.SEND_REPLY: 8, Kind.CANCEL_REPLY: 1, Kind.REPLY_CANCELLED: 4,
+    Kind.ENGINE_VIEW_DIES: 4, Kind.TICK: 3,
 }  # fmt: skip
 
 
@@ -84,10 +85,10 @@ def walk(steps: int, seed: int, progress: Callable[[Walk], object] = lambda walk
 def _episode(walked: Walk, max_steps: int, states: set[int]) -> None:
     random = Random(f"{walked.seed}:{walked.episodes}")
     scenario = Scenario.draw(random)
-    simulation = Simulation(scenario)
     steps = min(random.choice(_EPISODE_STEPS), max_steps)
     trace: list[Action] = []
     settles = False
+    simulation = Simulation(scenario)
     try:
         while len(trace) < steps:
             action = choose(random, simulation.enabled())
@@ -100,6 +101,8 @@ def _episode(walked: Walk, max_steps: int, states: set[int]) -> None:
     except Violation as violation:
         walked.failed_episode, walked.failed_step = walked.episodes, len(trace)
         walked.failure = shorten(Failure(str(violation), scenario, tuple(trace), settles))
+    finally:
+        simulation.close()
     walked.steps += len(trace)
     for kind, count in Counter(action.kind for action in trace).items():
         walked.actions[kind] += count

@@ -1,54 +1,124 @@
-"""What is between the two ends: a socket, and the headers of slots in shared memory.
+"""What is between the two ends: two message rings, a socket, and a slab.
 
-Each direction of a connection keeps its order and nothing else: a message may lie there for any time. What was sent before
+Each direction of a connection keeps its order and nothing else: a record may lie there for any time. What was sent before
 an end closed can still be read by the other, or be lost: a write that fails ends a connection before it is read empty.
+
+The ends write to real rings. Those are emptied as soon as something was written, so that a record can lie anywhere between
+its two ends; how full a ring is, is a number of the scenario.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from collections import deque
 
+from shmring.core.mapping import Mapping
+from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
 
-__all__ = ["Headers", "Wire"]
+__all__ = ["Link", "Wire", "map_slab"]
 
-#: Generation and nbytes, by offset: what writers have put before their slots.
-Headers = dict[int, tuple[int, int]]
+_RING_NBYTES = 1 << 14  # far more than a record takes
+_NO_BELL = -1  # nobody sleeps
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+def map_slab(nbytes: int) -> Mapping:
+    """Returns memory for a slab, which has no name."""
+    fd = os.memfd_create("slab")
+    try:
+        os.ftruncate(fd, nbytes)
+        return Mapping(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+class Link:
+    """One direction of a connection, as the end that writes to it has it.
+
+    Args:
+        wire: that it is a direction of.
+        max_queue: records at which there is no room.
+
+    Attributes:
+        records: under way.
+        writer: of the ring.
+        largest_nbytes: of a record.
+    """
+
+    def __init__(self, wire: Wire, max_queue: int) -> None:
+        memory = bytearray(ring_nbytes(_RING_NBYTES))
+        self.records: deque[bytes] = deque()
+        self.writer = RecordWriter(memory, _NO_BELL)
+        self.writer.told = True  # this, of each record
+        self.largest_nbytes = self.writer.largest_record_nbytes
+        self._reader = RecordReader(memory, _NO_BELL)
+        self._wire = wire
+        self._max_queue = max_queue
+
+    @property
+    def can_write(self) -> bool:
+        """Whether what can wait need not."""
+        return len(self.records) < self._max_queue
+
+    def published(self) -> None:
+        """A record was written to the ring."""
+        while (record := self._reader.read()) is not None:
+            self.queue(record)
+
+    def queue(self, record: bytes) -> None:
+        """Sends a record; where nobody reads any more it goes nowhere."""
+        if self._wire.is_open:
+            self.records.append(record)
+            self._count()
+
+    def take(self) -> bytes:
+        """The other end takes a record."""
+        record = self.records.popleft()
+        self._count()
+        return record
+
+    def clear(self) -> None:
+        """What nobody has taken is lost."""
+        self.records.clear()
+        self._count()
+
+    def _count(self) -> None:
+        self.writer.blocked = not self.can_write
+
+    def send(self, message: FrontendMessage | EngineMessage) -> None:
+        """Sends a message as :meth:`queue` does."""
+        self.queue(encode_message(message))
+
+
 class Wire:
-    """One connection. Messages are encoded, so that what arrives is what the wire can say."""
+    """One connection."""
 
-    to_engine: deque[bytes] = dataclasses.field(default_factory=deque)
-    to_frontend: deque[bytes] = dataclasses.field(default_factory=deque)
-    frontend_open: bool = True
-    engine_open: bool = True
-    forged: bytes | None = None  # the message that must be refused; the last of its frontend
+    def __init__(self, max_queue: int) -> None:
+        self.towards_engine = Link(self, max_queue)
+        self.towards_frontend = Link(self, max_queue)
+        self.to_engine = self.towards_engine.records
+        self.to_frontend = self.towards_frontend.records
+        self.frontend_open = True
+        self.engine_open = True
+        self.forged: bytes | None = None  # the record that must be refused; the last of its frontend
 
-    def tell_engine(self, message: FrontendMessage) -> None:
-        """Sends; where nobody reads any more it goes nowhere."""
-        if self.frontend_open and self.engine_open:
-            self.to_engine.append(encode_message(message))
+    @property
+    def is_open(self) -> bool:
+        """Whether both ends are there."""
+        return self.frontend_open and self.engine_open
 
-    def tell_frontend(self, message: EngineMessage) -> None:
-        """Sends; where nobody reads any more it goes nowhere."""
-        if self.frontend_open and self.engine_open:
-            self.to_frontend.append(encode_message(message))
-
-    def forge(self, message: FrontendMessage) -> None:
-        """Sends a message that breaks the rules."""
-        self.tell_engine(message)
-        if self.engine_open:
+    def forge(self, record: bytes) -> None:
+        """Sends a record that breaks the rules."""
+        self.towards_engine.queue(record)
+        if self.is_open:
             self.forged = self.to_engine[-1]
 
     def close_frontend(self) -> None:
         """The frontend closes, or its process ends."""
         self.frontend_open = False
-        self.to_frontend.clear()
+        self.towards_frontend.clear()
 
     def close_engine(self) -> None:
         """The engine closes, or its process ends."""
         self.engine_open = False
-        self.to_engine.clear()
+        self.towards_engine.clear()

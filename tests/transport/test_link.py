@@ -47,7 +47,8 @@ class Owner:
         self.on_message: Callable[[FrontendMessage], object] = lambda message: None
         self.on_violation: Callable[[], object] = lambda: None
 
-    def message_received(self, message: FrontendMessage) -> None:
+    def take_record(self, record: bytes) -> None:
+        message = decode_frontend_message(record)
         self.messages.append(message)
         self.on_message(message)
 
@@ -77,9 +78,8 @@ class End:
         self.writer = RecordWriter(theirs[0], self.peer.fileno())
         self.reader = RecordReader(theirs[1], self.peer.fileno())
         self.owner = Owner()
-        self.link: Link[FrontendMessage] = Link(
+        self.link = Link(
             self.owner,
-            decode_frontend_message,
             self.socket,
             self.incoming,
             self.outgoing,
@@ -368,6 +368,62 @@ async def test_senders_that_wait_for_their_turn_are_never_too_many(open_end: Any
     assert end.owner.violations == []
 
 
+async def test_who_writes_to_the_ring_itself_can_wait_for_space(asleep: Any, turns: Any) -> None:
+    """Nothing is in the backlog then: what found no room was not sent."""
+    end = await asleep()
+    record = bytes(10 * KIB)
+    while end.link.writer.write(record):
+        pass
+    assert end.link.can_write
+    end.link.expect_space()
+    assert not end.link.can_write
+    waiting = asyncio.create_task(end.link.drain())
+    await turns()
+    assert not waiting.done()
+    while end.reader.read():
+        pass
+    assert end.reader.ring_bell()
+    await waiting
+    assert end.link.can_write
+    assert end.link.writer.write(record)
+
+
+async def test_who_expects_space_that_is_there_does_not_wait(open_end: Any) -> None:
+    end = open_end()
+    end.link.expect_space()
+    assert end.link.can_write
+    end.put(end.outgoing, HEAD, 2**40)
+    end.link.expect_space()
+    assert end.owner.violations == [], "not within what its owner does"
+    await asyncio.sleep(0)
+    assert "has taken more than was published" in str(end.owner.violations[0])
+
+
+async def test_a_record_that_found_the_ring_full_is_sent_in_its_turn(open_end: Any, eventually: Any) -> None:
+    end = open_end()
+    sent = end.fill()
+    end.link.queue(encode_message(Abort(7)))
+    end.link.send(Abort(8))
+    heard = end.heard()
+    await eventually(lambda: end.link.can_write)
+    heard += end.heard()
+    assert heard == [large(10 * KIB)] * sent + [Abort(7), Abort(8)]
+    end.link.abort()
+    end.link.queue(encode_message(Abort(9)))
+    assert end.heard() == []
+
+
+async def test_who_writes_to_the_ring_itself_stays_awake_for_the_answer(asleep: Any) -> None:
+    """If it is to poll busily; then its peer does not ring for it."""
+    end = await asleep(Poller(asyncio.get_running_loop(), 60.0))
+    assert end.link.writer.write(encode_message(Abort(1)))
+    end.link.published()
+    end.say(Abort(2))
+    assert end.writer.bells == 0
+    await asyncio.sleep(0)
+    assert end.owner.messages == [Abort(2)]
+
+
 async def test_a_peer_that_reads_at_once_does_not_keep_the_loop(open_end: Any) -> None:
     end = open_end()
     others: list[int] = []
@@ -613,7 +669,7 @@ async def test_a_link_that_never_started_can_be_ended(how: str, eventually: Any)
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_nobody_rings_a_descriptor_that_may_be_another_files(open_end: Any, eventually: Any, how: str) -> None:
     end = open_end()
-    number, writer, reader = end.socket.fileno(), end.link._writer, end.link._reader
+    number, writer, reader = end.socket.fileno(), end.link.writer, end.link._reader
     ours, theirs = socket.socketpair()
     getattr(end.link, how)()
     with ours, theirs:
@@ -656,7 +712,9 @@ async def test_a_forked_child_touches_neither_the_socket_nor_the_rings(open_end:
     child = os.fork()
     if child == 0:
         try:
+            assert not end.link.can_write
             end.link.send(Abort(3))
+            end.link.queue(encode_message(Abort(3)))
             end.link.poll()
             end.link.close()
             end.link.abort()

@@ -25,9 +25,10 @@ import torch
 
 import shmring
 from shmring.core.message_ring import RecordWriter
-from shmring.core.messages import PROTOCOL_VERSION, Content, Hello, Submit, encode_message
+from shmring.core.messages import PROTOCOL_VERSION, Hello
 from shmring.transport.endpoint import attach_engine
 from shmring.transport.rings import map_rings
+from tests.records import submit_of
 
 AT_RECORDS = 4096  # of a message ring
 
@@ -105,9 +106,13 @@ async def texts(client: shmring.RingClient) -> None:
 async def flood(client: shmring.RingClient) -> None:
     say("ready")
     os.kill(os.getpid(), signal.SIGSTOP)
-    assert client._session is not None
-    while client._session.link.can_write:
-        client.submit_nowait({"mode": "hold", "x": tensor(10, 0), "text": "x" * 10_000})
+    why = ""
+    while not why:
+        try:
+            client.submit_nowait({"mode": "hold", "x": tensor(10, 0), "text": "x" * 10_000})
+        except shmring.WouldBlock as error:
+            why = str(error)
+    assert "reads more slowly than it is written to" in why, why
     say("full", client.statistics().in_flight)
     await asyncio.Event().wait()
 
@@ -117,7 +122,7 @@ async def torn(client: shmring.RingClient) -> None:
     engine = await attach_engine(client._path, Hello(PROTOCOL_VERSION, 65536, "torn"), frozenset({os.getuid()}))
     _, outgoing = map_rings(engine.ring_fds, engine.welcome.message_ring_nbytes)
     writer = RecordWriter(outgoing, engine.socket.fileno())
-    writer.write(encode_message(Submit(engine.welcome.epoch, 1, Content(b"\xc0"))))
+    writer.write(submit_of(None, None, epoch=engine.welcome.epoch, request_id=1))
     writer.ring_bell()
     memory, at = memoryview(outgoing), AT_RECORDS + int.from_bytes(memoryview(outgoing)[:8], "little")
     memory[at : at + 4] = (1000).to_bytes(4, "little")

@@ -1,0 +1,82 @@
+"""A request in flight, in its caller's hands: its replies, and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmring.core.client_end import SubmissionEnd
+from shmring.errors import AbortedError, LocalProtocolError, RemoteError
+
+__all__ = ["Submission"]
+
+
+class Submission(SubmissionEnd):
+    """A request that was sent: its replies, and its end. From :meth:`~shmring.RingClient.submit`.
+
+    Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
+
+    Attributes:
+        request_id: its number on this connection.
+        name: the caller's own name for it; may be empty.
+        ended: whether nothing more will come.
+    """
+
+    __slots__ = ()
+
+    async def next(self, reply_type: Any = Any) -> Any:
+        """Waits for the next reply.
+
+        Raises:
+            StopAsyncIteration: the request is finished.
+            RemoteError, AbortedError, EngineDeadError: how it ended otherwise.
+        """
+        session = self.end.shell
+        if not self.ended and not self.has_reply:
+            session.link.poll()  # it may be there, and nobody has looked yet
+        while not self.has_reply:
+            if self.ended:
+                self.raise_error()
+                raise StopAsyncIteration
+            if self.waiter is not None:
+                raise LocalProtocolError(f"request {self.request_id} is waited for by two tasks; let one of them do it")
+            self.waiter = session.loop.create_future()
+            try:
+                await self.waiter
+            finally:
+                self.waiter = None
+        return self.take_reply(session.decoder(reply_type))
+
+    async def result(self, reply_type: Any = Any) -> Any:
+        """Waits for the one reply and the end.
+
+        Raises:
+            RemoteError: the engine failed, or finished without a reply.
+            LocalProtocolError: there was more than one reply; use :meth:`next` or ``stream``.
+            AbortedError, EngineDeadError: how it ended otherwise.
+        """
+        try:
+            reply = await self.next(reply_type)
+        except StopAsyncIteration:
+            # An engine that finishes without a word is its bug, not an answer of None.
+            raise RemoteError(
+                "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
+            ) from None
+        try:
+            if self.ended and not self.has_reply:
+                self.raise_error()
+                return reply
+            await self.next(reply_type)
+        except StopAsyncIteration:
+            return reply
+        except BaseException:
+            del reply  # whoever keeps the error keeps this frame, which would keep the reply's slot
+            raise
+        del reply
+        self.abort()
+        raise LocalProtocolError(f"request {self.request_id} has more than one reply; use stream() for such requests")
+
+    def abort(self) -> None:
+        """Gives the request up; a task that waits for it gets :class:`AbortedError`. A second call does nothing."""
+        error = AbortedError(f"request {self.request_id} was aborted", request_id=self.name or self.request_id)
+        self.end.shell.abort(self, error)
+        self.drop_replies()

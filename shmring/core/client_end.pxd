@@ -1,0 +1,87 @@
+"""The C interface of :mod:`shmring.core.client_end`."""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+from shmring.core.client_book cimport ClientBook, ClientSlotRecord
+from shmring.core.held_slots cimport HeldSlots
+from shmring.core.mapping cimport Mapping
+from shmring.core.message_ring cimport RecordWriter
+from shmring.core.payload cimport Packed, Packer
+from shmring.core.received cimport PayloadDecoder
+from shmring.core.views cimport Lent, Regions, TensorMaker
+from shmring.core.wire cimport Content, Done, SlotNumbers
+
+
+cdef class SubmissionEnd:
+    cdef readonly ClientEnd end
+    cdef readonly uint64_t request_id
+    cdef readonly str name
+    cdef readonly bint ended
+    cdef readonly object error
+    cdef public object waiter
+    cdef object _replies      # Contents that came and were not taken; None until the first
+
+    cdef int _wake(self) except -1
+    cdef int _end(self, object error) except -1
+
+
+cdef class SlotEnd:
+    cdef readonly ClientEnd end
+    cdef readonly ClientSlotRecord record
+    cdef readonly uint64_t nbytes
+    cdef readonly uint64_t cursor
+    cdef public object device_memory
+    cdef Lent* _region        # NULL: left, or in device memory
+    cdef uint64_t _address
+    cdef bint _drain
+
+    cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1
+
+
+cdef class ClientEnd:
+    cdef readonly object shell
+    cdef readonly ClientBook book
+    cdef readonly HeldSlots held
+    cdef readonly Regions regions
+    cdef readonly dict pending
+    cdef readonly uint64_t epoch
+    cdef readonly uint64_t submitted
+    cdef readonly uint64_t finished
+    cdef readonly uint64_t replies
+    cdef readonly uint64_t in_place
+    cdef readonly uint64_t in_place_nbytes
+    cdef readonly uint64_t inline_payloads
+    cdef readonly uint64_t copies
+    cdef readonly uint64_t copied_nbytes
+    cdef readonly uint64_t slot_nbytes_submitted
+    cdef readonly uint64_t stale_releases
+    cdef readonly uint64_t in_flight
+    cdef readonly bint found_full
+    cdef public bint crowded
+    cdef public bint is_open
+    cdef public bint has_device
+    cdef object _clock
+    cdef type _slot_type
+    cdef TensorMaker _maker
+    cdef dict _dtypes
+    cdef uint64_t _slot_key
+    cdef bint _debug
+    cdef uint64_t _max_inflight
+    cdef uint64_t _max_reply_inline_nbytes
+    cdef uint64_t _max_payload_nbytes
+    cdef Mapping _mapping
+    cdef Packer _packer
+    cdef RecordWriter _writer
+    cdef type _submission_type
+    cdef uint64_t _next_id
+    cdef uint64_t _reply_key
+    cdef uint64_t _inline_nbytes
+    cdef uint32_t _max_tensors
+
+    cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1
+    cdef int _write_header(self, uint64_t offset, uint64_t generation, uint64_t nbytes) noexcept
+    cdef bint is_usable(self) noexcept
+    cdef int _leave(self, SlotEnd slot) except -1
+    cdef int _take_back(self, tuple released) except -1
+    cdef int _done(self, Done done) except -1
+    cdef int _deliver(self, uint64_t request_id, Content content) except -1

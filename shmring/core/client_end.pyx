@@ -1,0 +1,649 @@
+"""A frontend's end: what it does with every message.
+
+Theory of operation. :class:`ClientEnd` has the book of its slots and the requests that are in flight. A payload is packed, its tensors
+are copied to a slot (unless they lie in one), the slots are handed over in the book, and one record tells the engine. Records that
+come back end a request, hand slots back and bring replies. All of that is C, calls no event loop, and looks at no clock.
+
+What happens less often is for the *shell*, the :class:`~shmring.client.session.Session`, which is handed in: waiting for space and for
+the engine, copies that take long, leases, calls, slots in device memory, failures.
+
+Invariants: a request is in ``pending`` from its record until its end came; a slot is handed over by the record that names it, or not
+at all.
+"""
+
+from collections import deque
+
+import msgspec
+
+from libc.math cimport INFINITY
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcmp, memcpy
+
+from shmring.core.client_book cimport ClientBook, ClientSlotRecord
+from shmring.core.held_slots cimport HeldSlots
+from shmring.core.mapping cimport Mapping
+from shmring.core.message_ring cimport RecordWriter
+from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
+from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
+from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_region_viewed, leave_region, lend_bytes
+from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_engine_record
+
+from shmring.core.messages import SLOT_HEADER_NBYTES, SLOT_MAGIC
+from shmring.errors import CapacityError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
+
+cdef extern from *:
+    """
+    #define multiply_overflows(a, b, product) __builtin_mul_overflow(a, b, product)
+    """
+    bint multiply_overflows(uint64_t a, uint64_t b, uint64_t* product)
+
+cdef enum:
+    _ALIGNMENT = 64
+    _HEADER_NBYTES = 64
+    _BLOCK_NBYTES = 4096
+    _FEW = 4
+
+assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+#: Unread replies of one stream, before it fails: its consumer has stopped.
+MAX_UNREAD_REPLIES = 65536
+
+cdef bytes _MAGIC = SLOT_MAGIC
+
+
+cdef class SubmissionEnd:
+    """A request in flight: replies that came and were not taken yet, and how it ended. The shell's submission is a subclass.
+
+    Attributes:
+        request_id: as the wire numbers it.
+        name: the caller's own name for it; may be empty.
+        ended: whether nothing more will come (what came may still be taken).
+        error: how it ended, if it did not finish.
+        waiter: a future that is set as soon as a reply or the end comes; None: nobody waits.
+    """
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether :meth:`take_reply` has something to return."""
+        return bool(self._replies)
+
+    def take_reply(self, PayloadDecoder decoder not None):
+        """Decodes the next reply; its slot goes back when the last view of it dies.
+
+        Raises:
+            RemoteError: it is not of the decoder's type.
+            StaleDescriptorError: what lies in its slot is not what the engine announced.
+        """
+        return self.end.decode_reply(self._replies.popleft(), decoder)
+
+    def raise_error(self) -> None:
+        """Raises how it ended, unless it finished."""
+        if self.error is not None:
+            raise fresh(self.error)
+
+    def give_up(self, error) -> None:
+        """Nothing more will be taken: its caller gets this error."""
+        self._end(error)
+
+    def drop_replies(self) -> None:
+        """Gives back what came and will not be taken."""
+        cdef Content content
+        while self._replies:
+            content = self._replies.popleft()
+            self.end.shell.release_replies([slot.generation for slot in content.slots])
+
+    cdef int _end(self, object error) except -1:
+        if self.ended:
+            return 0
+        self.ended = True
+        self.error = error
+        if error is not None:
+            self.drop_replies()
+        return self._wake()
+
+    cdef int _wake(self) except -1:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+        return 0
+
+
+cdef class SlotEnd:
+    """Memory of the slab in its caller's hands; the shell's slot is a subclass, which also knows device memory.
+
+    Attributes:
+        end: of the frontend; None once the slot was left.
+        record: of the slot in the book.
+        nbytes: how many bytes of tensors it holds, alignment between them included.
+        cursor: how many of them are used.
+        device_memory: a tensor of its bytes, if they are in device memory.
+    """
+
+    def __init__(self, ClientEnd end not None, ClientSlotRecord record not None, address: int, drain: bool) -> None:
+        self.end = end
+        self.record = record
+        self.nbytes = record.nbytes
+        self._address = address
+        self._drain = drain
+
+    def __dealloc__(self) -> None:
+        if self._region != NULL:
+            drop_region(self._region)
+
+    cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1:
+        """Takes so many bytes behind those that were taken before; -1 is an error, 1 means that they do not fit."""
+        offset[0] = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+        if nbytes > self.nbytes or offset[0] > self.nbytes - nbytes:
+            return 1
+        self.cursor = offset[0] + nbytes
+        return 0
+
+    def take(self, shape, dtype: str, nbytes: int) -> int:
+        """Takes the bytes of a tensor; returns where they begin.
+
+        Raises:
+            CapacityError: there is no room for it.
+        """
+        cdef uint64_t offset
+        if nbytes >= 1 << 62 or self._take(nbytes, &offset):
+            offset = (self.cursor + _ALIGNMENT - 1) & ~<uint64_t>(_ALIGNMENT - 1)
+            raise CapacityError(
+                f"a {dtype} tensor of shape {tuple(shape)} needs {nbytes} bytes at {offset}, the slot has {self.nbytes}",
+                needed=offset + nbytes,
+                capacity=self.nbytes,
+            )
+        return offset
+
+    def tensor(self, shape, dtype):
+        """Returns an uninitialised, writable tensor in the slot, behind those it has handed out before.
+
+        Args:
+            shape: its shape.
+            dtype: a torch dtype that can travel.
+
+        Raises:
+            CapacityError: the slot has no room left for it; :func:`shmring.nbytes_for` says how large a slot must be.
+            ClosedError: the slot was left.
+            TypeError: the dtype can't travel.
+            ValueError: an extent is negative.
+        """
+        cdef int64_t extents[MAX_DIMENSIONS]
+        cdef tuple known
+        cdef int ndim = 0
+        cdef int64_t extent
+        cdef uint64_t nbytes, offset
+        if self.end is None or self._region == NULL or not self.end.is_usable():
+            return self.other_tensor(shape, dtype)
+        known = self.end._dtypes.get(dtype)
+        if known is None:
+            return self.other_tensor(shape, dtype)
+        nbytes = known[2]
+        for item in shape:
+            extent = item
+            if extent <= 0 or ndim == MAX_DIMENSIONS or multiply_overflows(nbytes, <uint64_t>extent, &nbytes):
+                return self.other_tensor(shape, dtype)
+            extents[ndim] = extent
+            ndim += 1
+        if self._take(nbytes, &offset):
+            return self.other_tensor(shape, dtype)
+        return self.end._maker.view(self._region, offset, ndim, extents, known[0], known[1])
+
+    def other_tensor(self, shape, dtype):
+        """Makes a tensor that is not of the common kind, or says why it can't be made; for the subclass."""
+        raise NotImplementedError
+
+    def memory(self):
+        """Returns its bytes as a buffer that counts as a view."""
+        return lend_bytes(self._region)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is a slot in host memory that was not left."""
+        return self._region != NULL
+
+    def close(self) -> None:
+        """Leaves the slot: it is free again when the engine has released it, and drained if that was asked for.
+
+        Views of it must not be used any more. Twice is once.
+        """
+        cdef ClientEnd end = self.end
+        if end is not None:
+            self.end = self.device_memory = None
+            end._leave(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+
+
+cdef class ClientEnd:
+    """A frontend's end.
+
+    Args:
+        shell: what is told of everything that is not done here.
+        book: of slots in host memory.
+        regions: of reply slots.
+        mapping: the slab's.
+        packer: of payloads.
+        writer: of the ring to the engine.
+        submission_type: a subclass of :class:`SubmissionEnd`.
+        slot_type: a subclass of :class:`SlotEnd`.
+        maker: of torch tensors in slots.
+        dtypes: DLPack's code and bits, and the bytes of an item, of the dtypes that it makes, by dtype.
+        epoch: of this life of the engine.
+        reply_key, slot_key: the first number of the keys of the regions of reply slots, and of slots that callers hold.
+        max_tensors: in a payload.
+        inline_nbytes: of tensors that travel in a record, at most.
+        max_inflight: requests at a time.
+        max_reply_inline_nbytes: of tensors in the record of a reply, at most.
+        max_payload_nbytes: of a reply, tensors apart.
+        debug: whether to tell the shell of slots that are left while views of them live.
+        clock: that of the book's times.
+
+    Attributes:
+        in_flight: requests that are, or are about to be.
+        found_full: whether :meth:`send_now` returned None because the ring is full.
+        crowded: whether others wait for their turn; the shell says so.
+        is_open: whether requests may be sent; the shell says so.
+        has_device: whether slots in device memory may come back; the shell says so.
+        held: slots that callers hold.
+        pending: requests in flight, by id.
+    """
+
+    def __init__(
+        self, shell, ClientBook book not None, Regions regions not None, Mapping mapping not None, Packer packer not None, RecordWriter writer not None,
+        submission_type, slot_type, TensorMaker maker not None, dtypes, clock, *, epoch, reply_key, max_tensors, inline_nbytes, max_inflight,
+        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug,
+    ) -> None:
+        self.shell = shell
+        self.book = book
+        self.regions = regions
+        self._mapping = mapping
+        self._packer = packer
+        self._writer = writer
+        self._submission_type = submission_type
+        self._slot_type = slot_type
+        self._maker = maker
+        self._dtypes = dtypes
+        self._slot_key = slot_key
+        self._debug = debug
+        self._clock = clock
+        self.epoch = epoch
+        self._reply_key = reply_key
+        self._max_tensors = max_tensors
+        self._inline_nbytes = inline_nbytes
+        self._max_inflight = max_inflight
+        self._max_reply_inline_nbytes = max_reply_inline_nbytes
+        self._max_payload_nbytes = max_payload_nbytes
+        self.is_open = True
+        self.held = HeldSlots()
+        self.pending = {}
+
+    def detach(self) -> None:
+        """The session has ended: nothing more is written, and neither slab nor rings need stay mapped."""
+        self._mapping, self._writer = Mapping(-1, 0), None
+
+    cdef bint is_usable(self) noexcept:
+        """Whether requests may be sent from this process."""
+        return self.is_open and self._writer is not None and not self._writer.is_forked()
+
+    # -- slots -------------------------------------------------------------------------------------------------------
+
+    def hold_now(self, nbytes, bint drain):
+        """Returns a slot in host memory for a caller; None if something has to be waited for.
+
+        Raises:
+            CapacityError: so much can never be had.
+        """
+        cdef ClientSlotRecord record
+        if not self.is_usable():
+            return None
+        record = self.book.acquire_slot(nbytes, True)
+        return None if record is None else self.hold(record, drain)
+
+    def hold(self, ClientSlotRecord record not None, bint drain):
+        """Hands a slot in host memory, which was acquired, to a caller."""
+        cdef SlotEnd slot = self._slot_type.__new__(self._slot_type)
+        slot.end = self
+        slot.record = record
+        slot.nbytes = record.nbytes
+        slot._drain = drain
+        slot._region = self.regions.lend(
+            self._mapping.mapped, record.start * _BLOCK_NBYTES + _HEADER_NBYTES, record.nbytes, self._slot_key, <uintptr_t><void*>record
+        )
+        slot._address = <uint64_t>slot._region.address
+        self.held.hold(record, slot._address, record.nbytes)
+        return slot
+
+    cdef int _leave(self, SlotEnd slot) except -1:
+        cdef Lent* region = slot._region
+        cdef list effects
+        self.held.leave(slot._address)
+        slot._region = NULL
+        if region == NULL:
+            self.shell.leave_device_slot(slot.record, slot._drain)
+            return 0
+        if self._writer is None:
+            drop_region(region)
+            return 0
+        if self._debug and is_region_viewed(region):
+            self.shell.warn_of_views(slot.record)
+        if slot._drain and leave_region(region):
+            slot.record.viewed = True
+            self.shell.slot_is_viewed(slot.record)
+        elif not slot._drain:
+            drop_region(region)
+        effects = self.book.give_slot_up(slot.record, self._clock())
+        if effects or self.book.earliest_expiry() != INFINITY:
+            self.shell.carry_out(effects or [])
+        return 0
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Counts one more request as in flight; returns False if there are as many as may be, or others wait for that."""
+        if self.crowded or self.in_flight >= self._max_inflight:
+            return False
+        self.in_flight += 1
+        return True
+
+    def leave(self) -> None:
+        """A request is in flight no more."""
+        self.in_flight -= 1
+        if self.crowded:
+            self.shell.request_left()
+
+    def pass_on(self) -> None:
+        """For the shell: one that has waited is in flight now."""
+        self.in_flight += 1
+
+    # -- requests go ---------------------------------------------------------------------------------------------------
+
+    def pack(self, payload) -> tuple:
+        """Encodes a payload. Changes nothing.
+
+        Returns:
+            What :meth:`send` sends, and the records of the held slots in which tensors of it lie.
+
+        Raises:
+            TypeError, CapacityError: as :meth:`Packer.pack`.
+        """
+        packed = self._packer.pack(payload, self._inline_nbytes, self._writer.largest_record_nbytes, self.held)
+        return packed, self.held.found
+
+    def submit_now(self, payload, str name not None, uint64_t most_nbytes):
+        """Packs and sends a payload, unless something has to be waited for.
+
+        Args:
+            payload: what to send.
+            name: the caller's own name for the request.
+            most_nbytes: that may be copied now.
+
+        Returns:
+            The submission, which counts as in flight; None, and nothing was changed: the engine, space, a request's turn or a
+            long copy has to be waited for.
+
+        Raises:
+            TypeError, CapacityError: as :meth:`pack`.
+        """
+        cdef Packed packed
+        if self.has_device or not self.is_open or self._writer is None or not self._writer.is_writable():
+            return None
+        if self.crowded or self.in_flight >= self._max_inflight:
+            return None
+        packed = self._packer.pack(payload, self._inline_nbytes, self._writer.largest_record_nbytes, self.held)
+        if packed.slot_nbytes > most_nbytes or not self.begin():
+            return None
+        sent = None
+        try:
+            sent = self.send_now(packed, self.held.found, name, b"")
+        finally:
+            if sent is None:
+                self.leave()
+        return sent
+
+    def content_address(self, ClientSlotRecord slot not None) -> int:
+        """Where a slot's content is in this process."""
+        return <uint64_t>self._mapping.mapped.address + slot.start * _BLOCK_NBYTES + _HEADER_NBYTES
+
+    def send_now(self, Packed packed not None, list in_place not None, str name not None, bytes fence not None):
+        """Copies what has to be copied, and sends it.
+
+        Returns:
+            The submission; None if something has to be waited for, and nothing was sent: space, or the engine.
+
+        Raises:
+            CapacityError: so much space can never be had.
+        """
+        cdef ClientSlotRecord slot = None
+        self.found_full = False
+        if packed.slot_nbytes:
+            slot = self.book.acquire_slot(packed.slot_nbytes, False)
+            if slot is None:
+                return None
+        sent = None
+        try:
+            if slot is not None:
+                packed.copy_into(self.content_address(slot))
+            sent = self.send(packed, in_place, slot, name, fence)
+        finally:
+            if sent is None and slot is not None:
+                self.shell.give_up(slot)
+        return sent
+
+    def send(self, Packed packed not None, list in_place not None, slot, str name not None, bytes fence not None):
+        """Sends a payload whose tensors have been copied.
+
+        Args:
+            packed: from :meth:`pack`.
+            in_place: the records of the slots in which tensors of it lie.
+            slot: the record of the slot that it was copied to, if it needs one.
+            name: the caller's own name for the request.
+            fence: of the slots in device memory; may be empty.
+
+        Returns:
+            The submission; None if the ring is full, or a slot of ``in_place`` has changed hands, and nothing was sent.
+        """
+        cdef SlotNumbers few[_FEW]
+        cdef SlotNumbers* numbers = few
+        cdef SubmissionEnd submission
+        cdef ClientSlotRecord record
+        cdef uint32_t count = <uint32_t>len(in_place) + (slot is not None), i = 0
+        cdef uint64_t request_id = self._next_id + 1
+        cdef uint64_t nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
+        if self._writer is None or not self._writer.is_writable():
+            return None
+        try:
+            if not self._writer.has_room(<uint32_t>nbytes):
+                self.found_full = True
+                return None
+        except RemoteProtocolError as error:
+            self.shell.link.break_off(error)
+            return None
+        for record in in_place:
+            if not record.is_submittable():
+                return None
+        submission = self._submission_type.__new__(self._submission_type)
+        if count > _FEW:
+            numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
+            if numbers == NULL:
+                raise MemoryError
+        try:
+            for record in in_place:
+                self._hand_over(record, numbers + i)
+                i += 1
+            if slot is not None:
+                self._hand_over(slot, numbers + i)
+            self._next_id = request_id
+            submission.end = self
+            submission.request_id = request_id
+            submission.name = name
+            self.pending[request_id] = submission
+            # The ring may be full after all: what has run since may have written to it.
+            if put_submit(self._writer, packed, self.epoch, request_id, name, fence, numbers, count):
+                self._writer.wake_reader()
+                if self._writer.told:
+                    self.shell.link.published()
+            else:
+                self.shell.link.queue(submit_record(packed, self.epoch, request_id, name, fence, numbers, count))
+            for i in range(count):
+                self.slot_nbytes_submitted += numbers[i].nbytes
+        finally:
+            if numbers != few:
+                free(numbers)
+        self.submitted += 1
+        self.in_place += packed.in_place
+        self.in_place_nbytes += packed.in_place_nbytes
+        self.copies += packed.copied
+        self.copied_nbytes += packed.copied_nbytes
+        self.inline_payloads += packed.copied != 0 and not packed.slot_nbytes
+        return submission
+
+    cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1:
+        """Makes a slot the engine's, and describes it."""
+        numbers.lease_id = record.lease.lease_id
+        numbers.offset = record.start * _BLOCK_NBYTES
+        numbers.nbytes = record.nbytes
+        if numbers.offset >= self._mapping.mapped.nbytes:  # where there is no header
+            numbers.generation = self.shell.submit_on_device(record)
+            return 0
+        numbers.generation = self.book.submit_slot(record, self.book)
+        self._write_header(numbers.offset, numbers.generation, numbers.nbytes)
+        return 0
+
+    cdef int _write_header(self, uint64_t offset, uint64_t generation, uint64_t nbytes) noexcept:
+        cdef char* header = self._mapping.mapped.address + offset
+        memcpy(header, <const char*>_MAGIC, 8)
+        memcpy(header + 8, &generation, 8)
+        memcpy(header + 16, &nbytes, 8)
+        return 0
+
+    # -- what comes back -----------------------------------------------------------------------------------------------
+
+    def take_record(self, bytes record not None) -> None:
+        """A record came from the engine.
+
+        Raises:
+            RemoteProtocolError: it broke the rules.
+        """
+        message = read_engine_record(record, self._max_tensors)
+        if type(message) is Done:
+            self._done(<Done>message)
+        elif type(message) is Reply:
+            self._deliver((<Reply>message).request_id, (<Reply>message).content)
+        else:
+            self.shell.take_message(record)
+
+    cdef int _done(self, Done done) except -1:
+        cdef SubmissionEnd submission
+        if done.released:
+            self._take_back(done.released)
+        if done.content is not None:
+            self._deliver(done.request_id, done.content)
+        submission = self.forget(done.request_id)
+        if not submission.ended:  # else it was aborted here before its end came
+            self.finished += 1
+            submission._end(None)
+        return 0
+
+    cdef int _take_back(self, tuple released) except -1:
+        cdef list effects
+        cdef double now
+        if self.has_device:
+            self.shell.take_released(released)
+            return 0
+        now = self._clock()
+        for generation in released:
+            self.stale_releases += not self.book.release_generation(generation, now)
+        effects = self.book.serve()
+        if effects or self.book.earliest_expiry() != INFINITY:
+            self.shell.carry_out(effects or [])
+        return 0
+
+    def forget(self, request_id: int):
+        """A request has ended; returns its submission.
+
+        Raises:
+            RemoteProtocolError: it is not in flight.
+        """
+        cdef SubmissionEnd submission = self.pending.pop(request_id, None)
+        if submission is None:
+            raise RemoteProtocolError(f"request {request_id} ended, which is not in flight")
+        self.leave()
+        return submission
+
+    cdef int _deliver(self, uint64_t request_id, Content content) except -1:
+        """Keeps a reply for its caller, or gives it back if nobody will take it."""
+        cdef SubmissionEnd submission = self.pending.get(request_id)
+        cdef SlotNumbers* slot
+        if submission is None:
+            raise RemoteProtocolError(f"a reply came to request {request_id}, which is not in flight")
+        if content.inline_nbytes > self._max_reply_inline_nbytes:
+            raise RemoteProtocolError(
+                f"{content.inline_nbytes} bytes of tensors in a reply exceed inline_nbytes ({self._max_reply_inline_nbytes})"
+            )
+        if content.payload_nbytes > self._max_payload_nbytes:
+            raise RemoteProtocolError(
+                f"a reply of {content.payload_nbytes} bytes exceeds max_payload_nbytes ({self._max_payload_nbytes})"
+            )
+        if content.slot_count:  # one, since a reply names none but that of its copied bytes
+            slot = content.slot_numbers
+            if slot.offset + _HEADER_NBYTES + slot.nbytes > self._mapping.mapped.nbytes:
+                raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes exceeds the slab")
+        self.replies += 1
+        if not submission.ended:
+            if submission._replies is None:
+                submission._replies = deque()
+            if len(submission._replies) < MAX_UNREAD_REPLIES:
+                submission._replies.append(content)
+                return submission._wake()
+            self.shell.abort(
+                submission,
+                CapacityError(
+                    f"request {request_id} has {MAX_UNREAD_REPLIES} unread replies; read them, or abort it",
+                    needed=MAX_UNREAD_REPLIES + 1,
+                    capacity=MAX_UNREAD_REPLIES,
+                ),
+            )
+        if content.slot_count:
+            self.shell.release_replies([content.slot_numbers.generation])
+        return 0
+
+    def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
+        """Decodes a reply; its slot goes back when the last view of it dies.
+
+        Raises:
+            RemoteError: it is not of the decoder's type.
+            StaleDescriptorError: what lies in its slot is not what the engine announced.
+        """
+        cdef ContentRegions regions
+        cdef SlotNumbers* slot = content.slot_numbers
+        cdef char header[24]
+        cdef uint64_t numbers[2]
+        cdef bint is_viewed = False
+        self.shell.check_alive()
+        regions = regions_of(content, self._reply_key, self.regions, self._mapping)
+        try:
+            if content.slot_count:
+                memcpy(header, self._mapping.mapped.address + slot.offset, 24)
+                memcpy(numbers, header + 8, 16)
+                if memcmp(header, <const char*>_MAGIC, 8) or numbers[0] != slot.generation or numbers[1] != slot.nbytes:
+                    raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
+                if content.payload_nbytes:
+                    content.take_payload(
+                        (self._mapping.mapped.address + slot.offset + _HEADER_NBYTES + content.payload_offset)
+                        [:content.payload_nbytes],
+                        self._max_tensors,
+                    )
+            reply = decoder.decode(regions, None)
+            is_viewed = content.slot_count and regions.is_viewed(0)
+            return reply
+        except msgspec.ValidationError as error:
+            raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error
+        finally:
+            if content.slot_count:
+                regions.leave(0)
+                if not is_viewed:
+                    self.shell.release_replies([slot.generation])

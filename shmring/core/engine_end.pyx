@@ -1,0 +1,511 @@
+"""The engine's end: what it does with every message.
+
+Theory of operation. :class:`EngineEnd` has the book, the requests that wait, and the claims. A record that a frontend has written
+comes to its :class:`FrontendEnd`; a submission is checked and booked here, and waits. Taking it up checks the headers of its slots,
+decodes its payload into views, and makes a claim of it. Leaving the claim releases its slots and finishes the request, of which
+one record tells the frontend. All of that is C, calls no event loop, and looks at no clock.
+
+What happens less often is for the *shell*, the :class:`~shmring.ring.ring.Ring`, which is handed in: other messages, failures,
+aborts, replies, slots in device memory, and waking whoever waits for a claim. It calls back here and into the book.
+
+What lies in shared memory convicts nobody, since any process with the slab may have written it: a wrong header, or a payload in a
+slot that is none, fails that one request. What came through a frontend's own ring ends its connection if it is wrong.
+
+Invariants: a request is in ``waiting`` or in ``claims`` or has ended; a claim releases its slots once, and ends its request once.
+"""
+
+from collections import OrderedDict
+
+import msgspec
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcmp, memcpy
+
+from shmring.core.engine_book cimport EngineBook
+from shmring.core.mapping cimport Mapping
+from shmring.core.message_ring cimport RecordWriter
+from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
+from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
+from shmring.core.records cimport ClientRecord, RequestRecord
+from shmring.core.transitions cimport requests
+from shmring.core.views cimport Regions
+from shmring.core.wire cimport Content, SlotNumbers, Submit, read_submit_record
+
+from shmring.core.messages import SLOT_HEADER_NBYTES, SLOT_MAGIC
+from shmring.core.states import Request, RequestEvent
+from shmring.errors import AbortedError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
+
+cdef enum:
+    _HEADER_NBYTES = 64
+    _FEW = 4
+    _MANY = 64  # released slots in the record of an end; more go in records of their own
+
+assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+cdef bytes _MAGIC = SLOT_MAGIC
+cdef int _FINISH = list(RequestEvent).index(RequestEvent.FINISH)
+cdef int _RUNNING = list(Request).index(Request.RUNNING)
+
+cdef object _RELEASED = object()
+
+
+cdef class FrontendEnd:
+    """A frontend, as far as every message needs it; the shell's frontend is a subclass.
+
+    Args:
+        end: that it belongs to.
+        client_id: in its book.
+
+    Attributes:
+        link: sends what is not written here, and keeps what finds the ring full; the subclass has it.
+    """
+
+    def __init__(self, EngineEnd end not None, client_id: int) -> None:
+        self.end = end
+        self.client_id = client_id
+
+    def attach(self, RecordWriter writer not None) -> None:
+        """Its connection is there.
+
+        Args:
+            writer: of the ring to it.
+        """
+        self.record = self.end.book.client_of(self.client_id)
+        self._writer = writer
+
+    def detach(self) -> None:
+        """Its connection has ended: nothing more is written, and its rings need not stay mapped."""
+        self._writer = None
+
+    def take_record(self, bytes record not None) -> None:
+        """A record came from it.
+
+        Raises:
+            RemoteProtocolError: it broke the rules.
+        """
+        cdef Submit submit = read_submit_record(record, self.end._max_tensors)
+        if submit is None:
+            self.take_message(record)
+        else:
+            self.end._submit(self, submit)
+
+    def take_message(self, bytes record) -> None:
+        """A record came that is no submission; for the subclass."""
+        raise NotImplementedError
+
+
+cdef class ClaimEnd:
+    """A request, from its submission to its end; the shell's claim is a subclass.
+
+    Attributes:
+        submit: the submission.
+        nbytes: of its slots.
+        released: whether its slots were released, or will be when their copy to a GPU is over.
+        ended: whether nothing more may be sent in answer to it.
+        aborted: whether its frontend gave it up, or has gone.
+    """
+
+    @property
+    def client_id(self) -> int:
+        """The frontend, as this engine numbers its connections."""
+        return self.frontend.client_id
+
+    @property
+    def request_id(self) -> int:
+        """The request, as that frontend numbers its submissions."""
+        return self.submit.request_id
+
+    @property
+    def name(self) -> str:
+        """The caller's own name for the request; may be empty."""
+        return self.submit.name
+
+    @property
+    def content_regions(self):
+        """The regions of its content."""
+        return self.regions
+
+    @property
+    def payload(self):
+        """The payload, its tensors viewed in place. Views taken from it keep their slot after the claim is left.
+
+        Tensors in slots of the device slab are on its GPU, to be used on the stream that was this thread's current one when the
+        request was claimed: it waits for what their frontend has queued. A further stream that is to use them must wait for
+        it, and it for that stream before the last view is dropped.
+
+        Raises:
+            LocalProtocolError: the claim has released it.
+        """
+        if self._payload is _RELEASED:
+            raise LocalProtocolError(
+                f"request {self.submit.request_id} was released; keep what you need of its payload before"
+            )
+        return self._payload
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback) -> bool:
+        if error is None:
+            self.finish()
+            return False
+        self.fail(error)
+        return isinstance(error, AbortedError) and self.aborted and error.request_id == self.submit.request_id
+
+    def fail(self, error) -> None:
+        """For the subclass."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
+        if self.ended:
+            self.end.shell.carry_out(self.release_slots())
+        else:
+            self.end._finish(self, None, NULL)
+
+    def send_reply(self, Packed reply not None, slot) -> bool:
+        """Sends a reply.
+
+        Args:
+            reply: packed, and copied to its slot if it needs one.
+            slot: ``SlotRef`` of that, or None.
+
+        Returns:
+            Whether it was sent; False: the ring is full.
+        """
+        return self.end._send_reply(self, reply, slot)
+
+    def finish_with(self, Packed reply not None, slot) -> bool:
+        """Sends a last reply, releases the slots and finishes the request, in one record; for who may still answer.
+
+        Args:
+            reply, slot: as of :meth:`send_reply`.
+
+        Returns:
+            True: a request's end finds room.
+        """
+        cdef SlotNumbers numbers
+        self.end._lend_reply(self, slot, &numbers)
+        self.end._finish(self, reply, &numbers)
+        return True
+
+    def release_slots(self, *, copying: bool = False) -> list:
+        """Releases the slots; twice is once.
+
+        Args:
+            copying: whether a copy of them is under way, which counts as a view.
+
+        Returns:
+            What follows from it in the book.
+        """
+        cdef uint64_t few[_FEW]
+        cdef uint64_t* released = few
+        cdef Py_ssize_t count = 0
+        cdef list effects
+        if self.released:
+            return []
+        if self.submit.content.slot_count > _FEW:
+            released = <uint64_t*>malloc(self.submit.content.slot_count * sizeof(uint64_t))
+            if released == NULL:
+                raise MemoryError
+        try:
+            effects = self.end._release(self, copying, released, &count)
+            if count:
+                self.end.shell.send_release(self.frontend, [released[i] for i in range(count)])
+            return effects or []
+        finally:
+            if released != few:
+                free(released)
+
+    def mark_ended(self, *, aborted: bool = False) -> list:
+        """Nothing more may be sent in answer; returns the callbacks that are to be called now."""
+        callbacks = (self._end_callbacks or []) + ((self._abort_callbacks or []) if aborted else [])
+        self._abort_callbacks = self._end_callbacks = None
+        self.ended = True
+        self.aborted = self.aborted or aborted
+        return callbacks
+
+    def call_on_abort(self, callback) -> None:
+        """Keeps a callback for the case that the request is aborted."""
+        if self._abort_callbacks is None:
+            self._abort_callbacks = []
+        self._abort_callbacks.append(callback)
+
+    def call_on_end(self, callback) -> None:
+        """Keeps a callback for the request's end, in whichever way."""
+        if self._end_callbacks is None:
+            self._end_callbacks = []
+        self._end_callbacks.append(callback)
+
+    def forget_on_end(self, callback) -> None:
+        """Takes that back, if it was not called yet."""
+        if self._end_callbacks and callback in self._end_callbacks:
+            self._end_callbacks.remove(callback)
+
+
+cdef class EngineEnd:
+    """The engine's end.
+
+    Args:
+        shell: what is told of everything that is not done here.
+        book: of this engine.
+        regions: of its slots.
+        mapping: the slab's.
+        decoder: of payloads.
+        claim_type: a subclass of :class:`ClaimEnd`.
+        epoch: of this life of the engine.
+        max_tensors: in a payload.
+        inline_nbytes: of tensors in a record, at most.
+        max_payload_nbytes: of a payload, tensors apart.
+        device: whether there is a device slab; None: there is not.
+        debug: whether to tell the shell of slots that are released while views of them live.
+
+    Attributes:
+        waiting: claims by (client id, request id), in order of arrival.
+        is_awaited: whether somebody waits for one; the shell says so, and is then told of each.
+        claims: those that were taken up and have not ended.
+        submitted, finished, replies, received_nbytes: counted so far.
+    """
+
+    def __init__(
+        self, shell, EngineBook book not None, Regions regions not None, Mapping mapping not None, PayloadDecoder decoder not None,
+        claim_type, *, epoch, max_tensors, inline_nbytes, max_payload_nbytes, debug, device,
+    ) -> None:
+        self.shell = shell
+        self.book = book
+        self.regions = regions
+        self._mapping = mapping
+        self._slab_nbytes = mapping.mapped.nbytes
+        self._decoder = decoder
+        self._claim_type = claim_type
+        self._device = device
+        self.epoch = epoch
+        self._max_tensors = max_tensors
+        self._inline_nbytes = inline_nbytes
+        self._max_payload_nbytes = max_payload_nbytes
+        self._debug = debug
+        self.waiting = OrderedDict()
+        self.claims = {}
+
+    def detach(self) -> None:
+        """The ring is closed: nothing is taken up any more, and the slab need not stay mapped."""
+        self._mapping = Mapping(-1, 0)
+
+    # -- requests come -----------------------------------------------------------------------------------------------
+
+    cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:
+        cdef Content content = submit.content
+        cdef ClaimEnd claim
+        cdef uint32_t i
+        if submit.epoch != self.epoch:
+            raise RemoteProtocolError(f"request {submit.request_id} is of epoch {submit.epoch:016x}, this is {self.epoch:016x}")
+        if content.inline_nbytes > self._inline_nbytes:
+            raise RemoteProtocolError(
+                f"{content.inline_nbytes} bytes of tensors in a message exceed inline_nbytes ({self._inline_nbytes})"
+            )
+        if content.payload_nbytes > self._max_payload_nbytes:
+            raise RemoteProtocolError(
+                f"a payload of {content.payload_nbytes} bytes exceeds max_payload_nbytes ({self._max_payload_nbytes})"
+            )
+        if self._device is not None or content.fence:
+            self.shell.check_fence(submit)
+        claim = self._claim_type.__new__(self._claim_type)
+        claim.request = self.book.submit_slots(frontend.record, submit.request_id, content.slot_numbers, content.slot_count)
+        claim.end = self
+        claim.frontend = frontend
+        claim.submit = submit
+        for i in range(content.slot_count):
+            claim.nbytes += content.slot_numbers[i].nbytes
+        self.submitted += 1
+        self.received_nbytes += claim.nbytes
+        self.waiting[frontend.client_id, submit.request_id] = claim
+        if self.is_awaited:
+            self.shell.request_arrived()
+        return 0
+
+    def take_next(self):
+        """Takes the next request up that is worth a claim; None if none is waiting."""
+        cdef ClaimEnd claim
+        while self.waiting:
+            claim = self._take_up(<ClaimEnd>self.waiting.popitem(False)[1])
+            if claim is not None:
+                return claim
+        return None
+
+    cdef ClaimEnd _take_up(self, ClaimEnd claim):
+        cdef Content content = claim.submit.content
+        cdef bint is_payload_shared = content.payload_nbytes != 0
+        self.book.claim_request(claim.request)
+        claim.regions = regions_of(content, claim.frontend.client_id, self.regions, self._mapping)
+        try:
+            self._check_headers(claim)
+            if is_payload_shared:
+                content.take_payload(self._payload_in_slot(content), self._max_tensors)
+            place = None
+            if self._device is not None and content.fence:
+                place = self.shell.take_up_device(claim)
+            claim._payload = self._decoder.decode(claim.regions, place)
+        except RemoteProtocolError as error:
+            self.shell.take_up_failed(claim, error, breaks_rules=not is_payload_shared)
+            return None
+        except Exception as error:
+            self.shell.take_up_failed(claim, error, breaks_rules=False)
+            return None
+        self.claims[claim.frontend.client_id, claim.submit.request_id] = claim
+        return claim
+
+    cdef bytes _payload_in_slot(self, Content content):
+        cdef SlotNumbers* slot = content.slot_numbers + content.slot_count - 1
+        return PyBytes_FromStringAndSize(
+            self._mapping.mapped.address + slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes
+        )
+
+    cdef int _check_headers(self, ClaimEnd claim) except -1:
+        """Compares what stands in shared memory with the descriptors that were accepted; each is read once."""
+        cdef SlotNumbers* slot
+        cdef char header[24]
+        cdef uint64_t numbers[2]
+        cdef uint32_t i
+        for i in range(claim.submit.content.slot_count):
+            slot = claim.submit.content.slot_numbers + i
+            if slot.offset >= self._slab_nbytes:
+                continue  # in device memory stands no header
+            memcpy(header, self._mapping.mapped.address + slot.offset, 24)
+            memcpy(numbers, header + 8, 16)
+            if memcmp(header, <const char*>_MAGIC, 8):
+                raise StaleDescriptorError(f"at {slot.offset} stands no slot's header, where generation {slot.generation} was to be")
+            if numbers[0] != slot.generation or numbers[1] != slot.nbytes:
+                raise StaleDescriptorError(
+                    f"the slot at {slot.offset} holds generation {numbers[0]} with {numbers[1]} bytes, "
+                    f"not generation {slot.generation} with {slot.nbytes}"
+                )
+        return 0
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    cdef int _lend_reply(self, ClaimEnd claim, slot, SlotNumbers* numbers) except -1:
+        """A reply slot is its frontend's from now on."""
+        cdef char* header
+        if slot is None:
+            return 0
+        numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation = slot.lease_id, slot.offset, slot.nbytes, slot.generation
+        header = self._mapping.mapped.address + numbers.offset
+        memcpy(header, <const char*>_MAGIC, 8)
+        memcpy(header + 8, &numbers.generation, 8)
+        memcpy(header + 16, &numbers.nbytes, 8)
+        self.book.reply_sent(claim.frontend.client_id, slot.generation)
+        return 0
+
+    cdef bint _send_reply(self, ClaimEnd claim, Packed reply, slot) except -1:
+        cdef FrontendEnd frontend = claim.frontend
+        cdef SlotNumbers numbers
+        cdef uint64_t request_id = claim.submit.request_id
+        try:
+            if frontend._writer is None or not frontend._writer.is_writable() \
+                    or not frontend._writer.has_room(<uint32_t>reply_nbytes(reply, request_id)):
+                return False
+        except RemoteProtocolError as error:
+            frontend.link.break_off(error)
+            return False
+        self._lend_reply(claim, slot, &numbers)
+        if put_reply(frontend._writer, reply, request_id, &numbers):
+            frontend._writer.wake_reader()
+            if frontend._writer.told:
+                frontend.link.published()
+        else:
+            frontend.link.queue(reply_record(reply, request_id, &numbers))
+        self._count_reply(reply)
+        return True
+
+    cdef int _count_reply(self, Packed reply) noexcept:
+        self.replies += 1
+        self.reply_copies += reply.copied
+        self.reply_copied_nbytes += reply.copied_nbytes
+        return 0
+
+    # -- claims end --------------------------------------------------------------------------------------------------
+
+    cdef list _release(self, ClaimEnd claim, bint copying, uint64_t* released, Py_ssize_t* count):
+        """Releases a claim's slots in the book; those that are viewed drain. ``released``: generations to be told of."""
+        cdef uint8_t few[_FEW]
+        cdef uint8_t* viewed = few
+        cdef uint32_t slots = claim.submit.content.slot_count, i
+        cdef bint is_any_viewed = False
+        count[0] = 0
+        if claim.released:
+            return None
+        claim.released = True
+        claim._payload = _RELEASED
+        if not slots:
+            claim.regions = None
+            return None
+        if slots > _FEW:
+            viewed = <uint8_t*>malloc(slots)
+            if viewed == NULL:
+                raise MemoryError
+        try:
+            for i in range(slots):
+                viewed[i] = claim.regions.leave(i)
+                is_any_viewed = is_any_viewed or viewed[i]
+            if self._device is not None and claim.submit.content.fence:
+                for i, drains in enumerate(self.shell.release_on_device(claim, copying)):
+                    viewed[i] = viewed[i] or drains
+            if is_any_viewed and self._debug and not copying:
+                self.shell.log_drain(claim)
+            claim.regions = None  # which keep the slab mapped
+            return self.book.release_request(claim.frontend.record, claim.request, viewed, released, count)
+        finally:
+            if viewed != few:
+                free(viewed)
+
+    cdef int _finish(self, ClaimEnd claim, Packed reply, SlotNumbers* slot) except -1:
+        """Releases and finishes a request that has not ended: one record tells its frontend."""
+        cdef FrontendEnd frontend = claim.frontend
+        cdef uint64_t few[_FEW]
+        cdef uint64_t* released = few
+        cdef Py_ssize_t count = 0
+        cdef list effects
+        if claim.submit.content.slot_count > _FEW:
+            released = <uint64_t*>malloc(claim.submit.content.slot_count * sizeof(uint64_t))
+            if released == NULL:
+                raise MemoryError
+        try:
+            claim.ended = True
+            self.claims.pop((frontend.client_id, claim.submit.request_id), None)
+            effects = self._release(claim, False, released, &count)
+            if count > _MANY or (count and claim.request.state_number != _RUNNING):
+                self.shell.send_release(frontend, [released[i] for i in range(count)])
+                count = 0
+            if claim.request.state_number == _RUNNING:  # else it was aborted meanwhile, and its frontend knows
+                self.book.end_request(frontend.record, claim.request, _FINISH)
+                self.finished += 1
+                if reply is not None:
+                    self._count_reply(reply)
+                self._send_done(frontend, claim.submit.request_id, released, <uint32_t>count, reply, slot)
+        finally:
+            if released != few:
+                free(released)
+        if effects:
+            self.shell.carry_out(effects)
+        if claim._end_callbacks:
+            self.shell.call_soon(claim.mark_ended())
+        claim._abort_callbacks = None
+        return 0
+
+    cdef int _send_done(
+        self, FrontendEnd frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
+    ) except -1:
+        try:
+            if frontend._writer is not None and frontend._writer.is_writable() \
+                    and put_done(frontend._writer, request_id, released, count, reply, slot):
+                frontend._writer.wake_reader()
+                if frontend._writer.told:
+                    frontend.link.published()
+                return 0
+        except RemoteProtocolError as error:
+            frontend.link.break_off(error)
+            return 0
+        frontend.link.queue(done_record(request_id, released, count, reply, slot))
+        return 0

@@ -1,0 +1,15 @@
+"""The C interface of :mod:`shmring.core.held_slots`."""
+
+cimport cython
+from libc.stdint cimport uint32_t, uint64_t
+
+from shmring.core.sorted_keys cimport SortedKeys
+
+
+@cython.final
+cdef class HeldSlots:
+    cdef SortedKeys _addresses
+    cdef dict _slots           # (record, bytes of content) by address of content
+    cdef readonly list found   # records in which something was found since the last call of `forget`, in that order
+
+    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1

@@ -1,0 +1,237 @@
+"""Msgpack as far as records need it: reading what anybody may have written, and writing to a place that is large enough.
+
+Reading makes no Python object and moves one value at a time: :c:func:`read_value` returns the next scalar, text or extension,
+or the head of the next array or map, whose members are the next values. Nothing is read behind the end.
+
+Every ``*_nbytes`` is exactly what the ``put_*`` of the same name writes, so that a record's length is known before it is written.
+"""
+
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+cdef enum Kind:
+    TRUNCATED   # the bytes end within the value, or are no msgpack
+    NIL
+    UNSIGNED    # number
+    OTHER       # a negative number, a truth value, a float: nothing that records use outside of payloads
+    TEXT        # data, nbytes
+    BINARY      # data, nbytes
+    EXTENSION   # type, data, nbytes
+    ARRAY       # number: of members
+    MAP         # number: of pairs
+
+cdef struct Cursor:
+    const uint8_t* at
+    const uint8_t* end
+
+cdef struct Value:
+    Kind kind
+    uint8_t type
+    uint64_t number
+    const uint8_t* data
+    uint64_t nbytes
+
+
+cdef inline uint64_t read_big_endian(const uint8_t* at, int nbytes) noexcept nogil:
+    cdef uint64_t number = 0
+    cdef int i
+    for i in range(nbytes):
+        number = number << 8 | at[i]
+    return number
+
+
+cdef inline uint64_t read_little_endian(const uint8_t* at, int nbytes) noexcept nogil:
+    cdef uint64_t number = 0
+    cdef int i
+    for i in range(nbytes - 1, -1, -1):
+        number = number << 8 | at[i]
+    return number
+
+
+cdef inline bint _take_number(Cursor* cursor, int nbytes, uint64_t* number) noexcept nogil:
+    if cursor.end - cursor.at < nbytes:
+        return False
+    number[0] = read_big_endian(cursor.at, nbytes)
+    cursor.at += nbytes
+    return True
+
+
+cdef inline bint _take_data(Cursor* cursor, Value* value, uint64_t nbytes) noexcept nogil:
+    if <uint64_t>(cursor.end - cursor.at) < nbytes:
+        return False
+    value.data = cursor.at
+    value.nbytes = nbytes
+    cursor.at += nbytes
+    return True
+
+
+cdef inline bint _take_sized(Cursor* cursor, Value* value, int length_nbytes, bint typed) noexcept nogil:
+    """Data behind its length, and behind its type if it is an extension."""
+    cdef uint64_t nbytes = 0
+    cdef uint64_t type = 0
+    if not _take_number(cursor, length_nbytes, &nbytes) or (typed and not _take_number(cursor, 1, &type)):
+        return False
+    value.type = <uint8_t>type
+    return _take_data(cursor, value, nbytes)
+
+
+cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
+    """Reads the next value, or the head of the next array or map; the cursor stands behind it."""
+    cdef uint8_t head
+    cdef uint64_t type
+    cdef bint whole = True
+    value.kind = TRUNCATED
+    if cursor.at >= cursor.end:
+        return TRUNCATED
+    head = cursor.at[0]
+    cursor.at += 1
+    if head < 0x80:
+        value.kind, value.number = UNSIGNED, head
+    elif head < 0x90:
+        value.kind, value.number = MAP, head & 0x0F
+    elif head < 0xA0:
+        value.kind, value.number = ARRAY, head & 0x0F
+    elif head < 0xC0:
+        value.kind = TEXT
+        whole = _take_data(cursor, value, head & 0x1F)
+    elif head >= 0xE0 or head == 0xC2 or head == 0xC3:
+        value.kind = OTHER
+    elif head == 0xC0:
+        value.kind = NIL
+    elif head == 0xC1:
+        whole = False  # the one byte that msgpack never uses
+    elif head <= 0xC6:
+        value.kind = BINARY
+        whole = _take_sized(cursor, value, 1 << (head - 0xC4), False)
+    elif head <= 0xC9:
+        value.kind = EXTENSION
+        whole = _take_sized(cursor, value, 1 << (head - 0xC7), True)
+    elif head <= 0xCB:
+        value.kind = OTHER
+        whole = _take_data(cursor, value, 4 << (head - 0xCA))
+    elif head <= 0xCF:
+        value.kind = UNSIGNED
+        whole = _take_number(cursor, 1 << (head - 0xCC), &value.number)
+    elif head <= 0xD3:
+        value.kind = OTHER
+        whole = _take_data(cursor, value, 1 << (head - 0xD0))
+    elif head <= 0xD8:
+        value.kind = EXTENSION
+        type = 0
+        whole = _take_number(cursor, 1, &type) and _take_data(cursor, value, 1 << (head - 0xD4))
+        value.type = <uint8_t>type
+    elif head <= 0xDB:
+        value.kind = TEXT
+        whole = _take_sized(cursor, value, 1 << (head - 0xD9), False)
+    elif head <= 0xDD:
+        value.kind = ARRAY
+        whole = _take_number(cursor, 2 << (head - 0xDC), &value.number)
+    else:
+        value.kind = MAP
+        whole = _take_number(cursor, 2 << (head - 0xDE), &value.number)
+    if not whole:
+        value.kind = TRUNCATED
+    return value.kind
+
+
+cdef inline bint read_unsigned(Cursor* cursor, uint64_t* number) noexcept nogil:
+    cdef Value value
+    if read_value(cursor, &value) != UNSIGNED:
+        return False
+    number[0] = value.number
+    return True
+
+
+cdef inline bint read_array(Cursor* cursor, uint64_t* count) noexcept nogil:
+    """The head of an array; no longer than the bytes that are left, each member taking one at least."""
+    cdef Value value
+    if read_value(cursor, &value) != ARRAY or value.number > <uint64_t>(cursor.end - cursor.at):
+        return False
+    count[0] = value.number
+    return True
+
+
+cdef inline uint8_t* put_big_endian(uint8_t* to, uint64_t number, int nbytes) noexcept nogil:
+    cdef int i
+    for i in range(nbytes):
+        to[i] = <uint8_t>(number >> 8 * (nbytes - 1 - i))
+    return to + nbytes
+
+
+cdef inline uint8_t* put_little_endian(uint8_t* to, uint64_t number, int nbytes) noexcept nogil:
+    cdef int i
+    for i in range(nbytes):
+        to[i] = <uint8_t>(number >> 8 * i)
+    return to + nbytes
+
+
+cdef inline uint64_t unsigned_nbytes(uint64_t number) noexcept nogil:
+    return 1 if number < 0x80 else 5 if number < <uint64_t>1 << 32 else 9
+
+
+cdef inline uint8_t* put_unsigned(uint8_t* to, uint64_t number) noexcept nogil:
+    if number < 0x80:
+        to[0] = <uint8_t>number
+        return to + 1
+    if number < <uint64_t>1 << 32:
+        to[0] = 0xCE
+        return put_big_endian(to + 1, number, 4)
+    to[0] = 0xCF
+    return put_big_endian(to + 1, number, 8)
+
+
+cdef inline uint64_t array_nbytes(uint64_t count) noexcept nogil:
+    return 1 if count < 16 else 3 if count < 1 << 16 else 5
+
+
+cdef inline uint8_t* put_array(uint8_t* to, uint64_t count) noexcept nogil:
+    if count < 16:
+        to[0] = <uint8_t>(0x90 | count)
+        return to + 1
+    if count < 1 << 16:
+        to[0] = 0xDC
+        return put_big_endian(to + 1, count, 2)
+    to[0] = 0xDD
+    return put_big_endian(to + 1, count, 4)
+
+
+cdef inline uint64_t text_nbytes(uint64_t nbytes) noexcept nogil:
+    return nbytes + (1 if nbytes < 32 else 3)
+
+
+cdef inline uint8_t* put_text(uint8_t* to, const void* text, uint64_t nbytes) noexcept nogil:
+    """Text of less than 64 KiB."""
+    if nbytes < 32:
+        to[0] = <uint8_t>(0xA0 | nbytes)
+        to += 1
+    else:
+        to[0] = 0xDA
+        to = put_big_endian(to + 1, nbytes, 2)
+    memcpy(to, text, nbytes)
+    return to + nbytes
+
+
+cdef inline uint64_t binary_nbytes(uint64_t nbytes) noexcept nogil:
+    return nbytes + (2 if nbytes < 256 else 3)
+
+
+cdef inline uint8_t* put_binary_head(uint8_t* to, uint64_t nbytes) noexcept nogil:
+    """The head of less than 64 KiB of bytes, which follow."""
+    if nbytes < 256:
+        to[0] = 0xC4
+        to[1] = <uint8_t>nbytes
+        return to + 2
+    to[0] = 0xC5
+    return put_big_endian(to + 1, nbytes, 2)
+
+
+cdef inline uint8_t* put_nil(uint8_t* to) noexcept nogil:
+    to[0] = 0xC0
+    return to + 1
+
+
+cdef inline uint8_t* put_extension_head(uint8_t* to, uint8_t type, uint8_t nbytes) noexcept nogil:
+    to[0] = 0xC7
+    to[1] = nbytes
+    to[2] = type
+    return to + 3

@@ -1,0 +1,574 @@
+"""Payloads that are sent: encoding them, finding their tensors, and writing the record.
+
+Theory of operation. msgspec encodes a payload and asks for each value that it does not know; a tensor becomes an extension that
+says where its bytes will be, which is known at once: in a slot of the caller in which they lie already, or at the next cache line
+of region 0. Nothing is copied yet, so that a payload that can't be sent has changed nothing. :class:`Packed` then says how many
+bytes of a slot it needs, and writes the record when it has been given them; small tensors are copied straight into the record.
+
+What torch and numpy are is not known here: tensors of exactly the given type are described by their own methods, everything else
+by a function that is handed in, and which also copies what is not contiguous.
+
+Invariants: regions of two parts never overlap; a part that is in place is not copied; between reserving a record and publishing
+it no Python object is made, since the collector of garbage might run and write to the same ring.
+
+Source: msgpack with tensors out of band, and hooks that collect them, is an idea of vLLM's (``v1/serial_utils.py``).
+"""
+
+import msgspec
+from msgspec.msgpack import Ext
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.unicode cimport PyUnicode_AsUTF8AndSize
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from shmring.core.dlpack cimport ON_CPU, DLPackExchangeAPI, DLTensor
+from shmring.core.held_slots cimport HeldSlots
+from shmring.core.message_ring cimport RecordWriter
+from shmring.core.msgpack cimport (
+    array_nbytes, binary_nbytes, put_array, put_binary_head, put_extension_head, put_little_endian, put_nil, put_text, put_unsigned,
+    text_nbytes, unsigned_nbytes,
+)
+from shmring.core.wire cimport (
+    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, SlotNumbers, TensorNumbers,
+    check_tensor, read_tensor, tensor_extension,
+)
+
+from shmring.core.messages import TORCH_ITEM_NBYTES
+from shmring.core.wire import DTYPES, check_payload
+from shmring.errors import CapacityError, RemoteProtocolError
+
+cdef enum:
+    _COMPLEX = 5   # DLPack's number
+
+cdef enum:
+    _LINE_NBYTES = 64           # tensors start on cache lines of their own
+    _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
+    _LONG_NBYTES = 4 << 20      # copies that are for a function that is handed in, which goes past the cache
+    _WITHOUT_LOCK_NBYTES = 256 << 10  # a copy of so much lets other threads run; handing the lock over costs some microseconds
+    _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
+
+#: The wire's number of a dtype, by DLPack's code and the bytes of an item; 0: none.
+cdef uint8_t _NUMBERS[16][17]
+memset(_NUMBERS, 0, sizeof(_NUMBERS))
+
+cdef int _know_dtypes() except -1:
+    codes = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6, "float8_e4m3fn": 10, "float8_e4m3fnuz": 11,
+             "float8_e5m2": 12, "float8_e5m2fnuz": 13, "float8_e8m0fnu": 14}
+    for number, name in enumerate(DTYPES):
+        if name is not None:
+            code = codes.get(name)
+            _NUMBERS[codes[name.rstrip("0123456789")] if code is None else code][TORCH_ITEM_NBYTES[name]] = number
+    return 0
+
+_know_dtypes()
+
+cdef dict _DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES) if name is not None}
+
+
+cdef inline uint64_t _align(uint64_t nbytes) noexcept nogil:
+    return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)
+
+
+cdef class Part:
+    """A tensor or array of a payload that is being sent.
+
+    Args:
+        source: what is sent; kept alive until it is.
+        dtype: torch's name, or numpy's spelling.
+        shape: its extents.
+        nbytes: of its items.
+        address: of its bytes, if they are contiguous memory that can be taken as they are; else 0.
+        is_on_host: whether that is host memory.
+    """
+
+    def __init__(self, source, dtype: str, shape: tuple, nbytes: int, *, address: int, is_on_host: bool) -> None:
+        self.source = source
+        self.dtype = _DTYPE_NUMBERS.get(dtype, 0)
+        self.spelling = b"" if self.dtype else dtype.encode("ascii")
+        self.shape = shape
+        self.nbytes = nbytes
+        self.location = address
+        self.address = address if is_on_host else 0
+
+
+cdef class Packer:
+    """Encodes payloads.
+
+    Args:
+        max_tensors: the most tensors a payload may hold.
+        max_payload_nbytes: of a payload, tensors apart.
+        tensor_types: exact types of tensors that DLPack's table of functions describes.
+        table: that table, ``__dlpack_c_exchange_api__``; None: there is none, and ``describe`` is asked.
+        is_negative: whether a tensor is to be negated when it is read, of which DLPack says nothing.
+        describe: called with any other value; returns a :class:`Part`, or what to encode in its place. ``TypeError``: it
+            can't be sent.
+        copy_strided: ``copy_strided(part, address)`` copies a part whose bytes are not contiguous host memory.
+        copy_long: ``copy_long(to, from, nbytes)`` copies what is larger than any cache keeps.
+        explain: ``explain(payload, error)`` returns the error to raise for what could not be encoded.
+    """
+
+    def __init__(self, max_tensors, max_payload_nbytes, tensor_types, table, is_negative, describe, copy_strided, copy_long, explain) -> None:
+        self._max_tensors = max_tensors
+        self._max_payload_nbytes = max_payload_nbytes
+        self._tensor_types = tensor_types
+        self._is_negative = is_negative
+        if table is not None:
+            self._table = <DLPackExchangeAPI*>PyCapsule_GetPointer(table, "dlpack_exchange_api")
+            if self._table.header.version.major != 1:
+                self._table = NULL
+        self._describe = describe
+        self._copy_strided = copy_strided
+        self._copy_long = copy_long
+        self._explain = explain
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_foreign).encode
+
+    def pack(self, payload, inline_nbytes: int, largest_record_nbytes: int, HeldSlots held=None) -> Packed:
+        """Encodes a payload. Synchronous, copies no tensor, and changes nothing.
+
+        Args:
+            payload: any msgspec-encodable object holding tensors and arrays at any depth.
+            inline_nbytes: tensors that take no more travel in the record, if there is room.
+            largest_record_nbytes: of one record.
+            held: slots of the caller, from which tensors are sent that lie in them; ``found`` then has those slots, in the
+                order of their regions.
+
+        Raises:
+            TypeError: something in it can't be sent; the message names its path.
+            CapacityError: it holds more tensors than the peer accepts, or is larger than any payload may be.
+        """
+        cdef Packed packed = Packed.__new__(Packed)
+        cdef Packed outer = self._packed
+        cdef HeldSlots outer_held = self._held
+        packed.parts = []
+        packed._copy_strided = self._copy_strided
+        packed._copy_long = self._copy_long
+        packed._max_payload_nbytes = self._max_payload_nbytes
+        if held is not None:
+            held.forget()
+        self._packed, self._held = packed, held
+        try:
+            packed.payload = self._encode(payload)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            raise self._explain(payload, error) from None
+        finally:
+            self._packed, self._held = outer, outer_held
+        cdef uint32_t count = len(packed.parts)
+        if count > self._max_tensors:
+            raise CapacityError(
+                f"the payload holds {count} tensors, the engine takes {self._max_tensors} (max_tensors)",
+                needed=count, capacity=self._max_tensors,
+            )
+        try:
+            tensors = check_payload(packed.payload, self._max_tensors)
+        except RemoteProtocolError as error:
+            raise TypeError(f"payload can't be sent: {error}") from None
+        if tensors != count:
+            raise TypeError(f"payload can't be sent: its extensions of type {TENSOR_EXTENSION} stand for tensors; use another type")
+        packed.lay_out(inline_nbytes, largest_record_nbytes, 0 if held is None else <uint32_t>len(held.found))
+        return packed
+
+    def encode(self, payload) -> bytes:
+        """Encodes a value to see whether that is possible; for who explains why not."""
+        cdef Packed outer = self._packed
+        cdef Packed packed = Packed.__new__(Packed)
+        packed.parts = []
+        self._packed = packed
+        try:
+            return self._encode(payload)
+        finally:
+            self._packed = outer
+
+    def _encode_foreign(self, value):
+        cdef Part part
+        cdef Packed packed = self._packed
+        cdef DLTensor tensor
+        kind = type(value)
+        part = None
+        if self._table != NULL and kind in self._tensor_types:
+            part = self._tensor(value, &tensor)
+        described = None
+        if part is None:
+            described = self._describe(value)
+            if type(described) is not Part:
+                return described
+            part = <Part>described
+        if part.nbytes:
+            if part.location and self._held is not None \
+                    and self._held.find(part.location, part.nbytes, &part.region, &part.offset):
+                part.is_in_place = True
+                packed.in_place += 1
+                packed.in_place_nbytes += part.nbytes
+            else:
+                part.offset = _align(packed.region_nbytes)
+                packed.region_nbytes = part.offset + part.nbytes
+                packed.copied += 1
+                packed.copied_nbytes += part.nbytes
+        if described is None:
+            data = tensor_extension(part.region, part.offset, part.nbytes, part.dtype, b"", tensor.ndim, tensor.shape)
+            is_plain = tensor.ndim <= 8
+        else:
+            data = _described_extension(part)
+            is_plain = len(part.shape) <= 8
+        if not is_plain or not 0 < part.nbytes < <uint64_t>1 << 40:
+            _check_extension(data)
+        packed.parts.append(part)
+        return Ext(TENSOR_EXTENSION, data)
+
+    cdef Part _tensor(self, tensor, DLTensor* described):
+        """A dense tensor in host memory, as DLPack describes it; None for any other."""
+        cdef Part part
+        cdef uint64_t nbytes
+        cdef int64_t stride = 1
+        cdef bint is_plain = True
+        cdef int i
+        try:
+            self._table.dltensor_from_py_object(<void*>tensor, described)
+        except (RuntimeError, BufferError):
+            return None
+        if described.device.device_type != ON_CPU or described.dtype.lanes != 1 or described.dtype.code >= 16 \
+                or described.dtype.bits > 128 or described.ndim > MAX_DIMENSIONS:
+            return None
+        part = Part.__new__(Part)
+        part.dtype = _NUMBERS[described.dtype.code][described.dtype.bits >> 3]
+        if not part.dtype:
+            return None
+        nbytes = described.dtype.bits >> 3
+        for i in range(described.ndim - 1, -1, -1):
+            if described.strides != NULL and described.strides[i] != stride and described.shape[i] > 1:
+                is_plain = False
+            stride *= described.shape[i]
+            nbytes *= <uint64_t>described.shape[i]  # of a tensor that is there: it can't overflow
+        part.source = tensor
+        part.spelling = b""
+        part.nbytes = nbytes
+        # What DLPack lends says nothing of torch's lazy conjugation and negation.
+        if is_plain and not self._is_negative(tensor) and (described.dtype.code != _COMPLEX or not tensor.is_conj()):
+            part.address = part.location = <uint64_t>described.data + described.byte_offset
+        return part
+
+
+cdef bytes _described_extension(Part part):
+    cdef int64_t extents[MAX_DIMENSIONS]
+    cdef int i, ndim = len(part.shape)
+    if ndim > MAX_DIMENSIONS:
+        raise TypeError(f"a tensor has {ndim} dimensions, more than {MAX_DIMENSIONS}")
+    for i in range(ndim):
+        extents[i] = part.shape[i]
+    return tensor_extension(part.region, part.offset, part.nbytes, part.dtype, part.spelling, ndim, extents)
+
+
+cdef int _check_extension(bytes data) except -1:
+    """What the peer would refuse, and end the connection for, is refused here."""
+    cdef TensorNumbers tensor
+    read_tensor(<const uint8_t*>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), &tensor)
+    tensor.offset = 0
+    try:
+        check_tensor(&tensor, tensor.nbytes)
+    except RemoteProtocolError as error:
+        raise TypeError(str(error)) from None
+    return 0
+
+
+cdef class Packed:
+    """An encoded payload whose tensors are not yet where they will be sent from.
+
+    Attributes:
+        payload: msgpack, with extensions for the tensors.
+        parts: the tensors, in its order.
+        region_nbytes: what those that are copied need in one region.
+        slot_nbytes: of the slot that it needs; 0: everything travels in the record.
+        copied, in_place: how many tensors are copied, and how many are described where they are.
+        copied_nbytes, in_place_nbytes: bytes of both, what lies between them not included.
+    """
+
+    cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:
+        """Decides what travels in the record and what in a slot."""
+        cdef uint64_t payload_nbytes = PyBytes_GET_SIZE(self.payload)
+        cdef uint64_t record_nbytes = _HEAD_NBYTES + <uint64_t>_SLOT_NBYTES * slots
+        if payload_nbytes > self._max_payload_nbytes:
+            raise CapacityError(
+                f"a payload of {payload_nbytes} bytes, tensors apart, exceeds max_payload_nbytes ({self._max_payload_nbytes}); "
+                "send bulk data as tensors (numpy.frombuffer makes one of bytes), which travel in slots",
+                needed=payload_nbytes, capacity=self._max_payload_nbytes,
+            )
+        if record_nbytes > largest_record_nbytes:
+            raise CapacityError(
+                f"tensors in {slots} slots do not fit one message",
+                needed=record_nbytes, capacity=largest_record_nbytes,
+            )
+        if self.region_nbytes <= inline_nbytes and record_nbytes + self.region_nbytes + payload_nbytes <= largest_record_nbytes:
+            self.slot_nbytes = 0
+        elif record_nbytes + payload_nbytes <= largest_record_nbytes:
+            self.slot_nbytes = self.region_nbytes
+        else:
+            self.is_payload_in_slot = True
+            self.payload_offset = _align(self.region_nbytes)
+            self.slot_nbytes = self.payload_offset + payload_nbytes
+        return 0
+
+    def copy_into(self, address: int) -> None:
+        """Copies all that does not travel in the record to a slot's content at an address; may run on any thread."""
+        self.copy_to(<uint8_t*><uint64_t>address, self.slot_nbytes >= _WITHOUT_LOCK_NBYTES)
+
+    cdef int copy_to(self, uint8_t* to, bint without_lock) except -1:
+        cdef Part part
+        for part in self.parts:
+            if part.is_in_place or not part.nbytes:
+                continue
+            if not part.address:
+                self._copy_strided(part, <uint64_t>to + part.offset)
+            elif self.slot_nbytes >= _LONG_NBYTES:
+                self._copy_long(<uint64_t>to + part.offset, part.address, part.nbytes)
+            elif without_lock:
+                with nogil:
+                    memcpy(to + part.offset, <const void*>part.address, part.nbytes)
+            else:
+                memcpy(to + part.offset, <const void*>part.address, part.nbytes)
+        if self.is_payload_in_slot:
+            memcpy(to + self.payload_offset, PyBytes_AS_STRING(self.payload), PyBytes_GET_SIZE(self.payload))
+        return 0
+
+    cdef int make_contiguous(self) except -1:
+        """Before a record is written: what is copied into it must be taken as it lies, since no Python may run meanwhile."""
+        cdef Part part
+        for part in self.parts:
+            if not part.is_in_place and part.nbytes and not part.address:
+                contiguous = PyBytes_FromStringAndSize(NULL, part.nbytes)
+                self._copy_strided(part, <uint64_t>PyBytes_AS_STRING(contiguous))
+                part.source = contiguous
+                part.address = <uint64_t>PyBytes_AS_STRING(contiguous)
+        return 0
+
+    cdef uint64_t content_nbytes(self) noexcept:
+        """What :meth:`put_content` writes."""
+        cdef uint64_t copied = 1
+        if self.slot_nbytes:
+            copied = _SLOT_NBYTES
+        elif self.region_nbytes:
+            copied = binary_nbytes(self.region_nbytes)
+        if self.is_payload_in_slot:
+            return copied + 1 + unsigned_nbytes(self.payload_offset) + unsigned_nbytes(PyBytes_GET_SIZE(self.payload))
+        return copied + PyBytes_GET_SIZE(self.payload)
+
+    cdef uint32_t content_members(self) noexcept:
+        return 4 if self.is_payload_in_slot else 2
+
+    cdef uint8_t* put_content(self, uint8_t* to, SlotNumbers* slot) noexcept:
+        """Writes ``copied, payload`` or ``copied, nil, offset, nbytes``.
+
+        Args:
+            to: where.
+            slot: that of region 0, if there is one.
+        """
+        cdef Part part
+        cdef uint64_t end = 0
+        cdef uint8_t* region
+        if self.slot_nbytes:
+            to = put_slot(to, slot)
+        elif self.region_nbytes:
+            region = to = put_binary_head(to, self.region_nbytes)
+            for part in self.parts:
+                if part.is_in_place or not part.nbytes:
+                    continue
+                memset(region + end, 0, part.offset - end)  # what lay there before is nobody's business
+                memcpy(region + part.offset, <const void*>part.address, part.nbytes)
+                end = part.offset + part.nbytes
+            to += self.region_nbytes
+        else:
+            to = put_nil(to)
+        if self.is_payload_in_slot:
+            to = put_unsigned(put_nil(to), self.payload_offset)
+            return put_unsigned(to, PyBytes_GET_SIZE(self.payload))
+        memcpy(to, PyBytes_AS_STRING(self.payload), PyBytes_GET_SIZE(self.payload))
+        return to + PyBytes_GET_SIZE(self.payload)
+
+
+cdef inline uint8_t* put_slot(uint8_t* to, SlotNumbers* slot) noexcept nogil:
+    to = put_extension_head(to, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES)
+    to = put_little_endian(to, slot.lease_id, 8)
+    to = put_little_endian(to, slot.offset, 8)
+    to = put_little_endian(to, slot.nbytes, 8)
+    return put_little_endian(to, slot.generation, 8)
+
+
+cdef uint64_t submit_nbytes(Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, uint32_t count) except 0:
+    """What a ``Submit`` takes in the ring."""
+    cdef Py_ssize_t name_nbytes = 0
+    cdef uint32_t in_place = count - (packed.slot_nbytes != 0)
+    PyUnicode_AsUTF8AndSize(name, &name_nbytes)
+    if not packed.slot_nbytes:
+        packed.make_contiguous()
+    return (
+        2 + unsigned_nbytes(epoch) + unsigned_nbytes(request_id) + text_nbytes(name_nbytes)
+        + binary_nbytes(PyBytes_GET_SIZE(fence)) + array_nbytes(in_place) + in_place * <uint64_t>_SLOT_NBYTES
+        + packed.content_nbytes()
+    )
+
+
+cdef void _put_submit(
+    uint8_t* to, Packed packed, uint64_t epoch, uint64_t request_id, const char* name, Py_ssize_t name_nbytes, bytes fence,
+    SlotNumbers* slots, uint32_t count,
+) noexcept:
+    cdef uint32_t in_place = count - (packed.slot_nbytes != 0), i
+    to = put_unsigned(put_array(to, 6 + packed.content_members()), SUBMIT)
+    to = put_unsigned(put_unsigned(to, epoch), request_id)
+    to = put_text(to, name, name_nbytes)
+    to = put_binary_head(to, PyBytes_GET_SIZE(fence))
+    memcpy(to, PyBytes_AS_STRING(fence), PyBytes_GET_SIZE(fence))
+    to = put_array(to + PyBytes_GET_SIZE(fence), in_place)
+    for i in range(in_place):
+        to = put_slot(to, slots + i)
+    packed.put_content(to, slots + in_place)
+
+
+cdef bint put_submit(
+    RecordWriter writer, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
+) except -1:
+    """Writes a ``Submit``; returns False if the ring is full. ``slots``: those in place, then that of region 0 if it has one."""
+    cdef Py_ssize_t name_nbytes = 0
+    cdef const char* text = PyUnicode_AsUTF8AndSize(name, &name_nbytes)
+    cdef uint8_t* to = writer.reserve(<uint32_t>submit_nbytes(packed, epoch, request_id, name, fence, count))
+    if to == NULL:
+        return False
+    _put_submit(to, packed, epoch, request_id, text, name_nbytes, fence, slots, count)
+    writer.commit()
+    return True
+
+
+cdef bytes submit_record(
+    Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
+):
+    """The same as bytes, for who has to keep it."""
+    cdef Py_ssize_t name_nbytes = 0
+    cdef const char* text = PyUnicode_AsUTF8AndSize(name, &name_nbytes)
+    cdef bytes record = PyBytes_FromStringAndSize(NULL, submit_nbytes(packed, epoch, request_id, name, fence, count))
+    _put_submit(<uint8_t*>PyBytes_AS_STRING(record), packed, epoch, request_id, text, name_nbytes, fence, slots, count)
+    return record
+
+
+cdef uint64_t reply_nbytes(Packed packed, uint64_t request_id) except 0:
+    """What a ``Reply`` takes in the ring."""
+    if not packed.slot_nbytes:
+        packed.make_contiguous()
+    return 2 + unsigned_nbytes(request_id) + packed.content_nbytes()
+
+
+cdef void _put_reply(uint8_t* to, Packed packed, uint64_t request_id, SlotNumbers* slot) noexcept:
+    to = put_unsigned(put_array(to, 2 + packed.content_members()), REPLY)
+    packed.put_content(put_unsigned(to, request_id), slot)
+
+
+cdef bint put_reply(RecordWriter writer, Packed packed, uint64_t request_id, SlotNumbers* slot) except -1:
+    """Writes a ``Reply``; returns False if the ring is full."""
+    cdef uint8_t* to = writer.reserve(<uint32_t>reply_nbytes(packed, request_id))
+    if to == NULL:
+        return False
+    _put_reply(to, packed, request_id, slot)
+    writer.commit()
+    return True
+
+
+cdef bytes reply_record(Packed packed, uint64_t request_id, SlotNumbers* slot):
+    """The same as bytes, for who has to keep it."""
+    cdef bytes record = PyBytes_FromStringAndSize(NULL, reply_nbytes(packed, request_id))
+    _put_reply(<uint8_t*>PyBytes_AS_STRING(record), packed, request_id, slot)
+    return record
+
+
+cdef uint64_t _done_nbytes(uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply) except 0:
+    cdef uint64_t nbytes = 2 + unsigned_nbytes(request_id) + array_nbytes(count)
+    cdef uint32_t i
+    for i in range(count):
+        nbytes += unsigned_nbytes(released[i])
+    if reply is not None:
+        if not reply.slot_nbytes:
+            reply.make_contiguous()
+        nbytes += reply.content_nbytes()
+    return nbytes
+
+
+cdef void _put_done(
+    uint8_t* to, uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
+) noexcept:
+    cdef uint32_t i
+    to = put_unsigned(put_array(to, 3 + (reply.content_members() if reply is not None else 0)), DONE)
+    to = put_array(put_unsigned(to, request_id), count)
+    for i in range(count):
+        to = put_unsigned(to, released[i])
+    if reply is not None:
+        reply.put_content(to, slot)
+
+
+cdef bint put_done(
+    RecordWriter writer, uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
+) except -1:
+    """Writes a ``Done``, with the last reply if there is one; returns False if the ring is full."""
+    cdef uint8_t* to = writer.reserve(<uint32_t>_done_nbytes(request_id, released, count, reply))
+    if to == NULL:
+        return False
+    _put_done(to, request_id, released, count, reply, slot)
+    writer.commit()
+    return True
+
+
+cdef bytes done_record(uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot):
+    """The same as bytes, for who has to keep it."""
+    cdef bytes record = PyBytes_FromStringAndSize(NULL, _done_nbytes(request_id, released, count, reply))
+    _put_done(<uint8_t*>PyBytes_AS_STRING(record), request_id, released, count, reply, slot)
+    return record
+
+
+cdef int _slot_numbers(refs, SlotNumbers* slots) except -1:
+    cdef int i
+    for i, ref in enumerate(refs):
+        slots[i].lease_id, slots[i].offset, slots[i].nbytes, slots[i].generation = ref.lease_id, ref.offset, ref.nbytes, ref.generation
+    return 0
+
+
+def write_submit(writer: RecordWriter, packed: Packed, epoch: int, request_id: int, name: str, fence: bytes, slots: tuple) -> bool:
+    """Writes a ``Submit``.
+
+    Args:
+        writer: of the ring to the engine.
+        packed: whose region 0 has been copied to the last slot, if it needs one.
+        epoch, request_id, name, fence: as in the record.
+        slots: ``SlotRef`` of each slot, those in place first.
+
+    Returns:
+        Whether there was room in the ring.
+    """
+    cdef SlotNumbers* numbers = <SlotNumbers*>malloc((len(slots) + 1) * sizeof(SlotNumbers))
+    if numbers == NULL:
+        raise MemoryError
+    try:
+        _slot_numbers(slots, numbers)
+        return put_submit(writer, packed, epoch, request_id, name, fence, numbers, <uint32_t>len(slots))
+    finally:
+        free(numbers)
+
+
+def write_reply(writer: RecordWriter, packed: Packed, request_id: int, slot) -> bool:
+    """Writes a ``Reply``; returns whether there was room in the ring. ``slot``: of region 0, or None."""
+    cdef SlotNumbers numbers
+    if slot is not None:
+        _slot_numbers((slot,), &numbers)
+    return put_reply(writer, packed, request_id, &numbers)
+
+
+def write_done(writer: RecordWriter, request_id: int, released: tuple, reply: Packed | None = None, slot=None) -> bool:
+    """Writes a ``Done``; returns whether there was room in the ring. ``reply`` is the last reply, ``slot`` that of its region 0."""
+    cdef SlotNumbers numbers
+    cdef uint64_t* generations = <uint64_t*>malloc((len(released) + 1) * sizeof(uint64_t))
+    if generations == NULL:
+        raise MemoryError
+    try:
+        for i, generation in enumerate(released):
+            generations[i] = generation
+        if slot is not None:
+            _slot_numbers((slot,), &numbers)
+        return put_done(writer, request_id, generations, <uint32_t>len(released), reply, &numbers)
+    finally:
+        free(generations)

@@ -1,0 +1,499 @@
+"""Records: how a message that every request sends looks as bytes, and what is checked of the bytes that came.
+
+Theory of operation. A record is one msgpack array whose first member is its tag. The records of the hot path are read and written
+here, in C: :class:`Submit`, :class:`Reply`, :class:`Done`. The rest are msgspec structs of :mod:`.messages`. A payload stands in its
+record as it is, any msgpack value, in which a tensor is an extension that says where its bytes are, of which dtype and shape. So
+any msgpack reader shows what lies in a ring, and ``docs/protocol.md`` is enough to write another end.
+
+Bytes that a payload's tensors were copied to are *region 0*: they stand in the record, or in a slot that the record names. A
+tensor that lies in a slot of its sender already is in region ``n``, the ``n``-th of the record's other slots.
+
+Whoever reads a record has its own copy of the bytes: what was checked can't change afterwards. Everything is checked before any
+of it is used: each length against the bytes that are left, each tensor against its region, the number of tensors, how deeply a
+payload is nested, and that nothing follows. Nothing is recursive and no product overflows. What is wrong raises
+:class:`~shmring.errors.RemoteProtocolError`; whether slots are who sent them is for the engine's book to say.
+
+A payload that is too long for a record lies in the slot of the copied bytes, behind them. Anybody may still write there, so it is
+copied out when the request is taken up, and checked then.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from shmring.core.msgpack cimport (
+    ARRAY, BINARY, EXTENSION, MAP, NIL, TEXT, TRUNCATED, Cursor, Kind, Value,
+    put_little_endian, read_array, read_little_endian, read_unsigned, read_value,
+)
+
+from shmring.core.messages import MAX_LISTED, TORCH_ITEM_NBYTES, SlotRef, TensorRef, item_nbytes
+from shmring.errors import RemoteProtocolError
+
+cdef extern from *:
+    """
+    static inline int multiply_overflows(uint64_t a, uint64_t b, uint64_t *product) {
+        return __builtin_mul_overflow(a, b, product);
+    }
+    """
+    bint multiply_overflows(uint64_t a, uint64_t b, uint64_t* product) noexcept nogil
+
+#: torch's dtypes by their number on the wire, from 1 on; 0 stands for a dtype of numpy's, which is spelled out.
+DTYPES = (None, *TORCH_ITEM_NBYTES)
+
+#: How deeply a payload may be nested: more than anybody means, and less than what Python's own decoders can follow.
+MAX_DEPTH = 256
+
+cdef enum:
+    _MAX_DEPTH = 256
+
+#: No number of a descriptor is larger, so that sums of two of them can't overflow.
+cdef uint64_t _MAX_NUMBER = <uint64_t>1 << 62
+
+cdef uint8_t _ITEM_NBYTES[64]
+cdef int _DTYPE_COUNT = len(DTYPES)
+for _code, _name in enumerate(DTYPES):
+    _ITEM_NBYTES[_code] = 0 if _name is None else TORCH_ITEM_NBYTES[_name]
+
+cdef dict _spelled_nbytes = {}  # numpy's spellings that came, to their items' bytes; bounded, since they come from peers
+
+
+cdef int _spelled_item_nbytes(const uint8_t* spelling, uint32_t nbytes) except -1:
+    """Item size of a dtype that is spelled out; 0: unknown."""
+    cdef bytes spelled = PyBytes_FromStringAndSize(<const char*>spelling, nbytes)
+    size = _spelled_nbytes.get(spelled)
+    if size is None:
+        text = spelled.decode("ascii", "replace")
+        size = 0 if text in TORCH_ITEM_NBYTES else item_nbytes(text) or 0  # torch's have numbers: one way to say a thing
+        if len(_spelled_nbytes) >= 1024:
+            _spelled_nbytes.clear()
+        _spelled_nbytes[spelled] = size
+    return size
+
+
+cdef bint read_tensor(const uint8_t* data, uint64_t nbytes, TensorNumbers* tensor) noexcept nogil:
+    """Finds the parts of a tensor extension; returns False if they are not as long as it is."""
+    cdef uint64_t shape_nbytes
+    if nbytes < TENSOR_HEAD_NBYTES:
+        return False
+    tensor.region = <uint32_t>read_little_endian(data, 2)
+    tensor.dtype = data[2]
+    tensor.ndim = data[3]
+    tensor.offset = read_little_endian(data + 4, 8)
+    tensor.nbytes = read_little_endian(data + 12, 8)
+    shape_nbytes = 8 * <uint64_t>tensor.ndim
+    if tensor.ndim > MAX_DIMENSIONS or nbytes < TENSOR_HEAD_NBYTES + shape_nbytes:
+        return False
+    tensor.shape = data + TENSOR_HEAD_NBYTES
+    tensor.spelling = tensor.shape + shape_nbytes
+    nbytes -= TENSOR_HEAD_NBYTES + shape_nbytes
+    tensor.spelling_nbytes = <uint32_t>nbytes
+    return nbytes <= MAX_SPELLING_NBYTES and (nbytes == 0) == (tensor.dtype != 0)
+
+
+cdef bytes tensor_extension(
+    uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
+):
+    """Returns the content of a tensor's extension."""
+    cdef Py_ssize_t spelling_nbytes = PyBytes_GET_SIZE(spelling)
+    cdef int i
+    cdef bytes data = PyBytes_FromStringAndSize(NULL, TENSOR_HEAD_NBYTES + 8 * ndim + spelling_nbytes)
+    cdef uint8_t* to = <uint8_t*>PyBytes_AS_STRING(data)
+    to = put_little_endian(to, region, 2)
+    to[0] = dtype
+    to[1] = <uint8_t>ndim
+    to = put_little_endian(to + 2, offset, 8)
+    to = put_little_endian(to, nbytes, 8)
+    for i in range(ndim):
+        to = put_little_endian(to, <uint64_t>shape[i], 8)
+    memcpy(to, PyBytes_AS_STRING(spelling), spelling_nbytes)
+    return data
+
+
+def read_tensor_ref(data: bytes) -> object:
+    """Returns the content of a tensor extension as a ``TensorRef``; None if it is not one. For what is rare, and for tests."""
+    cdef TensorNumbers tensor
+    if not read_tensor(<const uint8_t*>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data), &tensor):
+        return None
+    return _tensor_ref(&tensor, tensor.region)
+
+
+cdef object _tensor_ref(TensorNumbers* tensor, uint32_t region):
+    cdef int i
+    shape = tuple([read_little_endian(tensor.shape + 8 * i, 8) for i in range(tensor.ndim)])
+    if tensor.dtype:
+        dtype = DTYPES[tensor.dtype] if tensor.dtype < _DTYPE_COUNT else f"number {tensor.dtype}"
+    else:
+        dtype = PyBytes_FromStringAndSize(<const char*>tensor.spelling, tensor.spelling_nbytes).decode("ascii", "replace")
+    return TensorRef(region, tensor.offset, tensor.nbytes, dtype, shape)
+
+
+cdef object tensor_ref(TensorNumbers* tensor, Content content):
+    """A tensor as ``TensorRef``: ``region`` 0 is inline, ``n`` is ``content.slots[n - 1]``."""
+    return _tensor_ref(tensor, content.slot_count if not tensor.region and content.is_copied_to_slot else tensor.region)
+
+
+cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1:
+    """Raises unless dtype, shape and size agree and lie inside a region of so many bytes."""
+    cdef uint64_t item, nbytes, bound, extent
+    cdef int i
+    if tensor.dtype:
+        item = _ITEM_NBYTES[tensor.dtype] if tensor.dtype < _DTYPE_COUNT else 0
+    else:
+        item = _spelled_item_nbytes(tensor.spelling, tensor.spelling_nbytes)
+    if not item:
+        raise RemoteProtocolError(f"a tensor has the unknown dtype {_tensor_ref(tensor, 0).dtype!r}")
+    nbytes = bound = item
+    for i in range(tensor.ndim):
+        extent = read_little_endian(tensor.shape + 8 * i, 8)
+        # Bounded without the extents that are 0, which would hide the others: nobody can make a view of such a shape.
+        if multiply_overflows(bound, extent or 1, &bound) or bound >= _MAX_NUMBER:
+            raise RemoteProtocolError(f"a tensor of shape {_tensor_ref(tensor, 0).shape} is larger than any memory")
+        nbytes *= extent
+    if nbytes != tensor.nbytes:
+        ref = _tensor_ref(tensor, 0)
+        raise RemoteProtocolError(f"a {ref.dtype} tensor of shape {ref.shape} does not have {ref.nbytes} bytes")
+    if tensor.dtype and tensor.offset % item:
+        raise RemoteProtocolError(
+            f"a {_tensor_ref(tensor, 0).dtype} tensor at offset {tensor.offset} is not aligned to its items"
+        )
+    if nbytes and (tensor.offset > region_nbytes or nbytes > region_nbytes - tensor.offset):
+        raise RemoteProtocolError(
+            f"a tensor at [{tensor.offset}, {tensor.offset + nbytes}) exceeds its region of {region_nbytes} bytes"
+        )
+    return 0
+
+
+cdef int walk(Cursor* cursor, Content content, uint32_t max_tensors, uint32_t* tensors) except -1:
+    """Moves behind one payload, having checked that it is whole, not nested too deeply, and each tensor in it.
+
+    Args:
+        cursor: at the payload.
+        content: whose regions its tensors are in; None: only the nesting is checked.
+        max_tensors: so many are allowed.
+        tensors: set to how many there are.
+    """
+    cdef uint64_t left[_MAX_DEPTH]  # members that are still to come, at each depth
+    cdef int depth = 0
+    cdef Value value
+    cdef TensorNumbers tensor
+    cdef Kind kind
+    tensors[0] = 0
+    left[0] = 1
+    while True:
+        while not left[depth]:
+            if not depth:
+                return 0
+            depth -= 1
+        left[depth] -= 1
+        kind = read_value(cursor, &value)
+        if kind == TRUNCATED:
+            raise RemoteProtocolError("a payload is not msgpack, or is cut off")
+        if kind == ARRAY or kind == MAP:
+            if value.number > <uint64_t>(cursor.end - cursor.at) >> (kind == MAP):
+                raise RemoteProtocolError("a payload is not msgpack, or is cut off")
+            if not value.number:
+                continue
+            depth += 1
+            if depth == _MAX_DEPTH:
+                raise RemoteProtocolError(f"a payload is nested more than {MAX_DEPTH} deep")
+            left[depth] = value.number << (kind == MAP)
+        elif kind == EXTENSION and value.type == TENSOR_EXTENSION:
+            tensors[0] += 1
+            if tensors[0] > max_tensors:
+                raise RemoteProtocolError(f"a payload holds more tensors than max_tensors ({max_tensors})")
+            if not read_tensor(value.data, value.nbytes, &tensor):
+                raise RemoteProtocolError("a tensor's extension is not as long as it says")
+            if content is None:
+                continue
+            if tensor.region > content.slot_count - content.is_copied_to_slot:
+                raise RemoteProtocolError(
+                    f"a tensor is in region {tensor.region} of {content.slot_count - content.is_copied_to_slot}"
+                )
+            check_tensor(&tensor, content.region_nbytes(tensor.region))
+
+
+def check_payload(payload: bytes, max_tensors: int) -> int:
+    """Returns how many tensors a payload holds, of which nothing else is checked.
+
+    Raises:
+        RemoteProtocolError: it is not one msgpack value, is nested too deeply, or holds too many tensors.
+    """
+    cdef Cursor cursor
+    cdef uint32_t tensors
+    cursor.at = <const uint8_t*>PyBytes_AS_STRING(payload)
+    cursor.end = cursor.at + PyBytes_GET_SIZE(payload)
+    walk(&cursor, None, max_tensors, &tensors)
+    if cursor.at != cursor.end:
+        raise RemoteProtocolError("something follows a payload")
+    return tensors
+
+
+cdef class Content:
+    """A payload, and where its tensors are.
+
+    Attributes:
+        payload: msgpack with an extension for each tensor; empty until :meth:`take_payload` if it lies in a slot.
+        tensor_count: how many tensors are in it.
+        inline: the bytes of region 0, if they came in the record.
+        is_copied_to_slot: whether region 0 is the last of the slots.
+        fence: the handle of the event behind what was written to slots in device memory; may be empty.
+        payload_offset, payload_nbytes: where the payload lies in the last slot; 0 bytes if it came in the record.
+    """
+
+    def __cinit__(self) -> None:
+        self.slot_numbers = self.few_slots
+        self.payload = self.fence = self.inline = b""
+
+    def __dealloc__(self) -> None:
+        if self.slot_numbers != self.few_slots:
+            free(self.slot_numbers)
+
+    cdef int reserve_slots(self, uint64_t count) except -1:
+        if count > 2:
+            self.slot_numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
+            if self.slot_numbers == NULL:
+                self.slot_numbers = self.few_slots
+                raise MemoryError
+        return 0
+
+    cdef uint64_t region_nbytes(self, uint32_t region) noexcept nogil:
+        """Bytes of a region, by its number on the wire; there is one of that number."""
+        if region:
+            return self.slot_numbers[region - 1].nbytes
+        return self.slot_numbers[self.slot_count - 1].nbytes if self.is_copied_to_slot else self.inline_nbytes
+
+    @property
+    def slots(self) -> tuple:
+        """The slots as ``SlotRef``: those that tensors were written to in place, then that of the copied bytes."""
+        cdef uint32_t i
+        cdef SlotNumbers* slot
+        slots = []
+        for i in range(self.slot_count):
+            slot = self.slot_numbers + i
+            slots.append(SlotRef(slot.lease_id, slot.offset, slot.nbytes, slot.generation))
+        return tuple(slots)
+
+    @property
+    def tensors(self) -> tuple:
+        """The tensors as ``TensorRef``, in the order of the payload; ``region`` 0 is inline, ``n`` is ``slots[n - 1]``."""
+        cdef Cursor cursor
+        cdef Value value
+        cdef TensorNumbers tensor
+        refs = []
+        cursor.at = <const uint8_t*>PyBytes_AS_STRING(self.payload)
+        cursor.end = cursor.at + PyBytes_GET_SIZE(self.payload)
+        while len(refs) < self.tensor_count and read_value(&cursor, &value) != TRUNCATED:
+            if value.kind == EXTENSION and value.type == TENSOR_EXTENSION:
+                read_tensor(value.data, value.nbytes, &tensor)
+                refs.append(tensor_ref(&tensor, self))
+        return tuple(refs)
+
+    def take_payload(self, payload: bytes, max_tensors: int) -> None:
+        """Takes a private copy of a payload that lies in a slot, and checks it.
+
+        Raises:
+            RemoteProtocolError: it is no payload of this content.
+        """
+        self._check_payload(payload, max_tensors)
+        self.payload = payload
+
+    cdef int _check_payload(self, bytes payload, uint32_t max_tensors) except -1:
+        cdef Cursor cursor
+        cursor.at = <const uint8_t*>PyBytes_AS_STRING(payload)
+        cursor.end = cursor.at + PyBytes_GET_SIZE(payload)
+        walk(&cursor, self, max_tensors, &self.tensor_count)
+        if cursor.at != cursor.end:
+            raise RemoteProtocolError("something follows a payload")
+        return 0
+
+
+cdef class Submit:
+    """Hands a payload and its slots to the engine."""
+
+
+cdef class Reply:
+    """One answer to a request."""
+
+
+cdef class Done:
+    """The request is finished; slots that are handed back with it need no ``Release`` of their own.
+
+    Attributes:
+        released: generations.
+        content: of the last reply; None if there is none in this record.
+    """
+
+
+cdef object _wrong(str what):
+    return RemoteProtocolError(f"not a message of this protocol: {what}")
+
+
+cdef int _read_slot(Value* value, SlotNumbers* slot) except -1:
+    if value.kind != EXTENSION or value.type != SLOT_EXTENSION or value.nbytes != SLOT_EXTENSION_NBYTES:
+        raise _wrong("a slot is described in another way")
+    slot.lease_id = read_little_endian(value.data, 8)
+    slot.offset = read_little_endian(value.data + 8, 8)
+    slot.nbytes = read_little_endian(value.data + 16, 8)
+    slot.generation = read_little_endian(value.data + 24, 8)
+    if slot.lease_id > _MAX_NUMBER or slot.offset > _MAX_NUMBER or slot.nbytes > _MAX_NUMBER:
+        raise _wrong("a number of a slot is larger than any memory")
+    return 0
+
+
+cdef int _read_content(Cursor* cursor, Content content, uint64_t members, uint32_t max_tensors) except -1:
+    """Reads ``copied, payload`` or ``copied, nil, offset, nbytes``, the last members of a record."""
+    cdef Value value
+    cdef Kind kind = read_value(cursor, &value)
+    cdef const uint8_t* payload
+    cdef uint64_t slot_nbytes
+    if kind == BINARY:
+        content.inline = PyBytes_FromStringAndSize(<const char*>value.data, value.nbytes)
+        content.inline_nbytes = value.nbytes
+    elif kind == EXTENSION:
+        _read_slot(&value, content.slot_numbers + content.slot_count)
+        content.slot_count += 1
+        content.is_copied_to_slot = True
+    elif kind != NIL:
+        raise _wrong("copied bytes are described in another way")
+    if members == 2:
+        payload = cursor.at
+        walk(cursor, content, max_tensors, &content.tensor_count)
+        content.payload = PyBytes_FromStringAndSize(<const char*>payload, cursor.at - payload)
+    elif (
+        members != 4 or read_value(cursor, &value) != NIL
+        or not read_unsigned(cursor, &content.payload_offset) or not read_unsigned(cursor, &content.payload_nbytes)
+    ):
+        raise _wrong("a payload is described in another way")
+    else:
+        slot_nbytes = content.region_nbytes(0) if content.is_copied_to_slot else 0
+        if not content.payload_nbytes or content.payload_offset > slot_nbytes \
+                or content.payload_nbytes > slot_nbytes - content.payload_offset:
+            raise RemoteProtocolError("a payload exceeds the slot that it lies in")
+    if cursor.at != cursor.end:
+        raise _wrong("something follows it")
+    return 0
+
+
+cdef Submit _read_submit(Cursor* cursor, uint64_t members, uint32_t max_tensors):
+    cdef Submit submit = Submit.__new__(Submit)
+    cdef Content content = Content.__new__(Content)
+    cdef Value value
+    cdef uint64_t slots
+    cdef uint64_t i
+    submit.content = content
+    if members != 8 and members != 10:
+        raise _wrong("it has too few or too many fields")
+    if not read_unsigned(cursor, &submit.epoch) or not read_unsigned(cursor, &submit.request_id) \
+            or submit.request_id > _MAX_NUMBER:
+        raise _wrong("its epoch or request id is no number")
+    if read_value(cursor, &value) != TEXT or value.nbytes > 1024:
+        raise _wrong("its name is no text of at most 256 characters")
+    submit.name = _text(value.data, value.nbytes) if value.nbytes else ""
+    if len(submit.name) > 256:
+        raise _wrong("its name is no text of at most 256 characters")
+    if read_value(cursor, &value) != BINARY or value.nbytes > 64:
+        raise _wrong("its fence is no event")
+    if value.nbytes:
+        content.fence = PyBytes_FromStringAndSize(<const char*>value.data, value.nbytes)
+    if not read_array(cursor, &slots):
+        raise _wrong("its slots are no array")
+    if slots > max_tensors:
+        raise RemoteProtocolError(f"tensors in {slots} slots exceed max_tensors ({max_tensors})")
+    content.reserve_slots(slots + 1)
+    for i in range(slots):
+        read_value(cursor, &value)
+        _read_slot(&value, content.slot_numbers + i)
+        content.slot_count += 1
+    _read_content(cursor, content, members - 6, max_tensors)
+    return submit
+
+
+cdef str _text(const uint8_t* data, uint64_t nbytes):
+    try:
+        return PyUnicode_DecodeUTF8(<const char*>data, nbytes, NULL)
+    except UnicodeDecodeError as error:
+        raise _wrong(str(error)) from None
+
+
+cdef Reply _read_reply(Cursor* cursor, uint64_t members, uint32_t max_tensors):
+    cdef Reply reply = Reply.__new__(Reply)
+    reply.content = Content.__new__(Content)
+    if members < 4 or not read_unsigned(cursor, &reply.request_id):
+        raise _wrong("a reply is of no request")
+    _read_content(cursor, reply.content, members - 2, max_tensors)
+    return reply
+
+
+cdef Done _read_done(Cursor* cursor, uint64_t members, uint32_t max_tensors):
+    cdef Done done = Done.__new__(Done)
+    cdef uint64_t count, generation
+    cdef uint64_t i
+    if members < 3 or not read_unsigned(cursor, &done.request_id) or not read_array(cursor, &count):
+        raise _wrong("an end is of no request")
+    if count > MAX_LISTED:
+        raise _wrong("it lists too many generations")
+    released = []
+    for i in range(count):
+        if not read_unsigned(cursor, &generation):
+            raise _wrong("a generation is no number")
+        released.append(generation)
+    done.released = tuple(released)
+    if members > 3:
+        done.content = Content.__new__(Content)
+        _read_content(cursor, done.content, members - 3, max_tensors)
+    elif cursor.at != cursor.end:
+        raise _wrong("something follows it")
+    return done
+
+
+cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors, bint from_engine):
+    """Returns the message of a record that this module reads; None for one that it does not."""
+    cdef Cursor cursor
+    cdef uint64_t members, tag
+    cursor.at = record
+    cursor.end = record + nbytes
+    if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag):
+        return None
+    if from_engine:
+        if tag == DONE:
+            return _read_done(&cursor, members, max_tensors)
+        if tag == REPLY:
+            return _read_reply(&cursor, members, max_tensors)
+    elif tag == SUBMIT:
+        return _read_submit(&cursor, members, max_tensors)
+    return None
+
+
+cdef Submit read_submit_record(bytes record, uint32_t max_tensors):
+    """Returns the submission of a record; None if it is another message."""
+    cdef Cursor cursor
+    cdef uint64_t members, tag
+    cursor.at = <const uint8_t*>PyBytes_AS_STRING(record)
+    cursor.end = cursor.at + PyBytes_GET_SIZE(record)
+    if read_array(&cursor, &members) and members and read_unsigned(&cursor, &tag) and tag == SUBMIT:
+        return _read_submit(&cursor, members, max_tensors)
+    return None
+
+
+cdef object read_engine_record(bytes record, uint32_t max_tensors):
+    """Returns the reply or the end of a record; None if it is another message."""
+    return read_hot_record(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record), max_tensors, True)
+
+
+def read_record(record: bytes, max_tensors: int, *, from_engine: bool) -> object:
+    """Reads a record of the hot path.
+
+    Args:
+        record: a copy that nobody else can change.
+        max_tensors: so many tensors may be in a payload.
+        from_engine: which of the two ends has written it.
+
+    Returns:
+        A :class:`Submit`, or a :class:`Reply` or :class:`Done`; None for any other message.
+
+    Raises:
+        RemoteProtocolError: it is not as this protocol has it.
+    """
+    return read_hot_record(<const uint8_t*>PyBytes_AS_STRING(record), PyBytes_GET_SIZE(record), max_tensors, from_engine)

@@ -1,0 +1,168 @@
+"""Payloads that came: what was packed is decoded, as views of where it lies, and a slot is left when nobody views it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from shmring.core.mapping import Mapping
+from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
+from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.payload import write_submit
+from shmring.core.received import decode_content
+from shmring.core.views import Regions
+from shmring.core.wire import Content, Submit, read_record
+from shmring.errors import RemoteProtocolError
+from shmring.memory.tensors import make_decoder, make_packer
+
+SLAB_NBYTES = 1 << 20
+SLOT_OFFSET = 4096
+CLIENT_ID, GENERATION = 3, 3 << 40 | 7
+ENDS = socket.socketpair()
+
+
+@pytest.fixture
+def slab() -> Mapping:
+    fd = os.memfd_create("slab")
+    try:
+        os.ftruncate(fd, SLAB_NBYTES)
+        return Mapping(fd, SLAB_NBYTES)
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def regions() -> Iterator[Regions]:
+    regions = Regions()
+    yield regions
+    regions.close()
+
+
+def sent(payload: object, slab: Mapping, inline_nbytes: int = 0) -> Content:
+    """Sends a payload through a ring, its tensors in the slab unless they may travel in the record."""
+    memory = bytearray(ring_nbytes(1 << 18))
+    packed = make_packer(64, 1 << 20).pack(payload, inline_nbytes, 1 << 16)
+    slots: tuple[SlotRef, ...] = ()
+    if packed.slot_nbytes:
+        packed.copy_into(slab.address + SLOT_OFFSET + SLOT_HEADER_NBYTES)
+        slots = (SlotRef(1, SLOT_OFFSET, packed.slot_nbytes, GENERATION),)
+    assert write_submit(RecordWriter(memory, ENDS[0].fileno()), packed, 1, 1, "", b"", slots)
+    message = read_record(RecordReader(memory, ENDS[1].fileno()).read() or b"", 64, from_engine=False)
+    assert isinstance(message, Submit)
+    content = message.content
+    if content.payload_nbytes:
+        start = SLOT_OFFSET + SLOT_HEADER_NBYTES + content.payload_offset
+        content.take_payload(bytes(memoryview(slab)[start : start + content.payload_nbytes]), 64)
+    return content
+
+
+def decoded(content: Content, slab: Mapping, regions: Regions, payload_type: Any = Any) -> tuple[Any, list[bool]]:
+    return decode_content(make_decoder(payload_type), content, CLIENT_ID, regions, slab)
+
+
+TENSORS = [
+    torch.arange(12, dtype=torch.float32).reshape(3, 4), torch.ones(5, dtype=torch.bfloat16), torch.tensor([True, False]),
+    torch.ones(3, dtype=torch.uint64), torch.zeros(2, dtype=torch.complex64), torch.ones(4).to(torch.float8_e4m3fn),
+    torch.zeros(0, 3), torch.tensor(7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 8192])
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
+def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, inline_nbytes: int, slab: Mapping, regions: Regions) -> None:
+    payload, viewed = decoded(sent({"x": tensor}, slab, inline_nbytes), slab, regions)
+    arrived = payload["x"]
+    assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(arrived.view(torch.uint8) if tensor.nbytes and tensor.dim() else arrived,
+                       tensor.view(torch.uint8) if tensor.nbytes and tensor.dim() else tensor)  # fmt: skip
+    assert viewed == ([True] if tensor.nbytes and not inline_nbytes else [])
+
+
+@pytest.mark.parametrize("inline_nbytes", [0, 8192])
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(6).reshape(2, 3), np.array(["ab", "c"]), np.zeros(3, "<M8[ns]"), np.ones((2, 2), ">f4"), np.zeros((0, 2))],
+)
+def test_an_array_arrives_as_it_was(array: NDArray[Any], inline_nbytes: int, slab: Mapping, regions: Regions) -> None:
+    payload, _ = decoded(sent([array], slab, inline_nbytes), slab, regions)
+    assert payload[0].dtype == array.dtype
+    assert np.array_equal(payload[0], array)
+    assert not payload[0].flags.writeable
+
+
+def test_views_show_the_slot_and_the_last_of_them_gives_it_back(slab: Mapping, regions: Regions) -> None:
+    content = sent({"x": torch.zeros(1000), "y": torch.zeros(10)}, slab)
+    payload, viewed = decoded(content, slab, regions)
+    assert viewed == [True]
+    memoryview(slab).cast("f")[(SLOT_OFFSET + SLOT_HEADER_NBYTES) // 4] = 42.0
+    assert payload["x"][0] == 42
+    row = payload["x"][5:10]
+    del payload
+    gc.collect()
+    assert regions.collect() == []
+    del row
+    assert regions.collect() == [(CLIENT_ID, GENERATION)]
+
+
+def test_a_slot_that_nobody_looked_at_is_free_at_once(slab: Mapping, regions: Regions) -> None:
+    content = sent([torch.zeros(1000)], slab)
+    payload, viewed = decode_content(make_decoder(), content, CLIENT_ID, regions, slab, lambda ref: f"{ref.dtype}{ref.shape}")
+    assert payload == ["float32(1000,)"]
+    assert viewed == [False]
+    assert regions.collect() == []
+
+
+def test_inline_bytes_are_a_copy_that_goes_with_its_views(slab: Mapping, regions: Regions) -> None:
+    payload, viewed = decoded(sent([torch.ones(4), torch.ones(4)], slab, 8192), slab, regions)
+    payload[0] += 1
+    assert payload[1].sum() == 4
+    assert viewed == []
+    assert payload[0].data_ptr() % 64 == 0
+
+
+def test_a_payload_in_a_slot_is_checked_when_it_is_taken_out(slab: Mapping, regions: Regions) -> None:
+    content = sent({"t": "x" * 70000, "p": torch.ones(3)}, slab)
+    assert decoded(content, slab, regions)[0]["p"].sum() == 3
+    with pytest.raises(RemoteProtocolError, match="cut off"):
+        content.take_payload(content.payload[:-1], 64)
+    with pytest.raises(RemoteProtocolError, match="something follows"):
+        content.take_payload(content.payload + b"\0", 64)
+
+
+class Picture(msgspec.Struct):
+    x: torch.Tensor
+    y: np.ndarray  # type: ignore[type-arg]
+
+
+def test_a_msgspec_type(slab: Mapping, regions: Regions) -> None:
+    content = sent({"x": np.arange(3, dtype=np.int64), "y": torch.arange(3)}, slab)
+    picture, _ = decoded(content, slab, regions, Picture)
+    assert isinstance(picture.x, torch.Tensor)
+    assert isinstance(picture.y, np.ndarray)
+    with pytest.raises(msgspec.ValidationError):
+        decoded(sent({"x": 1, "y": 2}, slab), slab, regions, Picture)
+
+
+def test_what_python_can_not_hold_is_refused(slab: Mapping, regions: Regions) -> None:
+    message = read_record(b"\x98\x02\x01\x01\xa0\xc4\x00\x90\xc0" + b"\xa1\xff", 64, from_engine=False)
+    assert isinstance(message, Submit)
+    with pytest.raises(RemoteProtocolError, match="not msgpack"):
+        decoded(message.content, slab, regions)
+
+
+def test_decoding_again_puts_tensors_somewhere_else(slab: Mapping, regions: Regions) -> None:
+    content = sent([torch.ones(3), np.arange(2)], slab)
+    payload, _ = decode_content(
+        make_decoder(), content, CLIENT_ID, regions, slab, lambda ref: "placed" if ref.dtype == "float32" else None
+    )
+    assert payload[0] == "placed"
+    assert payload[1].tolist() == [0, 1]

@@ -1,0 +1,37 @@
+"""What requests and replies of a simulation carry: a number, and an array in each slot, in which that number stands.
+
+So whoever reads an array knows whether it is what was sent, or what somebody else has written since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shmring.memory.tensors import make_decoder, make_packer
+from tests.simulation.scenario import require
+
+__all__ = ["DECODER", "INLINE_NBYTES", "MAX_PAYLOAD_NBYTES", "MAX_TENSORS", "PACKER", "payload_of", "require_intact"]
+
+MAX_TENSORS = 16
+INLINE_NBYTES = 64  # less than a slot has, so that all arrays are in slots
+MAX_PAYLOAD_NBYTES = 1 << 12
+
+PACKER = make_packer(MAX_TENSORS, MAX_PAYLOAD_NBYTES)
+DECODER = make_decoder()
+
+
+def payload_of(arrays: Sequence[np.ndarray[Any, Any]], number: int) -> list[Any]:
+    """Returns a payload, its number written into each array."""
+    for array in arrays:
+        array[0] = array[-1] = number % 251
+    return [number, *arrays]
+
+
+def require_intact(payload: list[Any], number: int) -> None:
+    """Raises unless a payload is as it was sent."""
+    require(payload[0] == number, "another payload came than was sent")
+    for array in payload[1:]:
+        require(array[0] == array[-1] == number % 251, "an array was overwritten before it was read")
