@@ -54,8 +54,10 @@ def test_what_was_not_measured_is_neither_met_nor_missed(made_result: Make, made
     assert {one.met for one in found} == {None}
     assert {one.word for one in found} == {"not measured"}
     assert targets.missed(found) == []
-    partly = made_results([made_result("shmring", Case(4 * KB), [90.0] * 3), made_result("pyzmq", Case(4 * KB), [10.0] * 3)])
-    assert verdict(partly, "messages/s of pyzmq", "4 KB, 64 KB").detail == "4 KB: 9, 64 KB: not measured"
+    partly = made_results(
+        [made_result("shmring", Case(4 * KB), [90.0] * 3), made_result("torch-queue", Case(4 * KB), [10.0] * 3)]
+    )
+    assert verdict(partly, "messages/s of torch.multiprocessing.Queue", "4 KB, 64 KB").detail == "4 KB: 9, 64 KB: not measured"
 
 
 def test_the_memcpy_limit_is_that_of_the_same_size(made_result: Make, made_results: Make) -> None:
@@ -139,16 +141,33 @@ def test_costs_are_of_the_worse_side(made_result: Make, made_results: Make) -> N
 def test_producers_together_keep_up_with_one(made_result: Make, made_results: Make, runs: list[float], met: bool) -> None:
     one = made_result("shmring", Case(64 * KB), [100.0] * 3)
     eight = made_result("shmring", Case(64 * KB, producers=8), runs)
-    assert verdict(made_results([one, eight]), "8 producers together").met is met
+    assert verdict(made_results([one, eight]), "8 producers together, of one").met is met
+
+
+@pytest.mark.parametrize(("runs", "met"), [([96.0] * 3, True), ([90.0] * 3, False)])
+def test_producers_together_keep_up_with_a_peers(made_result: Make, made_results: Make, runs: list[float], met: bool) -> None:
+    case = Case(64 * KB, producers=8)
+    results = made_results([made_result("shmring", case, runs), made_result("iceoryx2", case, [100.0] * 3)])
+    assert verdict(results, "8 producers together, of as many of iceoryx2's").met is met
+
+
+@pytest.mark.parametrize(("cpu_us", "met"), [(5.9, True), (6.1, False)])
+def test_what_both_sides_cost_is_compared(made_result: Make, made_results: Make, cpu_us: float, met: bool) -> None:
+    ours = made_result("shmring-in-place", Case(1 * MB), [1.0], cpu_us=cpu_us)
+    theirs = made_result("iceoryx2-loaned", Case(1 * MB), [1.0], cpu_us=10.0)
+    assert verdict(made_results([ours, theirs]), "in place: CPU of both sides").met is met
+    assert verdict(made_results([ours]), "in place: CPU of both sides").met is None
 
 
 def test_stalls_and_memory_are_judged(made_result: Make, made_results: Make) -> None:
     stalled = made_result("shmring", Case(64 * MB), [1.0], lag_ms=6.0, resident_nbytes=270 * MB)
     found = made_results([stalled])
-    assert verdict(found, "longest stall").met is False
-    assert verdict(found, "longest stall").measured == "6 ms"
+    assert verdict(found, "longest stall", "side, 64 MB").met is False
+    assert verdict(found, "longest stall", "side, 64 MB").measured == "6 ms"
     assert verdict(found, "resident memory above").measured == "70 MB"
     assert verdict(found, "resident memory above").met is False
     assert verdict(found, "connecting").met is True
     elsewhere = made_results([made_result("shmring", Case(8 * MB), [1.0], lag_ms=6.0)])
-    assert verdict(elsewhere, "longest stall").met is None
+    assert verdict(elsewhere, "longest stall", "side, 64 MB").met is None
+    small = made_results([made_result("shmring", Case(64 * KB), [1.0], lag_ms=1.1)])
+    assert verdict(small, "longest stall", "up to 1 MB").met is False
