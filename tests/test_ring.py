@@ -694,7 +694,8 @@ async def test_a_ring_that_cannot_accept_any_more_says_so(
 ) -> None:
     ring = await serve()
 
-    def break_down(accepted: Any) -> None:
+    def break_down(accepted: socket.socket) -> None:
+        accepted.close()
         raise RuntimeError("a bug")
 
     ring._shake_hands = break_down

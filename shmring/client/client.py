@@ -277,10 +277,8 @@ class RingClient:
         _check_nbytes(nbytes)
         is_on_host, index = _where(device)
         if is_on_host:
-            session = self._session
-            at_once = _no_slot if session is None else functools.partial(session.end.hold_now, nbytes, drain)
-            return AcquiringSlot(at_once, functools.partial(self._acquire, nbytes, timeout, drain))
-        return AcquiringSlot(_no_slot, functools.partial(self._acquire_on_device, nbytes, timeout, drain, index))
+            return AcquiringSlot(self._slot_at_once, self._acquire, nbytes, timeout, drain)
+        return AcquiringSlot(_no_slot, functools.partial(self._acquire_on_device, index), nbytes, timeout, drain)
 
     def check_capacity(self, nbytes: int) -> None:
         """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
@@ -299,12 +297,17 @@ class RingClient:
         session.check_alive()
         session.book.check_capacity(nbytes)
 
+    def _slot_at_once(self, nbytes: int, drain: bool) -> Slot | None:
+        session = self._session
+        slot: Slot | None = None if session is None else session.end.hold_now(nbytes, drain)
+        return slot
+
     async def _acquire(self, nbytes: int, timeout: float | None, drain: bool) -> Slot:
         async with _within(timeout):
             session = await self._ready()
             return session.hold(await session.acquire(nbytes, held=True), drain=drain)
 
-    async def _acquire_on_device(self, nbytes: int, timeout: float | None, drain: bool, index: int | None) -> Slot:
+    async def _acquire_on_device(self, index: int | None, nbytes: int, timeout: float | None, drain: bool) -> Slot:
         async with _within(timeout):
             session = await self._ready()
             self._check_device_slab(session)
@@ -538,7 +541,7 @@ class RingClient:
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
 
 
-def _no_slot() -> None:
+def _no_slot(nbytes: int, drain: bool) -> None:
     """No slot can be had without waiting."""
 
 
@@ -581,6 +584,8 @@ class _Bound(contextlib.AbstractAsyncContextManager[object, None]):
 
 
 def _check_nbytes(nbytes: int) -> None:
+    if type(nbytes) is int and nbytes >= 0:
+        return
     if isinstance(nbytes, bool) or not isinstance(nbytes, int):
         raise TypeError(f"nbytes is an int, not {type(nbytes).__name__}")
     if nbytes < 0:

@@ -90,22 +90,34 @@ class AcquiringSlot:
     """What ``client.slot(nbytes)`` returns: await it, or use it with ``async with``. Waits for space in line.
 
     Args:
-        at_once: gives a slot if none has to be waited for.
-        acquire: waits for one.
+        at_once: ``at_once(nbytes, drain)`` gives a slot if none has to be waited for.
+        acquire: ``acquire(nbytes, timeout, drain)`` waits for one.
+        nbytes, timeout, drain: as of ``client.slot``.
     """
 
-    __slots__ = ("_acquire", "_at_once", "_slot")
+    __slots__ = ("_acquire", "_at_once", "_drain", "_nbytes", "_slot", "_timeout")
 
-    def __init__(self, at_once: Callable[[], Slot | None], acquire: Callable[[], Awaitable[Slot]]) -> None:
+    def __init__(
+        self,
+        at_once: Callable[[int, bool], Slot | None],
+        acquire: Callable[[int, float | None, bool], Awaitable[Slot]],
+        nbytes: int,
+        timeout: float | None,
+        drain: bool,
+    ) -> None:
         self._at_once = at_once
         self._acquire = acquire
+        self._nbytes = nbytes
+        self._timeout = timeout
+        self._drain = drain
         self._slot: Slot | None = None
 
     def __await__(self) -> Generator[Any, None, Slot]:
         return self.__aenter__().__await__()
 
     async def __aenter__(self) -> Slot:
-        slot = self._slot = self._at_once() or await self._acquire()
+        slot = self._at_once(self._nbytes, self._drain) or await self._acquire(self._nbytes, self._timeout, self._drain)
+        self._slot = slot
         return slot
 
     async def __aexit__(

@@ -254,6 +254,7 @@ class Ring:
             debug=config.debug,
             device=self._device,
         )
+        self._take_next: Callable[[], Claim | None] = self._end.take_next
         self._handshakes: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of those, who are no frontends yet
         self._counters = _Counters()
@@ -331,7 +332,8 @@ class Ring:
             await self._request_arrived()
             self._check_open()
             if (claim := self._take_next()) is not None:
-                self.request_arrived()
+                if self._claimers:
+                    self.request_arrived()
                 return claim
 
     def claim_nowait(self) -> Claim:
@@ -425,16 +427,13 @@ class Ring:
         for future in self._claimers:
             if not future.done():
                 future.set_result(None)
-                return
+                break
+        self._end.is_awaited = False  # whom this wakes wakes the next
 
     def _hear_frontends(self) -> None:
         """Takes in what frontends have sent: sooner than the loop would."""
         for frontend in list(self._frontends.values()):
             frontend.link.poll()
-
-    def _take_next(self) -> Claim | None:
-        claim: Claim | None = self._end.take_next()
-        return claim
 
     def take_up_device(self, claim: Claim) -> Place:
         """For the end: a request has slots in device memory. Returns what makes their tensors."""
