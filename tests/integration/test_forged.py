@@ -288,6 +288,12 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
     forger.close()
 
 
+async def test_whatever_stands_in_the_slabs_header_others_attach_and_are_answered(forger: Forger, connect: Any) -> None:
+    forger.slab.anchor(0, 4096)[:] = 0xFF
+    client = await connect("honest")
+    assert await client.request({"x": torch.ones(5000, dtype=torch.uint8)}, timeout=5) == 5000
+
+
 @pytest.mark.parametrize("damage", ["generation", "nbytes", "magic"])
 async def test_a_header_that_differs_from_its_descriptor_is_stale(
     ring: shmring.Ring, forger: Forger, damage: str, eventually: Any
