@@ -25,7 +25,7 @@ OURS = "shmring"
 LIMIT = "limit"
 LOG_UNIFORM = "log-uniform"
 #: The fill and the time that an allocator is to have; the share of the slab and microseconds.
-MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 5.0
+MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 0.5
 MANY_LIVE = 10_000
 
 _BY_SLAB = [OURS, "first-fit", LIMIT]  # what is measured at several sizes of the slab

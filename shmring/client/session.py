@@ -1,7 +1,7 @@
-"""A frontend's connection to one life of an engine: its socket, its mapping of the slab, its lease book.
+"""A frontend's connection to one life of an engine: its socket, its mapping of the slab, its book.
 
-Theory of operation: :class:`Session` is the thin asyncio shell around the :class:`~shmring.core.client_book.ClientBook`, as
-the ring is around the ledger. It ends for good when the engine's connection or process ends; a client that reconnects
+Theory of operation: :class:`Session` is the asyncio shell around the :class:`~shmring.core.client_end.ClientEnd`, as the ring
+is around the engine's end. It ends for good when the engine's connection or process ends; a client that reconnects
 makes a new one. Everything that waits in it then fails with the reason, and slots of it are dead.
 """
 

@@ -256,7 +256,7 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     assert found["coverage"]["gaps"] == []
     assert (found["mode"], found["command"]) == ("allocator", "python -m bench allocator")
     limits = {f"{target['what']}, {target['at']}": target["asked"] for target in found["targets"]}
-    assert limits["time per operation: shmring, 10,000 slots live"] == "<= 5 us"
+    assert limits["time per operation: shmring, 10,000 slots live"] == "<= 0.5 us"
     assert "time per operation: shmring" in done.output
     assert all(len(row) == len(table["columns"]) for table in found["tables"] for row in table["rows"])
     assert [table["columns"] for table in found["tables"][-2:]] == [["policy", "64 KiB", "4 MiB"], ["policy", "64 KiB"]]
