@@ -1,0 +1,168 @@
+"""Asks a server about pictures, so many at a time, and watches what it costs.
+
+TTFT is the time to the first token, as for ``bench serve``. How long an API server's event loop is held up is seen from
+outside, and in the same way whatever the server is: beside the load, ``/health`` is asked for twenty times a second, which
+the loop answers without waiting for anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from bench.vllm.plan import Case
+from bench.vllm.server import Server, picture, question
+
+__all__ = ["Measurement", "measure", "warm_up"]
+
+_PICTURES = 2  # that are asked about again and again: the cache of each API server has them
+_TOKENS = 2
+_TIMEOUT_S = 120.0
+_PROBE_S = 0.05
+_WARM_UP_ROUNDS = 12  # requests for each picture, so that each API server has seen it
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_KINDS = ("EngineCore", "APIServer")
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """One repetition of a case on a server.
+
+    Attributes:
+        requests_per_s: that were answered.
+        p50_ms, p99_ms: time to the first token.
+        lag_p99_ms: time that ``/health`` took beside them.
+        cpu_ms: of a request, by kind of process.
+        tensors: how many went which way, where shmring carries them.
+        errors: requests that failed.
+    """
+
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+    lag_p99_ms: float
+    cpu_ms: dict[str, float]
+    tensors: dict[str, int] = {}
+    errors: int = 0
+
+
+async def warm_up(server: Server) -> None:
+    """Shows a server the pictures, so that each API server has them in its cache."""
+    bodies = [_body(_known(server.side, number), f"known-{number}") for number in range(_PICTURES)]
+    await _ask_all(server, bodies * _WARM_UP_ROUNDS, 4)
+
+
+async def measure(case: Case, server: Server) -> Measurement:
+    """Asks a server, once."""
+    bodies = list(itertools.islice(_bodies(case), case.requests))
+    cpu, tensors = _cpu_s(server), server.tensors()
+    began_s = time.perf_counter()
+    probing = asyncio.create_task(_probe(server))
+    try:
+        ttft_s, errors = await _ask_all(server, bodies, case.concurrency)
+    finally:
+        took_s = time.perf_counter() - began_s
+        probing.cancel()
+    lags_s = (await asyncio.gather(probing, return_exceptions=True))[0]
+    if not ttft_s:
+        raise RuntimeError(f"no request was answered: {errors[:1]}")
+    return Measurement(
+        requests_per_s=len(ttft_s) / took_s,
+        p50_ms=_percentile_ms(ttft_s, 50),
+        p99_ms=_percentile_ms(ttft_s, 99),
+        lag_p99_ms=_percentile_ms(lags_s if isinstance(lags_s, list) else [], 99),
+        cpu_ms={kind: (after - cpu[kind]) * 1e3 / len(ttft_s) for kind, after in _cpu_s(server).items()},
+        tensors={way: count - tensors.get(way, 0) for way, count in server.tensors().items() if count != tensors.get(way, 0)},
+        errors=len(errors),
+    )
+
+
+def _percentile_ms(seconds: Sequence[float], percent: float) -> float:
+    return float(np.percentile(seconds, percent)) * 1e3 if seconds else float("nan")
+
+
+def _bodies(case: Case) -> Iterator[bytes]:
+    for number in itertools.count():
+        known = number % _PICTURES
+        url = None if case.kind == "uuid" else _known(case.fleet.side, known)
+        yield _body(url, uuid.uuid4().hex if case.kind == "new" else f"known-{known}")
+
+
+_KNOWN: dict[tuple[int, int], str] = {}
+
+
+def _known(side: int, number: int) -> str:
+    """One of the pictures; made once."""
+    if (side, number) not in _KNOWN:
+        _KNOWN[side, number] = picture(side, number)
+    return _KNOWN[side, number]
+
+
+def _body(url: str | None, name: str) -> bytes:
+    return json.dumps(question(url, uuid=name, max_tokens=_TOKENS, stream=True)).encode()
+
+
+async def _ask_all(server: Server, bodies: Sequence[bytes], concurrency: int) -> tuple[list[float], list[str]]:
+    """Returns the times to the first token, and what failed."""
+    ttft_s: list[float] = []
+    errors: list[str] = []
+    waiting = iter(bodies)
+    # A connection for each request: the kernel hands them to the API servers in turn.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+
+    async def ask(session: aiohttp.ClientSession) -> None:
+        for body in waiting:
+            try:
+                ttft_s.append(await _first_token_s(session, server.port, body))
+            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)) as session:
+        await asyncio.gather(*(ask(session) for _ in range(concurrency)))
+    return ttft_s, errors
+
+
+async def _first_token_s(session: aiohttp.ClientSession, port: int, body: bytes) -> float:
+    began_s = time.perf_counter()
+    first_s = None
+    headers = {"content-type": "application/json"}
+    async with session.post(f"http://127.0.0.1:{port}/v1/chat/completions", data=body, headers=headers) as answer:
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status} {(await answer.text())[:200]}")
+        async for line in answer.content:
+            if first_s is None and line.startswith(b"data: {") and b'"role"' not in line:
+                first_s = time.perf_counter() - began_s
+    if first_s is None:
+        raise RuntimeError("the answer has no token")
+    return first_s
+
+
+async def _probe(server: Server) -> list[float]:
+    """Asks for ``/health`` until it is cancelled; returns how long each took."""
+    seconds: list[float] = []
+    connector = aiohttp.TCPConnector(force_close=True)
+    try:
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)) as session:
+            while True:
+                began_s = time.perf_counter()
+                async with session.get(f"http://127.0.0.1:{server.port}/health"):
+                    seconds.append(time.perf_counter() - began_s)
+                await asyncio.sleep(_PROBE_S)
+    except asyncio.CancelledError:
+        return seconds
+
+
+def _cpu_s(server: Server) -> Mapping[str, float]:
+    """CPU seconds so far of a server's processes, by kind. (With one API server, it is the launcher as well.)"""
+    seconds = {kind: sum(sum(process.cpu_times()[:2]) for process in server.processes(kind)) for kind in _KINDS}
+    if not server.processes("APIServer"):
+        seconds["APIServer"] = sum(server.launcher.cpu_times()[:2])
+    return seconds

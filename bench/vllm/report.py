@@ -1,0 +1,127 @@
+"""Results of ``bench vllm`` as tables and verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.coverage import Coverage
+from bench.machine import Machine
+from bench.results import Findings, Spread, Table, Verdict, format_times
+from bench.targets import Numbers, judge
+from bench.vllm.load import Measurement
+from bench.vllm.plan import SIDES, Case, Fleet
+
+__all__ = ["Measured", "report"]
+
+#: The repetitions of each case and way, in the order in which they were made.
+Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
+
+_OURS = "shmring"
+_COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
+_COLUMNS += ["lag p99 ms", "tensors"]
+
+
+def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
+    """Returns the report of a run: a table for each fleet, and the verdicts on the targets."""
+    fleets = dict.fromkeys(case.fleet for case, _ in measured)
+    tables = [
+        Table(
+            fleet.title,
+            _COLUMNS,
+            [_row(case, way, runs, measured) for (case, way), runs in measured.items() if case.fleet == fleet],
+            ("way",),
+            grouped=True,
+        )
+        for fleet in fleets
+    ]
+    notes = [
+        "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and the load "
+        "goes to one after the other, in alternating order. Medians of the repetitions; spread: slowest and fastest against "
+        "the median; shmring is: its requests/s over the row's in the same repetition.",
+        "jpeg: a picture that the API server's cache knows, sent as a file; uuid: only named; new: never seen. engine, API: "
+        "milliseconds of CPU for each request, of the engine core and of all API servers. lag: the time that /health takes "
+        "beside the load. tensors: which way they went in the last repetition.",
+        ", ".join(f"{name} {version}" for name, version in environment.items()),
+    ]
+    results = [
+        {"fleet": case.fleet.title, "case": case.title, "way": way, "runs": list(runs)}
+        for (case, way), runs in measured.items()
+    ]
+    return Findings(
+        mode="vllm",
+        machine=Machine.here(),
+        tables=tables,
+        notes=notes,
+        targets=_targets(measured),
+        results=results,
+        coverage=coverage,
+    )
+
+
+def _row(case: Case, way: str, runs: Sequence[Measurement], measured: Measured) -> list[str]:
+    speed = Spread.of(run.requests_per_s for run in runs)
+    ratio = _ratio(measured, case, way, lambda run: run.requests_per_s)
+    return [
+        case.title,
+        way,
+        f"{speed.median:.1f}",
+        f"-{1 - speed.minimum / speed.median:.0%} +{speed.maximum / speed.median - 1:.0%}",
+        "" if way == _OURS or ratio is None else format_times(ratio),
+        f"{_median(runs, lambda run: run.p50_ms):.1f}",
+        f"{_median(runs, lambda run: run.p99_ms):.1f}",
+        f"{_median(runs, lambda run: run.cpu_ms['EngineCore']):.1f}",
+        f"{_median(runs, lambda run: run.cpu_ms['APIServer']):.1f}",
+        f"{_median(runs, lambda run: run.lag_p99_ms):.1f}",
+        ", ".join(f"{count} {name}" for name, count in sorted(runs[-1].tensors.items())),
+    ]
+
+
+def _median(runs: Sequence[Measurement], number: Callable[[Measurement], float]) -> float:
+    return statistics.median(number(run) for run in runs)
+
+
+def _ratio(measured: Measured, case: Case, way: str, number: Callable[[Measurement], float]) -> float | None:
+    """Shmring's number over a way's, in the same repetition; None where one of them is missing."""
+    pairs = zip(measured.get((case, _OURS), ()), measured.get((case, way), ()), strict=False)
+    numbers = [(number(ours), number(theirs)) for ours, theirs in pairs]
+    if not numbers or not all(theirs for _, theirs in numbers):
+        return None
+    return statistics.median(ours / theirs for ours, theirs in numbers)
+
+
+def _targets(measured: Measured) -> list[Verdict]:
+    large = Fleet(SIDES[-1], 2)
+    jpeg, uuid, uuid_alone, new = Case(large, "jpeg", 8), Case(large, "uuid", 8), Case(large, "uuid", 1), Case(large, "new", 8)
+    parallel = Case(Fleet(SIDES[-1], 2, engines=2), "jpeg", 8)
+    at = large.title
+
+    def speed(run: Measurement) -> float:
+        return run.requests_per_s
+
+    def verdict(
+        what: str,
+        case: Case,
+        limit: float,
+        *ways: str,
+        number: Callable[[Measurement], float] = speed,
+        at_least: bool = True,
+        at: str = at,
+    ) -> Verdict:
+        places: Numbers = ((way, _ratio(measured, case, way, number)) for way in ways)
+        return judge(f"vLLM, {what}", at, limit, "x", places, at_least=at_least)
+
+    return [
+        verdict("JPEG sent again, 8 at a time: requests/s of inline", jpeg, 1.5, "inline"),
+        verdict("JPEG sent again, 8 at a time: requests/s of torch_shm", jpeg, 1.02, "torch_shm"),
+        verdict("only the uuid, 8 at a time: requests/s of inline", uuid, 6, "inline"),
+        verdict("only the uuid, 8 at a time: requests/s of torch_shm", uuid, 1.3, "torch_shm"),
+        verdict("only the uuid, 1 at a time: requests/s of torch_shm", uuid_alone, 1.1, "torch_shm"),
+        verdict(
+            "a hit: CPU of the engine", jpeg, 0.9, "torch_shm", number=lambda run: run.cpu_ms["EngineCore"], at_least=False
+        ),
+        verdict("a hit: CPU of API servers", jpeg, 1, "torch_shm", number=lambda run: run.cpu_ms["APIServer"], at_least=False),
+        verdict("a new picture: requests/s of inline", new, 1, "inline"),
+        verdict("a new picture: lag p99 of inline", new, 1, "inline", number=lambda run: run.lag_p99_ms, at_least=False),
+        verdict("a hit: requests/s of inline", parallel, 1.5, "inline", at=parallel.fleet.title),
+    ]

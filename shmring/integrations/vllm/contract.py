@@ -1,0 +1,173 @@
+"""What the plug-in relies on in vLLM, checked before anything is wrapped.
+
+None of it is a public interface. It has been the same in vLLM 0.32 and 0.33; but what decides is this check, not a
+version's number. Where something is otherwise, vLLM goes on without the plug-in, and says so in one line of its log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Hooks", "broken_promises", "find_hooks"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """What of vLLM is wrapped, or used.
+
+    Attributes:
+        clients: ``vllm.v1.engine.core_client``.
+        cores: ``vllm.v1.engine.core``.
+        inputs: ``vllm.multimodal.inputs``.
+        serialization: ``vllm.v1.serial_utils``.
+        request_types: ``vllm.v1.engine.EngineCoreRequestType``.
+        request: ``vllm.v1.engine.EngineCoreRequest``.
+    """
+
+    clients: Any
+    cores: Any
+    inputs: Any
+    serialization: Any
+    request_types: Any
+    request: Any
+
+
+def find_hooks() -> Hooks:
+    """Imports what is wrapped.
+
+    Raises:
+        ImportError: this vLLM has no such thing.
+    """
+    from vllm.multimodal import inputs
+    from vllm.v1 import engine, serial_utils
+    from vllm.v1.engine import core, core_client
+
+    return Hooks(
+        clients=core_client,
+        cores=core,
+        inputs=inputs,
+        serialization=serial_utils,
+        request_types=engine.EngineCoreRequestType,
+        request=engine.EngineCoreRequest,
+    )
+
+
+def broken_promises(hooks: Hooks) -> list[str]:
+    """Returns what is otherwise than the plug-in needs it; nothing where it can be switched on."""
+    broken: list[str] = []
+    for check in (_methods, _attributes, _request_fields, _round_trip, _handing_over):
+        try:
+            broken += check(hooks)
+        except Exception as error:  # noqa: BLE001 - another vLLM may raise anything here, and that is the finding
+            broken.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
+    return broken
+
+
+def _methods(hooks: Hooks) -> Iterator[str]:
+    """What is wrapped or called takes what the wrapping passes."""
+    clients, core = hooks.clients, hooks.cores.EngineCoreProc
+    expected: list[tuple[Callable[..., Any], list[str]]] = [
+        (clients.MPClient.__init__, ["self"]),
+        (clients.MPClient.shutdown, ["self"]),
+        (clients.AsyncMPClient._send_input, ["self", "request_type", "request", "engine"]),
+        (clients.AsyncMPClient._call_utility_async, ["self", "method", "args", "engine"]),
+        (clients.SyncMPClient._send_input, ["self", "request_type", "request"]),
+        (core.process_input_sockets, ["self"]),
+        (core.preprocess_add_request, ["self", "request"]),
+        (core.shutdown, ["self"]),
+        (hooks.inputs._nested_tensors_h2d, ["tensors", "device"]),
+    ]
+    for function, names in expected:
+        parameters = list(inspect.signature(function).parameters)
+        if parameters[: len(names)] != names:
+            yield f"{function.__qualname__} takes {', '.join(parameters)}, and not {', '.join(names)}"
+
+
+def _attributes(hooks: Hooks) -> Iterator[str]:
+    """Code that is not wrapped goes through what is."""
+    clients, core = hooks.clients, hooks.cores.EngineCoreProc
+    uses: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
+        (clients.MPClient.__init__, ("encoder", "core_engines", "core_engine", "vllm_config")),
+        (clients.AsyncMPClient._send_input, ("encoder", "encode")),
+        (clients.SyncMPClient._send_input, ("encoder", "encode", "core_engine")),
+        (clients.AsyncMPClient.add_request_async, ("_send_input", "ADD")),
+        (clients.SyncMPClient.add_request, ("_send_input", "ADD")),
+        (core.__init__, ("tensor_ipc_receiver", "engine_index", "process_input_sockets")),
+        (core.process_input_sockets, ("tensor_ipc_receiver", "preprocess_add_request", "_handle_request_preproc_error")),
+        (core._handle_client_request, ("UTILITY", "ADD")),
+        (hooks.cores.EngineCore.__init__, ("mm_receiver_cache",)),
+    ]
+    for function, names in uses:
+        missing = [name for name in names if name not in _names_in(inspect.unwrap(function).__code__)]
+        if missing:
+            yield f"{function.__qualname__} does not use {', '.join(missing)}"
+
+
+def _names_in(code: Any) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            names |= _names_in(constant)
+    return names
+
+
+def _request_fields(hooks: Hooks) -> Iterator[str]:
+    """A request's tensors are where they are looked for."""
+    missing = {"mm_features", "prompt_embeds"} - set(hooks.request.__struct_fields__)
+    if missing:
+        yield f"EngineCoreRequest has no {', '.join(sorted(missing))}"
+    if hooks.request.__struct_config__.frozen:
+        yield "EngineCoreRequest can't be changed"
+    if not hasattr(hooks.request_types, "ADD"):
+        yield "EngineCoreRequestType has no ADD"
+
+
+def _round_trip(hooks: Hooks) -> Iterator[str]:
+    """A tensor that the consumer takes is replaced by what it returns, and the provider is asked for it."""
+    import torch
+
+    class Consumer:
+        def new_message(self) -> None:
+            pass
+
+        def __call__(self, tensor: torch.Tensor) -> dict[str, Any]:
+            return {"shmring": [1, 2, True]}
+
+    sent = torch.zeros(64, 16)
+    asked = []
+
+    def provide(dtype: str, shape: Any, reference: dict[str, Any]) -> torch.Tensor:
+        asked.append((dtype, list(shape), reference))
+        return sent
+
+    encoder = hooks.serialization.MsgpackEncoder(oob_tensor_consumer=Consumer())
+    decoder = hooks.serialization.MsgpackDecoder(dict[str, torch.Tensor], oob_tensor_provider=provide)
+    came = decoder.decode(encoder.encode({"tensor": sent}))["tensor"]
+    if came is not sent or asked != [("float32", [64, 16], {"shmring": [1, 2, True]})]:
+        yield f"a tensor went through the encoder and the decoder as {asked}"
+    encoder.oob_tensor_consumer = None  # as it is set on a client's encoder later
+    if len(encoder.encode({"tensor": sent})) != 2:
+        yield "an encoder does not ask its oob_tensor_consumer"
+
+
+def _handing_over(hooks: Hooks) -> Iterator[str]:
+    """What a wrapped ``preprocess_add_request`` returns reaches the engine core, which unpacks it once."""
+    from shmring.integrations.vllm.engine import HandedOver
+
+    came: list[tuple[Any, ...]] = []
+
+    class Core:
+        """An engine core that rejects nothing."""
+
+        def add_request(self, *parts: Any) -> None:
+            came.append(parts)
+
+        def __getattr__(self, name: str) -> Callable[..., bool]:
+            return lambda *_: False
+
+    hooks.cores.EngineCoreProc._handle_client_request(Core(), hooks.request_types.ADD, HandedOver(("a request", 3)))
+    if came != [("a request", 3)]:
+        yield f"a request reaches the engine core as {came}"

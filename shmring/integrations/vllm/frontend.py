@@ -1,0 +1,251 @@
+"""The API server's half: what goes through the slab instead of vLLM's messages.
+
+Theory of operation: one :class:`Frontend` for each of vLLM's clients of its engine cores (``MPClient``), with a link to
+each engine core's ring. The wrapped ``_send_input`` hands it each request before vLLM encodes it. Only requests (ADD) are
+diverted: nothing else is certain to be decoded where tensors can be taken. Their large tensors are placed in the slab
+(:class:`~shmring.integrations.vllm.parcel.Parcel`); then vLLM encodes the request, and its encoder asks the frontend for
+each tensor. A request whose tensors are kept already, or small, takes no ``await`` more than without the plug-in.
+
+Whatever does not work, the tensor goes inline, as without the plug-in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shmring.errors import ShmringError
+from shmring.integrations.vllm.cancellation import held_back
+from shmring.integrations.vllm.link import AsyncLink, ThreadLink, client_config
+from shmring.integrations.vllm.parcel import Parcel
+from shmring.integrations.vllm.payloads import large_tensors
+from shmring.integrations.vllm.settings import Settings
+from shmring.integrations.vllm.traffic import Traffic, engine_gauges
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AsyncFrontend", "SyncFrontend"]
+
+logger = logging.getLogger("vllm.shmring")
+
+_DROP_S = 0.25  # how long a drop waits for a message that takes it along
+_REPORTS_EVERY = 20  # of these pauses: every five seconds
+
+_Sent = TypeVar("_Sent")
+
+
+class _Frontend:
+    """What both kinds share. It is what vLLM's encoder calls an out-of-band tensor consumer."""
+
+    def __init__(self, settings: Settings, *, public: bool) -> None:
+        self._settings = settings
+        self._traffic = Traffic(public=public)
+        self._parcel: Parcel | None = None  # of the request that is being encoded
+
+    def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
+        """For vLLM's encoder: what to send instead of a tensor."""
+        return None if self._parcel is None else self._parcel.reference_to(tensor)
+
+    def new_message(self) -> None:
+        """For vLLM's encoder: a message begins. Which one, the wrapped method has said."""
+
+    def _prepare(self, request: Any, link: AsyncLink | ThreadLink | None) -> _Prepared | None:
+        """Places what needs no waiting; None: nothing of this request is for the slab."""
+        if link is None:
+            return None
+        try:
+            tensors = large_tensors(request, self._settings.min_nbytes)
+            if not tensors:
+                return None
+            parcel = Parcel(link, self._traffic, checks=self._settings.check)
+            return _Prepared(parcel, tensors, parcel.place_now(tensors))
+        except Exception:  # this vLLM's requests are others than its encoder promised, and must be sent all the same
+            logger.exception("shmring: a request goes as without it, and this should not be")
+            return None
+
+    def _post(self, prepared: _Prepared, send: Callable[[], _Sent]) -> _Sent:
+        """Has vLLM encode and send a request of which tensors were placed."""
+        self._parcel = parcel = prepared.parcel
+        try:
+            sent = send()
+        except BaseException:
+            parcel.abandon()
+            raise
+        finally:
+            self._parcel = None
+        if isinstance(sent, asyncio.Future) and not sent.done():
+            sent.add_done_callback(prepared.end)  # the socket's queue is full
+        else:
+            parcel.settle(prepared.tensors)
+        return sent
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A request before vLLM encodes it: its large tensors, and those of them that are not placed yet."""
+
+    parcel: Parcel
+    tensors: Sequence[torch.Tensor]
+    waiting: Sequence[torch.Tensor]
+
+    def end(self, sent: asyncio.Future[Any]) -> None:
+        """It was sent, or not."""
+        if sent.cancelled() or sent.exception() is not None:
+            self.parcel.abandon()
+        else:
+            self.parcel.settle(self.tensors)
+
+
+class SyncFrontend(_Frontend):
+    """Of vLLM's ``LLM``, which has no event loop.
+
+    Args:
+        settings: the plug-in's.
+        engines: vLLM's identities of the engine cores.
+    """
+
+    def __init__(self, settings: Settings, engines: Sequence[bytes]) -> None:
+        super().__init__(settings, public=False)
+        config = client_config(settings, 1)
+        self._links = {engine: ThreadLink(settings.ring_name(number_of(engine)), config, settings) for engine in engines}
+
+    def divert(self, request: Any, engine: bytes, send: Callable[[], _Sent]) -> _Sent:
+        """Sends a request.
+
+        Args:
+            request: vLLM's ``EngineCoreRequest``.
+            engine: the identity of the engine core that gets it.
+            send: has vLLM encode and send it.
+        """
+        prepared = self._prepare(request, self._links.get(engine))
+        return send() if prepared is None else self._post(prepared, send)
+
+    def close(self) -> None:
+        """Disconnects, and says in the log what went which way."""
+        logger.info("shmring: large tensors sent: %s", self._traffic.summary())
+        for link in self._links.values():
+            link.close()
+
+
+class AsyncFrontend(_Frontend):
+    """Of an API server, in its event loop.
+
+    Args:
+        settings: the plug-in's.
+        engines: vLLM's identities of the engine cores.
+        api_servers: how many share them.
+        tell_drops: awaited with the identity of an engine core, the id of its client and numbers of kept tensors, tells it
+            in vLLM's own order of messages to drop them; returns false when vLLM's client has gone.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Sequence[bytes],
+        api_servers: int,
+        tell_drops: Callable[[bytes, int, list[int]], Awaitable[bool]],
+        *,
+        keeps: bool,
+    ) -> None:
+        super().__init__(settings, public=True)
+        config = client_config(settings, api_servers)
+        keep_nbytes = settings.keep_nbytes // api_servers if keeps else 0
+        self._links = {
+            engine: AsyncLink(settings.ring_name(number_of(engine)), config, settings, keep_nbytes) for engine in engines
+        }
+        self._tell_drops = tell_drops
+        self._keeping_house: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to connect, in the running loop. A second call does nothing."""
+        if self._keeping_house is None:
+            self._keeping_house = asyncio.get_running_loop().create_task(self._keep_house(), name="shmring")
+
+    def divert(self, request: Any, engine: bytes, send: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
+        """Sends a request; the same as :meth:`SyncFrontend.divert`, but for the result, which is to be awaited."""
+        self.start()
+        prepared = self._prepare(request, self._links.get(engine))
+        if prepared is None:
+            return send()
+        return self._post_later(prepared, send) if prepared.waiting else self._post(prepared, send)
+
+    async def _post_later(self, prepared: _Prepared, send: Callable[[], Awaitable[Any]]) -> Any:
+        await held_back(prepared.parcel.place(prepared.waiting))
+        return await self._post(prepared, send)
+
+    async def _keep_house(self) -> None:
+        """Connects; then takes care of what no request takes care of: drops that nothing takes along, and gauges."""
+        await asyncio.gather(*(link.connect() for link in self._links.values()))
+        self._say_what_is_on()
+        pauses = 0
+        while True:
+            for engine, link in self._links.items():
+                if link.book is None:
+                    continue
+                if not link.is_connected:
+                    link.book.clear()
+                elif not await self._send_drops(engine, link):
+                    return
+            if pauses % _REPORTS_EVERY == 0:
+                await self._update_gauges()
+            pauses += 1
+            await asyncio.sleep(_DROP_S)
+
+    def _say_what_is_on(self) -> None:
+        connected = [link for link in self._links.values() if link.is_connected]
+        if connected:
+            kept = sum(link.book.budget_nbytes for link in connected if link.book is not None)
+            logger.info(
+                "shmring: tensors of %d bytes and more go through shared memory (%s); %s",
+                self._settings.min_nbytes,
+                ", ".join(link.name for link in connected),
+                f"up to {kept >> 20} MiB of them stay there" if kept else "none of them stay there",
+            )
+
+    async def _send_drops(self, engine: bytes, link: AsyncLink) -> bool:
+        assert link.book is not None
+        link.book.reap()
+        drops = link.book.take_drops()
+        if not drops:
+            return True
+        try:
+            return await self._tell_drops(engine, link.client_id, drops)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises: it is told again, or it has ended
+            logger.debug("shmring: an engine core could not be told what to drop: %r", error)
+            link.book.put_back(drops)
+            return True
+
+    async def _update_gauges(self) -> None:
+        for engine, link in self._links.items():
+            if not link.is_connected:
+                continue
+            with contextlib.suppress(ShmringError, TimeoutError):  # it has gone just now
+                report = await link.report()
+                for name, gauge in engine_gauges().items():
+                    gauge.labels(str(number_of(engine))).set(report[name])
+
+    def close(self) -> None:
+        """Disconnects as soon as the loop can, and says in the log what went which way. From any thread."""
+        logger.info("shmring: large tensors sent: %s", self._traffic.summary())
+        keeping_house, self._keeping_house = self._keeping_house, None
+        if keeping_house is None:
+            return
+        loop = keeping_house.get_loop()
+
+        def disconnect() -> None:
+            keeping_house.cancel()
+            for link in self._links.values():
+                loop.create_task(link.close())
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine cores see that this process ends
+            loop.call_soon_threadsafe(disconnect)
+
+
+def number_of(engine: bytes) -> int:
+    """An engine core's number, from vLLM's identity of it."""
+    return int.from_bytes(engine, "little")

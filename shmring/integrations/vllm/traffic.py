@@ -1,0 +1,81 @@
+"""What went which way, counted: for the log's summary, and for vLLM's own ``/metrics``.
+
+A tensor that is large enough for the slab goes one of three ways: *copied* to the slab, *kept* there since it was sent
+before (no copy), or *inline*, in vLLM's message, for a reason that is counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import Any, Literal
+
+__all__ = ["Reason", "Traffic", "engine_gauges"]
+
+#: Why a tensor goes inline. ``connecting``: its engine core's ring was not reached yet; ``engine``: there is none, or it
+#: has gone; ``space``: the slab was full for as long as a request may wait; ``size``: it can never fit; ``kind``: shmring
+#: can't carry it; ``twice``: it is in the request twice; ``error``: anything else, which the log has.
+Reason = Literal["connecting", "engine", "space", "size", "kind", "twice", "error"]
+
+
+class Traffic:
+    """Counts of one process, by way and reason.
+
+    Args:
+        public: whether vLLM's ``/metrics`` shows them.
+    """
+
+    def __init__(self, *, public: bool) -> None:
+        self.tensors: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.nbytes: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._metrics = _tensor_counters() if public else None
+
+    def count(self, way: Literal["copied", "kept", "inline"], nbytes: int, reason: Reason | Literal[""] = "") -> None:
+        """Counts a tensor."""
+        self.tensors[way, reason] += 1
+        self.nbytes[way, reason] += nbytes
+        if self._metrics is not None:
+            tensors, total = self._metrics
+            tensors.labels(way, reason).inc()
+            total.labels(way, reason).inc(nbytes)
+
+    def summary(self) -> str:
+        """Says it in a line."""
+        parts = [
+            f"{count} {way}{f' ({reason})' if reason else ''}, {self.nbytes[way, reason] / 1e6:.1f} MB"
+            for (way, reason), count in sorted(self.tensors.items())
+        ]
+        return "; ".join(parts) or "none"
+
+
+@functools.cache  # a registry takes a name once
+def _tensor_counters() -> tuple[Any, Any]:
+    from prometheus_client import Counter
+
+    labels = ("way", "reason")
+    return (
+        Counter("shmring_tensors", "Large tensors sent to engine cores: copied to the slab, kept there, or inline", labels),
+        Counter("shmring_tensor_bytes", "Bytes of large tensors sent to engine cores", labels),
+    )
+
+
+@functools.cache
+def engine_gauges() -> dict[str, Any]:
+    """The gauges of an engine core's end, by the names that its ``report`` has; each has the label ``engine``.
+
+    The processes of several API servers each ask their engine cores, so the latest answer counts. (Their names do not begin
+    with ``vllm``: vLLM removes such of others.)
+    """
+    from prometheus_client import Gauge
+
+    texts = {
+        "slots_in_use": "Slots of the slab that hold tensors, kept ones included",
+        "free_bytes": "Bytes of the slab that are not leased to an API server",
+        "quarantined_bytes": "Bytes of API servers that have gone, still read by the engine core",
+        "kept_tensors": "Tensors that stay in the slab to be sent again without a copy",
+        "kept_bytes": "Their bytes",
+        "waits": "Times that the engine core had to wait for a tensor that a request named",
+        "wait_seconds": "Seconds it has waited so",
+        "lost": "Tensors that a request named and that were not there; these requests failed",
+    }
+    return {name: Gauge(f"shmring_{name}", text, ("engine",), multiprocess_mode="mostrecent") for name, text in texts.items()}

@@ -1,0 +1,254 @@
+"""Where the plug-in meets vLLM: which methods are wrapped, and what each wrapper adds.
+
+=========================================  =============================================================================
+``MPClient.__init__``, ``shutdown``        the API server's half comes and goes with vLLM's client of its engine cores
+``AsyncMPClient._send_input``              requests go by way of it, as do those of ``SyncMPClient``
+``EngineCoreProc.process_input_sockets``   the engine core's half is there before vLLM says that the engine core is ready
+``EngineCoreProc.preprocess_add_request``  a request whose tensors are not there fails
+``EngineCoreProc.shutdown``                the engine core's half ends
+``_nested_tensors_h2d``                    what a copy to a GPU reads stays until it is over
+``EngineCoreProc.shmring_drop``            new: what an API server calls to have kept tensors dropped
+=========================================  =============================================================================
+
+Each wrapper calls what it wraps, whatever else happens. A failure to start either half is logged, and tensors go inline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from shmring.integrations.vllm.contract import Hooks, broken_promises, find_hooks
+from shmring.integrations.vllm.settings import Settings, name_the_run
+
+__all__ = ["switch_on"]
+
+logger = logging.getLogger("vllm.shmring")  # below vLLM's own logger, whose handlers and level apply
+
+_MARK = "_shmring"  # an attribute of vLLM's objects: their half of the plug-in
+
+
+def switch_on() -> None:
+    """Checks the settings and vLLM, and wraps. A second call does nothing.
+
+    Raises:
+        SettingError: a setting can't be used. vLLM does not start then.
+    """
+    is_first = name_the_run()
+    settings = Settings.from_environment()
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        _stay_off(is_first, "VLLM_USE_RUST_FRONTEND is set, and vLLM's frontend in Rust loads no plug-ins")
+        return
+    try:
+        hooks = find_hooks()
+        broken = broken_promises(hooks)
+    except Exception as error:  # noqa: BLE001 - whatever another vLLM raises here, it goes on without the plug-in
+        broken = [f"{type(error).__name__}: {error}"]
+    if broken:
+        _stay_off(is_first, f"this vLLM is not as it needs it ({'; '.join(broken)})")
+        return
+    if not hasattr(hooks.cores.EngineCoreProc, "shmring_drop"):
+        _wrap_clients(hooks, settings)
+        _wrap_cores(hooks, settings)
+
+
+def _stay_off(is_first: bool, reason: str) -> None:
+    """Says once, of all processes of a server, why the plug-in is off."""
+    if is_first:
+        logger.warning("shmring stays off, and vLLM runs as without it: %s", reason)
+
+
+# -- the API server's half ---------------------------------------------------------------------------------------------
+
+
+def _wrap_clients(hooks: Hooks, settings: Settings) -> None:
+    clients = hooks.clients
+    add = hooks.request_types.ADD
+    initialize, shut_down = clients.MPClient.__init__, clients.MPClient.shutdown
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        initialize(self, *arguments, **named)
+        try:
+            _attach(self, settings, is_async=isinstance(self, clients.AsyncMPClient))
+        except Exception:
+            logger.exception("shmring stays off in this process, and tensors go inline")
+
+    @functools.wraps(shut_down)
+    def shutdown(self: Any, *arguments: Any, **named: Any) -> Any:
+        if (detach := getattr(self, _MARK + "_detach", None)) is not None:
+            detach()
+        return shut_down(self, *arguments, **named)
+
+    def wrap_sending(send: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(send)
+        def _send_input(self: Any, request_type: Any, request: Any, *engine: Any, **named: Any) -> Any:
+            frontend = getattr(self, _MARK, None)
+            if frontend is None or request_type is not add:
+                return send(self, request_type, request, *engine, **named)
+            target = (engine[0] if engine else named.get("engine")) or self.core_engine
+            return frontend.divert(request, target, lambda: send(self, request_type, request, *engine, **named))
+
+        return _send_input
+
+    clients.MPClient.__init__ = __init__
+    clients.MPClient.shutdown = shutdown
+    clients.AsyncMPClient._send_input = wrap_sending(clients.AsyncMPClient._send_input)
+    clients.SyncMPClient._send_input = wrap_sending(clients.SyncMPClient._send_input)
+
+
+def _attach(client: Any, settings: Settings, *, is_async: bool) -> None:
+    """Gives one of vLLM's clients its half."""
+    from shmring.integrations.vllm.frontend import SyncFrontend
+
+    if client.encoder.oob_tensor_consumer is not None:
+        logger.warning("shmring stays off: --mm-tensor-ipc torch_shm is on, which takes the same place; leave one of them out")
+        return
+    engines = list(client.core_engines)
+    frontend = _async_frontend(client, settings, engines) if is_async else SyncFrontend(settings, engines)
+    client.encoder.oob_tensor_consumer = frontend
+    setattr(client, _MARK, frontend)
+    setattr(client, _MARK + "_detach", weakref.finalize(client, frontend.close))
+
+
+def _async_frontend(client: Any, settings: Settings, engines: list[bytes]) -> Any:
+    from shmring.integrations.vllm.frontend import AsyncFrontend
+
+    reference = weakref.ref(client)
+
+    async def tell_drops(engine: bytes, client_id: int, request_ids: list[int]) -> bool:
+        client = reference()
+        if client is None:
+            return False
+        calling = client._call_utility_async("shmring_drop", client_id, request_ids, engine=engine)
+        del client  # or this frame would keep it while it waits
+        await calling
+        return True
+
+    parallel = client.vllm_config.parallel_config
+    api_servers = max(1, getattr(parallel, "_api_process_count", 1))
+    frontend = AsyncFrontend(settings, engines, api_servers, tell_drops, keeps=_has_processor_cache(client.vllm_config))
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass  # it begins with the first request
+    else:
+        frontend.start()
+    return frontend
+
+
+def _has_processor_cache(config: Any) -> bool:
+    """Whether vLLM may send the same tensor again. (Whether the engine core has it in a cache of its own then, that says.)"""
+    multimodal = getattr(getattr(config, "model_config", None), "multimodal_config", None)
+    return multimodal is not None and multimodal.mm_processor_cache_gb > 0
+
+
+# -- the engine core's half --------------------------------------------------------------------------------------------
+
+
+def _wrap_cores(hooks: Hooks, settings: Settings) -> None:
+    core = hooks.cores.EngineCoreProc
+    listen, prepare, shut_down = core.process_input_sockets, core.preprocess_add_request, core.shutdown
+
+    @functools.wraps(listen)
+    def process_input_sockets(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.tensor_ipc_receiver is None:  # else torch_shm is on
+            _serve(self, hooks, settings)
+        return listen(self, *arguments, **named)
+
+    @functools.wraps(prepare)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        receiver = getattr(self, _MARK, None)
+        if receiver is None:
+            return prepare(self, request)
+        from shmring.integrations.vllm.engine import HandedOver
+
+        try:
+            if error := receiver.take_losses():
+                _own_up(error, request, has_cache=self.mm_receiver_cache is not None)
+            return HandedOver(prepare(self, request))
+        finally:  # the input thread holds this object until its next message; the tensors are the new one's now
+            request.mm_features = None
+            request.prompt_embeds = None
+
+    @functools.wraps(shut_down)
+    def shutdown(self: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return shut_down(self, *arguments, **named)
+        finally:
+            if (receiver := getattr(self, _MARK, None)) is not None:
+                receiver.close()
+
+    def shmring_drop(self: Any, client_id: int, request_ids: list[int]) -> None:
+        """Called by API servers, in the order of their messages: drops kept tensors."""
+        if (receiver := getattr(self, _MARK, None)) is not None:
+            receiver.drop(client_id, request_ids)
+
+    core.process_input_sockets = process_input_sockets
+    core.preprocess_add_request = preprocess_add_request
+    core.shutdown = shutdown
+    core.shmring_drop = shmring_drop
+
+
+def _own_up(error: Exception, request: Any, *, has_cache: bool) -> None:
+    """Makes vLLM fail a request whose tensors are not there.
+
+    Where vLLM has a cache of media in the engine core, the API server believes from now on that they are in it. So they are
+    sent on as such, and vLLM finds itself that they are not: it fails the request, and tells the API server to send them
+    again the next time.
+    """
+    logger.error("%s", error)
+    embeddings = request.prompt_embeds
+    if not has_cache or not request.mm_features or (embeddings is not None and not embeddings.numel()):
+        raise error
+    for feature in request.mm_features:
+        feature.data = None
+
+
+def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
+    """Gives an engine core its half."""
+    try:
+        import torch
+
+        from shmring.integrations.vllm.engine import Receiver
+
+        has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # then the model runs in this process
+        pin = settings.pin
+        if pin == "auto" and not (has_gpu and torch.cuda.device_count() == 1):
+            pin = "off"  # registering takes a context of the first GPU, which would only cost memory there
+        receiver = Receiver(settings, core.engine_index, copies=core.mm_receiver_cache is not None, pin=pin)
+        if has_gpu:
+            _hold_uploads(hooks)
+    except Exception:
+        logger.exception("shmring: engine core %d has no slab, and tensors go inline", core.engine_index)
+    else:
+        core.tensor_ipc_receiver = receiver
+        setattr(core, _MARK, receiver)
+
+
+def _hold_uploads(hooks: Hooks) -> None:
+    import torch
+
+    from shmring.integrations.vllm.uploads import Uploads
+
+    def record() -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    uploads = Uploads(record)
+    copy = hooks.inputs._nested_tensors_h2d
+
+    @functools.wraps(copy)
+    def _nested_tensors_h2d(tensors: Any, device: Any, **named: Any) -> Any:
+        copied = copy(tensors, device, **named)
+        if device is not None and torch.device(device).type == "cuda":
+            uploads.started(tensors)
+        return copied
+
+    hooks.inputs._nested_tensors_h2d = _nested_tensors_h2d

@@ -1,0 +1,74 @@
+"""``bench vllm``: what is planned, and what its report makes of measurements. (The servers themselves: ``make test-vllm``.)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench.coverage import Coverage
+from bench.vllm.command import vllm_command
+from bench.vllm.load import Measurement
+from bench.vllm.plan import QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
+from bench.vllm.report import report
+
+
+def measurement(requests_per_s: float, engine_ms: float = 5.0) -> Measurement:
+    return Measurement(
+        requests_per_s=requests_per_s,
+        p50_ms=1e3 / requests_per_s,
+        p99_ms=2e3 / requests_per_s,
+        lag_p99_ms=5.0,
+        cpu_ms={"EngineCore": engine_ms, "APIServer": 50.0},
+    )
+
+
+def test_torch_shm_is_not_asked_for_what_it_cannot_do() -> None:
+    assert Fleet(1344, 2).ways(list(WAYS)) == list(WAYS)
+    assert Fleet(1344, 2, engines=2).ways(list(WAYS)) == ["shmring", "inline"]
+
+
+def test_all_cases_of_a_fleet_are_measured_while_it_is_up() -> None:
+    planned = fleets(full_cases())
+    assert sum(len(cases) for cases in planned.values()) == len(full_cases()) == len(set(full_cases()))
+    assert set(QUICK) <= set(full_cases())
+    assert len(planned) == 2 * len(SIDES) + 1
+
+
+def test_ratios_are_those_of_the_same_repetition_and_decide_the_targets() -> None:
+    jpeg = QUICK[0]
+    measured = {
+        (jpeg, "shmring"): [measurement(30, 4.0), measurement(60, 4.0), measurement(15, 4.0)],
+        (jpeg, "inline"): [measurement(15), measurement(30), measurement(10)],
+        (jpeg, "torch_shm"): [measurement(30), measurement(60), measurement(15)],
+    }
+    findings = report(measured, Coverage.of([], {}), {"vllm": "0.32"})
+    verdicts = {(verdict.what, verdict.detail): verdict.met for verdict in findings.targets if verdict.met is not None}
+    assert verdicts == {
+        ("vLLM, JPEG sent again, 8 at a time: requests/s of inline", "inline: 2"): True,
+        ("vLLM, JPEG sent again, 8 at a time: requests/s of torch_shm", "torch_shm: 1"): False,
+        ("vLLM, a hit: CPU of the engine", "torch_shm: 0.8"): True,
+        ("vLLM, a hit: CPU of API servers", "torch_shm: 1"): True,
+    }
+    ((table, rows),) = [(table.title, table.rows) for table in findings.tables]
+    assert table == "43 MB, 2 API servers"
+    assert [row[1] for row in rows] == ["shmring", "inline", "torch_shm"]
+    assert [row[4] for row in rows] == ["", "2.00 x", "1.00 x"]
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    case = Case(Fleet(416, 1), "new", 1)
+    findings = report({(case, "shmring"): [measurement(3)]}, Coverage.of([], {}), {})
+    assert {verdict.met for verdict in findings.targets} == {None}
+
+
+def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> None:
+    done = CliRunner().invoke(vllm_command, ["--quick", "--environment", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "has no vLLM; `make test-vllm` makes an environment that has" in done.output
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.title)
+def test_fewer_requests_are_sent_one_at_a_time(case: Case) -> None:
+    assert Case(case.fleet, case.kind, 1).requests * 2 == Case(case.fleet, case.kind, 8).requests

@@ -1,0 +1,88 @@
+"""What the plug-in relies on, in each vLLM whose sources are here; and that a wrong setting stops vLLM with a word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+SOURCES = Path(sys.prefix) / "sources"
+VERSIONS = ["installed", *sorted(path.name for path in SOURCES.iterdir())]
+
+PROGRAM = """
+import vllm, vllm.version
+from shmring.integrations.vllm.contract import broken_promises, find_hooks
+print(vllm.__file__)
+print(broken_promises(find_hooks()))
+"""
+
+
+def run(program: str, words: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    settled = {name: value for name, value in os.environ.items() if not name.startswith("SHMRING_VLLM")} | environment
+    return subprocess.run([sys.executable, "-c", program], env=settled, input=words, capture_output=True, text=True)
+
+
+def test_there_is_another_version_than_the_installed_one() -> None:
+    assert len(VERSIONS) >= 2
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_is_as_the_plug_in_needs_it(version: str) -> None:
+    environment = {} if version == "installed" else {"PYTHONPATH": str(SOURCES / version)}
+    done = run(PROGRAM, **environment)
+    assert done.returncode == 0, done.stderr
+    file, broken = done.stdout.splitlines()[-2:]
+    assert file.startswith(str(Path(sys.prefix) / ("lib" if version == "installed" else f"sources/{version}")))
+    assert broken == "[]"
+
+
+CHANGES = {
+    "takes self, and not self, request": "hooks.cores.EngineCoreProc.preprocess_add_request = lambda self: 1",
+    "<lambda> does not use encoder, encode": "hooks.clients.AsyncMPClient._send_input = "
+    "lambda self, request_type, request, engine=None: None",
+    "AttributeError": "del hooks.clients.MPClient.shutdown, hooks.clients.EngineCoreClient.shutdown",
+    "a request reaches the engine core as []": "core = hooks.cores.EngineCoreProc; handle = core._handle_client_request; "
+    "core._handle_client_request = lambda self, kind, request: len(tuple(request)) == 3 and handle(self, kind, request)",
+    "round_trip: ": "hooks.serialization.MsgpackEncoder._encode_tensor = lambda self, tensor: ('float32', tensor.shape, 1)",
+}
+
+CHANGED = """
+import os, sys
+from shmring.integrations.vllm.contract import broken_promises, find_hooks
+hooks = find_hooks()
+for change in sys.stdin.read().splitlines():
+    if os.fork() == 0:
+        exec(change)
+        print(broken_promises(hooks), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_it_notices_what_has_changed() -> None:
+    done = run(CHANGED, "\n".join(CHANGES.values()))
+    assert done.returncode == 0, done.stderr
+    for finding, line in zip(CHANGES, done.stdout.splitlines()[-len(CHANGES) :], strict=True):
+        assert finding in line
+
+
+STARTING = "from vllm.plugins import load_general_plugins\nload_general_plugins()\nprint('started')"
+
+
+def test_a_wrong_setting_stops_vllm_and_says_what_to_do() -> None:
+    done = run(STARTING, SHMRING_VLLM="1", SHMRING_VLLM_SLAB="lots")
+    assert done.returncode != 0
+    assert "SHMRING_VLLM_SLAB='lots' can't be used: it has to be a size of 16MiB or more, such as 4GiB." in done.stderr
+
+
+def test_the_frontend_in_rust_gets_a_line_in_the_log() -> None:
+    done = run(STARTING, SHMRING_VLLM="1", VLLM_USE_RUST_FRONTEND="1")
+    assert done.stdout.endswith("started\n")
+    assert (done.stdout + done.stderr).count(
+        "shmring stays off, and vLLM runs as without it: VLLM_USE_RUST_FRONTEND is set"
+    ) == 1

@@ -1,0 +1,51 @@
+"""A slab that is too small, and a model in a process of its own: all is right, some of it inline. An engine core killed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.vllm.server import Server, picture, serve
+
+pytestmark = pytest.mark.timeout(300)
+
+SIDE = 1344
+
+
+@pytest.fixture(scope="module")
+def server(runtime_directory: Path) -> Iterator[Server]:
+    environment = {"SHMRING_VLLM": "1", "SHMRING_VLLM_SLAB": "24MiB", "SHMRING_VLLM_CHECK": "1", "SHMRING_VLLM_WAIT_S": "0.01"}
+    with serve(runtime_directory, side=SIDE, api_servers=2, environment=environment, in_process=False) as server:
+        yield server
+
+
+def test_what_finds_no_space_goes_inline_and_is_counted(server: Server) -> None:
+    pictures = [picture(SIDE, seed) for seed in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(server.ask, pictures))
+    alone = [server.ask(url) for url in pictures]
+    assert together == alone
+    counts = server.tensors()
+    assert counts.keys() == {"copied", "inline space"}
+    assert counts["copied"] > 0 < counts["inline space"]
+    assert sum(counts.values()) == 24
+    assert server.engine()["lost"] == 0
+
+
+def test_nothing_stays(server: Server, until: Callable[..., Any]) -> None:
+    until(lambda: (report := server.engine())["slots_in_use"] == report["kept_tensors"])
+
+
+def test_kill_9_of_the_engine_core_ends_the_server_as_without_the_plug_in(server: Server) -> None:
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    (engine,) = server.processes("EngineCore")
+    engine.send_signal(signal.SIGKILL)
+    server.process.wait(60)
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert left == []
