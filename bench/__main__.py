@@ -13,10 +13,10 @@ from bench.allocation.command import allocator_command
 from bench.command_line import DIRECTORY, SETTINGS, console
 from bench.commands import quick_command, transport_command
 from bench.cost import cost_command
-from bench.fingerprints.command import fingerprints_command
 from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
+from bench.vllm.command import vllm_command
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +33,7 @@ for command in (
     serve_command,
     allocator_command,
     gpu_command,
-    fingerprints_command,
+    vllm_command,
     quick_command,
 ):
     main.add_command(command)

@@ -45,9 +45,9 @@ class Choice:
     copies_out: Sequence[bool] = (False, True)
 
 
-def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round[Case]]:
+def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round]:
     """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers."""
-    rounds: list[Round[Case]] = []
+    rounds: list[Round] = []
     for nbytes in choice.sizes:
         base = Case(nbytes, choice.dtypes[0], choice.producers[0], choice.windows[0], choice.copies_out[0])
         varied = [msgspec.structs.replace(base, window=window) for window in choice.windows[1:]]
@@ -61,7 +61,7 @@ def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round[Case]]:
     return rounds
 
 
-def product(choice: Choice, peers: Sequence[str]) -> list[Round[Case]]:
+def product(choice: Choice, peers: Sequence[str]) -> list[Round]:
     """Returns rounds with every combination: one for each size and number of producers."""
     rounds = []
     for producers, nbytes in itertools.product(choice.producers, choice.sizes):
@@ -71,7 +71,7 @@ def product(choice: Choice, peers: Sequence[str]) -> list[Round[Case]]:
     return rounds
 
 
-def quick(peers: Sequence[str]) -> list[Round[Case]]:
+def quick(peers: Sequence[str]) -> list[Round]:
     """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
     rounds = []
     for case_peers, of_them in itertools.groupby(_quick_cases(), lambda case: (case.nbytes, _quick_peers(case, peers))):

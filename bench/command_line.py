@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.children import BenchError
+from bench.results import Verdict
 from shmring.config import parse_nbytes
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FILE",
     "SETTINGS",
     "NotMeasured",
+    "conclude",
     "console",
     "json_option",
     "measuring",
@@ -129,6 +131,19 @@ def measuring(steps: int) -> Iterator[Callable[[str], None]]:
             yield progress
     except BenchError as error:
         raise NotMeasured(str(error)) from error
+
+
+def conclude(failures: int, verdicts: Sequence[Verdict]) -> None:
+    """Ends a command that was to measure and to judge: as it should, if nothing failed and no target was missed.
+
+    Raises:
+        NotMeasured: something failed.
+        click.ClickException: a target was missed.
+    """
+    if failures:
+        raise NotMeasured(f"{failures} measurements failed: see the table")
+    if missed := sum(verdict.met is False for verdict in verdicts):
+        raise click.ClickException(f"{missed} target{'s' * (missed > 1)} missed: see the table")
 
 
 def terminated(number: int, frame: object) -> NoReturn:

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from bench import cases, command_line, plots, tables, targets, transport
-from bench.command_line import NotMeasured
 from bench.coverage import Key
 from bench.interleaving import Plan, Round
 from bench.messages import DTYPES
 from bench.peers import BASELINE, PEERS
 from bench.records import Results
-from bench.results import Findings, Verdict, write_json
+from bench.results import Findings, Verdict
 from bench.stamps import ITEM_NBYTES
 
 __all__ = ["quick_command", "quick_plan", "transport_command", "transport_plan"]
@@ -73,7 +71,7 @@ def transport_plan(
     peers: tuple[str, ...],
     repetitions: int | None,
     seconds: float | None,
-) -> Plan[cases.Case]:
+) -> Plan:
     """Returns what the options of ``bench transport`` mean."""
     names = _peers(peers)
     given = {"sizes": sizes, "dtypes": dtypes, "producers": producers, "windows": windows}
@@ -85,7 +83,7 @@ def transport_plan(
     return _plan((cases.product if product else cases.sweeps)(choice, names), quick, repetitions, seconds, {})
 
 
-def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan[cases.Case]:
+def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:
     """Returns what the options of ``bench quick`` mean."""
     return _plan(cases.quick(names), True, repetitions, seconds, cases.quick_without(names))
 
@@ -97,9 +95,7 @@ def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[s
 @command_line.plot_option
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
     """Transports in under 5 minutes; ends with 1 if a target that this measures is missed, with 3 if a measurement failed."""
-    missed = targets.missed(_measure(quick_plan(repetitions, seconds), json_path, plot_stem, targets.evaluate))
-    if missed:
-        raise click.ClickException(f"{len(missed)} target{'s' * (len(missed) > 1)} missed: see the table")
+    _measure(quick_plan(repetitions, seconds), json_path, plot_stem, targets.evaluate)
 
 
 def _peers(chosen: Sequence[str]) -> list[str]:
@@ -107,12 +103,12 @@ def _peers(chosen: Sequence[str]) -> list[str]:
 
 
 def _plan(
-    rounds: Sequence[Round[cases.Case]],
+    rounds: Sequence[Round],
     quick: bool,
     repetitions: int | None,
     seconds: float | None,
     left_out: Mapping[Key, str],
-) -> Plan[cases.Case]:
+) -> Plan:
     base = _QUICK if quick else _FULL
     return Plan(
         rounds=rounds,
@@ -124,31 +120,19 @@ def _plan(
 
 
 def _measure(
-    plan: Plan[cases.Case],
+    plan: Plan,
     json_path: Path | None,
     plot_stem: Path | None,
     judge: Callable[[Results], list[Verdict]] = lambda results: [],
-) -> list[Verdict]:
-    """Runs a plan, prints its tables and what becomes of the targets, which it returns, and draws its plots.
-
-    The JSON is written after each round, lest a run be lost.
-    """
-    command = command_line.typed()
-
-    def keep(results: Results) -> None:
-        if json_path is not None:
-            write_json(msgspec.structs.replace(results, command=command), json_path)
-
+) -> None:
+    """Runs a plan, prints its tables and what becomes of the targets, and draws its plots."""
     if plot_stem is not None:
         plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
-    with command_line.measuring(plan.steps()) as progress:
-        results = transport.run(plan, progress, keep)
+    results, _ = transport.carry_out(plan, json_path, lambda results: results)
     verdicts = judge(results)
     load = f"Load {results.load_before:.1f} before the run."
     shown = list(tables.transport_tables(results))
     tables.show(Findings(results.mode, results.machine, shown, [load], verdicts, coverage=results.coverage))
     if plot_stem is not None:
         plots.draw(results, plot_stem)
-    if results.failed:
-        raise NotMeasured(f"{len(results.failed)} measurements failed: see the table")
-    return verdicts
+    command_line.conclude(len(results.failed), verdicts)

@@ -2,67 +2,64 @@
 
 Two processes that wait for each other also pay for waking and for cold caches, and on a crowded machine for each other. In
 one process nobody waits: what is left is the work itself, so that a change of it shows, however small. Engine and frontend are
-those of ``bench transport`` (:mod:`bench.peers.shmring_ring`), on one event loop, with 16 messages in flight.
+two coroutines on one event loop, as small as a program can be that uses both, with 16 messages in flight: nothing is stamped,
+and of each message only its number is looked at, since the stamps and checks of ``bench transport`` take half as long as the
+message does. That content arrives as it was sent is checked there.
 
-CPU is that of all threads of the process, user and system time, over the messages of the timed phase; the benchmark's own
-stamps and checks are in it. Cases are interleaved, and each has a fresh ring in each repetition.
+CPU is that of all threads of the process, user and system time, over the messages of the timed phase, which begins and ends
+with nothing in flight. Cases are interleaved, and each has a fresh ring in each repetition.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import click
 import msgspec
 import torch
 import uvloop
 
+import shmring
+from bench import targets
 from bench.children import BenchError, described
-from bench.command_line import SETTINGS, NotMeasured, json_option, repetitions_option, seconds_option, shown_progress
-from bench.interleaving import Plan, Round, Run
+from bench.command_line import SETTINGS, conclude, json_option, repetitions_option, seconds_option, shown_progress
+from bench.coverage import Coverage, Planned, Status
 from bench.machine import Machine
-from bench.messages import Cell, Sink, Source, Start
-from bench.peers import PEERS, Peer
-from bench.peers.peer import Adapter
-from bench.results import Findings, Spread, Table, deviation, format_nbytes
+from bench.peers.shmring_ring import RING, see_to_its_end
+from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes
 from bench.tables import deliver
 
-__all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure", "plan_of"]
+__all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
 
 _WINDOW = 16
+_MIN_SLAB_NBYTES = 64 << 20
+_SUBJECT = "both ends"
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A size of messages, and how they travel.
-
-    Attributes:
-        way: in words.
-        peer: whose ends are run.
-    """
+    """A size of messages, how they travel in words, and the CPU microseconds that each may take."""
 
     nbytes: int
     way: str
-    peer: str
-
-    ends: ClassVar[int] = 0  # processes that send: both ends are in this one
+    limit_us: float
 
     @property
     def title(self) -> str:
         return f"{format_nbytes(self.nbytes)}, {self.way}"
 
-    def cell(self, **timing: Any) -> tuple[Cell, Peer]:
-        """Returns what is run, and whose ends."""
-        return Cell(nbytes=self.nbytes, window=_WINDOW, **timing), PEERS[self.peer]
 
+_IN_PLACE = "in place"
 
 CASES = (
-    Case(4 << 10, "inline", "shmring"),
-    Case(64 << 10, "copied", "shmring"),
-    *(Case(nbytes << 10, "in place", "shmring-in-place") for nbytes in (64, 1 << 10, 8 << 10, 64 << 10)),
+    Case(4 << 10, "inline", 6.0),
+    Case(64 << 10, "copied", 8.0),
+    *(Case(nbytes << 10, _IN_PLACE, 7.0) for nbytes in (64, 1 << 10, 8 << 10, 64 << 10)),
 )
 
 
@@ -80,74 +77,120 @@ class Cost(msgspec.Struct, frozen=True):
     runs: list[float]
 
 
-async def both_ends(cell: Cell, peer: Peer) -> tuple[float, int]:
-    """Returns CPU microseconds for each message of a cell, and how many messages there were."""
-    start, listening = Start(), asyncio.Event()
-    source, sink = Source(cell, 0, start), Sink(cell, start)
-    async with asyncio.timeout(cell.limit_s), asyncio.TaskGroup() as ends:
-        ends.create_task(peer.consume(cell, None, sink, listening.set))
-        await listening.wait()
-        ends.create_task(peer.produce(cell, None, source))
-    cost = sink.measurement().consumer
-    assert cost is not None, "a sink that has measured knows its cost"
-    return cost.cpu_s / cost.messages * 1e6, cost.messages
+async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> tuple[float, int]:
+    """Returns CPU microseconds for each timed message of a case, and how many there were.
+
+    Raises:
+        BenchError: a message was lost, or came out of turn.
+    """
+    nbytes, shape, in_place = case.nbytes, (case.nbytes // 4,), case.way == _IN_PLACE
+    content = torch.zeros(shape)
+    sent = claimed = 0
+
+    async def engine(ring: shmring.Ring) -> None:
+        nonlocal claimed
+        while True:
+            with await ring.claim() as claim:
+                tensor = claim.payload["tensor"]
+                if (number := claim.payload["header"][0]) != claimed:
+                    raise BenchError(f"message {number} came where message {claimed} was due")
+                claimed += 1
+                del tensor  # or the slot would wait for the next message to let go of it
+
+    async def frontend(client: shmring.RingClient, seconds: float) -> None:
+        nonlocal sent
+        in_flight: deque[shmring.Submission] = deque()
+        until_s = time.perf_counter() + seconds
+        while not in_flight or time.perf_counter() < until_s:
+            for _ in range(_WINDOW):  # between two looks at the clock
+                if len(in_flight) == _WINDOW:
+                    await see_to_its_end(in_flight.popleft())
+                header = [sent, 1.0, 2]
+                sent += 1
+                if in_place:
+                    async with client.slot(nbytes) as slot:
+                        tensor = slot.tensor(shape, torch.float32)
+                        in_flight.append(await client.submit({"header": header, "tensor": tensor}))
+                        del tensor
+                else:
+                    in_flight.append(await client.submit({"header": header, "tensor": content}))
+        for submission in in_flight:
+            await see_to_its_end(submission)
+
+    slab_nbytes = max(_MIN_SLAB_NBYTES, 2 * _WINDOW * nbytes)
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+        async with (
+            shmring.serve(RING, slab_nbytes=slab_nbytes, socket_dir=directory) as ring,
+            shmring.connect(RING, socket_dir=directory) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            await client.wait_prefaulted()
+            serving = tasks.create_task(engine(ring))
+            await frontend(client, warm_up_s)
+            before, started_s = sent, time.process_time()
+            await frontend(client, timed_s)
+            cpu_s = time.process_time() - started_s
+            serving.cancel()
+    if claimed != sent:
+        raise BenchError(f"{sent} messages were sent, {claimed} came")
+    return cpu_s / (sent - before) * 1e6, sent - before
 
 
-class _BothEnds(Adapter):
-    """The one subject, for each case with the peer that the case says; and its processes, of which there are none."""
-
-    name = title = "both ends"
-
-    def start(self) -> None:
-        """There is nothing to wait for."""
-
-    def run(self, cell: tuple[Cell, Peer]) -> tuple[float, int]:
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(both_ends(*cell))
-        except Exception as error:
-            raise BenchError(described(error)) from error
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    kill = close
-
-
-def plan_of(cases: Sequence[Case], repetitions: int, timed_s: float, warm_up_s: float) -> Plan[Case]:
-    """Returns the plan that measures cases."""
-    rounds = [Round(tuple(cases), (_BothEnds.name,))]
-    return Plan(rounds=rounds, repetitions=repetitions, timed_s=timed_s, warm_up_s=warm_up_s)
-
-
-def measure(plan: Plan[Case], progress: Callable[[str], None]) -> Findings:
+def measure(
+    cases: Sequence[Case], repetitions: int, timed_s: float, warm_up_s: float, progress: Callable[[str], None]
+) -> Findings:
     """Measures cases in turn, again and again; one that fails is left out from then on, and said.
 
     Args:
-        plan: what to measure.
-        progress: called with a line before each step.
+        cases: what to measure.
+        repetitions: of each case, every one of so many seconds.
+        timed_s, warm_up_s: of each repetition.
+        progress: called with a line before each of them.
     """
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    ends = _BothEnds()
-    with Run(plan, {ends.name: ends}, lambda *_: ends, progress) as running:
-        running.play(plan.rounds[0])
-    costs = []
-    for (case, _), pairs in running.measured.items():
-        each_us, messages = zip(*(ours for ours, _ in pairs), strict=True)
-        costs.append(Cost(case.title, Spread.of(each_us), sum(messages), list(each_us)))
-    rows = [[cost.case, f"{cost.cpu_us.median:.1f}", deviation(cost.cpu_us), f"{cost.messages:,}"] for cost in costs]
+    runs: dict[Case, list[tuple[float, int]]] = {case: [] for case in cases}
+    failed: dict[tuple[str, str], tuple[Status, str]] = {}
+    for repetition in range(repetitions):
+        for case, measured in runs.items():
+            progress(f"{case.title}, repetition {repetition + 1} of {repetitions}")
+            if (case.title, _SUBJECT) not in failed:
+                try:
+                    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                        measured.append(runner.run(both_ends(case, warm_up_s, timed_s)))
+                except Exception as error:  # noqa: BLE001 # it has its place among the results
+                    failed[case.title, _SUBJECT] = Status.FAILED, described(error)
+    costs = {}
+    for case, measured in runs.items():
+        if measured:
+            each_us, messages = zip(*measured, strict=True)
+            costs[case] = Cost(case.title, Spread.of(each_us), sum(messages), list(each_us))
+    rows = [[cost.case, f"{cost.cpu_us.median:.1f}", deviation(cost.cpu_us), f"{cost.messages:,}"] for cost in costs.values()]
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
-    medians = f"Medians of {plan.repetitions} interleaved repetitions of {plan.timed_s:g} s."
+    planned = [Planned(case.title, [_SUBJECT], repetitions) for case in cases]
+    counts = {(case.title, _SUBJECT): len(measured) for case, measured in runs.items()}
     return Findings(
         mode="cost",
         machine=Machine.here(),
         tables=[Table(title, ["message", "CPU us", "least, most", "messages"], rows)],
-        notes=[f"{medians} The benchmark's stamps and checks are in it."],
-        results=costs,
-        coverage=running.coverage(),
+        notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s, of a minimal program: nothing is stamped."],
+        targets=_verdicts(costs),
+        results=list(costs.values()),
+        coverage=Coverage.of(planned, counts, failed),
     )
+
+
+def _verdicts(costs: dict[Case, Cost]) -> list[Verdict]:
+    """Whether each way costs what it may, at the worst of its sizes."""
+    verdicts = []
+    for way, limit_us in dict.fromkeys((case.way, case.limit_us) for case in costs):
+        of_way = {case.nbytes: cost.cpu_us.median for case, cost in costs.items() if case.way == way}
+        at = " to ".join(dict.fromkeys(format_nbytes(nbytes) for nbytes in (min(of_way), max(of_way))))
+        numbers = ((format_nbytes(nbytes), cpu_us) for nbytes, cpu_us in of_way.items())
+        what = f"CPU per message, both ends in one process, {way}"
+        verdicts.append(targets.judge(what, at, limit_us, "us", numbers, at_least=False))
+    return verdicts
 
 
 @click.command("cost", context_settings=SETTINGS)
@@ -156,10 +199,12 @@ def measure(plan: Plan[Case], progress: Callable[[str], None]) -> Findings:
 @seconds_option("1; 0.2 if quick")
 @json_option
 def cost_command(quick: bool, repetitions: int | None, seconds: float | None, json_path: Path | None) -> None:
-    """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB."""
-    plan = plan_of(CASES, repetitions or (3 if quick else 7), seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.3)
-    with shown_progress(plan.steps()) as progress:
-        findings = measure(plan, progress)
+    """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB.
+
+    Ends with 1 if that is more than a target, with 3 if something could not be measured.
+    """
+    repetitions = repetitions or (3 if quick else 7)
+    with shown_progress(repetitions * len(CASES)) as progress:
+        findings = measure(CASES, repetitions, seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.3, progress)
     deliver(findings, json_path)
-    if findings.failures:
-        raise NotMeasured(f"{findings.failures} measurements failed: see the table")
+    conclude(findings.failures, findings.targets)

@@ -14,47 +14,22 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Self
 
 from bench.children import BenchError
 from bench.coverage import Coverage, Key, Planned, Status
-from bench.peers.peer import Adapter
+from bench.messages import Case, Cell, Measurement
+from bench.peers import Peer, RequestPeer
+from bench.processes import PeerGroup
 
-__all__ = ["Case", "Group", "Plan", "Round", "Run"]
+__all__ = ["Plan", "Round", "Run"]
 
 _PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
 _MEMORY_SHARE = 0.5  # of the machine's memory that processes may take before any message is sent
 
 
-class Case(Protocol):
-    """What is measured with each peer of a round."""
-
-    @property
-    def title(self) -> str:
-        """The case in words."""
-
-    @property
-    def ends(self) -> int:
-        """How many processes send to the one that receives."""
-
-    def cell(self, *, warm_up_s: float, timed_s: float, limit_s: float, directory: str) -> Any:
-        """Returns what processes need to run the case."""
-
-
-class Group(Protocol):
-    """The processes of a peer, made with it and the number of ends; see :class:`bench.children.Children`."""
-
-    def start(self) -> None: ...
-    def run(self, cell: Any) -> Any: ...
-    def close(self) -> None: ...
-    def kill(self) -> None: ...
-
-
-_Case = TypeVar("_Case", bound=Case)
-
-
 @dataclasses.dataclass(frozen=True)
-class Round(Generic[_Case]):
+class Round:
     """Cases whose repetitions are interleaved, with those of all their peers.
 
     Attributes:
@@ -63,21 +38,21 @@ class Round(Generic[_Case]):
         limits: whether to time copies and reads of that size, too.
     """
 
-    cases: tuple[_Case, ...]
+    cases: tuple[Case, ...]
     peers: tuple[str, ...]
     limits: bool = False
 
     def chunks(self) -> list[tuple[str, ...]]:
         """Returns peers whose processes fit into memory, the baseline among them each time."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _MEMORY_SHARE
-        processes = sum({case.ends + 1 for case in self.cases})
+        processes = sum({case.producers + 1 for case in self.cases})
         room = max(1, int(memory / (_PROCESS_NBYTES * processes)) - 1)
         baseline, *others = self.peers
         return [(baseline, *others[first : first + room]) for first in range(0, max(1, len(others)), room)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(Generic[_Case]):
+class Plan:
     """What to measure.
 
     Attributes:
@@ -87,7 +62,7 @@ class Plan(Generic[_Case]):
         limit_s: after which a repetition has failed. A peer that moves 1 GB/s takes some 20 s for the largest case.
     """
 
-    rounds: Sequence[Round[_Case]]
+    rounds: Sequence[Round]
     repetitions: int
     timed_s: float
     warm_up_s: float
@@ -110,32 +85,24 @@ class Plan(Generic[_Case]):
         return sum(1 + self.repetitions * len(part.cases) * len(peers) for part, peers in chunks)
 
 
-class Run(Generic[_Case]):
+class Run:
     """The processes of a run, and what they have measured so far. Use it with ``with``, which leaves no process and no file.
 
     Args:
         plan: what to measure.
         peers: by name.
-        new_group: makes the processes of a peer, with a number of ends.
         progress: called with a line before each step.
 
     Attributes:
         measured: what a case and peer have measured, with what the baseline has in the same repetition.
     """
 
-    def __init__(
-        self,
-        plan: Plan[_Case],
-        peers: Mapping[str, Adapter],
-        new_group: Callable[[Any, int], Group],
-        progress: Callable[[str], None],
-    ) -> None:
-        self.measured: dict[tuple[_Case, str], list[tuple[Any, Any]]] = defaultdict(list)
+    def __init__(self, plan: Plan, peers: Mapping[str, Peer | RequestPeer], progress: Callable[[str], None]) -> None:
+        self.measured: dict[tuple[Case, str], list[tuple[Measurement, Measurement]]] = defaultdict(list)
         self._plan = plan
         self._peers = peers
-        self._new_group = new_group
         self._progress = progress
-        self._groups: dict[tuple[str, int], Group] = {}
+        self._groups: dict[tuple[str, int], PeerGroup] = {}
         self._reasons = {key: (Status.EXCLUDED, why) for key, why in plan.left_out.items()}  # why something has no result
         self._directory = tempfile.TemporaryDirectory(prefix="shmring-bench-")
 
@@ -155,7 +122,7 @@ class Run(Generic[_Case]):
         there = {(case.title, name): len(pairs) for (case, name), pairs in self.measured.items()}
         return Coverage.of(self._plan.planned(), there, self._reasons)
 
-    def play(self, part: Round[_Case], after_first: Callable[[], object] = lambda: None) -> None:
+    def play(self, part: Round, after_first: Callable[[], object] = lambda: None) -> None:
         """Measures a round.
 
         Args:
@@ -169,29 +136,29 @@ class Run(Generic[_Case]):
             able = [pair for pair in itertools.product(part.cases, peers) if (pair[0].title, pair[1]) not in self._reasons]
             self._repeat(self._start(able, peers[0]), peers[0], (lambda: None) if number else after_first)
 
-    def _cell(self, case: _Case) -> Any:
+    def _cell(self, case: Case) -> Cell:
         plan, directory = self._plan, self._directory.name
         return case.cell(warm_up_s=plan.warm_up_s, timed_s=plan.timed_s, limit_s=plan.limit_s, directory=directory)
 
-    def _start(self, pairs: list[tuple[_Case, str]], baseline: str) -> list[tuple[_Case, str]]:
+    def _start(self, pairs: list[tuple[Case, str]], baseline: str) -> list[tuple[Case, str]]:
         """Has the processes that are needed and no others. Returns the pairs that have theirs."""
-        needed = dict.fromkeys((name, case.ends) for case, name in pairs)
+        needed = dict.fromkeys((name, case.producers) for case, name in pairs)
         for key in self._groups.keys() - needed.keys():
             self._groups.pop(key).close()
         new = [key for key in needed if key not in self._groups]
         self._progress(f"peers to start: {len(new)}")
         errors = self._launch(new)
         for case, name in pairs:
-            if (error := errors.get((name, case.ends))) is not None:
+            if (error := errors.get((name, case.producers))) is not None:
                 self._fail(case, name, error)
-        return self._with_baseline([pair for pair in pairs if (pair[1], pair[0].ends) not in errors], baseline)
+        return self._with_baseline([pair for pair in pairs if (pair[1], pair[0].producers) not in errors], baseline)
 
     def _launch(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], BenchError]:
         """Starts processes, all at the same time. Returns what went wrong."""
         errors = {}
         for name, ends in keys:
             try:
-                self._groups[name, ends] = self._new_group(self._peers[name], ends)
+                self._groups[name, ends] = PeerGroup(self._peers[name], ends)
             except BenchError as error:
                 errors[name, ends] = error
         for key in [key for key in keys if key not in errors]:
@@ -202,19 +169,19 @@ class Run(Generic[_Case]):
                 self._groups.pop(key).kill()
         return errors
 
-    def _repeat(self, pairs: list[tuple[_Case, str]], baseline: str, after_first: Callable[[], object]) -> None:
+    def _repeat(self, pairs: list[tuple[Case, str]], baseline: str, after_first: Callable[[], object]) -> None:
         """Measures cases with peers, interleaved."""
-        measured: dict[tuple[_Case, str], list[Any]] = {pair: [] for pair in pairs}
+        measured: dict[tuple[Case, str], list[Measurement]] = {pair: [] for pair in pairs}
         for repetition, pair in itertools.product(range(self._plan.repetitions), pairs):
             case, name = pair
             if pair not in measured:
                 continue  # it has failed
             self._progress(f"{case.title}, repetition {repetition + 1} of {self._plan.repetitions}: {self._peers[name].title}")
             try:
-                measured[pair].append(self._groups[name, case.ends].run(self._cell(case)))
+                measured[pair].append(self._groups[name, case.producers].run(self._cell(case)))
             except BenchError as error:
                 self._fail(case, name, error)
-                lost = {pair} | self._restart(name, case.ends, measured)
+                lost = {pair} | self._restart(name, case.producers, measured)
                 kept = self._with_baseline([other for other in measured if other not in lost], baseline)
                 measured = {other: measured[other] for other in kept}
             if pair == pairs[0]:
@@ -222,16 +189,16 @@ class Run(Generic[_Case]):
         for (case, name), measurements in measured.items():
             self.measured[case, name] += zip(measurements, measured[case, baseline], strict=True)
 
-    def _restart(self, name: str, ends: int, pairs: Iterable[tuple[_Case, str]]) -> set[tuple[_Case, str]]:
+    def _restart(self, name: str, ends: int, pairs: Iterable[tuple[Case, str]]) -> set[tuple[Case, str]]:
         """Replaces processes that have failed. Returns which pairs are lost, because there are no new ones."""
         self._groups.pop((name, ends)).close()
         error = self._launch([(name, ends)]).get((name, ends))
-        lost = {(case, other) for case, other in pairs if error is not None and (other, case.ends) == (name, ends)}
+        lost = {(case, other) for case, other in pairs if error is not None and (other, case.producers) == (name, ends)}
         for case, _ in lost:
             self._reasons.setdefault((case.title, name), (Status.FAILED, str(error)))
         return lost
 
-    def _with_baseline(self, pairs: Sequence[tuple[_Case, str]], baseline: str) -> list[tuple[_Case, str]]:
+    def _with_baseline(self, pairs: Sequence[tuple[Case, str]], baseline: str) -> list[tuple[Case, str]]:
         """Drops the cases in which the baseline has failed: there is nothing to compare the others with."""
         alone = BenchError(f"{self._peers[baseline].title}, which it is compared with, has failed")
         for case, name in pairs:
@@ -239,6 +206,6 @@ class Run(Generic[_Case]):
                 self._fail(case, name, alone)
         return [(case, name) for case, name in pairs if (case, baseline) in pairs]
 
-    def _fail(self, case: _Case, name: str, error: BenchError) -> None:
+    def _fail(self, case: Case, name: str, error: BenchError) -> None:
         """A peer has no result in a case."""
         self._reasons[case.title, name] = Status.FAILED, str(error)

@@ -14,8 +14,8 @@ Times are ``time.perf_counter_ns``, which on Linux is CLOCK_MONOTONIC and the sa
 from __future__ import annotations
 
 import dataclasses
-import enum
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,12 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench import stamps
 from bench.meter import Cost, Meter
 from bench.results import format_nbytes
-from bench.stamps import ITEM_NBYTES, MAX_SENDERS, CheckError
+from bench.stamps import ITEM_NBYTES, MAX_SENDERS, CheckError, Stamps
 
-__all__ = ["DTYPES", "Case", "Cell", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
+__all__ = ["DTYPES", "Answer", "Ask", "Case", "Cell", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
 
 #: The dtypes of tensors that can be sent, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
@@ -38,8 +37,8 @@ _MAX_IN_FLIGHT_NBYTES = 1 << 30
 _MIN_WINDOWS = 2  # windows of messages that each phase lasts at least, however slow the transport
 
 
-class Phase(enum.IntEnum):
-    """The part of a run that a message belongs to."""
+class Phase:
+    """The parts of a run that messages belong to: plain numbers, which every transport encodes as such."""
 
     WARM_UP = 0
     TIMED = 1
@@ -76,11 +75,6 @@ class Case(msgspec.Struct, frozen=True, order=True):
         window = min(self.window, _MAX_IN_FLIGHT_NBYTES // (self.nbytes * self.producers))
         return msgspec.structs.replace(self, window=max(1, window))
 
-    @property
-    def ends(self) -> int:
-        """How many processes send."""
-        return self.producers
-
     def cell(self, **timing: Any) -> Cell:
         """Returns what processes need to run the case."""
         return Cell(**msgspec.structs.asdict(self), **timing)
@@ -93,14 +87,18 @@ class Cell(Case, frozen=True, kw_only=True):
         warm_up_s, timed_s: how long a producer sends in each phase.
         limit_s: after which the whole measurement has failed.
         directory: for sockets; private to this run.
-        corrupt_sequence: for tests of the check: the message whose content the producer spoils.
+        reply_nbytes: size of a reply's tensor, where messages are requests.
+        corrupt_sequence, corrupt_reply: for tests of the check: the message whose content the producer spoils, or whose
+            reply the engine does.
     """
 
     warm_up_s: float
     timed_s: float
     limit_s: float
     directory: str
+    reply_nbytes: int = 0
     corrupt_sequence: int | None = None
+    corrupt_reply: int | None = None
 
     def __post_init__(self) -> None:
         assert self.nbytes > 0, "a tensor has stamps"
@@ -126,6 +124,17 @@ class Header(NamedTuple):
     producer: int
 
 
+class Answer(NamedTuple):
+    """The reply to a request, as it came out of a transport, under the header of its request."""
+
+    header: Header
+    tensor: torch.Tensor
+
+
+#: Sends a request and waits for its answer. Called by many tasks at a time; the tensor is not written in between.
+Ask = Callable[[Header, torch.Tensor], Awaitable[Answer]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """What the consumer saw of the timed phase, and what the phase cost both sides.
@@ -133,7 +142,8 @@ class Measurement:
     Attributes:
         messages: how many were received and checked after the first one, in ``elapsed_s``, of all producers together.
         latencies_ns: of each message: from before the producer handed it to the transport until the consumer had the
-            tensor in its hands (or its copy); its wait behind earlier messages of the window included.
+            tensor in its hands (or its copy); its wait behind earlier messages of the window included. Of requests, what
+            their clients saw: until the reply was there.
         consumer: what it cost the consumer.
         producers: what it cost each producer. Empty until the processes that ran it have reported.
     """
@@ -148,6 +158,17 @@ class Measurement:
     def messages_per_s(self) -> float:
         return self.messages / self.elapsed_s
 
+    @property
+    def consumer_us(self) -> float:
+        """Microseconds of CPU that a message takes in the consumer's process."""
+        assert self.consumer is not None, "it has reported"
+        return self.consumer.cpu_s / self.consumer.messages * 1e6
+
+    @property
+    def producer_us(self) -> float:
+        """The same in its producer's process."""
+        return sum(cost.cpu_s for cost in self.producers) / sum(cost.messages for cost in self.producers) * 1e6
+
 
 class Start:
     """When messages of a phase had arrived of all producers, which the consumer sets and the producers read; 0 until then.
@@ -160,10 +181,10 @@ class Start:
     def __init__(self, memory: Any = None) -> None:
         self._moments: Any = [0, 0] if memory is None else memory
 
-    def moment_ns(self, phase: Phase) -> int:
+    def moment_ns(self, phase: int) -> int:
         return int(self._moments[phase])
 
-    def set(self, phase: Phase) -> None:
+    def set(self, phase: int) -> None:
         """Now all are in that phase."""
         self._moments[phase] = time.perf_counter_ns()
 
@@ -197,11 +218,14 @@ class Source:
         self.tensor = torch.from_numpy(self.array).view(cell.torch_dtype)
         self.finished = False
         self.meter = Meter(cell.nbytes)
-        self._words: Any = words.data
+        self._stamps = Stamps(cell.nbytes, cell.torch_dtype)
         self._sequence = 0
         self._phase = Phase.WARM_UP
         self._phase_started_ns = time.perf_counter_ns()
         self._phase_sequence = 0
+        self._least_sequence = self._window = _MIN_WINDOWS * cell.window  # that the phase has at least
+        self._until_ns = 0  # when the phase is over; 0 until that is known
+        self._words = self._stamps.words(self.tensor)
 
     def stamp(self, tensor: torch.Tensor | None = None) -> Header:
         """Writes the next message's samples, and returns its header. The moment of this call counts as sending it.
@@ -211,32 +235,34 @@ class Source:
         """
         assert not self.finished, "the last message was stamped before"
         now = time.perf_counter_ns()
-        words: Any = self._words if tensor is None else tensor.view(torch.int32).numpy().data
+        words = self._words if tensor is None else self._stamps.words(tensor)
         sequence = self._sequence
-        stamps.write(words, self.producer, sequence, spoiled=sequence == self._cell.corrupt_sequence)
-        self._sequence += 1
-        self._advance(now)
+        self._stamps.write(words, self.producer, sequence, spoiled=sequence == self._cell.corrupt_sequence)
+        self._sequence = sequence + 1
+        if sequence >= self._least_sequence and now >= self._until_ns:
+            self._advance(now)
         return Header(sequence, self._phase, now, self.producer)
 
     def _advance(self, now: int) -> None:
-        if self._sequence - self._phase_sequence <= _MIN_WINDOWS * self._cell.window:
-            return
-        warming_up = self._phase is Phase.WARM_UP
+        """Enough of a phase was sent: ends it, if it has lasted for long enough."""
         began_ns = self._phase_started_ns
         if self._start is not None:
             if not (all_ns := self._start.moment_ns(self._phase)):
                 return  # a producer is still missing
             began_ns = max(began_ns, all_ns)
-        if now - began_ns >= (self._cell.warm_up_s if warming_up else self._cell.timed_s) * 1e9:
-            self._enter(Phase(self._phase + 1), now)
+        seconds = self._cell.warm_up_s if self._phase == Phase.WARM_UP else self._cell.timed_s
+        self._until_ns = began_ns + int(seconds * 1e9)
+        if now >= self._until_ns:
+            self._enter(self._phase + 1, now)
 
-    def _enter(self, phase: Phase, now: int) -> None:
-        if phase is Phase.TIMED:
+    def _enter(self, phase: int, now: int) -> None:
+        if phase == Phase.TIMED:
             self.meter.start()
         else:
             self.meter.stop(self._sequence - self._phase_sequence)
         self._phase, self._phase_started_ns, self._phase_sequence = phase, now, self._sequence
-        self.finished = phase is Phase.LAST
+        self._least_sequence, self._until_ns = self._sequence + self._window, 0
+        self.finished = phase == Phase.LAST
 
 
 class Sink:
@@ -252,14 +278,13 @@ class Sink:
 
     def __init__(self, cell: Cell, start: Start | None = None) -> None:
         self._start = start
-        self._dtype = cell.torch_dtype
-        self._shape = cell.shape
-        self._length = cell.nbytes // ITEM_NBYTES
+        self._stamps = Stamps(cell.nbytes, cell.torch_dtype)
         self._sequences = [0] * cell.producers
+        self._whose = [f" (of producer {number})" if cell.producers > 1 else "" for number in range(cell.producers)]
         self._unseen = cell.producers  # producers of which no message has come
         self._untimed = set(range(cell.producers))  # of which no timed message has come
         self._unfinished = cell.producers  # of which the last message has not come
-        self._copy = torch.ones(self._shape, dtype=self._dtype) if cell.copies_out else None  # filled, so that it is warm
+        self._copy = torch.ones(cell.shape, dtype=cell.torch_dtype) if cell.copies_out else None  # filled, so that it is warm
         self.meter = Meter(cell.nbytes if cell.copies_out else 0)
         self._latencies_ns: list[int] = []
         self._first_ns = self._last_ns = 0
@@ -274,20 +299,23 @@ class Sink:
             CheckError: it is not what was sent.
         """
         sequence, phase, sent_ns, producer = header
-        self._check_form(sequence, producer, tensor)
+        if not 0 <= producer < len(self._sequences):
+            raise CheckError(f"message {sequence} is of producer {producer}; there are {len(self._sequences)}")
+        if sequence == self._sequences[producer]:
+            self._sequences[producer] = sequence + 1
+        else:
+            self._out_of_turn(sequence, producer)
         if self._copy is not None:
+            self._stamps.check_form("message", tensor, sequence, self._whose[producer])
             tensor = self._copy.copy_(tensor)
         received_ns = time.perf_counter_ns()
-        words = tensor.view(torch.int32).numpy()
-        if wrong := stamps.wrong_content(words, producer, sequence, stamps.places(sequence, self._length)):
-            raise CheckError(f"message {sequence} {wrong}{self._whose(producer)}")
+        self._stamps.check("message", tensor, producer, sequence, self._whose[producer])
         if not sequence:
             self._unseen -= 1
             if not self._unseen and self._start is not None:
                 self._start.set(Phase.WARM_UP)
-        self._sequences[producer] = sequence + 1
         if phase != Phase.WARM_UP:
-            self._record(phase, received_ns - sent_ns, producer)
+            self._record(phase, sent_ns, received_ns, producer)
         return not self._unfinished
 
     def measurement(self) -> Measurement:
@@ -305,19 +333,12 @@ class Sink:
             consumer=self.meter.cost,
         )
 
-    def _check_form(self, sequence: int, producer: int, tensor: torch.Tensor) -> None:
-        if not 0 <= producer < len(self._sequences):
-            raise CheckError(f"message {sequence} is of producer {producer}; there are {len(self._sequences)}")
+    def _out_of_turn(self, sequence: int, producer: int) -> None:
+        """A message has come where another was due: those of a producer come in the order in which they were sent."""
         due = self._sequences[producer]
-        if sequence != due:
-            raise CheckError(f"message {sequence} came where message {due} was due{self._whose(producer)}")
-        if wrong := stamps.wrong_form(tensor, self._dtype, self._shape):
-            raise CheckError(f"message {sequence} {wrong}{self._whose(producer)}")
+        raise CheckError(f"message {sequence} came where message {due} was due{self._whose[producer]}")
 
-    def _whose(self, producer: int) -> str:
-        return f" (of producer {producer})" if len(self._sequences) > 1 else ""
-
-    def _record(self, phase: int, latency_ns: int, producer: int) -> None:
+    def _record(self, phase: int, sent_ns: int, received_ns: int, producer: int) -> None:
         """Counts a message that is not warm-up. The phase is over for all once one producer has left it."""
         if phase == Phase.LAST:
             if self.meter.cost is None:
@@ -330,9 +351,9 @@ class Sink:
             self._begin(producer)
             if self._untimed:
                 return
-        self._latencies_ns.append(latency_ns)
-        self._last_ns = time.perf_counter_ns()
-        self._first_ns = self._first_ns or self._last_ns
+        self._latencies_ns.append(received_ns - sent_ns)
+        self._last_ns = received_ns
+        self._first_ns = self._first_ns or received_ns
 
     def _begin(self, producer: int) -> None:
         """A timed message has come while not all producers were timed."""

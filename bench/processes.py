@@ -1,6 +1,8 @@
 """The processes of one peer: one that receives, and those that send to it; see :mod:`bench.children` for their life.
 
-:class:`StreamGroup` is a consumer and its producers. An engine and its clients are in :mod:`bench.request.processes`.
+Of a transport of streams they are a consumer and its producers, of one of requests an engine and its clients. Their parent
+has the receiver listen, and then the senders send in all phases. A consumer ends by itself after the last message, an engine
+when it is told that all clients have gone.
 """
 
 from __future__ import annotations
@@ -9,17 +11,20 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bench.children import BenchError, Child, Children, Parent
 from bench.messages import Cell, Measurement, Sink, Source, Start
 from bench.meter import Cost, Meter
-from bench.peers import Peer
-from bench.peers.peer import Adapter
+from bench.peers import Peer, RequestPeer
+from bench.request.questions import Client, Desk
 
-__all__ = ["Part", "PeerGroup", "StreamGroup", "consume", "produce"]
+__all__ = ["Part", "PeerGroup", "answer", "ask", "consume", "produce"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +50,27 @@ class PeerGroup(Children):
     Args:
         peer: what they use; it travels to them.
         ends: how many send.
-        receiver, sender: what each does, and how it is called.
-        start_memory: for a :class:`Part`.
 
     Raises:
         BenchError: what the processes share could not be made.
     """
 
-    def __init__(
-        self,
-        peer: Adapter,
-        ends: int,
-        receiver: tuple[str, Callable[[Part, Parent, Any], Coroutine[Any, Any, Any]]],
-        sender: tuple[str, Callable[[Part, Parent, Any], Coroutine[Any, Any, Any]]],
-        start_memory: Any = None,
-    ) -> None:
+    def __init__(self, peer: Peer | RequestPeer, ends: int = 1) -> None:
         context = get_context("spawn")
         super().__init__(peer.title)
         self._peer = peer
         self._ends = ends
+        start_memory = context.RawArray("q", 2)
+        self._start = Start(start_memory)
+        roles: list[tuple[str, Any]] = [("consumer", consume)] + [("producer", produce)] * ends
+        if isinstance(peer, RequestPeer):
+            roles = [("engine", answer)] + [("client", ask)] * ends
         try:
             self._shared = peer.create_shared(context, ends)  # kept: what children inherit is ours to remove
         except Exception as error:  # any of a library's own; it has its place among the results
             raise BenchError(f"{peer.title}: {type(error).__name__}: {error}") from error
         try:
-            for number, (role, play) in enumerate([receiver] + [sender] * ends, start=-1):
+            for number, (role, play) in enumerate(roles, start=-1):
                 name = f"{role} {number}" if number >= 0 and ends > 1 else role
                 part = Part(peer, self._shared, number, start_memory)
                 self._children.append(Child(context, name, peer.name, functools.partial(play, part)))
@@ -83,32 +84,29 @@ class PeerGroup(Children):
             super().kill()
             self._peer.close_shared(self._shared)
 
-
-class StreamGroup(PeerGroup):
-    """A consumer and its producers."""
-
-    def __init__(self, peer: Peer, producers: int = 1) -> None:
-        start_memory = get_context("spawn").RawArray("q", 2)
-        self._start = Start(start_memory)
-        super().__init__(peer, producers, ("consumer", consume), ("producer", produce), start_memory)
-
     def run(self, cell: Cell) -> Measurement:
-        """Runs one cell, whose ``producers`` are as many as this group has.
+        """Runs one cell, whose ``producers`` are as many as this group has senders.
 
         Raises:
             BenchError: a message was not what was sent, a process died, or it took longer than ``cell.limit_s``. The
                 processes are dead.
         """
         assert cell.producers == self._ends, "a group has the producers of its cells"
-        consumer, *producers = self._children
+        receiver, *senders = self._children
         with self._playing(cell.limit_s) as deadline:
             self._start.clear()
-            self._tell([consumer], cell, cell.title)
-            self._hear([consumer], deadline, cell.title)  # it listens
-            self._tell(producers, cell, cell.title)
-            measurement: Measurement
+            self._tell([receiver], cell, cell.title)
+            self._hear([receiver], deadline, cell.title)  # it listens
+            self._tell(senders, cell, cell.title)
             measurement, *costs = self._hear(self._children, deadline, cell.title)
-            return dataclasses.replace(measurement, producers=tuple(costs))
+            if isinstance(self._peer, RequestPeer):  # the engine has only said that it has answered the last question
+                latencies_ns = [latencies for _, latencies in costs]
+                costs = [cost for cost, _ in costs]
+                self._tell([receiver], "end", cell.title)
+                (measurement,) = self._hear([receiver], deadline, cell.title)
+                measurement = dataclasses.replace(measurement, latencies_ns=np.concatenate(latencies_ns))
+            result: Measurement = dataclasses.replace(measurement, producers=tuple(costs))
+            return result
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
@@ -128,6 +126,32 @@ async def consume(part: Part, parent: Parent, cell: Cell) -> Measurement:
     with _watched(part.peer, sink.meter):
         await part.peer.consume(cell, part.shared, sink, lambda: parent.tell("listening"))
     return sink.measurement()
+
+
+async def ask(part: Part, parent: Parent, cell: Cell) -> tuple[Cost | None, NDArray[np.int64]]:
+    """A client's; returns what it cost, and its round trips."""
+    client = Client(cell, part.number, Start(part.start_memory))
+    async with part.peer.connect(cell, part.shared, part.number) as ask_one:
+        await client.ask_all(ask_one)
+    return client.source.meter.cost, np.array(client.latencies_ns, np.int64)
+
+
+async def answer(part: Part, parent: Parent, cell: Cell) -> Measurement:
+    """The engine's, which answers until its clients have gone."""
+    finished, loop = asyncio.Event(), asyncio.get_running_loop()
+    desk = Desk(cell, Start(part.start_memory), lambda: loop.call_soon_threadsafe(finished.set))
+
+    async def serve() -> None:
+        await part.peer.serve(cell, part.shared, desk, lambda: parent.tell("listening"))
+        raise RuntimeError("the engine has stopped answering by itself")
+
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(serve())
+        await finished.wait()
+        parent.tell("finished")
+        await parent.hear()
+        serving.cancel()
+    return desk.measurement()
 
 
 @contextlib.contextmanager

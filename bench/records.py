@@ -1,4 +1,4 @@
-"""The records of a transport run: what each peer did in each case, what it cost, what the machine allows, what is missing.
+"""The records of a run of transports: what each peer did in each case, what it cost, what the machine allows, what is missing.
 
 They are written to JSON as they are, with the machine and the versions they come from, and read back by ``bench report``.
 """
@@ -73,6 +73,8 @@ class Result(msgspec.Struct, frozen=True):
         messages: timed, in all repetitions.
         runs: messages a second in each repetition; those of one case and index were measured beside each other.
         shmring_ratio: messages a second of the baseline over those of this peer, in the same repetition.
+        baseline: the peer that it is compared with.
+        consumer_us_runs, producer_us_runs: CPU microseconds of each message, in each repetition.
         latency_p50_us: one-way, behind up to a window of messages: the median of each repetition.
         latency_p99_us, latency_p999_us: the same over all repetitions.
     """
@@ -89,10 +91,15 @@ class Result(msgspec.Struct, frozen=True):
     latency_p999_us: float
     consumer: Side
     producer: Side
+    baseline: str = "shmring"
+    consumer_us_runs: list[float] = []
+    producer_us_runs: list[float] = []
 
     @classmethod
-    def of(cls, peer: str, case: Case, measurements: Sequence[Measurement], baseline: Sequence[float]) -> Result:
-        """Sums up a peer's repetitions beside the baseline's messages a second in the same repetitions."""
+    def of(
+        cls, peer: str, case: Case, measurements: Sequence[Measurement], beside: Sequence[Measurement], baseline: str
+    ) -> Result:
+        """Sums up a peer's repetitions beside the baseline's."""
         runs = [measurement.messages_per_s for measurement in measurements]
         latencies_us = [measurement.latencies_ns / 1e3 for measurement in measurements]
         p99, p999 = np.percentile(np.concatenate(latencies_us), [99, 99.9])
@@ -104,12 +111,15 @@ class Result(msgspec.Struct, frozen=True):
             messages_per_s=speed,
             runs=runs,
             gb_per_s=speed.median * case.nbytes / 1e9,
-            shmring_ratio=Spread.of(ours / theirs for ours, theirs in zip(baseline, runs, strict=True)),
+            shmring_ratio=Spread.of(base.messages_per_s / per_s for base, per_s in zip(beside, runs, strict=True)),
             latency_p50_us=Spread.of(float(np.median(latencies)) for latencies in latencies_us),
             latency_p99_us=float(p99),
             latency_p999_us=float(p999),
             consumer=Side.of([[m.consumer] for m in measurements if m.consumer is not None], case.nbytes),
             producer=Side.of([m.producers for m in measurements], case.nbytes),
+            baseline=baseline,
+            consumer_us_runs=[m.consumer_us for m in measurements],
+            producer_us_runs=[m.producer_us for m in measurements],
         )
 
 

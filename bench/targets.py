@@ -21,7 +21,7 @@ from bench.peers import PEERS
 from bench.records import Result, Results, Side
 from bench.results import Spread, Verdict, format_nbytes
 
-__all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "judge", "missed"]
+__all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "judge"]
 
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = (4 * _KB, 64 * _KB)
@@ -97,10 +97,23 @@ def command_of(mode: str) -> str:
 
 # -- what is compared ----------------------------------------------------------------------------------------------------
 
+#: A number of results at a size, if they have it.
+_Number = Callable[[Results, int], float | None]
 
-def _by_size(sizes: Sequence[int], number: Callable[[Results, int], float | None]) -> Callable[[Results], Numbers]:
+
+def _by_size(sizes: Sequence[int], number: _Number) -> Callable[[Results], Numbers]:
     """A number of each size."""
     return lambda results: ((format_nbytes(nbytes), number(results, nbytes)) for nbytes in sizes)
+
+
+def _of(mine: _Number, other: _Number) -> _Number:
+    """A number as a multiple of another."""
+
+    def ratio(results: Results, nbytes: int) -> float | None:
+        ours, theirs = mine(results, nbytes), other(results, nbytes)
+        return ours / theirs if ours and theirs else None
+
+    return ratio
 
 
 def _faster(ours: str, peer: str, sizes: Sequence[int]) -> Callable[[Results], Numbers]:
@@ -124,19 +137,24 @@ def _of_memcpy(sizes: Sequence[int]) -> Callable[[Results], Numbers]:
     return _by_size(sizes, ratio)
 
 
-def _latency(ours: str, sizes: Sequence[int]) -> Callable[[Results], Numbers]:
-    """One-way latency of one of ours, in microseconds."""
-    return _by_size(sizes, lambda results, nbytes: _p50_us(results, ours, nbytes))
+def _p50_us(peer: str) -> _Number:
+    """One-way latency, in microseconds."""
+
+    def number(results: Results, nbytes: int) -> float | None:
+        result = _base(results, peer, nbytes, window=1)
+        return None if result is None else result.latency_p50_us.median
+
+    return number
 
 
-def _latency_growth(ours: str, small_nbytes: int, large_nbytes: int) -> Callable[[Results], Numbers]:
-    """One-way latency of one of ours, as a multiple of what it is at a smaller size."""
+def _cpu_us(peer: str) -> _Number:
+    """CPU time of a message at both sides, in microseconds."""
 
-    def ratio(results: Results, nbytes: int) -> float | None:
-        small_us, large_us = _p50_us(results, ours, small_nbytes), _p50_us(results, ours, nbytes)
-        return large_us / small_us if small_us and large_us else None
+    def number(results: Results, nbytes: int) -> float | None:
+        result = _base(results, peer, nbytes)
+        return None if result is None else result.producer.cpu_us_per_message.median + result.consumer.cpu_us_per_message.median
 
-    return _by_size([large_nbytes], ratio)
+    return number
 
 
 def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = True) -> Callable[[Results], Numbers]:
@@ -153,8 +171,8 @@ def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = 
 
     def numbers(results: Results) -> Numbers:
         for nbytes in sizes:
-            mine_us = _p50_us(results, ours, nbytes)
-            others_us = {name: us for name in peers if (us := _p50_us(results, name, nbytes)) is not None}
+            mine_us = _p50_us(ours)(results, nbytes)
+            others_us = {name: us for name in peers if (us := _p50_us(name)(results, nbytes)) is not None}
             if mine_us is None or not others_us:
                 yield format_nbytes(nbytes), None
             else:
@@ -185,40 +203,13 @@ def _alone(sizes: Sequence[int]) -> Callable[[Case], bool]:
     return lambda case: case.nbytes in sizes and not case.copies_out and case.producers == 1
 
 
-def _scaling(producers: int) -> Callable[[Results], Numbers]:
-    """What several producers move together, as a multiple of what one moves, at the same size and window."""
+def _together(producers: int, peer: str = _COPY, others: int = 1) -> Callable[[Results], Numbers]:
+    """What several producers of ours move together, as a multiple of what so many others of a peer do, at the same size."""
 
     def numbers(results: Results) -> Numbers:
         for result in results.results:
             if result.peer == _COPY and result.case.producers == producers:
-                alone = results.find(_COPY, msgspec.structs.replace(result.case, producers=1))
-                if alone is not None:
-                    yield format_nbytes(result.case.nbytes), _median_ratio(result.runs, alone.runs)
-
-    return numbers
-
-
-def _cost(ours: str, peer: str, sizes: Sequence[int]) -> Callable[[Results], Numbers]:
-    """CPU time of a message at both sides of one of ours, as a part of a peer's."""
-
-    def cpu_us(results: Results, name: str, nbytes: int) -> float | None:
-        result = _base(results, name, nbytes)
-        return None if result is None else result.producer.cpu_us_per_message.median + result.consumer.cpu_us_per_message.median
-
-    def ratio(results: Results, nbytes: int) -> float | None:
-        mine, theirs = cpu_us(results, ours, nbytes), cpu_us(results, peer, nbytes)
-        return mine / theirs if mine and theirs else None
-
-    return _by_size(sizes, ratio)
-
-
-def _together(producers: int, peer: str) -> Callable[[Results], Numbers]:
-    """What several producers of ours move together, as a multiple of what as many of a peer's do."""
-
-    def numbers(results: Results) -> Numbers:
-        for result in results.results:
-            if result.peer == _COPY and result.case.producers == producers:
-                theirs = results.find(peer, result.case)
+                theirs = results.find(peer, msgspec.structs.replace(result.case, producers=others))
                 if theirs is not None:
                     yield format_nbytes(result.case.nbytes), _median_ratio(result.runs, theirs.runs)
 
@@ -227,11 +218,6 @@ def _together(producers: int, peer: str) -> Callable[[Results], Numbers]:
 
 def _base(results: Results, peer: str, nbytes: int, window: int = 16) -> Result | None:
     return results.find(peer, Case(nbytes, window=window).bounded())
-
-
-def _p50_us(results: Results, peer: str, nbytes: int) -> float | None:
-    result = _base(results, peer, nbytes, window=1)
-    return None if result is None else result.latency_p50_us.median
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -264,20 +250,22 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     *_than("8 MB, 64 MB", _LARGE[1:], {"spinning-arena": 1.2}),
     *_than("64 KB to 64 MB", (_SMALL[1], *_LARGE), {"iceoryx2-loaned": 1.5}, ours=_IN_PLACE),
     Target(
-        "one copy: CPU of both sides, of iceoryx2's", "4 KB, 64 KB", 0.75, "x", _cost(_COPY, "iceoryx2", _SMALL),
+        "one copy: CPU of both sides, of iceoryx2's", "4 KB, 64 KB", 0.75, "x",
+        _by_size(_SMALL, _of(_cpu_us(_COPY), _cpu_us("iceoryx2"))),
         at_least=False,
     ),
     Target(
         "in place: CPU of both sides, of iceoryx2's", "64 KB to 64 MB", 0.6, "x",
-        _cost(_IN_PLACE, "iceoryx2-loaned", (_SMALL[1], *_LARGE)), at_least=False,
+        _by_size((_SMALL[1], *_LARGE), _of(_cpu_us(_IN_PLACE), _cpu_us("iceoryx2-loaned"))), at_least=False,
     ),
     Target("one copy: p50 of the nearest event-driven peer that copies", "4 KB to 1 MB", 1.0, "x", _sooner(_COPY)),
     Target("in place: p50 of the nearest event-driven peer", "4 KB to 1 MB", 1.0, "x", _sooner(_IN_PLACE)),
     Target(
-        "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x", _latency_growth(_IN_PLACE, 4 * _KB, 8 * _MB),
+        "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x",
+        _by_size([8 * _MB], _of(_p50_us(_IN_PLACE), lambda results, _: _p50_us(_IN_PLACE)(results, 4 * _KB))),
         at_least=False,
     ),
-    Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", _latency(_BUSY_POLL, _SMALL), at_least=False),
+    Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", _by_size(_SMALL, _p50_us(_BUSY_POLL)), at_least=False),
     Target(
         "busy polling: p50 of the nearest peer that spins", "4 KB, 64 KB", 1.0, "x",
         _sooner(_BUSY_POLL, _SMALL, event_driven=False),
@@ -294,8 +282,8 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
         ),
         at_least=False,
     ),
-    Target("8 producers together, of one producer's messages/s", "any size", 0.9, "x", _scaling(8)),
-    Target("8 producers together, of as many of iceoryx2's", "any size", 0.95, "x", _together(8, "iceoryx2")),
+    Target("8 producers together, of one producer's messages/s", "any size", 0.9, "x", _together(8)),
+    Target("8 producers together, of as many of iceoryx2's", "any size", 0.95, "x", _together(8, "iceoryx2", others=8)),
     Elsewhere("request-scaling", "CPU time per message with 32 clients, of that with 1", "small messages", "<= 1.2 x"),
     Elsewhere("request-scaling", "CPU time per message with 10,000 slots used, of that with 10", "small messages", "<= 1.2 x"),
     *(
@@ -334,8 +322,3 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
 def evaluate(results: Results) -> list[Verdict]:
     """Returns a verdict on every target; those of other modes are not measured."""
     return [target.judge(results) for target in TARGETS]
-
-
-def missed(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Returns the verdicts on targets that were measured and missed."""
-    return [verdict for verdict in verdicts if verdict.met is False]

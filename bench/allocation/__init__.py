@@ -1,7 +1,6 @@
-"""``bench allocator``: how full the slab gets under which policy of placing slots, what a placement costs, and what reusing
-warm memory is worth.
+"""``bench allocator``: how full the slab gets, what placing a slot costs, and what reusing warm memory is worth.
 
-See :mod:`bench.allocation.traces` for what is replayed, :mod:`bench.allocation.policies` for what is compared,
-:mod:`bench.allocation.fill`, :mod:`bench.allocation.speed` and :mod:`bench.allocation.bandwidth` for what is measured. What
-follows from it is written down in ``docs/decisions/0008-allocation-policy.md``.
+Measured are the allocator by itself, and the books that lease ranges of the slab and place slots in them
+(:mod:`bench.allocation.leased`). Which other policies it was chosen from, and what they reached, is written down in
+``docs/decisions/0008-allocation-policy.md``.
 """

@@ -24,7 +24,7 @@ _ARRIVALS_PER_S = 50  # so that what was empty for ``lease_idle_s`` goes back in
 
 
 class Leased:
-    """A :class:`~bench.allocation.policies.Policy` made of a ledger of so many blocks and the books of its frontends."""
+    """A :class:`~bench.allocation.measures.Policy` made of a ledger of so many blocks and the books of its frontends."""
 
     def __init__(self, length: int, frontends: int) -> None:
         ring, client = RingConfig(), ClientConfig()

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from bench import command_line
-from bench.command_line import NotMeasured
 from bench.gpu import device
 from bench.gpu.copies import WAYS
 from bench.gpu.handovers import ROUTES
@@ -17,7 +16,6 @@ from bench.gpu.plan import Plan, run, steps
 from bench.gpu.report import draw, report
 from bench.plots import check_plotter
 from bench.tables import deliver
-from bench.targets import missed
 
 __all__ = ["gpu_command"]
 
@@ -60,7 +58,4 @@ def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **c
     deliver(findings, json_path)
     if plot_stem is not None:
         draw(findings, plot_stem)
-    if findings.failures:
-        raise NotMeasured(f"{findings.failures} measurements failed: see the table")
-    if wrong := missed(findings.targets):
-        raise click.ClickException(f"{len(wrong)} targets missed: see the table")
+    command_line.conclude(findings.failures, findings.targets)

@@ -93,82 +93,9 @@ class Results(msgspec.Struct, frozen=True):
         return {(measured.nbytes, measured.name): measured for measured in self.measured if measured.what == what}
 
 
-_Progress = Callable[[str], None]
-
-
 def steps(plan: Plan) -> int:
     """Returns how often :func:`run` reports progress."""
     return 2 + plan.repetitions * len(plan.sizes) * (2 * len(plan.ways) + len(plan.routes))
-
-
-def run(plan: Plan, progress: _Progress) -> Results:
-    """Measures what a plan says, with a line before each step.
-
-    Raises:
-        BenchError: the process that copies did not start; what fails later is among the results.
-    """
-    rates = _Part(BANDWIDTH, plan, plan.ways, plan.timed_s)
-    stalls = _Part(STALLS, plan, plan.ways, plan.stalls)
-    times = _Part(HAND_OVERS, plan, plan.routes, plan.messages)
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        progress("starting: copies")
-        with Process("copies", functools.partial(copies.copying, directory, plan.sizes, plan.ways)) as process:
-            gpu, absent = process.open()
-            for part in (rates, stalls):
-                part.lacks(absent)
-                part.measure(process, progress)
-            with stalls.going():
-                process.finish()
-        progress("starting: engine and frontend")
-        with times.going():
-            _hand_over(times, directory, progress)
-    parts = (rates, stalls, times)
-    measured = [measured for part in parts for measured in part.measured()]
-    return Results(Machine.here(), gpu, plan.repetitions, plan.timed_s, measured, _coverage(parts))
-
-
-class _Part:
-    """A part of a run: what commands have returned, by cell. A cell that failed has nothing, and is not tried again."""
-
-    def __init__(self, title: str, plan: Plan, names: Sequence[str], amount: float) -> None:
-        self.title = title
-        self.plan = plan
-        self.names = list(names)
-        self.amount = amount
-        self.runs: dict[tuple[str, int], list[dict[str, list[float]]]] = {}  # by name and size
-        self.reasons: dict[tuple[str, int], str] = {}
-
-    def lacks(self, absent: Mapping[str, str]) -> None:
-        """Notes what could not be opened, by name."""
-        self.reasons |= {(name, nbytes): reason for name, reason in absent.items() for nbytes in self.plan.sizes}
-
-    @contextlib.contextmanager
-    def going(self) -> Iterator[None]:
-        """A process that ends or hangs here takes nothing with it that was measured before."""
-        try:
-            yield
-        except BenchError as error:
-            for cell in itertools.product(self.names, self.plan.sizes):
-                self.reasons.setdefault(cell, f"broken off: {error}")
-
-    def measure(self, process: Process, progress: _Progress) -> None:
-        """Measures A B C at each size, then all of it again."""
-        plan = self.plan
-        with self.going():
-            for repetition, nbytes, name in itertools.product(range(1, plan.repetitions + 1), plan.sizes, self.names):
-                progress(f"{self.title}: {title_of(name)}, {nbytes:,} bytes, {repetition} of {plan.repetitions}")
-                if (name, nbytes) in self.reasons:
-                    continue
-                answer = process.carry_out(self.title, name, nbytes, self.amount)
-                if isinstance(answer, Refused):
-                    self.reasons[name, nbytes] = answer.error
-                    self.runs.pop((name, nbytes), None)
-                else:
-                    self.runs.setdefault((name, nbytes), []).append(answer)
-
-    def measured(self) -> list[Measured]:
-        """Returns what was measured, by size."""
-        return [Measured(self.title, *cell, runs) for cell, runs in sorted(self.runs.items(), key=lambda run: run[0][1])]
 
 
 def title_of(name: str) -> str:
@@ -176,27 +103,82 @@ def title_of(name: str) -> str:
     return WAYS[name].title if name in WAYS else ROUTES[name].title
 
 
-def _hand_over(times: _Part, directory: str, progress: _Progress) -> None:
-    shared = {name: ROUTES[name].create_shared() for name in times.names}
-    largest_nbytes = max(times.plan.sizes)
-    with Process("engine", functools.partial(handovers.answering, directory, largest_nbytes, shared)) as engine:
-        _, absent = engine.open()
-        times.lacks(absent)
-        answered = {name: value for name, value in shared.items() if name not in absent}
-        with Process("frontend", functools.partial(handovers.asking, directory, largest_nbytes, answered)) as frontend:
-            times.lacks(frontend.open()[1])
-            times.measure(frontend, progress)
-            frontend.finish()
-        engine.finish()
+def run(plan: Plan, progress: Callable[[str], None]) -> Results:
+    """Measures what a plan says, with a line before each step.
+
+    Raises:
+        BenchError: the process that copies did not start; what fails later is among the results.
+    """
+    running = _Run(plan, progress)
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+        progress("starting: copies")
+        with Process("copies", functools.partial(copies.copying, directory, plan.sizes, plan.ways)) as process:
+            gpu, absent = process.open()
+            running.measure(BANDWIDTH, process, plan.timed_s, absent)
+            running.measure(STALLS, process, plan.stalls, absent)
+            with running.going(STALLS):
+                process.finish()
+        progress("starting: engine and frontend")
+        shared = {name: ROUTES[name].create_shared() for name in plan.routes}
+        largest_nbytes = max(plan.sizes)
+        with (
+            running.going(HAND_OVERS),
+            Process("engine", functools.partial(handovers.answering, directory, largest_nbytes, shared)) as engine,
+        ):
+            _, absent = engine.open()
+            answered = {name: value for name, value in shared.items() if name not in absent}
+            with Process("frontend", functools.partial(handovers.asking, directory, largest_nbytes, answered)) as frontend:
+                running.measure(HAND_OVERS, frontend, plan.messages, frontend.open()[1] | absent)
+                frontend.finish()
+            engine.finish()
+    measured = [Measured(what, name, nbytes, runs) for (what, nbytes, name), runs in running.ordered()]
+    return Results(Machine.here(), gpu, plan.repetitions, plan.timed_s, measured, running.coverage())
 
 
-def _coverage(parts: Sequence[_Part]) -> Coverage:
-    planned: list[Planned] = []
-    measured: dict[tuple[str, str], int] = {}
-    reasons: dict[tuple[str, str], tuple[Status, str]] = {}
-    for part in parts:
-        cases = {nbytes: f"{part.title}, {format_nbytes(nbytes)}" for nbytes in part.plan.sizes}
-        planned += [Planned(case, part.names, part.plan.repetitions) for case in cases.values()]
-        measured |= {(cases[nbytes], name): len(runs) for (name, nbytes), runs in part.runs.items()}
-        reasons |= {(cases[nbytes], name): (Status.FAILED, reason) for (name, nbytes), reason in part.reasons.items()}
-    return Coverage.of(planned, measured, reasons)
+class _Run:
+    """What commands have returned so far, by what was measured, size and name. What failed is not tried again."""
+
+    def __init__(self, plan: Plan, progress: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._progress = progress
+        names = {BANDWIDTH: plan.ways, STALLS: plan.ways, HAND_OVERS: plan.routes}
+        self._cells = {what: list(itertools.product((what,), plan.sizes, names[what])) for what in names}
+        self._runs: dict[tuple[str, int, str], list[dict[str, list[float]]]] = {}
+        self._reasons: dict[tuple[str, int, str], str] = {}
+
+    @contextlib.contextmanager
+    def going(self, what: str) -> Iterator[None]:
+        """A process that ends or hangs here takes nothing with it that was measured before."""
+        try:
+            yield
+        except BenchError as error:
+            for cell in self._cells[what]:
+                self._reasons.setdefault(cell, f"broken off: {error}")
+
+    def measure(self, what: str, process: Process, amount: float, absent: Mapping[str, str]) -> None:
+        """Measures A B C at each size, then all of it again; what could not be opened is absent, by name."""
+        self._reasons |= {cell: absent[cell[2]] for cell in self._cells[what] if cell[2] in absent}
+        repetitions = self._plan.repetitions
+        with self.going(what):
+            for repetition, cell in itertools.product(range(1, repetitions + 1), self._cells[what]):
+                _, nbytes, name = cell
+                self._progress(f"{what}: {title_of(name)}, {nbytes:,} bytes, {repetition} of {repetitions}")
+                if cell in self._reasons:
+                    continue
+                answer = process.carry_out(what, name, nbytes, amount)
+                if isinstance(answer, Refused):
+                    self._reasons[cell] = answer.error
+                    self._runs.pop(cell, None)
+                else:
+                    self._runs.setdefault(cell, []).append(answer)
+
+    def ordered(self) -> Iterator[tuple[tuple[str, int, str], list[dict[str, list[float]]]]]:
+        """Yields what was measured, as it was planned."""
+        return ((cell, self._runs[cell]) for cell in itertools.chain(*self._cells.values()) if cell in self._runs)
+
+    def coverage(self) -> Coverage:
+        """What was planned, and what of it is missing."""
+        keys = {cell: (f"{cell[0]}, {format_nbytes(cell[1])}", cell[2]) for cell in itertools.chain(*self._cells.values())}
+        planned = [Planned(case, [name], self._plan.repetitions) for case, name in keys.values()]
+        measured = {keys[cell]: len(runs) for cell, runs in self._runs.items()}
+        return Coverage.of(planned, measured, {keys[cell]: (Status.FAILED, why) for cell, why in self._reasons.items()})

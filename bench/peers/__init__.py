@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.peers.iceoryx2_slices import Iceoryx2, Iceoryx2Loaned
 from bench.peers.inline_msgpack import InlineMsgpack, InlineRequest
-from bench.peers.peer import Ask, Peer, RequestPeer
+from bench.peers.peer import Peer, RequestPeer
 from bench.peers.pyzmq_sockets import PyzmqMultipart, PyzmqRequest
 from bench.peers.queues import (
     FasterFifoQueue,
@@ -20,7 +20,7 @@ from bench.peers.shmring_ring import ShmringBusyPoll, ShmringCopy, ShmringInPlac
 from bench.peers.spinning_ring import SpinningArena, SpinningRing
 from bench.peers.zenoh_shm import ZenohShm
 
-__all__ = ["BASELINE", "PEERS", "REQUEST_PEERS", "Ask", "Peer", "RequestPeer"]
+__all__ = ["BASELINE", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"]
 
 _STREAMS: tuple[Peer, ...] = (
     ShmringCopy(), ShmringInPlace(), ShmringBusyPoll(), Iceoryx2(), Iceoryx2Loaned(), ZenohShm(), SpinningRing(),

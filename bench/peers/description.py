@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
-from bench import messages
-from bench.messages import DTYPES
-from bench.request import questions
+from bench.messages import DTYPES, Header
 
-__all__ = ["Description", "HeaderType", "encode"]
-
-HeaderType = TypeVar("HeaderType", messages.Header, questions.Header)
+__all__ = ["Description", "encode"]
 
 #: Packs a description as msgpack.
 encode = msgspec.msgpack.Encoder().encode
 
 
-class Description(msgspec.Struct, Generic[HeaderType], array_like=True):
+class Description(msgspec.Struct, array_like=True):
     """A message but for its bytes; a subclass adds them, or where they are."""
 
-    header: HeaderType
+    header: Header
     dtype: str
     shape: tuple[int, ...]
 

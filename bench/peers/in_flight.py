@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.messages import Cell, Header, Sink, Source
+from bench.messages import Answer, Cell, Header, Sink, Source
 from bench.peers.peer import Peer
-from bench.request import questions
-from bench.request.questions import Answer
 
 __all__ = ["Intake", "Pending", "Reception", "Send", "Shared", "Window", "WindowedPeer"]
 
@@ -205,13 +203,13 @@ class Pending:
         send: sends a question; returns what is to be awaited until it is sent, if there is such a thing.
     """
 
-    def __init__(self, send: Callable[[questions.Header, torch.Tensor], Awaitable[object] | None]) -> None:
+    def __init__(self, send: Callable[[Header, torch.Tensor], Awaitable[object] | None]) -> None:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._futures: dict[int, asyncio.Future[Answer]] = {}
         self._error: BaseException | None = None
 
-    async def ask(self, header: questions.Header, tensor: torch.Tensor) -> Answer:
+    async def ask(self, header: Header, tensor: torch.Tensor) -> Answer:
         """Sends a question and waits for its reply.
 
         Raises:

@@ -13,19 +13,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import msgspec
 import torch
 
-from bench import messages
-from bench.messages import Source
-from bench.peers.description import Description, HeaderType, encode
+from bench.messages import Answer, Ask, Cell, Header, Source
+from bench.peers.description import Description, encode
 from bench.peers.in_flight import Intake, Pending
-from bench.peers.peer import Ask, RequestPeer
+from bench.peers.peer import RequestPeer
 from bench.peers.unix_stream import Messages, Served, SocketPeer, dialled, served
-from bench.request import questions
-from bench.request.questions import Answer, Desk
+from bench.request.questions import Desk
 
 __all__ = ["InlineMsgpack", "InlineRequest"]
 
@@ -33,12 +31,11 @@ _MAX_NBYTES = (1 << 32) - 4096  # what the prefix can say, less what is around t
 _REQUEST_DTYPE = "float32"
 
 
-class _Message(Description[HeaderType], Generic[HeaderType]):
+class _Message(Description):
     content: memoryview  # decoded without a copy
 
 
-_stream_decoder = msgspec.msgpack.Decoder(_Message[messages.Header])
-_request_decoder = msgspec.msgpack.Decoder(_Message[questions.Header])
+_decoder = msgspec.msgpack.Decoder(_Message)
 
 
 class InlineMsgpack(SocketPeer):
@@ -47,11 +44,11 @@ class InlineMsgpack(SocketPeer):
     name = "inline-msgpack"
     title = "inline msgpack, same socket"
 
-    def encode(self, cell: messages.Cell, own: Any, source: Source) -> bytes:
+    def encode(self, cell: Cell, own: Any, source: Source) -> bytes:
         return encode(_Message(source.stamp(), cell.dtype, cell.shape, source.array.data))
 
-    def take(self, body: memoryview, intake: Intake) -> tuple[messages.Header, bool]:
-        message = _stream_decoder.decode(body)
+    def take(self, body: memoryview, intake: Intake) -> tuple[Header, bool]:
+        message = _decoder.decode(body)
         return message.header, intake.take(message.header, message.tensor(message.content))
 
 
@@ -61,25 +58,25 @@ class InlineRequest(RequestPeer):
     name = "inline-msgpack"
     title = "inline msgpack, same socket"
 
-    def limits(self, cell: questions.Cell) -> str | None:
+    def limits(self, cell: Cell) -> str | None:
         if max(cell.nbytes, cell.reply_nbytes) > _MAX_NBYTES:
             return "its length prefix ends at 4 GiB"
         return super().limits(cell)
 
-    async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         await served(_path(cell), lambda finished: _Answering(finished, desk), listening)
 
     @contextlib.asynccontextmanager
-    async def connect(self, cell: questions.Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
+    async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         async with dialled(_path(cell), _Asking) as asking:
             yield asking.pending.ask
 
 
-def _path(cell: questions.Cell) -> Path:
+def _path(cell: Cell) -> Path:
     return Path(cell.directory, "inline-msgpack.sock")
 
 
-def _encoded(header: questions.Header, tensor: torch.Tensor) -> bytes:
+def _encoded(header: Header, tensor: torch.Tensor) -> bytes:
     return encode(_Message(header, _REQUEST_DTYPE, tuple(tensor.shape), tensor.numpy().data.cast("B")))
 
 
@@ -91,7 +88,7 @@ class _Answering(Served):
         self._desk = desk
 
     def received(self, body: memoryview) -> None:
-        message = _request_decoder.decode(body)
+        message = _decoder.decode(body)
         self.send(_encoded(message.header, self._desk.answer(message.header, message.tensor(message.content))))
 
 
@@ -105,10 +102,10 @@ class _Asking(Messages):
     def failed(self, error: BaseException) -> None:
         self.pending.fail(error)
 
-    def _ask(self, header: questions.Header, tensor: torch.Tensor) -> Awaitable[object] | None:
+    def _ask(self, header: Header, tensor: torch.Tensor) -> Awaitable[object] | None:
         self.send(_encoded(header, tensor))
         return None if self.writable.is_set() else self.writable.wait()
 
     def received(self, body: memoryview) -> None:
-        message = _request_decoder.decode(body)
+        message = _decoder.decode(body)
         self.pending.settle(Answer(message.header, message.tensor(message.content)))

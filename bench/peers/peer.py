@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import metadata
 from multiprocessing.context import SpawnContext
 from typing import Any, ClassVar
 
-import torch
-
-from bench.messages import Cell, Sink, Source
+from bench.messages import Ask, Cell, Sink, Source
 from bench.peers.memory import memory_shortage
-from bench.request import questions
-from bench.request.questions import Answer, Desk
+from bench.request.questions import Desk
 
-__all__ = ["Adapter", "Ask", "Peer", "RequestPeer", "allow_read_only_tensors"]
+__all__ = ["Adapter", "Peer", "RequestPeer", "allow_read_only_tensors"]
 
 _QUESTION_COPIES = 3  # of all that are in flight: at their client, on their way, at the engine
-
-#: Sends a question and waits for its answer. Called by many tasks at a time; the tensor is not written in between.
-Ask = Callable[[questions.Header, torch.Tensor], Awaitable[Answer]]
 
 
 def allow_read_only_tensors() -> None:
@@ -110,11 +104,11 @@ class Peer(Adapter, abc.ABC):
 class RequestPeer(Adapter, abc.ABC):
     """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell."""
 
-    def limits(self, cell: questions.Cell) -> str | None:
-        return memory_shortage(_QUESTION_COPIES * cell.total_nbytes)
+    def limits(self, cell: Cell) -> str | None:
+        return memory_shortage(_QUESTION_COPIES * cell.producers * cell.window * cell.nbytes)
 
     @abc.abstractmethod
-    async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         """The engine: has the desk answer what clients ask, until it is cancelled, after the last client has gone.
 
         Args:
@@ -122,5 +116,5 @@ class RequestPeer(Adapter, abc.ABC):
         """
 
     @abc.abstractmethod
-    def connect(self, cell: questions.Cell, shared: Any, client: int) -> AbstractAsyncContextManager[Ask]:
+    def connect(self, cell: Cell, shared: Any, client: int) -> AbstractAsyncContextManager[Ask]:
         """A client: connects, and disconnects when it is left, with nothing in flight unless something has failed."""

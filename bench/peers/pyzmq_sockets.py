@@ -29,25 +29,22 @@ from typing import Any
 import msgspec
 import torch
 
-from bench import messages
-from bench.messages import Source
-from bench.peers.description import Description, HeaderType, encode
+from bench.messages import Answer, Ask, Cell, Header, Source
+from bench.peers.description import Description, encode
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
 from bench.peers.memory import memory_shortage
-from bench.peers.peer import Ask, RequestPeer
-from bench.request import questions
-from bench.request.questions import Answer, Desk
+from bench.peers.peer import RequestPeer
+from bench.request.questions import Desk
 
 __all__ = ["PyzmqMultipart", "PyzmqRequest"]
 
 _REQUEST_THREADS = 2  # of ZMQ
 _REQUEST_DTYPE = "float32"
 
-_stream_decoder = msgspec.msgpack.Decoder(Description[messages.Header])
-_request_decoder = msgspec.msgpack.Decoder(Description[questions.Header])
+_decoder = msgspec.msgpack.Decoder(Description)
 
 
-def _path(cell: messages.Cell | questions.Cell) -> Path:
+def _path(cell: Cell) -> Path:
     return Path(cell.directory, "pyzmq.sock")
 
 
@@ -60,10 +57,8 @@ def _socket(context: Any, kind: str) -> Iterator[Any]:
         yield socket
 
 
-def _unpack(
-    decoder: msgspec.msgpack.Decoder[Description[HeaderType]], head: Any, content: Any
-) -> tuple[HeaderType, torch.Tensor]:
-    description = decoder.decode(head.buffer)
+def _unpack(head: Any, content: Any) -> tuple[Header, torch.Tensor]:
+    description = _decoder.decode(head.buffer)
     return description.header, description.tensor(content.buffer)
 
 
@@ -77,12 +72,12 @@ class PyzmqMultipart(WindowedPeer):
     title = "pyzmq multipart (vLLM direct_rpc)"
     requires = "pyzmq"
 
-    def limits(self, cell: messages.Cell) -> str | None:
+    def limits(self, cell: Cell) -> str | None:
         # All of the window is in the producer's tensors, and may at the same time be in the consumer's ZMQ.
         return memory_shortage(2 * cell.producers * cell.window * cell.nbytes)
 
     @contextlib.asynccontextmanager
-    async def sending(self, cell: messages.Cell, own: Any, source: Source) -> AsyncIterator[Send]:
+    async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
         with importlib.import_module("zmq").Context() as context, _socket(context, "PUSH") as socket:
             socket.connect(f"ipc://{_path(cell)}")
             contents = itertools.cycle(_contents(cell, source, socket.copy_threshold))
@@ -94,7 +89,7 @@ class PyzmqMultipart(WindowedPeer):
 
             yield send
 
-    async def receive(self, cell: messages.Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
+    async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         context = importlib.import_module("zmq").Context()
         try:
@@ -104,7 +99,7 @@ class PyzmqMultipart(WindowedPeer):
             _path(cell).unlink(missing_ok=True)
 
 
-def _contents(cell: messages.Cell, source: Source, copy_threshold: int) -> list[tuple[torch.Tensor | None, memoryview]]:
+def _contents(cell: Cell, source: Source, copy_threshold: int) -> list[tuple[torch.Tensor | None, memoryview]]:
     """What to stamp and what to send, message by message, over and over: the source's own tensor if ZMQ copies it anyway."""
     if cell.nbytes < copy_threshold:
         return [(None, source.array.data)]
@@ -112,13 +107,13 @@ def _contents(cell: messages.Cell, source: Source, copy_threshold: int) -> list[
     return [(tensor, tensor.view(torch.uint8).numpy().data) for tensor in tensors]
 
 
-def _receive(context: Any, cell: messages.Cell, intake: Intake, listening: Callable[[], object]) -> None:
+def _receive(context: Any, cell: Cell, intake: Intake, listening: Callable[[], object]) -> None:
     with _socket(context, "PULL") as socket:
         socket.bind(f"ipc://{_path(cell)}")
         listening()
         last = False
         while not last:
-            header, tensor = _unpack(_stream_decoder, *socket.recv_multipart(copy=False))
+            header, tensor = _unpack(*socket.recv_multipart(copy=False))
             last = intake.take(header, tensor)
             intake.acknowledge(header)
 
@@ -133,14 +128,14 @@ class PyzmqRequest(RequestPeer):
     title = "pyzmq DEALER/ROUTER"
     requires = "pyzmq"
 
-    async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         with _awaitable_socket("ROUTER") as router:
             try:
                 router.bind(f"ipc://{_path(cell)}")
                 listening()
                 while True:
                     identity, *frames = await router.recv_multipart(copy=False)
-                    header, tensor = _unpack(_request_decoder, *frames)
+                    header, tensor = _unpack(*frames)
                     reply = desk.answer(header, tensor)
                     del tensor, frames
                     await router.send_multipart([identity, *_pack(header, reply)], copy=False)
@@ -148,11 +143,11 @@ class PyzmqRequest(RequestPeer):
                 _path(cell).unlink(missing_ok=True)
 
     @contextlib.asynccontextmanager
-    async def connect(self, cell: questions.Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
+    async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         with _awaitable_socket("DEALER") as dealer:
             dealer.connect(f"ipc://{_path(cell)}")
 
-            def send(header: questions.Header, tensor: torch.Tensor) -> Awaitable[object]:
+            def send(header: Header, tensor: torch.Tensor) -> Awaitable[object]:
                 sending: Awaitable[object] = dealer.send_multipart(_pack(header, tensor), copy=False)
                 return sending
 
@@ -168,12 +163,12 @@ class PyzmqRequest(RequestPeer):
 async def _read(dealer: Any, pending: Pending) -> None:
     try:
         while True:
-            pending.settle(Answer(*_unpack(_request_decoder, *await dealer.recv_multipart(copy=False))))
+            pending.settle(Answer(*_unpack(*await dealer.recv_multipart(copy=False))))
     except Exception as error:  # noqa: BLE001 # whoever waits for a reply hears of it
         pending.fail(error)
 
 
-def _pack(header: questions.Header, tensor: torch.Tensor) -> list[Any]:
+def _pack(header: Header, tensor: torch.Tensor) -> list[Any]:
     return [encode(Description(header, _REQUEST_DTYPE, tuple(tensor.shape))), tensor.numpy().data]
 
 

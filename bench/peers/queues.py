@@ -38,13 +38,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.multiprocessing
 
-from bench import messages
-from bench.messages import DTYPES, Source
+from bench.messages import DTYPES, Answer, Ask, Cell, Header, Source
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
 from bench.peers.memory import memory_shortage
-from bench.peers.peer import Ask, RequestPeer, allow_read_only_tensors
-from bench.request import questions
-from bench.request.questions import Answer, Desk
+from bench.peers.peer import RequestPeer, allow_read_only_tensors
+from bench.request.questions import Desk
 
 __all__ = [
     "FasterFifoQueue", "MultiprocessingQueue", "MultiprocessingRequest", "TorchQueueByDescriptor", "TorchQueueByName",
@@ -62,7 +60,7 @@ _LENGTH_NBYTES = 8  # that faster-fifo puts before each message
 _HEADER = struct.Struct("<4QB23x")  # with the queue's length it makes 64 bytes, which keeps the tensor's bytes aligned
 _DTYPES = tuple(DTYPES)
 
-_Message = tuple[messages.Header, torch.Tensor]
+_Message = tuple[Header, torch.Tensor]
 
 
 class _Plain:
@@ -102,11 +100,11 @@ class _QueueStream(_Plain, WindowedPeer):
     """What streams by queues have in common; what differs is how each puts and gets."""
 
     @abc.abstractmethod
-    def put(self, queue: Any, header: messages.Header, source: Source, cell: messages.Cell) -> None:
+    def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
         """Sends the source's tensor."""
 
     @abc.abstractmethod
-    def get(self, queue: Any, cell: messages.Cell) -> list[_Message]:
+    def get(self, queue: Any, cell: Cell) -> list[_Message]:
         """Waits for messages and returns them; none if :meth:`wake` was called."""
 
     def wake(self, queue: Any) -> None:
@@ -120,11 +118,11 @@ class _QueueStream(_Plain, WindowedPeer):
         own.close()
 
     @contextlib.asynccontextmanager
-    async def sending(self, cell: messages.Cell, own: Any, source: Source) -> AsyncIterator[Send]:
+    async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
         self.prepare()
         yield lambda: self.put(own, source.stamp(), source, cell)
 
-    async def receive(self, cell: messages.Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
+    async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
         self.prepare()
         listening()
         try:
@@ -133,7 +131,7 @@ class _QueueStream(_Plain, WindowedPeer):
             self.wake(own)
             raise
 
-    def _receive(self, cell: messages.Cell, queue: Any, intake: Intake) -> None:
+    def _receive(self, cell: Cell, queue: Any, intake: Intake) -> None:
         last = False
         while not last and (received := self.get(queue, cell)):
             while received:
@@ -150,12 +148,12 @@ class FasterFifoQueue(_QueueStream):
     title = "faster-fifo"
     requires = "faster-fifo"
 
-    def limits(self, cell: messages.Cell) -> str | None:
+    def limits(self, cell: Cell) -> str | None:
         if _in_ring_nbytes(cell) <= _RING_NBYTES:
             return None
         return f"a message does not fit into its ring of {_RING_NBYTES >> 20} MiB"
 
-    def window(self, cell: messages.Cell) -> int:
+    def window(self, cell: Cell) -> int:
         return max(1, min(cell.window, _RING_NBYTES // (cell.producers * _in_ring_nbytes(cell))))
 
     def create_queue(self, context: SpawnContext) -> Any:
@@ -167,16 +165,16 @@ class FasterFifoQueue(_QueueStream):
     def wake(self, queue: Any) -> None:
         """Its wait ends by the timeout."""
 
-    def put(self, queue: Any, header: messages.Header, source: Source, cell: messages.Cell) -> None:
+    def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
         queue.put((header, source.tensor), timeout=_TIMEOUT_S)
 
-    def get(self, queue: Any, cell: messages.Cell) -> list[_Message]:
+    def get(self, queue: Any, cell: Cell) -> list[_Message]:
         batch = max(1, _BATCH_NBYTES // cell.nbytes)
         received: list[_Message] = queue.get_many(timeout=_TIMEOUT_S, max_messages_to_get=batch)
         return received
 
 
-def _in_ring_nbytes(cell: messages.Cell) -> int:
+def _in_ring_nbytes(cell: Cell) -> int:
     """Returns what a message takes of faster-fifo's ring."""
     return _LENGTH_NBYTES + _HEADER.size + cell.nbytes
 
@@ -189,7 +187,7 @@ def _dumps(message: _Message) -> bytes:
 
 def _loads(content: memoryview) -> _Message:
     *fields, dtype = _HEADER.unpack_from(content)
-    return messages.Header(*fields), torch.frombuffer(content, dtype=DTYPES[_DTYPES[dtype]], offset=_HEADER.size)
+    return Header(*fields), torch.frombuffer(content, dtype=DTYPES[_DTYPES[dtype]], offset=_HEADER.size)
 
 
 class MultiprocessingQueue(_QueueStream):
@@ -198,17 +196,17 @@ class MultiprocessingQueue(_QueueStream):
     name = "multiprocessing-queue"
     title = "multiprocessing.Queue"
 
-    def limits(self, cell: messages.Cell) -> str | None:
+    def limits(self, cell: Cell) -> str | None:
         return memory_shortage(cell.producers * (cell.window + _PICKLE_COPIES) * cell.nbytes)
 
-    def put(self, queue: Any, header: messages.Header, source: Source, cell: messages.Cell) -> None:
+    def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
         queue.put((tuple(header), cell.dtype, cell.shape, source.array.tobytes()))
 
-    def get(self, queue: Any, cell: messages.Cell) -> list[_Message]:
+    def get(self, queue: Any, cell: Cell) -> list[_Message]:
         if (message := queue.get()) is None:
             return []
         fields, dtype, shape, content = message
-        return [(messages.Header(*fields), torch.frombuffer(content, dtype=DTYPES[dtype]).view(shape))]
+        return [(Header(*fields), torch.frombuffer(content, dtype=DTYPES[dtype]).view(shape))]
 
 
 class TorchQueueByDescriptor(_Torch, _QueueStream):
@@ -217,12 +215,12 @@ class TorchQueueByDescriptor(_Torch, _QueueStream):
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"
 
-    def put(self, queue: Any, header: messages.Header, source: Source, cell: messages.Cell) -> None:
+    def put(self, queue: Any, header: Header, source: Source, cell: Cell) -> None:
         queue.put((header, self.pack(source.tensor)), timeout=_TIMEOUT_S)
 
-    def get(self, queue: Any, cell: messages.Cell) -> list[_Message]:
+    def get(self, queue: Any, cell: Cell) -> list[_Message]:
         message = queue.get(timeout=_TIMEOUT_S)
-        return [] if message is None else [(messages.Header(*message[0]), message[1])]
+        return [] if message is None else [(Header(*message[0]), message[1])]
 
 
 class TorchQueueByName(TorchQueueByDescriptor):
@@ -254,7 +252,7 @@ class MultiprocessingRequest(_Plain, RequestPeer):
     def create_shared(self, context: SpawnContext, ends: int) -> _SharedByRequests:
         return _SharedByRequests(self.create_queue(context), [context.Queue() for _ in range(ends)])
 
-    async def serve(self, cell: questions.Cell, shared: _SharedByRequests, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, shared: _SharedByRequests, desk: Desk, listening: Callable[[], None]) -> None:
         self.prepare()
         answering = asyncio.get_running_loop().run_in_executor(None, _answer_all, shared, desk)
         listening()
@@ -266,7 +264,7 @@ class MultiprocessingRequest(_Plain, RequestPeer):
                 await answering
 
     @contextlib.asynccontextmanager
-    async def connect(self, cell: questions.Cell, shared: _SharedByRequests, client: int) -> AsyncIterator[Ask]:
+    async def connect(self, cell: Cell, shared: _SharedByRequests, client: int) -> AsyncIterator[Ask]:
         self.prepare()
         loop, replies = asyncio.get_running_loop(), shared.replies[client]
         pending = Pending(lambda header, tensor: shared.requests.put((tuple(header), self.pack(tensor))))
@@ -280,16 +278,16 @@ class MultiprocessingRequest(_Plain, RequestPeer):
 
 def _answer_all(shared: _SharedByRequests, desk: Desk) -> None:
     while (request := shared.requests.get()) is not None:
-        header, content = questions.Header(*request[0]), request[1]
+        header, content = Header(*request[0]), request[1]
         reply = desk.answer(header, torch.as_tensor(content))  # a view of a numpy array, or a tensor as it is
         del request, content  # the tensor's memory goes with them
-        shared.replies[header.client].put((tuple(header), reply.numpy()))
+        shared.replies[header.producer].put((tuple(header), reply.numpy()))
 
 
 def _receive_all(replies: Any, loop: asyncio.AbstractEventLoop, pending: Pending) -> None:
     try:
         while (reply := replies.get()) is not None:
-            loop.call_soon_threadsafe(pending.settle, Answer(questions.Header(*reply[0]), torch.from_numpy(reply[1])))
+            loop.call_soon_threadsafe(pending.settle, Answer(Header(*reply[0]), torch.from_numpy(reply[1])))
     except Exception as error:  # noqa: BLE001 # whoever waits for a reply hears of it
         loop.call_soon_threadsafe(pending.fail, error)
 

@@ -31,7 +31,7 @@ from shmring.memory.slab import SHM_DIRECTORY
 __all__ = ["SharedMemorySegments"]
 
 
-class _Message(Description[Header]):
+class _Message(Description):
     segment: str
 
 

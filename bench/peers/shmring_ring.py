@@ -30,11 +30,9 @@ from typing import Any, ClassVar
 import torch
 
 import shmring
-from bench import messages
-from bench.messages import Sink, Source
-from bench.peers.peer import Ask, Peer, RequestPeer
-from bench.request import questions
-from bench.request.questions import Answer, Desk
+from bench.messages import Answer, Ask, Cell, Header, Sink, Source
+from bench.peers.peer import Peer, RequestPeer
+from bench.request.questions import Desk
 
 __all__ = [
     "RING", "ShmringBusyPoll", "ShmringCopy", "ShmringInPlace", "ShmringRequest", "answer", "request", "see_to_its_end",
@@ -65,16 +63,16 @@ class ShmringCopy(Peer):
     title = "shmring, one copy"
     busy_poll_s: ClassVar[float] = 0.0
 
-    def idle_s(self, cell: messages.Cell) -> float:
+    def idle_s(self, cell: Cell) -> float:
         """Returns for how long both ends stay connected after the last message, to see what that costs."""
         return 0.0
 
-    def submit(self, client: shmring.RingClient, cell: messages.Cell, source: Source) -> Awaitable[shmring.Submission]:
+    def submit(self, client: shmring.RingClient, cell: Cell, source: Source) -> Awaitable[shmring.Submission]:
         """Stamps the next message and sends it."""
         header = source.stamp()
         return client.submit({"header": header, "tensor": source.tensor})
 
-    async def produce(self, cell: messages.Cell, shared: Any, source: Source) -> None:
+    async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
         started_s = time.perf_counter()
         async with shmring.connect(RING, socket_dir=cell.directory, busy_poll_s=self.busy_poll_s) as client:
             source.meter.connect_s = time.perf_counter() - started_s
@@ -89,7 +87,7 @@ class ShmringCopy(Peer):
             if idle_s := self.idle_s(cell):
                 await source.meter.watch_idling(idle_s)
 
-    async def consume(self, cell: messages.Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
+    async def consume(self, cell: Cell, shared: Any, sink: Sink, listening: Callable[[], None]) -> None:
         slab_nbytes = max(_MIN_SLAB_NBYTES, 2 * cell.producers * cell.window * cell.nbytes)
         async with shmring.serve(
             RING, slab_nbytes=slab_nbytes, socket_dir=cell.directory, busy_poll_s=self.busy_poll_s
@@ -98,7 +96,7 @@ class ShmringCopy(Peer):
             finished = False
             while not finished:
                 with await ring.claim() as claim:
-                    finished = sink.take(messages.Header(*claim.payload["header"]), claim.payload["tensor"])
+                    finished = sink.take(Header(*claim.payload["header"]), claim.payload["tensor"])
             if idle_s := self.idle_s(cell):
                 await sink.meter.watch_idling(idle_s)
                 while ring.statistics().clients:  # noqa: ASYNC110 # until the producers, which began a moment later, have idled
@@ -112,7 +110,7 @@ class ShmringInPlace(ShmringCopy):
     title = "shmring, in place"
     in_place = True
 
-    async def submit(self, client: shmring.RingClient, cell: messages.Cell, source: Source) -> shmring.Submission:
+    async def submit(self, client: shmring.RingClient, cell: Cell, source: Source) -> shmring.Submission:
         async with client.slot(cell.nbytes) as slot:
             tensor = slot.tensor(cell.shape, cell.torch_dtype)
             header = source.stamp(tensor)
@@ -128,7 +126,7 @@ class ShmringBusyPoll(ShmringCopy):
     title = "shmring, busy polling"
     busy_poll_s = 0.0002
 
-    def idle_s(self, cell: messages.Cell) -> float:
+    def idle_s(self, cell: Cell) -> float:
         return _IDLE_S if (cell.nbytes, cell.window, cell.producers) == (_IDLE_NBYTES, 1, 1) else 0.0
 
 
@@ -150,7 +148,7 @@ class ShmringRequest(RequestPeer):
     name = "shmring"
     title = "shmring, client.request"
 
-    async def serve(self, cell: questions.Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         async with shmring.serve(RING, _configuration(cell)) as ring:
             listening()
             async for claim in ring:
@@ -158,17 +156,18 @@ class ShmringRequest(RequestPeer):
                     await claim.reply(answer(claim.payload, desk))
 
     @contextlib.asynccontextmanager
-    async def connect(self, cell: questions.Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
+    async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         async with shmring.connect(RING, socket_dir=cell.directory) as connected:
+            await connected.wait_prefaulted()
             yield lambda header, tensor: request(connected, header, tensor)
 
 
-def _configuration(cell: questions.Cell) -> shmring.RingConfig:
+def _configuration(cell: Cell) -> shmring.RingConfig:
     """Sizes of the slab, and of its reserve for replies: twice what is in flight, within reason, but two of each at least."""
 
     def twice(nbytes: int) -> int:
-        each = 2 * cell.clients * (nbytes + _BLOCK_NBYTES)
-        return max(each, min(each * cell.in_flight, _MAX_REQUEST_SLAB_NBYTES))
+        each = 2 * cell.producers * (nbytes + _BLOCK_NBYTES)
+        return max(each, min(each * cell.window, _MAX_REQUEST_SLAB_NBYTES))
 
     reply_nbytes = max(_MIN_SLAB_NBYTES // 16, twice(cell.reply_nbytes))
     slab_nbytes = max(_MIN_SLAB_NBYTES, twice(cell.nbytes)) + reply_nbytes
@@ -178,10 +177,10 @@ def _configuration(cell: questions.Cell) -> shmring.RingConfig:
 def answer(payload: Any, desk: Desk) -> dict[str, Any]:
     """Returns the reply to a payload. A function, so that no view of the slot outlives its claim."""
     header = payload["header"]
-    return {"header": header, "tensor": desk.answer(questions.Header(*header), payload["tensor"])}
+    return {"header": header, "tensor": desk.answer(Header(*header), payload["tensor"])}
 
 
-async def request(client: shmring.RingClient, header: questions.Header, tensor: torch.Tensor) -> Answer:
+async def request(client: shmring.RingClient, header: Header, tensor: torch.Tensor) -> Answer:
     """Asks one question."""
     reply = await client.request({"header": header, "tensor": tensor})
-    return Answer(questions.Header(*reply["header"]), reply["tensor"])
+    return Answer(Header(*reply["header"]), reply["tensor"])

@@ -88,7 +88,7 @@ class _Pieces:
         _fence()
 
 
-class _Message(Description[Header]):
+class _Message(Description):
     slot: int  # where the content is
 
 

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from bench import command_line
-from bench.coverage import Status
-from bench.interleaving import Plan
+from bench import command_line, transport
+from bench.interleaving import Plan, Round
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.request.plan import Results, rounds, run
+from bench.records import Results
 from bench.request.questions import MAX_CLIENTS, Case
 from bench.request.report import report, scaling_report
 from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
-from bench.results import write_json
+from bench.results import Findings
 from bench.stamps import ITEM_NBYTES
 from bench.tables import show
 from shmring.config import parse_nbytes
@@ -52,17 +50,14 @@ _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYT
 @command_line.json_option
 def request_command(json_path: Path | None, **choices: Any) -> None:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
-    plan, summarize = request_plan(**choices), scaling_report if choices["scaling"] else report
+    plan = request_plan(**choices)
 
-    def keep(results: Results) -> None:
-        if json_path is not None:
-            write_json(msgspec.structs.replace(summarize(results), command=command_line.typed()), json_path)
+    def summarize(results: Results) -> Findings:
+        return scaling_report(results) if choices["scaling"] else report(results, choices["reply_nbytes"])
 
-    with command_line.measuring(plan.steps()) as progress:
-        results = run(plan, REQUEST_PEERS | VARIANTS, progress, keep)
-    show(summarize(results))
-    if failed := sum(gap.status is Status.FAILED for gap in results.coverage.gaps):
-        raise command_line.NotMeasured(f"{failed} measurements failed: see the table")
+    results, findings = transport.carry_out(plan, json_path, summarize, mode="request", peers=REQUEST_PEERS | VARIANTS)
+    show(findings)
+    command_line.conclude(len(results.failed), [])
 
 
 def request_plan(
@@ -75,7 +70,7 @@ def request_plan(
     seconds: float | None,
     quick: bool,
     scaling: bool,
-) -> Plan[Case]:
+) -> Plan:
     """Returns what the options of ``bench request`` mean."""
     if scaling:
         _check_scaling(sizes, peers, clients)
@@ -87,7 +82,14 @@ def request_plan(
     in_flight = in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT)
     clients = clients or (_QUICK_CLIENTS if quick else _CLIENTS)
     return Plan(
-        rounds=rounds(groups, sizes, in_flight, clients, reply_nbytes),
+        # In an order in which no process is started twice.
+        rounds=[
+            Round((Case(nbytes, producers=number, window=requests, reply_nbytes=reply_nbytes),), tuple(group))
+            for group in groups
+            for number in clients
+            for requests in in_flight
+            for nbytes in sizes
+        ],
         repetitions=repetitions or (5 if quick else 7),
         timed_s=seconds or (0.2 if quick else 1.0),
         warm_up_s=0.1 if quick else 0.25,

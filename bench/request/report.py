@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.request.plan import Result, Results
+from bench.records import Result, Results
+from bench.request.questions import checks_us
 from bench.request.scaling import VARIANTS
-from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_times
+from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate, format_times
 
 __all__ = ["report", "scaling_report"]
 
@@ -23,12 +24,14 @@ _SCALING_COLUMNS = ["request", "in flight", "variant", "requests/s", "engine us"
 _TEXT_COLUMNS = ("transport", "variant")  # to the left
 
 
-def report(results: Results) -> Findings:
+def report(results: Results, reply_nbytes: int) -> Findings:
     """Returns the report of a run: a table for each number of clients and of requests in flight."""
     tables = []
-    for clients, in_flight in dict.fromkeys((result.clients, result.in_flight) for result in results.results):
-        rows = [_row(result) for result in results.results if (result.clients, result.in_flight) == (clients, in_flight)]
-        replies = f"replies of {format_nbytes(results.reply_nbytes)}"
+    for clients, in_flight in dict.fromkeys((result.case.producers, result.case.window) for result in results.results):
+        rows = [
+            _row(result) for result in results.results if (result.case.producers, result.case.window) == (clients, in_flight)
+        ]
+        replies = f"replies of {format_nbytes(reply_nbytes)}"
         title = f"requests of a tensor, {in_flight} in flight of {_clients(clients)}, {replies}"
         tables.append(Table(title, _COLUMNS, rows, _TEXT_COLUMNS, grouped=True))
     notes = [
@@ -37,11 +40,12 @@ def report(results: Results) -> Findings:
         "Round trips: from before the request is handed over until its reply is there, of all repetitions. engine, client: "
         "microseconds of CPU of the whole process for each request, copies included.",
     ]
-    notes += [
-        f"Of them, stamps and checks of this benchmark take, at {format_nbytes(entry.nbytes)}: engine {entry.engine_us:.1f}, "
-        f"client {entry.client_us:.1f}."
-        for entry in results.checks
-    ]
+    for nbytes in dict.fromkeys(result.case.nbytes for result in results.results):
+        client_us, engine_us = checks_us(nbytes, reply_nbytes)
+        notes.append(
+            f"Of them, stamps and checks of this benchmark take, at {format_nbytes(nbytes)}: engine {engine_us:.1f}, "
+            f"client {client_us:.1f}."
+        )
     notes += [f"{REQUEST_PEERS[name].requires} {version}" for name, version in results.versions.items()]
     return Findings(
         mode="request",
@@ -58,13 +62,13 @@ def scaling_report(results: Results) -> Findings:
     """Returns the report of a run of ``--scaling``."""
     rows = [
         [
-            format_nbytes(result.nbytes),
-            str(result.in_flight),
+            format_nbytes(result.case.nbytes),
+            str(result.case.window),
             VARIANTS[result.peer].title,
-            _number(result.requests_per_s.median),
-            f"{result.engine_us.median:.1f}",
-            f"{result.client_us.median:.1f}",
-            *(f"{ratio.median:.2f} x" for ratio in (result.engine_ratio, result.client_ratio, result.cpu_ratio)),
+            format_rate(result.messages_per_s.median),
+            f"{result.consumer.cpu_us_per_message.median:.1f}",
+            f"{result.producer.cpu_us_per_message.median:.1f}",
+            *(f"{ratio.median:.2f} x" for ratio in _ratios(results, result)),
         ]
         for result in results.results
     ]
@@ -87,19 +91,32 @@ def scaling_report(results: Results) -> Findings:
 
 
 def _row(result: Result) -> list[str]:
-    speed = result.requests_per_s
+    speed = result.messages_per_s
     return [
-        format_nbytes(result.nbytes),
+        format_nbytes(result.case.nbytes),
         REQUEST_PEERS[result.peer].title,
         _number(speed.median),
         deviation(speed),
         format_times(result.shmring_ratio.median),
-        _number(result.round_trip_p50_us),
-        _number(result.round_trip_p99_us),
-        _number(result.round_trip_p999_us),
-        f"{result.engine_us.median:,.1f}",
-        f"{result.client_us.median:,.1f}",
+        _number(result.latency_p50_us.median),
+        _number(result.latency_p99_us),
+        _number(result.latency_p999_us),
+        f"{result.consumer.cpu_us_per_message.median:,.1f}",
+        f"{result.producer.cpu_us_per_message.median:,.1f}",
     ]
+
+
+def _ratios(results: Results, result: Result) -> tuple[Spread, Spread, Spread]:
+    """CPU of a request in the engine, in its client, and in both, to that of the baseline in the same repetition."""
+    base = results.find(result.baseline, result.case)
+    assert base is not None, "without its baseline, a case has no results"
+    engine = list(zip(result.consumer_us_runs, base.consumer_us_runs, strict=True))
+    client = list(zip(result.producer_us_runs, base.producer_us_runs, strict=True))
+    return (
+        Spread.of(ours / theirs for ours, theirs in engine),
+        Spread.of(ours / theirs for ours, theirs in client),
+        Spread.of((a + c) / (b + d) for (a, b), (c, d) in zip(engine, client, strict=True)),
+    )
 
 
 def _targets(results: Results) -> list[Verdict]:
@@ -107,47 +124,37 @@ def _targets(results: Results) -> list[Verdict]:
     cells = {
         result.peer: result
         for result in results.results
-        if (result.nbytes, result.in_flight, result.clients) == (_TARGET_NBYTES, _TARGET_IN_FLIGHT, 1)
+        if (result.case.nbytes, result.case.window, result.case.producers) == (_TARGET_NBYTES, _TARGET_IN_FLIGHT, 1)
     }
     if (ours := cells.get(BASELINE)) is None:
         return []
-    what, at, speed = "request/reply, 16 in flight, one client", format_nbytes(_TARGET_NBYTES), ours.requests_per_s
-    verdicts = [
-        Verdict(
-            what,
-            at,
-            f">= {_TARGET_REQUESTS_PER_S:,.0f}/s",
-            f"{speed.median:,.0f}/s",
-            speed.median >= _TARGET_REQUESTS_PER_S,
-            f"{speed.minimum:,.0f} to {speed.maximum:,.0f}; round trip p50 {ours.round_trip_p50_us:,.0f} us; CPU of a request: "
-            f"engine {ours.engine_us.median:.1f} us, client {ours.client_us.median:.1f} us",
-        )
-    ]
+    what, at, speed = "request/reply, 16 in flight, one client", format_nbytes(_TARGET_NBYTES), ours.messages_per_s
+    engine_us, client_us = ours.consumer.cpu_us_per_message.median, ours.producer.cpu_us_per_message.median
+    detail = (
+        f"{speed.minimum:,.0f} to {speed.maximum:,.0f}; round trip p50 {ours.latency_p50_us.median:,.0f} us; CPU of a request: "
+        f"engine {engine_us:.1f} us, client {client_us:.1f} us"
+    )
+    asked, met = f">= {_TARGET_REQUESTS_PER_S:,.0f}/s", speed.median >= _TARGET_REQUESTS_PER_S
+    verdicts = [Verdict(what, at, asked, f"{speed.median:,.0f}/s", met, detail)]
     if (pyzmq := cells.get("pyzmq")) is not None:
         ratio = pyzmq.shmring_ratio
-        verdicts.append(
-            Verdict(
-                f"{what}: of pyzmq's",
-                at,
-                f">= {_TARGET_PYZMQ_RATIO:g} x",
-                format_times(ratio.median),
-                ratio.median >= _TARGET_PYZMQ_RATIO,
-                f"{format_times(ratio.minimum)} to {format_times(ratio.maximum)}",
-            )
-        )
+        asked, met = f">= {_TARGET_PYZMQ_RATIO:g} x", ratio.median >= _TARGET_PYZMQ_RATIO
+        detail = f"{format_times(ratio.minimum)} to {format_times(ratio.maximum)}"
+        verdicts.append(Verdict(f"{what}: of pyzmq's", at, asked, format_times(ratio.median), met, detail))
     return verdicts
 
 
 def _scaling_targets(results: Results) -> Iterator[Verdict]:
     for result in results.results:
         if result.peer != result.baseline:
+            engine, client, both = _ratios(results, result)
             yield Verdict(
                 f"CPU time per request with {VARIANTS[result.peer].title}",
-                format_nbytes(result.nbytes),
+                format_nbytes(result.case.nbytes),
                 f"<= {_TARGET_SCALING_RATIO} x",
-                format_times(result.cpu_ratio.median),
-                result.cpu_ratio.median <= _TARGET_SCALING_RATIO,
-                f"engine {format_times(result.engine_ratio.median)}, client {format_times(result.client_ratio.median)}",
+                format_times(both.median),
+                both.median <= _TARGET_SCALING_RATIO,
+                f"engine {format_times(engine.median)}, client {format_times(client.median)}",
             )
 
 

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 import shmring
-from bench.peers import Ask, RequestPeer
+from bench.messages import Answer, Ask, Cell, Header
+from bench.peers import RequestPeer
 from bench.peers.shmring_ring import RING, answer, request
-from bench.request.questions import Answer, Cell, Desk, Header
+from bench.request.questions import Desk
 from bench.stamps import ITEM_NBYTES
 from shmring.client.client import Connecting
 
@@ -84,6 +85,8 @@ class ConnectedClients(_Variant):
     async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(_connect(cell)) for _ in range(self._connections)]
+            for connected in clients:
+                await connected.wait_prefaulted()
             turns = itertools.cycle(clients[: self._asking])
 
             async def ask(header: Header, tensor: torch.Tensor) -> Answer:
@@ -103,6 +106,7 @@ class SlotsInUse(_Variant):
     @contextlib.asynccontextmanager
     async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         async with _connect(cell) as connected:
+            await connected.wait_prefaulted()
             submissions = await self._submit(connected, cell.nbytes)
             await connected.call("wait_until_kept", len(submissions))
 

@@ -1,16 +1,18 @@
-"""``bench cost``: both ends run in this process, every message is checked, and what fails is said beside what was measured."""
+"""``bench cost``: both ends run in this process, what fails is said beside what was measured, and the verdict is its own."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from bench import cost
 from bench.__main__ import main
-from bench.cost import CASES, Case, measure, plan_of
+from bench.cost import CASES, Case, measure
 from bench.coverage import Status
 
 SMALL = CASES[:3]
@@ -18,36 +20,57 @@ SMALL = CASES[:3]
 
 def test_every_way_has_a_cost() -> None:
     lines: list[str] = []
-    findings = measure(plan_of(SMALL, 2, 0.05, 0.01), lines.append)
+    findings = measure(SMALL, 2, 0.05, 0.01, lines.append)
     assert [(cost.case, len(cost.runs)) for cost in findings.results] == [
         ("4 KB, inline", 2), ("64 KB, copied", 2), ("64 KB, in place", 2),
     ]  # fmt: skip
     assert all(1 < cost.cpu_us.minimum < 10_000 for cost in findings.results)
     assert all(cost.messages >= 2 * 16 for cost in findings.results)
-    assert len(lines) == plan_of(SMALL, 2, 0.05, 0.01).steps() == 1 + 6
+    assert lines[:4:3] == ["4 KB, inline, repetition 1 of 2", "4 KB, inline, repetition 2 of 2"]  # interleaved
+    assert len(lines) == 6
     assert findings.failures == 0
 
 
 def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
-    class Broken(type(cost.PEERS["shmring"])):  # type: ignore[misc]
-        async def produce(self, *arguments: object) -> None:
-            raise ValueError("no")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(cost.PEERS, "broken", Broken())
-        findings = measure(plan_of((Case(4096, "broken", "broken"), SMALL[0]), 1, 0.02, 0.01), lambda line: None)
+    findings = measure((Case(-4096, "broken", 1.0), SMALL[0]), 2, 0.02, 0.01, lambda line: None)
     assert findings.coverage is not None
     (gap,) = findings.coverage.gaps
-    assert (gap.case, gap.status) == ("4 KB, broken", Status.FAILED)
+    assert (gap.case, gap.status) == ("-4 KB, broken", Status.FAILED)
     assert [cost.case for cost in findings.results] == ["4 KB, inline"]
 
 
-def test_the_command_writes_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "CASES", SMALL[:1])
+async def test_a_message_out_of_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = cost.shmring.RingClient.submit
+
+    def submit(client: object, payload: dict[str, list[object]]) -> object:
+        header = payload["header"]
+        return sent(client, payload | {"header": [header[0] if header[0] != 20 else 19, *header[1:]]})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cost.shmring.RingClient, "submit", submit)
+    with pytest.raises(ExceptionGroup) as raised:
+        await cost.both_ends(SMALL[0], 0.01, 0.01)
+    assert raised.group_contains(cost.BenchError, match="message 19 came where message 20 was due")
+
+
+@pytest.mark.parametrize(("limits_us", "code"), [((10_000.0, 10_000.0), 0), ((10_000.0, 0.1), 1)])
+def test_the_command_writes_what_it_shows_and_a_miss_ends_it_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits_us: Sequence[float], code: int
+) -> None:
+    cases = [msgspec.structs.replace(case, limit_us=limit) for case, limit in zip(SMALL, limits_us, strict=False)]
+    monkeypatch.setattr(cost, "CASES", cases)
     path = tmp_path / "cost.json"
     done = CliRunner().invoke(main, ["cost", "--repetitions", "1", "--seconds", "0.02", "--json", str(path)])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == code, done.output
+    assert ("1 target missed" in done.stderr) is bool(code)
     assert "4 KB, inline" in done.stdout
-    assert "1 of 1 measurements in 1 case" in done.stdout
+    assert "2 of 2 measurements in 2 cases" in done.stdout
     stored = json.loads(path.read_bytes())
     assert (stored["mode"], stored["coverage"]["gaps"]) == ("cost", [])
+    assert [(verdict["at"], verdict["met"]) for verdict in stored["targets"]] == [("4 KB", True), ("64 KB", not code)]
+
+
+def test_the_targets_are_those_of_the_project() -> None:
+    assert {case.title: case.limit_us for case in CASES} == {
+        "4 KB, inline": 6, "64 KB, copied": 8, "64 KB, in place": 7, "1 MB, in place": 7, "8 MB, in place": 7,
+        "64 MB, in place": 7,
+    }  # fmt: skip

@@ -231,7 +231,7 @@ LACKING = Coverage([Planned("bandwidth, 64 KB", ["pin"], 3)], [Gap("bandwidth, 6
 @pytest.mark.parametrize(
     ("results", "code", "message"),
     [
-        (measured(handed_over("device-slab", 64 * KB, 151.0)), 1, "1 targets missed"),
+        (measured(handed_over("device-slab", 64 * KB, 151.0)), 1, "1 target missed"),
         (measured(coverage=LACKING), 3, "1 measurements failed"),
         (BenchError("the copies have died"), 3, "the copies have died"),
     ],

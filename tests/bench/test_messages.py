@@ -116,9 +116,10 @@ def test_a_torn_message_is_noticed() -> None:
 
 def test_another_shape_or_dtype_is_noticed() -> None:
     header, tensor = sent()[0]
-    for wrong in (tensor[:-1], tensor.view(2, -1), tensor.double(), tensor.view(torch.int32)):
-        with pytest.raises(CheckError, match="message 0 is torch"):
-            Sink(CELL).take(header, wrong)
+    for wrong in (tensor[:-1], tensor.view(2, -1), tensor.double(), tensor.view(torch.int32), torch.cat([tensor] * 2)[::2]):
+        for cell in (CELL, msgspec.structs.replace(CELL, copies_out=True)):
+            with pytest.raises(CheckError, match="message 0 is torch"):
+                Sink(cell).take(header, wrong)
 
 
 def test_a_message_can_be_spoiled_on_purpose() -> None:

@@ -15,7 +15,7 @@ import pytest
 from bench.children import BenchError, Failed, play_cell
 from bench.messages import Cell
 from bench.peers import PEERS
-from bench.processes import Part, StreamGroup, consume
+from bench.processes import Part, PeerGroup, consume
 
 SMALL = Cell(nbytes=4096, window=4, warm_up_s=0.02, timed_s=0.05, limit_s=20.0, directory="")
 NAME = "shmring"
@@ -30,7 +30,7 @@ def cell() -> Iterator[Cell]:
 @pytest.mark.slow
 def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
     cell = msgspec.structs.replace(cell, producers=2)
-    with StreamGroup(PEERS[NAME], 2) as group:
+    with PeerGroup(PEERS[NAME], 2) as group:
         group.start()
         for copies_out in (False, True):
             measurement = group.run(msgspec.structs.replace(cell, copies_out=copies_out))
@@ -56,7 +56,7 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
-    with StreamGroup(PEERS[NAME]) as group:
+    with PeerGroup(PEERS[NAME]) as group:
         group.start()
         group.processes[0].kill()
         with pytest.raises(BenchError, match="the consumer has died with exit code -9"):
@@ -78,4 +78,4 @@ def test_what_can_not_be_made_for_a_group_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(PEERS[NAME], "create_shared", refuse)
     with pytest.raises(BenchError, match="ValueError: not for 3"):
-        StreamGroup(PEERS[NAME], 3)
+        PeerGroup(PEERS[NAME], 3)

@@ -117,14 +117,14 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
-    monkeypatch.setattr(transport, "StreamGroup", Pretended)
+    monkeypatch.setattr(interleaving, "PeerGroup", Pretended)
     monkeypatch.setattr(transport, "_LIMITS_S", 0.001)
     monkeypatch.setattr(transport, "torch_resident_nbytes", lambda: 200 << 20)
     monkeypatch.setattr(Pretended, "started", [])
     return Pretended
 
 
-def plan(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan[Case]:
+def plan(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan:
     rounds = [Round((Case(nbytes),), tuple(peers), limits=True) for nbytes in sizes]
     return Plan(rounds=rounds, repetitions=3, timed_s=0.1, warm_up_s=0.1)
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from av.audio.resampler import AudioResampler
 
-from bench.fingerprints.scores import Kind, sample_files, score
 from engine.executors.fingerprints.sounds import MEL_BANDS, fingerprint_sound
 from frontend.media.mel import LogMelWriter, num_mel_frames
+from tests.fingerprints.scores import Kind, sample_files, score
 
 __all__ = ["score_sounds"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from bench.fingerprints.scores import Kind, score
 from engine.executors.fingerprints.texts import fingerprint_text
+from tests.fingerprints.scores import Kind, score
 
 __all__ = ["score_texts"]
 

@@ -1,4 +1,4 @@
-"""``python -m bench fingerprints``: the tables of docs/fingerprints.md."""
+"""``python -m tests.fingerprints``: the tables of docs/fingerprints.md."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import click
 
 from bench.command_line import SETTINGS
-from bench.fingerprints.clips import score_clips
-from bench.fingerprints.pictures import score_pictures
-from bench.fingerprints.scores import Kind
-from bench.fingerprints.sounds import score_sounds
-from bench.fingerprints.texts import score_texts
+from tests.fingerprints.clips import score_clips
+from tests.fingerprints.pictures import score_pictures
+from tests.fingerprints.scores import Kind
+from tests.fingerprints.sounds import score_sounds
+from tests.fingerprints.texts import score_texts
 
 __all__ = ["fingerprints_command", "measure"]
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from bench.fingerprints.pictures import load_pictures
-from bench.fingerprints.scores import Kind, score
 from engine.executors.fingerprints.clips import fingerprint_clip
+from tests.fingerprints.pictures import load_pictures
+from tests.fingerprints.scores import Kind, score
 
 __all__ = ["score_clips"]
 
