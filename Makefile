@@ -5,16 +5,19 @@
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
 #                 random examples of each property
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
+#   make test-vllm the plug-in for vLLM with the real thing: makes .venv-vllm, once (3 minutes, 3.5 GB), and tests in it
+#   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
 #   make simulate STEPS=1000000 SEED=1: the books of both ends, deterministically; EXHAUSTIVE=1 visits every state
 #   make verify   has spin search the message ring's protocol for lost wake-ups (apt install spin); two minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
-#   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris
+#   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core for
+#                 another one, under the compiler's sanitizers
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
 #   make format   rewrites the sources in the project's style
-#   make clean    removes .venv and what the tools cached
+#   make clean    removes .venv, .venv-vllm and what the tools cached
 
 PYTHON ?= python3
 VENV := .venv
@@ -22,11 +25,12 @@ VENV := .venv
 PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+COMPILED := $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h shmring/memory/*.c)
 
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu lint types unit chaos soak simulate bench-quick verify sanitize guards fuzz wheel \
+.PHONY: demo test test-all test-gpu test-vllm demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards fuzz wheel \
 	format clean install
 
 demo: $(INSTALLED)
@@ -71,6 +75,23 @@ bench-quick: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/bench/test_gpu.py
 
+# vLLM needs other versions of some packages, so it has an environment of its own.
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
+
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python tests/leftovers.py
+
+demo-vllm: $(VLLM_INSTALLED)
+	$(VLLM)/bin/python -m tests.vllm.demo
+
+$(VLLM_INSTALLED): pyproject.toml constraints.txt setup.py tests/vllm/install.py tests/vllm/tiny_model.py $(COMPILED)
+	@echo 'Installing into $(VLLM), once; this takes about three minutes and 3.5 GB.'
+	@$(PYTHON) tests/vllm/install.py $(VLLM)
+	@touch $@
+	@echo '  installed'
+
 verify: $(INSTALLED)
 	$(BIN)/python tests/model/verify.py
 
@@ -85,6 +106,7 @@ FUZZ_SECONDS ?= 60
 fuzz: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/sanitize.py --fuzz $(FUZZ_SECONDS)
 
 # The wheel is built from the sdist, in an empty directory. auditwheel refuses one that needs what not every Linux has, or a newer
 # processor, and names it for the oldest Linux that it fits.
@@ -116,7 +138,7 @@ install: $(INSTALLED)
 COMPILER = $(or $(filter-out cc,$(CC)),$(shell command -v gcc || command -v clang || command -v cc))
 
 # torch first and pinned: whatever else depends on it then takes this one.
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h shmring/memory/*.c)
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shmring needs Python 3.11 or later: make PYTHON=python3.11")'
 	@echo 'Installing into $(VENV), once; this takes a minute or two, and longer where torch brings CUDA (some 3 GB).'
 	@$(PYTHON) -m venv $(VENV)
@@ -131,5 +153,5 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shmring/core/*.
 	@echo '  installed'
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ from engine.protocol import (
     GenerateRequest,
     ModelDescription,
 )
-from shmring.client.slot import AcquiringSlot
+from shmring.core.client_calls import AcquiringSlot
 
 __all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "GenerateOutput"]
 

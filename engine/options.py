@@ -8,7 +8,7 @@ import click
 
 from engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS
 from engine.settings import DEFAULT_EXECUTOR, EXECUTORS, EngineSettings
-from shmring.config import RingConfig
+from shmring.config import BACKINGS, RingConfig
 
 __all__ = ["ENGINE_OPTIONS", "MODEL_ARGUMENT", "engine_settings_of", "notice_of"]
 
@@ -37,7 +37,13 @@ ENGINE_OPTIONS = (
         type=JSON_OBJECT,
         help="How media are prepared, as a JSON object: what the executor makes of it, frontends follow.",
     ),
-    click.Option(["--slab-nbytes"], default="1GiB", type=NBYTES, help="Size of the slab in /dev/shm."),
+    click.Option(["--slab-nbytes"], default="1GiB", type=NBYTES, help="Size of the slab."),
+    click.Option(
+        ["--slab-backing"],
+        default="auto",
+        type=click.Choice(BACKINGS),
+        help="Where the slab lies; auto: in /dev/shm where it fits, else in a memfd.",
+    ),
     click.Option(["--reply-nbytes"], type=NBYTES, help="The part of it that is kept for replies.  [default: a sixteenth]"),
     click.Option(["--max-num-seqs"], type=COUNT, help="Requests in a step.  [default: what the executor takes]"),
     click.Option(
@@ -69,6 +75,7 @@ def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
     try:
         ring = RingConfig(
             slab_nbytes=values["slab_nbytes"],
+            backing=values["slab_backing"],
             reply_nbytes=values["reply_nbytes"],
             max_clients=values["max_clients"],
             max_payload_nbytes=values["max_payload_nbytes"],

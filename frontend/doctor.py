@@ -52,6 +52,7 @@ _TEST_NBYTES = 1 << 20
 _TEST_SLAB_NBYTES = 8 << 20
 _TEST_REPETITIONS = 20
 _TEST_TIMEOUT_S = 10.0
+_IN_A_MEMFD = "unless it is configured otherwise, it goes to a memfd, which only memory limits"
 _SWEEP_ADVICE = "shmring doctor --sweep removes them, and so does the next engine of this user"
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -170,7 +171,7 @@ def check_shm_mount(mounts: str, directory: Path) -> Check:
     if kind not in ("tmpfs", "devtmpfs"):
         return Check(name, "problem", described, f"the slab must be memory: mount a tmpfs at {directory}")
     if "ro" in options.split(","):
-        return Check(name, "problem", described, f"mount -o remount,rw {directory}")
+        return Check(name, "warning", f"{described}; {_IN_A_MEMFD}", f"mount -o remount,rw {directory}")
     return Check(name, "ok", described)
 
 
@@ -178,7 +179,7 @@ def check_shm_space(filesystem: os.statvfs_result | None, slab_nbytes: int) -> C
     """Compares the space for slabs with the slab that is to be made."""
     name = f"{SHM_DIRECTORY} space"
     if filesystem is None:
-        return Check(name, "problem", f"{SHM_DIRECTORY} does not exist", "mount a tmpfs there")
+        return Check(name, "warning", f"{SHM_DIRECTORY} does not exist; {_IN_A_MEMFD}", "mount a tmpfs there")
     size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
     if not size:  # mounted without a limit; the machine's memory is one, and has a check of its own
         return Check(name, "ok", "not limited")
@@ -186,23 +187,21 @@ def check_shm_space(filesystem: os.statvfs_result | None, slab_nbytes: int) -> C
     if slab_nbytes <= free:
         return Check(name, "ok", finding)
     larger = "docker run --shm-size=, in Kubernetes an emptyDir with medium: Memory, else mount -o remount,size="
-    if slab_nbytes <= size:
-        return Check(
-            name, "problem", finding, f"remove what fills {SHM_DIRECTORY}, lower --slab-nbytes, or enlarge it ({larger})"
-        )
-    return Check(name, "problem", finding, f"lower --slab-nbytes, or enlarge {SHM_DIRECTORY} ({larger})")
+    room = f"remove what fills {SHM_DIRECTORY}, or enlarge it" if slab_nbytes <= size else f"enlarge {SHM_DIRECTORY}"
+    return Check(name, "ok", f"{finding}; {_IN_A_MEMFD}", f"optional, for --slab-backing /dev/shm: {room} ({larger})")
 
 
 def check_shm_inodes(filesystem: os.statvfs_result | None) -> Check:
     """Looks whether files can be made there."""
     name = f"{SHM_DIRECTORY} inodes"
     if filesystem is None:
-        return Check(name, "problem", f"{SHM_DIRECTORY} does not exist", "mount a tmpfs there")
+        return Check(name, "warning", f"{SHM_DIRECTORY} does not exist; {_IN_A_MEMFD}", "mount a tmpfs there")
     if not filesystem.f_files:
         return Check(name, "ok", "not limited")
     finding = f"{filesystem.f_favail} of {filesystem.f_files} are free"
     if filesystem.f_favail < _SEGMENT_INODES:
-        return Check(name, "problem", finding, f"remove what fills {SHM_DIRECTORY}, or mount it with a larger nr_inodes=")
+        advice = f"remove what fills {SHM_DIRECTORY}, or mount it with a larger nr_inodes="
+        return Check(name, "warning", f"{finding}; {_IN_A_MEMFD}", advice)
     return Check(name, "ok", finding)
 
 

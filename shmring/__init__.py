@@ -1,39 +1,40 @@
 """shmring: an asyncio shared-memory transport for the tensors of inference servers.
 
-Engine side: :func:`serve`. Frontend side: :func:`connect`. See the README for an example of both.
+Engine side: :func:`serve`. Frontend side: :func:`connect`. See the README for an example of both. :mod:`shmring.threads` has
+both for code without an event loop.
 
-What needs torch, which takes seconds to import, is imported when it is first used: a command line that only wants the
-configuration or the errors answers at once.
+Each name is imported when it is first used. What needs torch takes seconds, so a command line that only wants the configuration
+or the errors answers at once; and every process of a vLLM beside which this is installed imports this file.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from shmring.config import ClientConfig, RingConfig
-from shmring.errors import (
-    AbortedError,
-    CapacityError,
-    ClosedError,
-    EngineDeadError,
-    LocalProtocolError,
-    PeerLostError,
-    ProtocolError,
-    RemoteError,
-    RemoteProtocolError,
-    ShmringError,
-    SlabError,
-    StaleDescriptorError,
-    WouldBlock,
-)
-from shmring.statistics import ClientStatistics, RingStatistics
-
 if TYPE_CHECKING:
+    from shmring import threads
     from shmring.client.client import RingClient, connect
     from shmring.client.slot import Slot
     from shmring.client.submission import Submission
+    from shmring.config import ClientConfig, RingConfig
+    from shmring.errors import (
+        AbortedError,
+        CapacityError,
+        ClosedError,
+        EngineDeadError,
+        LocalProtocolError,
+        PeerLostError,
+        ProtocolError,
+        RemoteError,
+        RemoteProtocolError,
+        ShmringError,
+        SlabError,
+        StaleDescriptorError,
+        WouldBlock,
+    )
     from shmring.memory.tensors import nbytes_for
     from shmring.ring.claim import Claim
     from shmring.ring.ring import Ring, serve
+    from shmring.statistics import ClientStatistics, RingStatistics
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "Slot",
     "Submission",
     "nbytes_for",
+    "threads",
     "RingConfig",
     "ClientConfig",
     "RingStatistics",
@@ -66,24 +68,32 @@ __all__ = [
     "__version__",
 ]
 
-_NEEDS_TORCH = {
+_ERRORS = [name for name in __all__ if name.endswith("Error") or name == "WouldBlock"]
+_MODULES = {
     "Claim": "shmring.ring.claim",
+    "ClientConfig": "shmring.config",
+    "ClientStatistics": "shmring.statistics",
+    "Ring": "shmring.ring.ring",
     "RingClient": "shmring.client.client",
+    "RingConfig": "shmring.config",
+    "RingStatistics": "shmring.statistics",
+    "Slot": "shmring.client.slot",
     "Submission": "shmring.client.submission",
     "connect": "shmring.client.client",
     "nbytes_for": "shmring.memory.tensors",
-    "Ring": "shmring.ring.ring",
     "serve": "shmring.ring.ring",
-    "Slot": "shmring.client.slot",
+    **dict.fromkeys(_ERRORS, "shmring.errors"),
 }
 
 if not TYPE_CHECKING:  # type checkers would take it to say that this module has every name
 
     def __getattr__(name: str) -> object:
-        """Imports what needs torch, on its first use."""
-        if name not in _NEEDS_TORCH:
+        """Imports a name on its first use."""
+        if name == "threads":
+            return importlib.import_module("shmring.threads")
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+        value = getattr(importlib.import_module(_MODULES[name]), name)
         globals()[name] = value
         return value
 

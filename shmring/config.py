@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-__all__ = ["ClientConfig", "RingConfig", "parse_nbytes"]
+__all__ = ["BACKINGS", "Backing", "ClientConfig", "RingConfig", "parse_nbytes"]
+
+#: Where a slab lies; see :class:`RingConfig`.
+Backing = Literal["auto", "/dev/shm", "memfd"]
+BACKINGS: tuple[Backing, ...] = get_args(Backing)
 
 _UNITS = {
     "": 1, "b": 1,
@@ -95,7 +99,10 @@ class RingConfig:
     """The engine's end.
 
     Attributes:
-        slab_nbytes: size of the whole slab, replies included. It is reserved in ``/dev/shm`` at the start.
+        slab_nbytes: size of the whole slab, replies included. It is reserved at the start.
+        backing: where it is reserved. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits, only the
+            machine's and the container's memory, and that nobody can truncate. ``"auto"``: in ``/dev/shm`` where it fits, else
+            in a memfd; the log says which. The part for replies is always a memfd, which only the engine can write.
         reply_nbytes: the part of it that replies use; ``None``: a sixteenth of the slab. Kept apart so that replies
             never wait for the memory of requests that wait for replies.
         max_lease_nbytes: the largest *base* lease a frontend gets; ``None``: an eighth of what can be leased, so that
@@ -132,12 +139,13 @@ class RingConfig:
         copy_offload_nbytes: copies larger than this run on a thread (they release the interpreter lock); up to it, waking
             a thread costs more than the copy. A frontend's is larger: nobody's accelerator waits for its loop.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
-            microseconds off its latency and costs a core meanwhile; 0: not at all. 200 microseconds cover a reply to a
-            frontend that answers at once.
+            microseconds off its latency and costs a core meanwhile. 0: for 60 microseconds, which is what sleeping costs,
+            and only while that helps. 200 microseconds cover a reply to a frontend that answers at once.
         debug: log where views came from that outlive their claim.
     """
 
     slab_nbytes: int | str = "1GiB"
+    backing: Backing = "auto"
     reply_nbytes: int | str | None = None
     max_lease_nbytes: int | str | None = None
     client_quota_nbytes: int | str | None = None
@@ -166,6 +174,7 @@ class RingConfig:
             self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "message_ring_nbytes",
             "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes", "copy_offload_nbytes",
         )  # fmt: skip
+        _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {self.backing!r}")
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")
         _require(int(self.staging_nbytes) >= 4096, "staging_nbytes must be at least 4096")
         _require(

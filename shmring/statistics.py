@@ -14,6 +14,7 @@ class RingStatistics:
     Attributes:
         epoch: identity of this engine's life.
         slab_nbytes: the whole slab.
+        shm_nbytes: what of it lies in ``/dev/shm``; the rest lies in memfds.
         leasable_nbytes: the part that is leased out; ``free`` + ``leased`` + ``quarantined`` add up to it.
         clients: frontends connected now.
         departed_clients: frontends that are gone but of which something is still quarantined or being read.
@@ -42,6 +43,7 @@ class RingStatistics:
 
     epoch: int
     slab_nbytes: int
+    shm_nbytes: int
     leasable_nbytes: int
     free_nbytes: int
     leased_nbytes: int
@@ -106,6 +108,7 @@ class ClientStatistics:
         inline_payloads: payloads whose tensors travelled in the message.
         slot_nbytes_submitted: bytes of slots handed to the engine.
         replies: replies received.
+        reply_copies, reply_copied_nbytes: replies that were copied out of the engine's slab, which was short of space for them.
         reply_slots_held: reply slots that living views keep.
         stale_releases: releases of slots that were not with the engine (late or doubled).
         reconnections: engines attached to after the first.
@@ -139,6 +142,8 @@ class ClientStatistics:
     inline_payloads: int
     slot_nbytes_submitted: int
     replies: int
+    reply_copies: int
+    reply_copied_nbytes: int
     reply_slots_held: int
     stale_releases: int
     reconnections: int

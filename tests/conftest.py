@@ -213,6 +213,9 @@ def hold() -> Callable[[Any], Callable[[], None]]:
 
         late = stopped = False
 
+        def has_more(self) -> bool:
+            return False
+
         def deliver(self, *_: object) -> int:
             return 0
 
@@ -235,12 +238,12 @@ def hold() -> Callable[[Any], Callable[[], None]]:
             pass
 
     def stop(link: Any) -> Callable[[], None]:
-        loop, reader = asyncio.get_running_loop(), link._reader
+        loop, reader = asyncio.get_running_loop(), link.reader
         loop.remove_reader(link._fd)
-        link._reader = NothingThere()
+        link.reader = NothingThere()
 
         def go_on() -> None:
-            link._reader = reader
+            link.reader = reader
             loop.add_reader(link._fd, link._hear)
             link._wake()
 

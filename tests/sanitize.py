@@ -1,6 +1,7 @@
-"""Runs the compiled core's tests with the core built for sanitizers: ``make sanitize``.
+"""Runs the compiled core's tests with the core built for sanitizers: ``make sanitize``; or fuzzes it so: ``--fuzz SECONDS``.
 
-First for AddressSanitizer and UndefinedBehaviourSanitizer; then, those in which threads meet, for ThreadSanitizer.
+First for AddressSanitizer and UndefinedBehaviourSanitizer; then, those in which threads meet, for ThreadSanitizer. It is fuzzed
+with the first two (``tests/fuzz/mutate.py``).
 
 The core is built anew, beside the one that is installed, in a temporary copy of the sources, and the tests run against that
 copy. Leaks are not looked for: an interpreter that ends leaves much to the kernel.
@@ -8,6 +9,7 @@ copy. Leaks are not looked for: an interpreter that ends leaves much to the kern
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import shutil
@@ -18,8 +20,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOKS = ("engine_book", "engine_book_machine", "client_book", "client_book_machine", "lending", "book_fields", "pressure")
-ENDS = ("wire", "received")
-COMPILED = tuple(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *ENDS, *BOOKS))
+RECORDS = ("wire", "received")
+#: Both ends, over real rings and a real slab: what asyncio does for them is not compiled.
+ENDS = ("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py")
+COMPILED = (
+    *(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *RECORDS, *BOOKS)),
+    *ENDS,
+)
 #: What goes on in several threads of one process.
 THREADED = ("tests/core/test_views.py", "-k", "thread or autograd")
 
@@ -57,18 +64,29 @@ RUNS = (
 
 
 def main() -> None:
-    """Exits as pytest does; a finding ends the run with the sanitizer's report. Its arguments are pytest's."""
-    compiler = os.environ.get("CC", "gcc")
+    """Exits as what it runs does; a finding ends the run with the sanitizer's report. Other arguments are pytest's."""
+    parser = argparse.ArgumentParser(
+        description="Runs the compiled core's tests under the compiler's sanitizers, or fuzzes it."
+    )
+    parser.add_argument("--fuzz", type=float, metavar="SECONDS", help="instead of running its tests")
+    options, pytest_arguments = parser.parse_known_args()
+    if options.fuzz is not None:
+        _run(RUNS[0], [sys.executable, "tests/fuzz/mutate.py", "--seconds", str(options.fuzz)])
+        return
     for sanitizers in RUNS:
-        libraries = [_runtime(compiler, name) for name in sanitizers.libraries]
-        with tempfile.TemporaryDirectory() as directory:
-            _build(Path(directory), sanitizers.names)
-            environment = os.environ | sanitizers.options | {"LD_PRELOAD": " ".join(libraries), "PYTHONPATH": directory}
-            test = [sys.executable, "-m", "pytest", *sanitizers.tests, "-p", "no:cacheprovider", "--timeout=600", *sys.argv[1:]]
-            print(f"-fsanitize={sanitizers.names}", flush=True)
-            ended = subprocess.run(test, cwd=directory, env=environment, check=False)
-            if ended.returncode:
-                sys.exit(ended.returncode)
+        pytest = [sys.executable, "-m", "pytest", *sanitizers.tests, "-p", "no:cacheprovider", "--timeout=600"]
+        _run(sanitizers, [*pytest, *pytest_arguments])
+
+
+def _run(sanitizers: Sanitizers, command: list[str]) -> None:
+    libraries = [_runtime(os.environ.get("CC", "gcc"), name) for name in sanitizers.libraries]
+    with tempfile.TemporaryDirectory() as directory:
+        _build(Path(directory), sanitizers.names)
+        environment = os.environ | sanitizers.options | {"LD_PRELOAD": " ".join(libraries), "PYTHONPATH": directory}
+        print(f"-fsanitize={sanitizers.names}", flush=True)
+        ended = subprocess.run(command, cwd=directory, env=environment, check=False)
+    if ended.returncode:
+        sys.exit(ended.returncode)
 
 
 def _build(copy: Path, names: str) -> None:

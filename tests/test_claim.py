@@ -121,7 +121,7 @@ async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_an
     client = await connect()
     submission = await client.submit("x")
     claim = await ring.claim()
-    await claim.reply({"x": tensor(50_000)})
+    await claim.reply({"x": tensor(25_000)})
     kept = await submission.next()  # or closing would give its slot to the one that waits
     late = asyncio.create_task(claim.reply({"x": tensor(50_000)}))
     await eventually(lambda: ring.statistics().replies_waiting == 1)
@@ -479,7 +479,7 @@ async def test_an_abort_wakes_a_reply_that_waits_for_space_and_keeps_nothing(end
     gc.disable()
     try:
         keeper, keeping = await ends.claim("x")
-        await keeping.reply({"x": tensor(60_000)})
+        await keeping.reply({"x": tensor(25_000)})
         kept = await keeper.next()
         submission, claim = await ends.claim({"x": tensor(5000)})
 

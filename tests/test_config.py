@@ -110,6 +110,7 @@ def test_a_config_is_frozen(config: Any) -> None:
         (RingConfig, "message_ring_nbytes", 48 << 10),
         (RingConfig, "slab_nbytes", -1),
         (RingConfig, "reply_nbytes", "lots"),
+        (RingConfig, "backing", "shm"),
         (RingConfig, "inline_nbytes", (32 << 10) + 1),
         (ClientConfig, "lease_nbytes", 4095),
         (ClientConfig, "copy_threads", 0),

@@ -532,12 +532,40 @@ async def test_a_slab_that_does_not_fit_is_an_error_and_gives_the_name_back(serv
     status = os.statvfs("/dev/shm")
     before = descriptors()
     with pytest.raises(shmring.SlabError):
-        await serve(slab_nbytes=status.f_blocks * status.f_frsize + (64 << 20))
+        await serve(slab_nbytes=status.f_blocks * status.f_frsize + (64 << 20), reply_nbytes=4096, backing="/dev/shm")
     with pytest.raises(ValueError, match="no room for leases"):
         await serve(slab_nbytes=8192)
     assert descriptors() == before
     ring = await serve()
     assert ring.statistics().slab_nbytes == MIB
+
+
+def protection_at(address: int) -> str:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, protection = line.split()[:2]
+        start, end = (int(text, 16) for text in addresses.split("-"))
+        if start <= address < end:
+            return protection
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+@pytest.mark.parametrize(("backing", "shm_nbytes"), [("auto", MIB - (64 << 10)), ("/dev/shm", MIB - (64 << 10)), ("memfd", 0)])
+async def test_whatever_the_slab_lies_in_tensors_cross_it_and_a_frontend_can_only_read_replies(
+    serve: Any, connect: Any, backing: str, shm_nbytes: int
+) -> None:
+    ring = await serve(echo, backing=backing)
+    assert (ring.statistics().shm_nbytes, ring.statistics().reply_nbytes) == (shm_nbytes, 64 << 10)
+    client = await connect()
+    sent = torch.arange(5000, dtype=torch.int32)
+    async with client.slot(sent.nbytes) as slot:
+        view = slot.tensor(sent.shape, sent.dtype).copy_(sent)
+        reply = await client.request(view, timeout=5)
+        assert protection_at(view.data_ptr()) == "rw-s"
+    assert torch.equal(reply, sent)
+    assert protection_at(reply.data_ptr()) == "r--s"
+    await client.close()
+    await ring.close()
+    assert torch.equal(reply, sent), "it keeps the mapping"
 
 
 async def test_what_is_asked_wrongly_is_refused_at_once(serve: Any, connect: Any) -> None:
@@ -748,7 +776,7 @@ async def test_replies_dropped_together_come_back_though_they_are_too_many_for_a
         for number in range(claim.payload["n"]):
             await claim.reply(torch.full((1100,), number % 251, dtype=torch.uint8))
 
-    ring = await serve(answer, slab_nbytes="16MiB", reply_nbytes="8MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
+    ring = await serve(answer, slab_nbytes="32MiB", reply_nbytes="16MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
     client = await connect()
     replies = [reply async for reply in client.stream({"n": 1600}, timeout=30)]
     assert client.statistics().reply_slots_held == 1600
@@ -766,7 +794,7 @@ async def test_a_goodbye_that_keeps_more_than_a_message_names_gives_all_else_bac
         for number in range(claim.payload["n"]):
             await claim.reply(torch.full((1100,), number % 251, dtype=torch.uint8))
 
-    ring = await serve(answer, slab_nbytes="16MiB", reply_nbytes="8MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
+    ring = await serve(answer, slab_nbytes="32MiB", reply_nbytes="16MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
     client = await connect()
     replies = [reply async for reply in client.stream({"n": 1600}, timeout=30)]
     del replies[:100]
@@ -900,11 +928,10 @@ async def test_closing_while_a_reply_gets_its_space_is_an_abort(
     await client.submit("second")
     claims = [await ring.claim(), await ring.claim()]
     await claims[0].reply({"x": torch.ones(8000, dtype=torch.uint8)})
-    reply = await first.next()
     waiting = asyncio.create_task(claims[1].reply({"x": torch.ones(8000, dtype=torch.uint8)}))
     await eventually(lambda: ring.statistics().replies_waiting)
     closing = asyncio.create_task(ring.close())
-    del reply
+    first.drop_replies()  # its caller reads none of them
     await turns(steps)
     await client.close()
     await closing

@@ -342,3 +342,14 @@ async def test_a_failed_request_keeps_no_view_alive(serve: Any, connect: Any, ev
         await eventually(lambda: ring.statistics().slots_in_use == 0)
     finally:
         gc.enable()
+
+
+async def test_a_payload_that_waits_keeps_its_own_list_of_slots(serve: Any, connect: Any) -> None:
+    """What was packed may wait for its turn while others pack."""
+    await serve()
+    client = await connect()
+    end = client._session.end
+    _, of_first = end.pack("in no slot")
+    async with client.slot(30_000) as slot:
+        _, of_second = end.pack(slot.tensor((30_000,), torch.uint8))
+        assert (len(of_first), len(of_second)) == (0, 1)

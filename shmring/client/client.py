@@ -8,8 +8,6 @@ session; with it, pending calls fail with :class:`EngineDeadError` and later one
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from pathlib import Path
@@ -18,11 +16,12 @@ from typing import Any
 
 import torch
 
+from shmring.client.deadlines import Deadlines
 from shmring.client.session import ClientCounters, Session
-from shmring.client.slot import AcquiringSlot, Slot
+from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig, configured
-from shmring.core.received import PayloadDecoder
+from shmring.core.client_calls import ClientCalls, check_nbytes
 from shmring.core.states import ClientSlot
 from shmring.errors import (
     AbortedError,
@@ -36,10 +35,8 @@ from shmring.errors import (
 from shmring.forks import Origin
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
-from shmring.gpu.device_slots import cuda_index_of
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
-from shmring.memory.tensors import make_decoder
 from shmring.statistics import ClientStatistics
 from shmring.transport.endpoint import socket_path
 
@@ -49,7 +46,6 @@ logger = logging.getLogger("shmring.client")
 
 _MAX_NAME_CHARACTERS = 256
 _FIRST_ATTEMPT_PAUSE_S = 0.02
-_UNBOUNDED: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
 
 
 class _Preparing:
@@ -67,7 +63,7 @@ class _Preparing:
             self.task.cancel()
 
 
-class RingClient:
+class RingClient(ClientCalls):
     """A frontend's end. Made by :func:`connect`.
 
     Attributes:
@@ -94,7 +90,8 @@ class RingClient:
         self._device_memory = device_memory
         self._counters = ClientCounters()
         self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
-        self._decoders: dict[Any, PayloadDecoder] = {}
+        super().__init__(self._copier)
+        self._deadlines = Deadlines()
         self._preparing: set[_Preparing] = set()
         self._session: Session | None = None
         self._attached = asyncio.Event()
@@ -132,7 +129,8 @@ class RingClient:
     ) -> Any:
         """Sends a payload and waits for its one reply. Cancelling aborts the request.
 
-        Tensors of a reply are views into the engine's slab; they go back when the last view of them dies.
+        Tensors of a reply are views into the engine's slab; they go back when the last view of them dies. They are in memory
+        that can only be read: writing to one in place ends this process, so write to a copy (``clone``).
 
         Args:
             payload: any msgspec-encodable object with torch tensors and numpy arrays at any depth. Tensors that lie in a
@@ -151,8 +149,9 @@ class RingClient:
             EngineDeadError: the engine went away.
             ClosedError: this client is closed.
         """
-        async with _within(timeout):
+        with self._deadlines.within(timeout, self._why_not_sent) as deadline:
             submission = await self.submit(payload, request_id=request_id)
+            deadline.waits_for = self._why_no_reply
             try:
                 return await submission.result(reply_type)
             except BaseException:
@@ -167,13 +166,12 @@ class RingClient:
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting, not what the caller does
         between two replies.
         """
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
-        async with _within(timeout):
+        until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        with self._deadlines.within(timeout, self._why_not_sent):
             submission = await self.submit(payload, request_id=request_id)
 
         async def next_reply() -> list[Any]:
-            async with _within(timeout, deadline):
+            with self._deadlines.within(timeout, self._why_no_reply, until_s=until_s):
                 return [await submission.next(reply_type)]
 
         try:
@@ -186,11 +184,9 @@ class RingClient:
         finally:
             submission.abort()
 
-    async def submit(self, payload: object, *, request_id: str = "") -> Submission:
-        """Sends a payload, and returns when it is the engine's: the first half of :meth:`request`."""
+    async def submit_in_turn(self, payload: object, request_id: str) -> Submission:
+        """For :meth:`submit`: something has to be waited for."""
         if not request_id:
-            if self._session is not None and (submission := self._session.submit_at_once(payload)) is not None:
-                return submission
             session = self._attached_now() or await self._ready()
             return await session.submit(payload, "")
         self._check_name(request_id)
@@ -219,6 +215,11 @@ class RingClient:
         self._check_name(request_id)
         return self._ready_nowait().submit_nowait(payload, request_id, ask=ask)
 
+    async def submit_unless_full(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
+        """For :mod:`shmring.threads`: as :meth:`submit_nowait`, with a long copy made beside the loop."""
+        self._check_name(request_id)
+        return await self._ready_nowait().submit_unless_full(payload, request_id, ask=ask)
+
     def abort(self, request_id: str | Iterable[str]) -> int:
         """Aborts the requests of these names; tasks that wait for them get :class:`AbortedError`.
 
@@ -245,40 +246,11 @@ class RingClient:
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
         self._check_name(method)
-        async with _within(timeout):
+        with self._deadlines.within(timeout, lambda: f"an engine to be attached, or its answer to the call {method!r}"):
             session = await self._ready()
             return await session.call(method, arguments)
 
     # -- slots ---------------------------------------------------------------------------------------------------------
-
-    def slot(
-        self, nbytes: int, *, timeout: float | None = None, drain: bool = False, device: torch.device | str = "cpu"
-    ) -> AcquiringSlot:
-        """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
-
-        Args:
-            nbytes: bytes of tensors; :func:`shmring.nbytes_for` adds several up with their alignment.
-            timeout: seconds to wait.
-            drain: whether the memory, after the block was left, is kept until the last view of it has died. For slots that
-                threads write to: cancelling ``asyncio.to_thread`` does not stop the thread. Whatever holds a view then keeps
-                the memory, the frames of an exception that somebody keeps included.
-            device: ``"cuda"``: memory of the engine's device slab (``RingConfig.device_slab_nbytes``), for what is made on
-                that GPU. The first such slot maps it into this process. What is queued on the current stream is waited for
-                by whoever comes next, the engine as well as this client; another stream that writes to the slot is for the
-                current one to wait for, before the slot is submitted and before it is left.
-
-        Raises:
-            CapacityError: more than the engine can lease out; waiting would be useless.
-            TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
-            SlabError: the engine has no device slab, or (``CudaError``) this process can't use it. Slots in host memory are
-                never given in its place.
-            ValueError: ``nbytes`` is negative, or ``device`` another GPU than that of the device slab.
-        """
-        _check_nbytes(nbytes)
-        is_on_host, index = _where(device)
-        if is_on_host:
-            return AcquiringSlot(self._slot_at_once, self._acquire, nbytes, timeout, drain)
-        return AcquiringSlot(_no_slot, functools.partial(self._acquire_on_device, index), nbytes, timeout, drain)
 
     def check_capacity(self, nbytes: int) -> None:
         """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
@@ -292,27 +264,29 @@ class RingClient:
             EngineDeadError, ClosedError: as :meth:`request`.
             ValueError: ``nbytes`` is negative.
         """
-        _check_nbytes(nbytes)
+        check_nbytes(nbytes)
         session = self._ready_nowait()
         session.check_alive()
         session.book.check_capacity(nbytes)
 
-    def _slot_at_once(self, nbytes: int, drain: bool) -> Slot | None:
-        session = self._session
-        slot: Slot | None = None if session is None else session.end.hold_now(nbytes, drain)
-        return slot
+    def resolve_device(self, device: torch.device | str) -> torch.device | None:
+        """For :meth:`slot`: the GPU that is meant, or None for the host."""
+        wanted = torch.device(device)
+        if wanted.type == "cpu":
+            return None
+        if wanted.type != "cuda":
+            raise ValueError(f"a slot is on 'cpu' or on 'cuda', not on {str(wanted)!r}")
+        return wanted
 
-    async def _acquire(self, nbytes: int, timeout: float | None, drain: bool) -> Slot:
-        async with _within(timeout):
+    async def acquire_in_turn(self, nbytes: int, timeout: float | None, drain: bool, device: torch.device | None) -> Slot:
+        """For :meth:`slot`: something has to be waited for."""
+        with self._deadlines.within(timeout, self._why_not_sent):
             session = await self._ready()
-            return session.hold(await session.acquire(nbytes, held=True), drain=drain)
-
-    async def _acquire_on_device(self, index: int | None, nbytes: int, timeout: float | None, drain: bool) -> Slot:
-        async with _within(timeout):
-            session = await self._ready()
+            if device is None:
+                return session.hold(await session.acquire(nbytes, held=True), drain=drain)
             self._check_device_slab(session)
             slots = await session.open_device()
-            slots.check_index(index)
+            slots.check_index(device.index)
             return session.hold(await session.acquire(nbytes, held=True, book=slots.book), drain=drain)
 
     def slot_nowait(self, nbytes: int, *, drain: bool = False, device: torch.device | str = "cpu", ask: bool = True) -> Slot:
@@ -327,16 +301,16 @@ class RingClient:
                 does.
             CapacityError, EngineDeadError, ClosedError, SlabError, ValueError: as :meth:`slot`.
         """
-        _check_nbytes(nbytes)
-        is_on_host, index = _where(device)
+        check_nbytes(nbytes)
+        wanted = self.resolve_device(device)
         session = self._ready_nowait()
         session.check_alive()
-        if is_on_host:
+        if wanted is None:
             return session.hold(session.acquire_nowait(nbytes, held=True, ask=ask), drain=drain)
         self._check_device_slab(session)
         if session.device is None:
             raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")
-        session.device.check_index(index)
+        session.device.check_index(wanted.index)
         return session.hold(session.acquire_nowait(nbytes, held=True, ask=ask, book=session.device.book), drain=drain)
 
     def _check_device_slab(self, session: Session) -> None:
@@ -348,7 +322,8 @@ class RingClient:
     @property
     def client_id(self) -> int:
         """How the engine that is attached now numbers this client (``Claim.client_id`` there); 0: none is."""
-        return 0 if self._session is None else self._session.welcome.client_id
+        session = self._session  # once: another thread may ask (shmring.threads)
+        return 0 if session is None else session.welcome.client_id
 
     @property
     def connected(self) -> bool:
@@ -367,7 +342,7 @@ class RingClient:
 
     async def wait_connected(self, timeout: float | None = None) -> None:
         """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
-        async with _within(timeout):
+        with self._deadlines.within(timeout, self._why_not_sent):
             await self._ready()
 
     async def wait_prefaulted(self, timeout: float | None = None) -> None:
@@ -376,7 +351,7 @@ class RingClient:
         It takes some 0.2 s per GB, beside whatever else goes on. A server that is to be fast from its first request on awaits
         this before it says that it is ready.
         """
-        async with _within(timeout):
+        with self._deadlines.within(timeout, lambda: "the slab's pages to be mapped in this process"):
             while True:
                 session = await self._ready()
                 await session.prefaulted()
@@ -416,10 +391,10 @@ class RingClient:
             self._cuda,
             self._device_memory,
             self._session_lost,
-            self.decoder,
         )
         session.check_alive()  # it may have been lost while it opened
         self._session = session
+        self.use(session.end)
         self._attached.set()
 
     async def _attach_in_time(self) -> None:
@@ -441,6 +416,7 @@ class RingClient:
         if session is not self._session:
             return
         self._session = None
+        self.use(None)
         self._counters = self._counters.with_those_of(session.end)
         self._lost_error = None if session.error is None else fresh(session.error)
         self._attached.clear()
@@ -491,12 +467,17 @@ class RingClient:
     ) -> None:
         await self.close()
 
-    def decoder(self, reply_type: Any) -> PayloadDecoder:
-        """Returns the decoder of a type; made once."""
-        decoder = self._decoders.get(reply_type)
-        if decoder is None:
-            decoder = self._decoders[reply_type] = make_decoder(reply_type)
-        return decoder
+    def _why_not_sent(self) -> str:
+        """Says what a request that was not sent yet, or a slot, is waiting for."""
+        if self._session is None:
+            return f"an engine {self.name!r} to be attached"
+        return self._session.why_not_sent()
+
+    def _why_no_reply(self) -> str:
+        """Says what a request that was sent is waiting for."""
+        if self._session is None:
+            return "the engine's reply; the engine has gone meanwhile"
+        return self._session.why_no_reply()
 
     def statistics(self) -> ClientStatistics:
         """Returns gauges of the present state, and counters since the start."""
@@ -530,6 +511,8 @@ class RingClient:
             inline_payloads=counters.inline_payloads,
             slot_nbytes_submitted=counters.slot_nbytes_submitted,
             replies=counters.replies,
+            reply_copies=counters.reply_copies,
+            reply_copied_nbytes=counters.reply_copied_nbytes,
             stale_releases=counters.stale_releases,
             reconnections=counters.reconnections,
             **(device.statistics() if device is not None else {}),
@@ -539,57 +522,6 @@ class RingClient:
         if len(name) > _MAX_NAME_CHARACTERS:
             raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
-
-
-def _no_slot(nbytes: int, drain: bool) -> None:
-    """No slot can be had without waiting."""
-
-
-def _where(device: torch.device | str) -> tuple[bool, int | None]:
-    """Returns whether a device is the host, and the index it names if it is none."""
-    if device == "cpu" or torch.device(device).type == "cpu":
-        return True, None
-    return False, cuda_index_of(device)
-
-
-def _within(timeout: float | None, deadline: float | None = None) -> contextlib.AbstractAsyncContextManager[object]:
-    """Bounds an ``async with`` in time; asyncio's way takes as long as a small message where there is no bound.
-
-    Args:
-        timeout: seconds, from now or up to the deadline.
-        deadline: in the loop's time.
-    """
-    if timeout is None:
-        return _UNBOUNDED
-    return _Bound(asyncio.timeout(timeout) if deadline is None else asyncio.timeout_at(deadline), timeout)
-
-
-class _Bound(contextlib.AbstractAsyncContextManager[object, None]):
-    """A timeout of asyncio, whose error then says how long it was."""
-
-    def __init__(self, bound: asyncio.Timeout, timeout: float) -> None:
-        self._bound = bound
-        self._timeout = timeout
-
-    async def __aenter__(self) -> object:
-        return await self._bound.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            await self._bound.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            raise TimeoutError(f"it took longer than the {self._timeout:g} s it was given, and was given up") from None
-
-
-def _check_nbytes(nbytes: int) -> None:
-    if type(nbytes) is int and nbytes >= 0:
-        return
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
-        raise TypeError(f"nbytes is an int, not {type(nbytes).__name__}")
-    if nbytes < 0:
-        raise ValueError(f"nbytes can't be negative: {nbytes}")
 
 
 class Connecting:

@@ -51,7 +51,6 @@ from shmring.core.messages import (
     decode_engine_message,
 )
 from shmring.core.payload import Packed
-from shmring.core.received import PayloadDecoder
 from shmring.core.views import Regions
 from shmring.errors import (
     AbortedError,
@@ -72,7 +71,7 @@ from shmring.gpu.device import DeviceMemory, DeviceSlab, Fence
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
-from shmring.memory.tensors import make_packer, slot_dtypes
+from shmring.memory.tensors import make_decoder, make_packer, slot_dtypes
 from shmring.memory.views import TENSOR_MAKER
 from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
 from shmring.transport.link import Link
@@ -109,6 +108,8 @@ class ClientCounters:
     inline_payloads: int = 0
     slot_nbytes_submitted: int = 0
     replies: int = 0
+    reply_copies: int = 0
+    reply_copied_nbytes: int = 0
     stale_releases: int = 0
     reconnections: int = 0
 
@@ -120,6 +121,8 @@ class ClientCounters:
 
 class Session:
     """See the head of this file. Made by :meth:`open`."""
+
+    decoder = staticmethod(make_decoder)  # for the end, which keeps those that it has asked for
 
     def __init__(
         self,
@@ -134,10 +137,8 @@ class Session:
         rings: Sequence[RingMemory],
         watch: ProcessWatch,
         on_lost: Callable[[Session], object],
-        decoder: Callable[[Any], PayloadDecoder],
     ) -> None:
         welcome = engine.welcome
-        self.decoder = decoder
         self.loop = asyncio.get_running_loop()
         self.config = config
         self.counters = counters
@@ -205,6 +206,7 @@ class Session:
             slot_key=_OF_SLOTS,
             debug=config.debug,
         )
+        self.end.reader = self.link.reader
         self.take_record = self.end.take_record
         self._watch = watch
         self.loop.add_reader(regions.bell, self._collect_deaths)
@@ -220,7 +222,6 @@ class Session:
         cuda: Cuda,
         device_memory: DeviceMemory,
         on_lost: Callable[[Session], object],
-        decoder: Callable[[Any], PayloadDecoder],
     ) -> Session:
         """Attaches to the engine at a path.
 
@@ -232,7 +233,7 @@ class Session:
         engine_uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
         engine = await attach_engine(path, Hello(PROTOCOL_VERSION, int(config.lease_nbytes), name), engine_uids)
         try:
-            session = cls._attach(engine, config, counters, copier, cuda, device_memory, on_lost, decoder)
+            session = cls._attach(engine, config, counters, copier, cuda, device_memory, on_lost)
         except BaseException:
             give_up(engine.socket)
             engine.socket.close()
@@ -251,7 +252,6 @@ class Session:
         cuda: Cuda,
         device_memory: DeviceMemory,
         on_lost: Callable[[Session], object],
-        decoder: Callable[[Any], PayloadDecoder],
     ) -> Session:
         """Takes all but the socket over, and that as well if it succeeds."""
         with contextlib.ExitStack() as undo:
@@ -261,7 +261,7 @@ class Session:
             undo.callback(slab.close)
             regions = Regions()
             undo.callback(regions.close)
-            session = cls(config, counters, copier, cuda, device_memory, engine, slab, regions, rings, watch, on_lost, decoder)
+            session = cls(config, counters, copier, cuda, device_memory, engine, slab, regions, rings, watch, on_lost)
             undo.pop_all()
         try:
             if config.map_leased_only:
@@ -593,14 +593,6 @@ class Session:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
-    def submit_at_once(self, payload: object) -> Submission | None:
-        """Packs and sends a payload; None if that can't be done at once: :meth:`submit` does it, or says why not."""
-        self.link.poll()  # what the engine has released meanwhile may be used again
-        if self._copier.copied_in_turn:
-            return None
-        sent: Submission | None = self.end.submit_now(payload, "", self._copier.short_nbytes)
-        return sent
-
     async def submit(self, payload: object, name: str) -> Submission:
         """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
         # Of now: while this waits, another task may make another stream the current one.
@@ -685,11 +677,19 @@ class Session:
         return submission
 
     async def _send_when_possible(
-        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None
+        self,
+        packed: Packed,
+        in_place: list[ClientSlotRecord],
+        name: str,
+        stream: Stream | None,
+        slot: ClientSlotRecord | None = None,
     ) -> Submission | None:
-        """Sends a payload; None if a slot that it lies in has changed hands while we waited for space."""
-        slot: ClientSlotRecord | None = None
-        if packed.slot_nbytes:
+        """Sends a payload; None if a slot that it lies in has changed hands while we waited for space.
+
+        Args:
+            slot: to copy it to, if there is one already.
+        """
+        if packed.slot_nbytes and slot is None:
             slot = await self.acquire(packed.slot_nbytes, held=False)
         submission: Submission | None = None
         try:
@@ -729,26 +729,71 @@ class Session:
 
     def submit_nowait(self, payload: object, name: str, *, ask: bool) -> Submission:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
+        self._begin_nowait()
+        try:
+            return self._send_nowait(*self.end.pack(payload), name, ask=ask)
+        except BaseException:
+            self.end.leave()
+            raise
+
+    async def submit_unless_full(self, payload: object, name: str, *, ask: bool) -> Submission:
+        """As :meth:`submit_nowait`, for a loop that several threads wait for: a long copy is made on a thread."""
+        self._begin_nowait()
+        try:
+            packed, in_place = self.end.pack(payload)
+            if packed.slot_nbytes <= self._copier.offload_nbytes:
+                return self._send_nowait(packed, in_place, name, ask=ask)
+            slot = self.acquire_nowait(packed.slot_nbytes, held=False, ask=ask)
+            submission = await self._send_when_possible(packed, in_place, name, None, slot)
+            if submission is None:
+                raise WouldBlock("a slot that the payload lies in was submitted by somebody else while the rest was copied")
+            return submission
+        except BaseException:
+            self.end.leave()
+            raise
+
+    def _begin_nowait(self) -> None:
+        """A request is in flight from here on; raises if it would have to wait for that, or for the engine."""
         self.check_alive()
         self.link.poll()
         self.check_alive()  # what came may have been its end
         if not self.end.begin():
             raise WouldBlock(f"{self.welcome.max_inflight} requests are in flight, the engine takes no more (max_inflight)")
-        submission: Submission | None = None
-        try:
-            if not self.link.can_write:
-                raise WouldBlock(_READS_SLOWLY)
-            packed, in_place = self.end.pack(payload)
-            submission = self._send_now(packed, in_place, name, None, math.inf)
-            if submission is None and self.end.found_full:
-                self.link.expect_space()
-                raise WouldBlock(_READS_SLOWLY)
-            if submission is None:
-                raise self._no_space(packed.slot_nbytes, self.book, ask=ask)
-            return submission
-        finally:
-            if submission is None:
-                self.end.leave()
+        if not self.link.can_write:
+            self.end.leave()
+            raise WouldBlock(_READS_SLOWLY)
+
+    def _send_nowait(self, packed: Packed, in_place: list[ClientSlotRecord], name: str, *, ask: bool) -> Submission:
+        submission = self._send_now(packed, in_place, name, None, math.inf)
+        if submission is None and self.end.found_full:
+            self.link.expect_space()
+            raise WouldBlock(_READS_SLOWLY)
+        if submission is None:
+            raise self._no_space(packed.slot_nbytes, self.book, ask=ask)
+        return submission
+
+    def why_not_sent(self) -> str:
+        """Says what somebody waits for who has a payload to send, or wants a slot."""
+        if self.book.waiting or (self.device is not None and self.device.book.waiting):
+            book = self.book
+            reason = f"space: {book.free_nbytes} of the {book.leased_nbytes} bytes that this client has leased are free"
+            kept_nbytes = book.draining_nbytes()
+            if kept_nbytes:
+                reason += f", {kept_nbytes} bytes of slots that were left are kept by living views of them"
+            if self.end.held:
+                reason += f", and callers hold {len(self.end.held)} slots"
+            return f"{reason}; the engine leases out what no other client uses"
+        if self._turns:
+            return f"its turn: {self.end.in_flight} requests are in flight, and the engine takes no more (max_inflight)"
+        if not self.link.can_write:
+            return f"room in the message ring: {_READS_SLOWLY}"
+        return "a copy of its tensors, which waits behind others"
+
+    def why_no_reply(self) -> str:
+        """Says what somebody waits for whose request was sent."""
+        held = self.reply_slots_held
+        reason = f"the engine's reply; {self.end.in_flight} requests of this client are in flight"
+        return reason + (f", and views of {held} earlier replies are alive, which keep their space" if held else "")
 
     def submit_on_device(self, record: ClientSlotRecord) -> int:
         """For the end: hands a slot in device memory over, and returns its generation."""
@@ -888,9 +933,11 @@ def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory]]:
                 raise RemoteProtocolError("the engine's limits of messages do not fit the size of its message rings")
             rings = map_rings(engine.ring_fds, welcome.message_ring_nbytes)
         except BaseException:
-            os.close(engine.slab_fd)
+            for fd in engine.slab_fds:
+                os.close(fd)
             raise
-        return Slab.attach(engine.slab_fd, welcome.slab_nbytes, welcome.epoch), rings
+        reply_nbytes = welcome.slab_nbytes - welcome.block_nbytes - welcome.leasable_nbytes
+        return Slab.attach(engine.slab_fds, welcome.slab_nbytes, reply_nbytes, welcome.epoch), rings
     finally:
         for fd in engine.ring_fds:
             os.close(fd)

@@ -12,7 +12,6 @@ nobody has to wait for that: submitting it and leaving it come behind what is qu
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +25,7 @@ from shmring.errors import ClosedError
 from shmring.memory.tensors import other_view, torch_dtype_name
 from shmring.memory.views import device_view
 
-__all__ = ["AcquiringSlot", "Slot"]
+__all__ = ["Slot"]
 
 
 class Slot(SlotEnd):
@@ -84,44 +83,3 @@ class Slot(SlotEnd):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class AcquiringSlot:
-    """What ``client.slot(nbytes)`` returns: await it, or use it with ``async with``. Waits for space in line.
-
-    Args:
-        at_once: ``at_once(nbytes, drain)`` gives a slot if none has to be waited for.
-        acquire: ``acquire(nbytes, timeout, drain)`` waits for one.
-        nbytes, timeout, drain: as of ``client.slot``.
-    """
-
-    __slots__ = ("_acquire", "_at_once", "_drain", "_nbytes", "_slot", "_timeout")
-
-    def __init__(
-        self,
-        at_once: Callable[[int, bool], Slot | None],
-        acquire: Callable[[int, float | None, bool], Awaitable[Slot]],
-        nbytes: int,
-        timeout: float | None,
-        drain: bool,
-    ) -> None:
-        self._at_once = at_once
-        self._acquire = acquire
-        self._nbytes = nbytes
-        self._timeout = timeout
-        self._drain = drain
-        self._slot: Slot | None = None
-
-    def __await__(self) -> Generator[Any, None, Slot]:
-        return self.__aenter__().__await__()
-
-    async def __aenter__(self) -> Slot:
-        slot = self._at_once(self._nbytes, self._drain) or await self._acquire(self._nbytes, self._timeout, self._drain)
-        self._slot = slot
-        return slot
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._slot is not None
-        self._slot.close()

@@ -23,29 +23,6 @@ class Submission(SubmissionEnd):
 
     __slots__ = ()
 
-    async def next(self, reply_type: Any = Any) -> Any:
-        """Waits for the next reply.
-
-        Raises:
-            StopAsyncIteration: the request is finished.
-            RemoteError, AbortedError, EngineDeadError: how it ended otherwise.
-        """
-        session = self.end.shell
-        if not self.ended and not self.has_reply:
-            session.link.poll()  # it may be there, and nobody has looked yet
-        while not self.has_reply:
-            if self.ended:
-                self.raise_error()
-                raise StopAsyncIteration
-            if self.waiter is not None:
-                raise LocalProtocolError(f"request {self.request_id} is waited for by two tasks; let one of them do it")
-            self.waiter = session.loop.create_future()
-            try:
-                await self.waiter
-            finally:
-                self.waiter = None
-        return self.take_reply(session.decoder(reply_type))
-
     async def result(self, reply_type: Any = Any) -> Any:
         """Waits for the one reply and the end.
 

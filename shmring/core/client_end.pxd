@@ -5,7 +5,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport PayloadDecoder
 from shmring.core.views cimport Lent, Regions, TensorMaker
@@ -54,12 +54,16 @@ cdef class ClientEnd:
     cdef readonly uint64_t copies
     cdef readonly uint64_t copied_nbytes
     cdef readonly uint64_t slot_nbytes_submitted
+    cdef readonly uint64_t reply_copies
+    cdef readonly uint64_t reply_copied_nbytes
     cdef readonly uint64_t stale_releases
     cdef readonly uint64_t in_flight
     cdef readonly bint found_full
     cdef public bint crowded
     cdef public bint is_open
     cdef public bint has_device
+    cdef public RecordReader reader
+    cdef dict _decoders
     cdef object _clock
     cdef type _slot_type
     cdef TensorMaker _maker
@@ -81,6 +85,16 @@ cdef class ClientEnd:
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1
     cdef int _write_header(self, uint64_t offset, uint64_t generation, uint64_t nbytes) noexcept
     cdef bint is_usable(self) noexcept
+    cdef int hear(self) except -1
+    cpdef object hold(self, ClientSlotRecord record, bint drain)
+    cpdef bint begin(self) except -1
+    cpdef int leave(self) except -1
+    cpdef object send_now(self, Packed packed, list in_place, str name, bytes fence)
+    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, bytes fence)
+    cpdef SubmissionEnd forget(self, uint64_t request_id)
+    cdef PayloadDecoder decoder_of(self, object reply_type)
+    cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
+    cpdef object hold_now(self, object nbytes, bint drain)
     cdef int _leave(self, SlotEnd slot) except -1
     cdef int _take_back(self, tuple released) except -1
     cdef int _done(self, Done done) except -1

@@ -4,10 +4,11 @@ from typing import Any, Self
 
 import torch
 
+from shmring.core.awaiting import Awaited
 from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.held_slots import HeldSlots
 from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordWriter
+from shmring.core.message_ring import RecordReader, RecordWriter
 from shmring.core.payload import Packed, Packer
 from shmring.core.received import PayloadDecoder
 from shmring.core.views import RegionBytes, Regions, TensorMaker
@@ -27,6 +28,7 @@ class SubmissionEnd:
     def ended(self) -> bool: ...
     @property
     def error(self) -> Exception | None: ...
+    def next(self, reply_type: Any = ...) -> Awaited[Any]: ...
     @property
     def has_reply(self) -> bool: ...
     def take_reply(self, decoder: PayloadDecoder) -> Any: ...
@@ -59,6 +61,7 @@ class ClientEnd:
     crowded: bool
     is_open: bool
     has_device: bool
+    reader: RecordReader | None
     @property
     def in_flight(self) -> int: ...
     @property

@@ -12,25 +12,30 @@ at all.
 """
 
 from collections import deque
+from typing import Any
 
 import msgspec
 
+cimport cython
+from cpython.object cimport PyObject
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
+from shmring.core.awaiting cimport Awaited, may_be_awaited, nothing_more, owned
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_region_viewed, leave_region, lend_bytes
 from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_engine_record
 
-from shmring.core.messages import SLOT_HEADER_NBYTES, SLOT_MAGIC
-from shmring.errors import CapacityError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
+from shmring.core.dropped import give_back_soon, warn_of
+from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SLOT_MAGIC
+from shmring.errors import CapacityError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
 
 cdef extern from *:
     """
@@ -63,6 +68,25 @@ cdef class SubmissionEnd:
         waiter: a future that is set as soon as a reply or the end comes; None: nobody waits.
     """
 
+    def next(self, reply_type=Any):
+        """Waits for the next reply.
+
+        Args:
+            reply_type: a msgspec type to decode it into.
+
+        Returns:
+            The reply, when awaited.
+
+        Raises:
+            StopAsyncIteration: the request is finished.
+            RemoteError, AbortedError, EngineDeadError: how it ended otherwise.
+            LocalProtocolError: another task waits for this request.
+        """
+        cdef _NextReply next_reply = _NextReply.__new__(_NextReply)
+        next_reply.submission = self
+        next_reply.reply_type = reply_type
+        return next_reply
+
     @property
     def has_reply(self) -> bool:
         """Whether :meth:`take_reply` has something to return."""
@@ -93,6 +117,22 @@ cdef class SubmissionEnd:
             content = self._replies.popleft()
             self.end.shell.release_replies([slot.generation for slot in content.slots])
 
+    def __del__(self) -> None:
+        cdef Content content
+        cdef bint holds_slots = False
+        if not self._replies or self.end is None or not self.end.is_usable():
+            return
+        for content in self._replies:
+            holds_slots = holds_slots or content.slot_count
+        if holds_slots:
+            give_back_soon(self.end.shell.loop, self._give_back)
+
+    def _give_back(self) -> None:
+        """It was dropped, and nobody has taken its replies since."""
+        if self._replies and self.end.is_usable():
+            warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
+            self.drop_replies()
+
     cdef int _end(self, object error) except -1:
         if self.ended:
             return 0
@@ -106,6 +146,40 @@ cdef class SubmissionEnd:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
         return 0
+
+
+@cython.final
+cdef class _NextReply(Awaited):
+    """What :meth:`SubmissionEnd.next` returns."""
+
+    cdef SubmissionEnd submission
+    cdef object reply_type
+
+    cdef PyObject* happen(self) except NULL:
+        cdef SubmissionEnd submission = self.submission
+        if not submission.ended and not submission._replies:
+            submission.end.hear()  # it may be there, and nobody has looked yet
+        if submission._replies:
+            return owned(submission.take_reply(submission.end.decoder_of(self.reply_type)))
+        if submission.ended:
+            if submission.error is not None:
+                raise fresh(submission.error)
+            return nothing_more()
+        if submission.waiter is not None:
+            raise LocalProtocolError(f"request {submission.request_id} is waited for by two tasks; let one of them do it")
+        submission.waiter = submission.end.shell.loop.create_future()
+        return self.wait_in(submission.waiter)
+
+    cdef PyObject* came(self, object result) except NULL:
+        self.submission.waiter = None
+        return self.happen()
+
+    cdef int gave_up(self) except -1:
+        self.submission.waiter = None
+        return 0
+
+
+may_be_awaited(_NextReply)
 
 
 cdef class SlotEnd:
@@ -129,6 +203,18 @@ cdef class SlotEnd:
     def __dealloc__(self) -> None:
         if self._region != NULL:
             drop_region(self._region)
+
+    def __del__(self) -> None:
+        if self.end is None or not self.end.is_usable():
+            return
+        give_back_soon(self.end.shell.loop, self._give_back)
+
+    def _give_back(self) -> None:
+        """It was dropped, and was not left since."""
+        if self.end is not None and self.end.is_usable():
+            warn_of(f"a slot of {self.nbytes} bytes was dropped before it was left; use `async with client.slot(...)`", self)
+            self._drain = True  # views of it may be alive
+            self.close()
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1:
         """Takes so many bytes behind those that were taken before; -1 is an error, 1 means that they do not fit."""
@@ -244,6 +330,7 @@ cdef class ClientEnd:
 
     Attributes:
         in_flight: requests that are, or are about to be.
+        reader: of the ring from the engine, which the shell reads; None: nothing comes unless the shell has it delivered.
         found_full: whether :meth:`send_now` returned None because the ring is full.
         crowded: whether others wait for their turn; the shell says so.
         is_open: whether requests may be sent; the shell says so.
@@ -280,18 +367,31 @@ cdef class ClientEnd:
         self.is_open = True
         self.held = HeldSlots()
         self.pending = {}
+        self._decoders = {}
 
     def detach(self) -> None:
         """The session has ended: nothing more is written, and neither slab nor rings need stay mapped."""
-        self._mapping, self._writer = Mapping(-1, 0), None
+        self._mapping, self._writer, self.reader = Mapping(-1, 0), None, None
 
     cdef bint is_usable(self) noexcept:
         """Whether requests may be sent from this process."""
         return self.is_open and self._writer is not None and not self._writer.is_forked()
 
+    cdef int hear(self) except -1:
+        """Takes in what has come: slots that the engine has released may be used again, and replies may be there."""
+        if self.reader is not None and self.is_usable() and self.reader.has_news():  # a forked child has no rings
+            self.shell.link.poll()
+        return 0
+
+    cdef PayloadDecoder decoder_of(self, reply_type):
+        decoder = self._decoders.get(reply_type)
+        if decoder is None:
+            decoder = self._decoders[reply_type] = self.shell.decoder(reply_type)
+        return decoder
+
     # -- slots -------------------------------------------------------------------------------------------------------
 
-    def hold_now(self, nbytes, bint drain):
+    cpdef object hold_now(self, object nbytes, bint drain):
         """Returns a slot in host memory for a caller; None if something has to be waited for.
 
         Raises:
@@ -303,7 +403,7 @@ cdef class ClientEnd:
         record = self.book.acquire_slot(nbytes, True)
         return None if record is None else self.hold(record, drain)
 
-    def hold(self, ClientSlotRecord record not None, bint drain):
+    cpdef object hold(self, ClientSlotRecord record, bint drain):
         """Hands a slot in host memory, which was acquired, to a caller."""
         cdef SlotEnd slot = self._slot_type.__new__(self._slot_type)
         slot.end = self
@@ -342,18 +442,19 @@ cdef class ClientEnd:
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> bool:
+    cpdef bint begin(self) except -1:
         """Counts one more request as in flight; returns False if there are as many as may be, or others wait for that."""
         if self.crowded or self.in_flight >= self._max_inflight:
             return False
         self.in_flight += 1
         return True
 
-    def leave(self) -> None:
+    cpdef int leave(self) except -1:
         """A request is in flight no more."""
         self.in_flight -= 1
         if self.crowded:
             self.shell.request_left()
+        return 0
 
     def pass_on(self) -> None:
         """For the shell: one that has waited is in flight now."""
@@ -373,7 +474,7 @@ cdef class ClientEnd:
         packed = self._packer.pack(payload, self._inline_nbytes, self._writer.largest_record_nbytes, self.held)
         return packed, self.held.found
 
-    def submit_now(self, payload, str name not None, uint64_t most_nbytes):
+    cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):
         """Packs and sends a payload, unless something has to be waited for.
 
         Args:
@@ -408,7 +509,7 @@ cdef class ClientEnd:
         """Where a slot's content is in this process."""
         return <uint64_t>self._mapping.mapped.address + slot.start * _BLOCK_NBYTES + _HEADER_NBYTES
 
-    def send_now(self, Packed packed not None, list in_place not None, str name not None, bytes fence not None):
+    cpdef object send_now(self, Packed packed, list in_place, str name, bytes fence):
         """Copies what has to be copied, and sends it.
 
         Returns:
@@ -433,7 +534,7 @@ cdef class ClientEnd:
                 self.shell.give_up(slot)
         return sent
 
-    def send(self, Packed packed not None, list in_place not None, slot, str name not None, bytes fence not None):
+    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, bytes fence):
         """Sends a payload whose tensors have been copied.
 
         Args:
@@ -562,7 +663,7 @@ cdef class ClientEnd:
             self.shell.carry_out(effects or [])
         return 0
 
-    def forget(self, request_id: int):
+    cpdef SubmissionEnd forget(self, uint64_t request_id):
         """A request has ended; returns its submission.
 
         Raises:
@@ -612,7 +713,7 @@ cdef class ClientEnd:
         return 0
 
     def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
-        """Decodes a reply; its slot goes back when the last view of it dies.
+        """Decodes a reply; its slot goes back when the last view of it dies, or at once if the engine is short of reply space.
 
         Raises:
             RemoteError: it is not of the decoder's type.
@@ -625,6 +726,7 @@ cdef class ClientEnd:
         cdef bint is_viewed = False
         self.shell.check_alive()
         regions = regions_of(content, self._reply_key, self.regions, self._mapping)
+        regions.is_copied_out = content.slot_count and slot.lease_id == COPY_OUT
         try:
             if content.slot_count:
                 memcpy(header, self._mapping.mapped.address + slot.offset, 24)
@@ -638,7 +740,11 @@ cdef class ClientEnd:
                         self._max_tensors,
                     )
             reply = decoder.decode(regions, None)
-            is_viewed = content.slot_count and regions.is_viewed(0)
+            if regions.is_copied_out:
+                self.reply_copies += 1
+                self.reply_copied_nbytes += slot.nbytes
+            else:
+                is_viewed = content.slot_count and regions.is_viewed(0)
             return reply
         except msgspec.ValidationError as error:
             raise RemoteError("UnexpectedReply", f"the reply is not of reply_type: {error}") from error

@@ -4,7 +4,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from shmring.core.engine_book cimport EngineBook
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed
 from shmring.core.received cimport ContentRegions, PayloadDecoder
 from shmring.core.records cimport ClientRecord, RequestRecord
@@ -17,6 +17,7 @@ cdef class FrontendEnd:
     cdef readonly uint64_t client_id
     cdef ClientRecord record
     cdef RecordWriter _writer
+    cdef RecordReader _reader
 
 
 cdef class ClaimEnd:
@@ -32,6 +33,8 @@ cdef class ClaimEnd:
     cdef object _payload
     cdef list _abort_callbacks
     cdef list _end_callbacks
+    cdef object __weakref__
+    cdef bint _is_in_hands   # it was taken up
 
 
 cdef class EngineEnd:
@@ -39,8 +42,12 @@ cdef class EngineEnd:
     cdef readonly EngineBook book
     cdef readonly Regions regions
     cdef readonly object waiting
-    cdef readonly dict claims
+    cdef readonly dict claims   # weak references
     cdef public bint is_awaited
+    cdef public bint is_crowded
+    cdef public bint is_open
+    cdef list _frontends
+    cdef int _forks
     cdef readonly uint64_t epoch
     cdef readonly uint64_t submitted
     cdef readonly uint64_t finished
@@ -58,6 +65,9 @@ cdef class EngineEnd:
     cdef bint _debug
     cdef object _device      # whether there is a device slab; None: there is not
 
+    cdef bint is_usable(self) noexcept
+    cdef int hear(self) except -1
+    cpdef object take_next(self)
     cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1
     cdef ClaimEnd _take_up(self, ClaimEnd claim)
     cdef bytes _payload_in_slot(self, Content content)

@@ -19,13 +19,14 @@ from collections import OrderedDict
 import msgspec
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.weakref cimport PyWeakref_NewRef
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
 from shmring.core.engine_book cimport EngineBook
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
 from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.records cimport ClientRecord, RequestRecord
@@ -34,6 +35,7 @@ from shmring.core.views cimport Regions
 from shmring.core.wire cimport Content, SlotNumbers, Submit, read_submit_record
 
 from shmring.core.messages import SLOT_HEADER_NBYTES, SLOT_MAGIC
+from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.states import Request, RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
 
@@ -66,18 +68,24 @@ cdef class FrontendEnd:
         self.end = end
         self.client_id = client_id
 
-    def attach(self, RecordWriter writer not None) -> None:
+    def attach(self, RecordWriter writer not None, RecordReader reader = None) -> None:
         """Its connection is there.
 
         Args:
             writer: of the ring to it.
+            reader: of the ring from it, which the shell reads; None: nothing comes unless the shell has it delivered.
         """
         self.record = self.end.book.client_of(self.client_id)
         self._writer = writer
+        self._reader = reader
+        if reader is not None:
+            self.end._frontends.append(self)
 
     def detach(self) -> None:
         """Its connection has ended: nothing more is written, and its rings need not stay mapped."""
-        self._writer = None
+        if self._reader is not None:
+            self.end._frontends.remove(self)
+        self._writer, self._reader = None, None
 
     def take_record(self, bytes record not None) -> None:
         """A record came from it.
@@ -157,6 +165,17 @@ cdef class ClaimEnd:
     def fail(self, error) -> None:
         """For the subclass."""
         raise NotImplementedError
+
+    def __del__(self) -> None:
+        if not self._is_in_hands or (self.ended and self.released) or not self.end.is_usable():
+            return
+        give_back_soon(self.end.shell.loop, self._give_back)
+
+    def _give_back(self) -> None:
+        """It was dropped, and nothing has ended it since."""
+        if not (self.ended and self.released) and self.end.is_usable():
+            warn_of(f"request {self.submit.request_id} was dropped before its claim was left; use `with claim:`", self)
+            self.fail(LocalProtocolError("the engine dropped the request without an answer"))
 
     def finish(self) -> None:
         """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
@@ -265,7 +284,9 @@ cdef class EngineEnd:
     Attributes:
         waiting: claims by (client id, request id), in order of arrival.
         is_awaited: whether somebody waits for one; the shell says so, and is then told of each.
-        claims: those that were taken up and have not ended.
+        is_crowded: whether others wait for one, and come first; the shell says so.
+        is_open: whether requests may be taken up; the shell says so.
+        claims: weak references to those that were taken up and have not ended: whoever drops one is told.
         submitted, finished, replies, received_nbytes: counted so far.
     """
 
@@ -288,12 +309,27 @@ cdef class EngineEnd:
         self._debug = debug
         self.waiting = OrderedDict()
         self.claims = {}
+        self.is_open = True
+        self._frontends = []
+        self._forks = forks()
 
     def detach(self) -> None:
         """The ring is closed: nothing is taken up any more, and the slab need not stay mapped."""
         self._mapping = Mapping(-1, 0)
 
+    cdef bint is_usable(self) noexcept:
+        """Whether requests may be taken up in this process."""
+        return self.is_open and self._forks == forks()
+
     # -- requests come -----------------------------------------------------------------------------------------------
+
+    cdef int hear(self) except -1:
+        """Takes in what frontends have sent: sooner than the loop would."""
+        cdef FrontendEnd frontend
+        for frontend in tuple(self._frontends):  # which may be fewer afterwards
+            if frontend._reader is not None and frontend._reader.has_news():
+                frontend.link.poll()
+        return 0
 
     cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:
         cdef Content content = submit.content
@@ -325,7 +361,7 @@ cdef class EngineEnd:
             self.shell.request_arrived()
         return 0
 
-    def take_next(self):
+    cpdef object take_next(self):
         """Takes the next request up that is worth a claim; None if none is waiting."""
         cdef ClaimEnd claim
         while self.waiting:
@@ -333,6 +369,11 @@ cdef class EngineEnd:
             if claim is not None:
                 return claim
         return None
+
+    def forget_claim(self, client_id: int, request_id: int):
+        """A request that was taken up has ended; returns its claim, or None if there is none (any more)."""
+        weakly = self.claims.pop((client_id, request_id), None)
+        return None if weakly is None else weakly()
 
     cdef ClaimEnd _take_up(self, ClaimEnd claim):
         cdef Content content = claim.submit.content
@@ -353,7 +394,8 @@ cdef class EngineEnd:
         except Exception as error:
             self.shell.take_up_failed(claim, error, breaks_rules=False)
             return None
-        self.claims[claim.frontend.client_id, claim.submit.request_id] = claim
+        self.claims[claim.frontend.client_id, claim.submit.request_id] = PyWeakref_NewRef(claim, None)
+        claim._is_in_hands = True
         return claim
 
     cdef bytes _payload_in_slot(self, Content content):

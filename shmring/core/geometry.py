@@ -38,22 +38,32 @@ class Geometry:
     LEASABLE_START = 1
 
     @classmethod
-    def of(cls, slab_nbytes: int, reply_nbytes: int | None, device_nbytes: int = 0) -> Geometry:
-        """Divides a slab; ``reply_nbytes`` None takes a sixteenth for replies. ``device_nbytes``: of the device slab.
+    def of(
+        cls, slab_nbytes: int, reply_nbytes: int | None, device_nbytes: int = 0, *, page_nbytes: int = BLOCK_NBYTES
+    ) -> Geometry:
+        """Divides a slab.
+
+        Args:
+            slab_nbytes: what to divide.
+            reply_nbytes: for replies; None: a sixteenth.
+            device_nbytes: of the device slab.
+            page_nbytes: the kernel's page, which is larger than a block on some machines. The reply reserve is mapped by
+                itself, so it begins where a page does, and takes what that leaves over.
 
         Raises:
             ValueError: the slab is too small for a header, a lease and a reply.
         """
-        blocks = slab_nbytes // BLOCK_NBYTES
+        blocks, page_blocks = slab_nbytes // BLOCK_NBYTES, page_nbytes // BLOCK_NBYTES
         reply_blocks = max(1, blocks // 16) if reply_nbytes is None else blocks_for(reply_nbytes)
-        if blocks - 1 - reply_blocks < 1:
+        reply_start = (blocks - reply_blocks) // page_blocks * page_blocks
+        if reply_start < 2:
             raise ValueError(
                 f"a slab of {slab_nbytes} bytes has no room for leases beside {reply_blocks * BLOCK_NBYTES} bytes of "
-                f"replies; make slab_nbytes at least {(reply_blocks + 2) * BLOCK_NBYTES}"
+                f"replies; make slab_nbytes at least {(reply_blocks + max(2, page_blocks)) * BLOCK_NBYTES}"
             )
         return cls(
-            leasable_blocks=blocks - 1 - reply_blocks,
-            reply_blocks=reply_blocks,
+            leasable_blocks=reply_start - 1,
+            reply_blocks=blocks - reply_start,
             device_blocks=device_nbytes // BLOCK_NBYTES,
         )
 
@@ -61,6 +71,11 @@ class Geometry:
     def slab_nbytes(self) -> int:
         """Size of the slab, and so where the device slab begins in the address space."""
         return self.device_start * BLOCK_NBYTES
+
+    @property
+    def reply_nbytes(self) -> int:
+        """Size of the reply reserve."""
+        return self.reply_blocks * BLOCK_NBYTES
 
     @property
     def device_start(self) -> int:

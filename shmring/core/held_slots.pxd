@@ -12,4 +12,7 @@ cdef class HeldSlots:
     cdef dict _slots           # (record, bytes of content) by address of content
     cdef readonly list found   # records in which something was found since the last call of `forget`, in that order
 
+    cpdef int hold(self, object record, uint64_t address, uint64_t nbytes) except -1
+    cpdef int leave(self, uint64_t address) except -1
+    cpdef int forget(self) except -1
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1

@@ -27,7 +27,7 @@ cdef class HeldSlots:
         for record, _ in self._slots.values():
             yield record
 
-    def hold(self, record, address: int, nbytes: int) -> None:
+    cpdef int hold(self, object record, uint64_t address, uint64_t nbytes) except -1:
         """A caller holds a slot.
 
         Args:
@@ -37,15 +37,18 @@ cdef class HeldSlots:
         self._addresses.make_ready()
         self._slots[address] = (record, nbytes)
         self._addresses.insert(address)
+        return 0
 
-    def leave(self, address: int) -> None:
+    cpdef int leave(self, uint64_t address) except -1:
         """A caller has left the slot at this address."""
         del self._slots[address]
         self._addresses.remove(address)
+        return 0
 
-    def forget(self) -> None:
+    cpdef int forget(self) except -1:
         """Begins a new list of what was found."""
-        self.found = []
+        self.found = []  # not the same one: who has packed a payload may still have that
+        return 0
 
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
         """Finds the slot in which bytes lie, if they may be submitted from there.

@@ -26,6 +26,7 @@ cdef extern from "<sys/mman.h>" nogil:
         PROT_READ
         PROT_WRITE
         MAP_SHARED
+        MAP_FIXED
     void* MAP_FAILED
 
 cdef extern from "atomics.h" nogil:
@@ -48,20 +49,27 @@ cdef void leave_mapped(Mapped* mapped) noexcept nogil:
 @cython.final
 @cython.no_gc
 cdef class Mapping:
-    """The memory behind a descriptor, to be read and written. It is a buffer.
+    """The memory behind one descriptor, or behind two side by side. It is a buffer.
 
     Args:
-        fd: the descriptor; not needed any more afterwards.
-        nbytes: how much of it; 0 maps nothing.
+        fd: the descriptor, whose memory is read and written; not needed any more afterwards.
+        nbytes: how much of it, a multiple of the page size if there is a tail; 0 maps nothing.
+        tail_fd: what follows at the next address.
+        tail_nbytes: how much of that; 0: nothing follows.
+        tail_writable: whether the tail can be written. The kernel refuses that of memory that is sealed against it.
 
     Raises:
         OSError: the kernel refuses.
     """
 
-    def __cinit__(self, fd: int, nbytes: int) -> None:
-        cdef uint64_t size = nbytes
-        cdef int descriptor = fd
+    def __cinit__(self, fd: int, nbytes: int, tail_fd: int = -1, tail_nbytes: int = 0, tail_writable: bool = True) -> None:
+        cdef uint64_t head = nbytes, tail = tail_nbytes, size = head + tail
+        cdef int descriptor = fd, tail_descriptor = tail_fd, tail_protection = PROT_READ
         cdef void* address = NULL
+        if size < head:
+            raise OverflowError(f"{nbytes} and {tail_nbytes} bytes are more than there are addresses")
+        if tail_writable:
+            tail_protection |= PROT_WRITE
         self.mapped = <Mapped*>malloc(sizeof(Mapped))
         if self.mapped == NULL:
             raise MemoryError
@@ -74,7 +82,13 @@ cdef class Mapping:
             if address == MAP_FAILED:
                 PyErr_SetFromErrno(OSError)
         self.mapped.address = <char*>address
-        self.mapped.nbytes = size
+        self.mapped.nbytes = size  # from here on, also if the rest fails, its end unmaps all of it
+        if tail:
+            # In place of the addresses beyond the end of the first file, which nobody has touched.
+            with nogil:
+                address = mmap(self.mapped.address + head, tail, tail_protection, MAP_SHARED | MAP_FIXED, tail_descriptor, 0)
+            if address == MAP_FAILED:
+                PyErr_SetFromErrno(OSError)
 
     def __dealloc__(self) -> None:
         if self.mapped != NULL:

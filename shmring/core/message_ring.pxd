@@ -13,6 +13,9 @@ cdef enum:
     STEP = 8
 
 
+cdef int forks() noexcept nogil
+
+
 cdef class RecordWriter:
     cdef readonly uint64_t bells
     cdef readonly uint32_t largest_record_nbytes
@@ -50,6 +53,7 @@ cdef class RecordReader:
     cdef bint _is_ending
     cdef uint64_t _left_nbytes  # that are delivered before the end
 
+    cdef bint has_news(self) noexcept nogil
     cdef int next_nbytes(self, uint32_t* nbytes) except -1
     cdef void take(self, uint8_t* to, uint32_t nbytes) noexcept nogil
     cdef bint wake_writer(self) noexcept nogil

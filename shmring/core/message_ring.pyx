@@ -72,6 +72,11 @@ cdef uint32_t SKIP = 0xFFFFFFFF
 cdef int _forks = 0  # from the first process that loaded this to this one
 
 
+cdef int forks() noexcept nogil:
+    """Counts the forks from the first process that loaded this module to this one: who remembers it knows whether it is a child."""
+    return _forks
+
+
 cdef void _count_fork() noexcept nogil:
     global _forks
     _forks += 1
@@ -399,6 +404,9 @@ cdef class RecordReader:
 
     def has_more(self) -> bool:
         """Whether something was published that was not read yet."""
+        return self.has_news()
+
+    cdef bint has_news(self) noexcept nogil:
         return load_acquire_u64(self._at + AT_TAIL) != self._head
 
     def stop(self) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from shmring.errors import RemoteProtocolError
 
 __all__ = [
+    "COPY_OUT",
     "PROTOCOL_VERSION",
     "SLOT_HEADER_NBYTES",
     "SLOT_MAGIC",
@@ -57,13 +58,16 @@ __all__ = [
     "item_nbytes",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: Ids in one message. Looking up that many takes a fraction of a millisecond, and they fit a record of 16 KiB.
 MAX_LISTED = 1024
 
 #: Each slot starts with {magic, generation, nbytes}, padded to one cache line.
 SLOT_HEADER_NBYTES = 64
+
+#: Lease id of a reply's slot that the frontend is to copy out and give back at once, since the reserve is short; else it is 0.
+COPY_OUT = 1
 SLOT_MAGIC = b"shmrslot"
 #: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
 TENSOR_ALIGNMENT = 64
@@ -235,8 +239,9 @@ class LeaseGrant(_Message, frozen=True, tag=101):
 class Welcome(_Message, frozen=True, tag=102):
     """The answer to :class:`Hello`. ``device`` is None if there is no device slab.
 
-    Three descriptors travel beside it: of the slab, of the message ring to the frontend, and of the one to the engine. Both
-    rings carry ``message_ring_nbytes``, in records of at most ``max_record_nbytes``.
+    Four descriptors travel beside it: of the slab up to its reply reserve, of that reserve, which a frontend can only read, of
+    the message ring to the frontend, and of the one to the engine. Both rings carry ``message_ring_nbytes``, in records of at
+    most ``max_record_nbytes``.
     """
 
     version: int

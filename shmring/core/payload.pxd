@@ -62,6 +62,7 @@ cdef class Packer:
     cdef Packed _packed   # that is being made
     cdef HeldSlots _held
 
+    cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=*)
     cdef Part _tensor(self, tensor, DLTensor* described)
 
 

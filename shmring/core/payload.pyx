@@ -17,6 +17,7 @@ Source: msgpack with tensors out of band, and hooks that collect them, is an ide
 import msgspec
 from msgspec.msgpack import Ext
 
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
@@ -72,6 +73,9 @@ cdef inline uint64_t _align(uint64_t nbytes) noexcept nogil:
     return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)
 
 
+@cython.final
+@cython.no_gc
+@cython.freelist(64)
 cdef class Part:
     """A tensor or array of a payload that is being sent.
 
@@ -125,7 +129,7 @@ cdef class Packer:
         self._explain = explain
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_foreign).encode
 
-    def pack(self, payload, inline_nbytes: int, largest_record_nbytes: int, HeldSlots held=None) -> Packed:
+    cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=None):
         """Encodes a payload. Synchronous, copies no tensor, and changes nothing.
 
         Args:
@@ -272,6 +276,9 @@ cdef int _check_extension(bytes data) except -1:
     return 0
 
 
+@cython.final
+@cython.no_gc
+@cython.freelist(64)
 cdef class Packed:
     """An encoded payload whose tensors are not yet where they will be sent from.
 

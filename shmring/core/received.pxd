@@ -17,6 +17,7 @@ cdef class ContentRegions:
     cdef Lent* _inline
     cdef Lent** _slots       # by number; NULL: no view was made yet
     cdef Lent* _few[2]
+    cdef bint is_copied_out  # its views show copies of the slots, which may be given back at once
 
     cdef Lent* region(self, uint32_t number) except NULL
     cdef bint leave(self, uint32_t slot) noexcept

@@ -12,6 +12,7 @@ without content, dtypes that DLPack does not carry) by a function that is handed
 import msgspec
 from msgspec.msgpack import Ext
 
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -36,6 +37,9 @@ cdef enum:
 assert _SLOT_HEADER_NBYTES == SLOT_HEADER_NBYTES
 
 
+@cython.final
+@cython.no_gc
+@cython.freelist(64)
 cdef class ContentRegions:
     """The regions of one content, until they are left."""
 
@@ -65,6 +69,9 @@ cdef class ContentRegions:
         slot = number - 1
         if self._slots[slot] == NULL:
             numbers = content.slot_numbers + slot
+            if self.is_copied_out:
+                self._slots[slot] = copy_region(self._mapping.mapped.address + numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes)
+                return self._slots[slot]
             self._slots[slot] = self._regions.lend(
                 self._mapping.mapped, numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes, self.client_id, numbers.generation
             )

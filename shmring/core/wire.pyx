@@ -17,6 +17,7 @@ A payload that is too long for a record lies in the slot of the copied bytes, be
 copied out when the request is taken up, and checked then.
 """
 
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -230,6 +231,8 @@ def check_payload(payload: bytes, max_tensors: int) -> int:
     return tensors
 
 
+@cython.final
+@cython.freelist(64)
 cdef class Content:
     """A payload, and where its tensors are.
 
@@ -309,14 +312,23 @@ cdef class Content:
         return 0
 
 
+@cython.final
+@cython.no_gc
+@cython.freelist(64)
 cdef class Submit:
     """Hands a payload and its slots to the engine."""
 
 
+@cython.final
+@cython.no_gc
+@cython.freelist(64)
 cdef class Reply:
     """One answer to a request."""
 
 
+@cython.final
+@cython.no_gc
+@cython.freelist(64)
 cdef class Done:
     """The request is finished; slots that are handed back with it need no ``Release`` of their own.
 

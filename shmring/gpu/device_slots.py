@@ -35,7 +35,7 @@ from shmring.gpu.cuda import Cuda, CudaError, Stream
 from shmring.gpu.device import DeviceSlab, Fence, Fences
 from shmring.gpu.device_views import DeviceViews
 
-__all__ = ["DeviceSlots", "cuda_index_of"]
+__all__ = ["DeviceSlots"]
 
 logger = logging.getLogger("shmring.client")
 
@@ -48,18 +48,6 @@ class _Submission:
 
     fence: Fence
     slots: int
-
-
-def cuda_index_of(device: torch.device | str) -> int | None:
-    """Returns the index that a device names; None for ``"cuda"``, which is wherever the slab is.
-
-    Raises:
-        ValueError: slots can't be there.
-    """
-    wanted = torch.device(device)
-    if wanted.type != "cuda":
-        raise ValueError(f"a slot is on 'cpu' or on 'cuda', not on {str(wanted)!r}")
-    return wanted.index
 
 
 class DeviceSlots:

@@ -4,8 +4,9 @@ Pageable memory is copied twice: by the driver into memory of its own, while the
 Registering the slab once (``cudaHostRegister``) makes every slot pinned memory for as long as the engine lives.
 
 Registration is all or nothing: half a pinned slab would be fast for some requests and slow for others, and nobody could
-say which. Where one call can't take the whole slab, it is registered in chunks; a copy must then not cross a boundary
-(:meth:`PinnedSlab.split`), because to CUDA they are different allocations.
+say which. What replies are in is mapped by itself, so it is registered by itself. Where one call can't take the rest, that is
+registered in chunks. A copy must not cross a boundary (:meth:`PinnedSlab.split`), because to CUDA they are different
+allocations.
 
 Invariants:
 
@@ -81,7 +82,7 @@ class PinnedSlab:
         _registered.add(pinned)
         started = time.monotonic()
         try:
-            pinned._register(slab.nbytes, chunk_nbytes)
+            pinned._register(slab, chunk_nbytes)
         except BaseException:
             pinned.close()
             raise
@@ -117,18 +118,22 @@ class PinnedSlab:
             self._mapping = None
             _registered.discard(self)
 
-    def _register(self, slab_nbytes: int, chunk_nbytes: int) -> None:
+    def _register(self, slab: Slab, chunk_nbytes: int) -> None:
         try:
-            self._register_in_chunks(slab_nbytes, slab_nbytes)
+            self._register_in_chunks(slab.parts, slab.nbytes)
         except CudaError as error:
-            if slab_nbytes <= chunk_nbytes:
+            if slab.nbytes <= chunk_nbytes:
                 raise
-            logger.info("pinning %d bytes in one call failed, going on with %d at a time: %s", slab_nbytes, chunk_nbytes, error)
-            self._register_in_chunks(slab_nbytes, chunk_nbytes)
+            logger.info("pinning %d bytes at once failed, going on with %d at a time: %s", slab.nbytes, chunk_nbytes, error)
+            self._register_in_chunks(slab.parts, chunk_nbytes)
 
-    def _register_in_chunks(self, slab_nbytes: int, chunk_nbytes: int) -> None:
-        for offset in range(0, slab_nbytes, chunk_nbytes):
-            nbytes = min(chunk_nbytes, slab_nbytes - offset)
+    def _register_in_chunks(self, parts: list[tuple[int, int]], chunk_nbytes: int) -> None:
+        chunks = [
+            (offset, min(chunk_nbytes, start + length - offset))
+            for start, length in parts
+            for offset in range(start, start + length, chunk_nbytes)
+        ]
+        for offset, nbytes in chunks:
             try:
                 self._cuda.host_register(self.device, self._address + offset, nbytes)
             except CudaError:

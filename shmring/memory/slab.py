@@ -1,13 +1,21 @@
 """The slab: one preallocated region of tmpfs memory, and how it comes and goes.
 
-Creation, in this order: the name is created exclusively (``/shmring-<uid>-<name>-<epoch>``), locked with ``flock``, and
-unlinked at once, so it exists for microseconds; then every page is reserved with ``posix_fallocate`` (a full ``/dev/shm``
-is an error now, never SIGBUS later; ``ftruncate`` alone reserves nothing), mapped, kept out of forked children, and
-touched. From the unlink on, the memory belongs to the descriptors and mappings of living processes: when the last of
+It is two files side by side in one range of addresses. The first has the header and what is leased. It is a segment in
+``/dev/shm`` or a memfd, as configured. The second has the replies, and is always a memfd: the engine maps it, and then seals it
+against future writing, so that frontends can map it to read it and in no other way.
+
+Creation of a segment, in this order: the name is created exclusively (``/shmring-<uid>-<name>-<epoch>``), locked with
+``flock``, and unlinked at once, so it exists for microseconds; then every page is reserved with ``posix_fallocate`` (a full
+``/dev/shm`` is an error now, never SIGBUS later; ``ftruncate`` alone reserves nothing), mapped, kept out of forked children,
+and touched. From the unlink on, the memory belongs to the descriptors and mappings of living processes: when the last of
 them ends, however it ends, the kernel frees it.
 
 A process that dies in those microseconds leaves a name; :func:`sweep` removes names of this user whose lock can be
 taken, and no others: a living engine's is locked until it is gone.
+
+A memfd has no name, and no mount limits it: what it takes counts only as memory of the machine and of the container. It is
+sealed against shrinking and growing. A segment can't be: whoever has its descriptor can truncate it, and the next access of
+anybody else is SIGBUS.
 
 Source: vLLM's ``shm_object_storage`` and SGLang name their segments for as long as they live, which is how sglang #40723
 and vllm #54002 fill ``/dev/shm``; Docker's 64 MB of it is vllm #48879.
@@ -18,8 +26,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
+import re
 import stat
 import struct
 from pathlib import Path
@@ -28,10 +38,13 @@ import numpy as np
 import posix_ipc
 from numpy.typing import NDArray
 
+from shmring.config import Backing
 from shmring.core.mapping import Mapping
 from shmring.errors import SlabError
 
 __all__ = ["SHM_DIRECTORY", "Slab", "sweep"]
+
+logger = logging.getLogger("shmring.ring")
 
 SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "shmring"
@@ -42,50 +55,71 @@ _SLAB_HEADER = struct.Struct("<8sQQQ")  # magic, layout version, epoch, size in 
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_MADV_POPULATE_WRITE = 23
 _PROT_NONE = 0
+
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; no mapping made from now on can be written
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_READ_ONLY = _FIXED_SIZE | _F_SEAL_FUTURE_WRITE
 
 
 class Slab:
     """A mapping of the slab in this process. Made by :meth:`create` (the engine) or :meth:`attach` (a frontend).
 
     Attributes:
-        fd: the descriptor behind it; -1 in a frontend, which needs only the mapping.
-        nbytes: size.
+        fd, reply_fd: the descriptors behind it, of what is leased and of what replies are in; -1 where there is none. A
+            frontend has none, since it needs only the mapping.
+        nbytes: size, replies included.
+        reply_nbytes: the part at its end that replies are in.
+        shm_nbytes: what of it lies in ``/dev/shm``; the rest lies in memfds. 0 in a frontend, which can't know.
         epoch: identity of the engine's life that it belongs to.
         address: where it is mapped.
         mapping: the mapping, for regions of it; an empty one once the slab was closed.
     """
 
-    def __init__(self, fd: int, mapping: Mapping, epoch: int) -> None:
-        self.fd = fd
+    def __init__(self, fds: tuple[int, int], mapping: Mapping, reply_nbytes: int, epoch: int, *, shm_nbytes: int = 0) -> None:
+        self.fd, self.reply_fd = fds
         self.nbytes = mapping.nbytes
+        self.reply_nbytes = reply_nbytes
+        self.shm_nbytes = shm_nbytes
         self.epoch = epoch
         self.mapping = mapping
         self.address = mapping.address
 
     @classmethod
-    def create(cls, name: str, nbytes: int, epoch: int, *, prefault: bool) -> Slab:
+    def create(
+        cls, name: str, nbytes: int, epoch: int, *, prefault: bool, reply_nbytes: int = 0, backing: Backing = "auto"
+    ) -> Slab:
         """Creates, reserves and maps a slab; blocks for about a second per 4 GiB.
 
         Args:
             name: the engine's name, part of the segment's name while that exists.
-            nbytes: size, a multiple of the page size.
+            nbytes: size, replies included, a multiple of the page size.
             epoch: identity of the engine's life.
             prefault: whether to touch every page now.
+            reply_nbytes: the part at its end that only this process can write; what is before it is a multiple of the page
+                size.
+            backing: where the rest lies; see :class:`~shmring.config.RingConfig`.
 
         Raises:
-            SlabError: ``/dev/shm`` is missing, forbidden or too small. Nothing is left behind.
+            SlabError: ``/dev/shm`` is missing, forbidden or too small, or the machine has not as much memory. Nothing is left
+                behind.
         """
-        path = f"/{NAME_PREFIX}-{os.getuid()}-{name}-{epoch:016x}"
-        fd = _create_unlinked(path, nbytes)
+        leased_nbytes, reply_fd = nbytes - reply_nbytes, -1
+        fd, shm_nbytes = _create_leased(name, leased_nbytes, epoch, backing)
         try:
-            _reserve(fd, nbytes, path)
-            mapping = _map(fd, nbytes)
+            if reply_nbytes:
+                reply_fd = _create_memfd(f"{name}-replies", reply_nbytes)
+            mapping = _map(fd, leased_nbytes, reply_fd, reply_nbytes, writable=True)
+            if not shm_nbytes:
+                _seal(fd, _FIXED_SIZE)
+            if reply_nbytes:
+                _seal(reply_fd, _READ_ONLY)
         except BaseException:
-            os.close(fd)
+            _close(fd, reply_fd)
             raise
-        slab = cls(fd, mapping, epoch)
+        slab = cls((fd, reply_fd), mapping, reply_nbytes, epoch, shm_nbytes=shm_nbytes)
         slab._advise(_MADV_DONTFORK, required=True)
         slab._advise(_MADV_HUGEPAGE)
         _SLAB_HEADER.pack_into(mapping, 0, _SLAB_MAGIC, _LAYOUT_VERSION, epoch, nbytes)
@@ -94,25 +128,41 @@ class Slab:
         return slab
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int, epoch: int) -> Slab:
-        """Maps a slab that an engine passed. Takes the descriptor over, and closes it: the mapping is enough.
+    def attach(cls, fds: tuple[int, int], nbytes: int, reply_nbytes: int, epoch: int) -> Slab:
+        """Maps a slab that an engine passed. Takes the descriptors over, and closes them: the mapping is enough.
 
         That it is the slab of this engine follows from how it came. What stands in its header proves nothing: any process with
-        the slab may have written it.
+        the slab may have written it. But nobody else can have written the replies, and this is looked at.
+
+        Args:
+            fds: of what is leased and of what replies are in; -1 as the second if ``reply_nbytes`` is 0.
+            nbytes: size, replies included.
+            reply_nbytes: of what replies are in.
+            epoch: identity of the engine's life.
 
         Raises:
-            SlabError: the descriptor is not of the size that was announced, or can't be mapped.
+            SlabError: a descriptor is not of the size that was announced, or can't be mapped; or others could write the
+                replies.
         """
+        fd, reply_fd = fds
         try:
-            size = os.fstat(fd).st_size
-            if size != nbytes:
-                raise SlabError(f"the engine announced a slab of {nbytes} bytes and passed one of {size}", nbytes=nbytes)
-            mapping = _map(fd, nbytes)
+            _check_size(fd, nbytes - reply_nbytes)
+            if reply_nbytes:
+                _check_size(reply_fd, reply_nbytes)
+                if not _is_sealed(reply_fd, _READ_ONLY):
+                    raise SlabError("the engine passed a part for replies that others could write", nbytes=reply_nbytes)
+            mapping = _map(fd, nbytes - reply_nbytes, reply_fd, reply_nbytes, writable=False)
         finally:
-            os.close(fd)
-        slab = cls(-1, mapping, epoch)
+            _close(fd, reply_fd)
+        slab = cls((-1, -1), mapping, reply_nbytes, epoch)
         slab._advise(_MADV_DONTFORK, required=True)
         return slab
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Offset and bytes of what is mapped by itself: what is leased, and what replies are in."""
+        leased_nbytes = self.nbytes - self.reply_nbytes
+        return [(0, leased_nbytes), *([(leased_nbytes, self.reply_nbytes)] if self.reply_nbytes else [])]
 
     def anchor(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Returns the bytes at ``offset`` as an array that keeps the mapping alive."""
@@ -125,8 +175,16 @@ class Slab:
 
     def prefault(self, offset: int, nbytes: int) -> None:
         """Maps the pages of a range now, so that no copy pays for it; releases the interpreter lock meanwhile."""
+        writable_end = self.nbytes if self.reply_fd >= 0 else self.nbytes - self.reply_nbytes
+        writable_nbytes = min(max(0, writable_end - offset), nbytes)
+        if writable_nbytes:
+            self._populate(offset, writable_nbytes, _MADV_POPULATE_WRITE)
+        if nbytes > writable_nbytes:
+            self._populate(offset + writable_nbytes, nbytes - writable_nbytes, _MADV_POPULATE_READ)
+
+    def _populate(self, offset: int, nbytes: int, advice: int) -> None:
         try:
-            self.mapping.advise(offset, nbytes, _MADV_POPULATE_WRITE)
+            self.mapping.advise(offset, nbytes, advice)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise _os_error("prefault", error, nbytes) from error
@@ -143,10 +201,9 @@ class Slab:
             raise _os_error("mprotect", error, nbytes) from error
 
     def close(self) -> None:
-        """Closes the descriptor and the mapping; where views are alive, the mapping goes with the last of them."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Closes the descriptors and the mapping; where views are alive, the mapping goes with the last of them."""
+        _close(self.fd, self.reply_fd)
+        self.fd = self.reply_fd = -1
         self.mapping = Mapping(-1, 0)  # in its place: a reference to the real one would keep it mapped
 
     def _advise(self, advice: int, *, required: bool = False) -> None:
@@ -182,6 +239,77 @@ def sweep() -> list[str]:
     return removed
 
 
+def _create_leased(name: str, nbytes: int, epoch: int, backing: Backing) -> tuple[int, int]:
+    """Returns the descriptor of reserved memory, and how much of it lies in ``/dev/shm``: all, or nothing."""
+    why = "as configured"
+    if backing != "memfd":
+        path = f"/{NAME_PREFIX}-{os.getuid()}-{name}-{epoch:016x}"
+        try:
+            fd = _create_segment(path, nbytes, must_fit=backing == "auto")
+            logger.info("%d bytes of the slab are in %s", nbytes, SHM_DIRECTORY)
+            return fd, nbytes
+        except SlabError as error:
+            if backing != "auto":
+                raise
+            why = str(error)
+    fd = _create_memfd(name, nbytes)
+    logger.info("%d bytes of the slab are in a memfd, and not in %s: %s", nbytes, SHM_DIRECTORY, why)
+    return fd, 0
+
+
+def _create_segment(path: str, nbytes: int, *, must_fit: bool) -> int:
+    fd = _create_unlinked(path, nbytes)
+    advice = (
+        "lower slab_nbytes, mount it larger (docker run --shm-size, an emptyDir with medium: Memory), or take backing='memfd'"
+    )
+    try:
+        _reserve(fd, nbytes, os.fspath(SHM_DIRECTORY), advice, path=path, must_fit=must_fit)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _create_memfd(name: str, nbytes: int) -> int:
+    """Makes a memfd that can still be sealed."""
+    try:
+        fd = os.memfd_create(f"{NAME_PREFIX}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise _os_error("memfd_create", error, nbytes) from error
+    try:
+        _reserve(fd, nbytes, "a memfd", "lower slab_nbytes", must_fit=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _seal(fd: int, seals: int) -> None:
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except OSError as error:
+        raise _os_error("sealing", error, os.fstat(fd).st_size) from error
+
+
+def _is_sealed(fd: int, seals: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
+    except OSError:  # it is no memfd
+        return False
+
+
+def _check_size(fd: int, nbytes: int) -> None:
+    size = os.fstat(fd).st_size
+    if size != nbytes:
+        raise SlabError(f"the engine announced {nbytes} bytes of a slab and passed {size}", nbytes=nbytes)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
 def _create_unlinked(path: str, nbytes: int) -> int:
     try:
         fd: int = posix_ipc.SharedMemory(path, posix_ipc.O_CREX, mode=0o600, size=0).fd
@@ -198,26 +326,45 @@ def _create_unlinked(path: str, nbytes: int) -> int:
     return fd
 
 
-def _reserve(fd: int, nbytes: int, path: str) -> None:
+def _reserve(fd: int, nbytes: int, place: str, advice: str, *, must_fit: bool, path: str | None = None) -> None:
+    """Reserves memory for a file.
+
+    ``must_fit``: looks first whether it is there. To try would take from others what is free until that fails, and where no
+    mount limits the file, it would not fail: the kernel would kill processes to get the memory.
+    """
     try:
+        if must_fit and nbytes > _room(fd)[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
-        filesystem = os.statvfs(SHM_DIRECTORY)
-        free, size = filesystem.f_bavail * filesystem.f_frsize, filesystem.f_blocks * filesystem.f_frsize
+        free_nbytes, size = _room(fd)
         raise SlabError(
-            f"reserving {nbytes} bytes in {SHM_DIRECTORY} failed ({os.strerror(error.errno or 0)}): {free} bytes of {size} "
-            "are free; lower slab_nbytes, or mount it larger (docker run --shm-size, an emptyDir with medium: Memory)",
+            f"reserving {nbytes} bytes in {place} failed ({os.strerror(error.errno or 0)}): {free_nbytes} bytes of {size} "
+            f"are free; {advice}",
             path=path,
             errno=error.errno,
             nbytes=nbytes,
         ) from error
 
 
-def _map(fd: int, nbytes: int) -> Mapping:
+def _room(fd: int) -> tuple[int, int]:
+    """Returns what is free, and the size: of the mount that a file lies in, or, where that has no limit, of the memory."""
+    filesystem = os.fstatvfs(fd)
+    if filesystem.f_blocks:
+        return filesystem.f_bavail * filesystem.f_frsize, filesystem.f_blocks * filesystem.f_frsize
+    size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     try:
-        return Mapping(fd, nbytes)
+        available = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:  # nobody mounted /proc
+        available = None
+    return int(available[1]) << 10 if available else size, size
+
+
+def _map(fd: int, nbytes: int, reply_fd: int, reply_nbytes: int, *, writable: bool) -> Mapping:
+    try:
+        return Mapping(fd, nbytes, reply_fd, reply_nbytes, writable)
     except OSError as error:
-        raise _os_error("mmap", error, nbytes) from error
+        raise _os_error("mmap", error, nbytes + reply_nbytes) from error
 
 
 def _os_error(what: str, error: OSError, nbytes: int) -> SlabError:

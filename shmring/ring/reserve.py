@@ -68,7 +68,14 @@ async def create_memories(
     device = cuda_index(cuda, config.device_slab_device) if device_nbytes else cuda.current_device()
 
     def create() -> Memories:
-        slab = Slab.create(name, geometry.slab_nbytes, epoch, prefault=config.prefault)
+        slab = Slab.create(
+            name,
+            geometry.slab_nbytes,
+            epoch,
+            prefault=config.prefault,
+            reply_nbytes=geometry.reply_nbytes,
+            backing=config.backing,
+        )
         try:
             # Before anything is pinned: where there is no CUDA, that is the error to be told of.
             on_device = DeviceSlab.create(cuda, device_memory, device, device_nbytes) if device_nbytes else None

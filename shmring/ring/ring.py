@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import mmap
 import os
 import secrets
 import socket
@@ -45,10 +46,12 @@ from shmring.core.effects import (
     RequestAborted,
 )
 from shmring.core.engine_book import EngineBook
+from shmring.core.engine_calls import EngineCalls
 from shmring.core.engine_end import EngineEnd, FrontendEnd
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
+    COPY_OUT,
     PROTOCOL_VERSION,
     SLOT_HEADER_NBYTES,
     Abort,
@@ -150,7 +153,7 @@ class _Frontend(FrontendEnd):
             ring.poller,
             max_backlog_nbytes=max_backlog_nbytes,
         )
-        self.attach(self.link.writer)
+        self.attach(self.link.writer, self.link.reader)
 
     def __str__(self) -> str:
         return f"client {self.client_id} ({self.name or 'unnamed'}, pid {self.pid})"
@@ -171,7 +174,7 @@ class _Frontend(FrontendEnd):
         self.ring.connection_lost(self)
 
 
-class Ring:
+class Ring(EngineCalls):
     """The engine's end. Made by :func:`serve`; iterate over it for claims, in order of arrival.
 
     Attributes:
@@ -254,6 +257,7 @@ class Ring:
             debug=config.debug,
             device=self._device,
         )
+        super().__init__(self._end)
         self._take_next: Callable[[], Claim | None] = self._end.take_next
         self._handshakes: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of those, who are no frontends yet
@@ -280,6 +284,7 @@ class Ring:
             int(config.slab_nbytes),
             None if config.reply_nbytes is None else int(config.reply_nbytes),
             whole_nbytes(int(config.device_slab_nbytes)),
+            page_nbytes=mmap.PAGESIZE,
         )
         epoch = secrets.randbits(63)
         listener = Listener.create(path, others_may_connect=config.allowed_uids is not None)
@@ -308,26 +313,11 @@ class Ring:
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> Ring:
-        return self
-
-    async def __anext__(self) -> Claim:
-        try:
-            return await self.claim()
-        except ClosedError:
-            raise StopAsyncIteration from None
-
-    async def claim(self) -> Claim:
-        """Waits for the next request and claims it; callers are served in the order in which they wait.
-
-        Raises:
-            ClosedError: the ring is closed.
-        """
+    async def claim_in_turn(self) -> Claim:
+        """For :meth:`claim`: a request has to be waited for."""
         while True:
             self._check_open()
-            if not self._end.waiting:
-                self._hear_frontends()
-            if not self._claimers and (claim := self._take_next()) is not None:
+            if not self._claimers and (claim := self.claim_now()) is not None:
                 return claim
             await self._request_arrived()
             self._check_open()
@@ -335,6 +325,13 @@ class Ring:
                 if self._claimers:
                     self.request_arrived()
                 return claim
+
+    async def next_in_turn(self) -> Claim:
+        """For the iteration over claims: a request has to be waited for."""
+        try:
+            return await self.claim_in_turn()
+        except ClosedError:
+            raise StopAsyncIteration from None
 
     def claim_nowait(self) -> Claim:
         """Claims the next request if there is one.
@@ -344,9 +341,7 @@ class Ring:
             ClosedError: the ring is closed.
         """
         self._check_open()
-        if not self._end.waiting:
-            self._hear_frontends()
-        claim = None if self._claimers else self._take_next()
+        claim = self.claim_now()
         if claim is None:
             raise WouldBlock("no request is waiting")
         return claim
@@ -409,7 +404,7 @@ class Ring:
     async def _request_arrived(self) -> None:
         future = self.loop.create_future()
         self._claimers[future] = None
-        self._end.is_awaited = True
+        self._end.is_awaited = self._end.is_crowded = True
         try:
             await future
         except asyncio.CancelledError:
@@ -418,7 +413,7 @@ class Ring:
             raise
         finally:
             self._claimers.pop(future, None)
-            self._end.is_awaited = bool(self._claimers)
+            self._end.is_awaited = self._end.is_crowded = bool(self._claimers)
 
     def request_arrived(self) -> None:
         """Wakes the first claimer if there is something to claim; it wakes the next."""
@@ -429,11 +424,6 @@ class Ring:
                 future.set_result(None)
                 break
         self._end.is_awaited = False  # whom this wakes wakes the next
-
-    def _hear_frontends(self) -> None:
-        """Takes in what frontends have sent: sooner than the loop would."""
-        for frontend in list(self._frontends.values()):
-            frontend.link.poll()
 
     def take_up_device(self, claim: Claim) -> Place:
         """For the end: a request has slots in device memory. Returns what makes their tensors."""
@@ -532,7 +522,7 @@ class Ring:
 
     def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
-        self._end.claims.pop((claim.client_id, claim.request_id), None)
+        self._end.forget_claim(claim.client_id, claim.request_id)
         self._end_request(claim, event, "timed_out" if event is RequestEvent.DEADLINE else "error", error)
 
     def _end_request(self, claim: Claim, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
@@ -567,7 +557,7 @@ class Ring:
             if slot is not None:
                 await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
             await self._writable(claim)
-            while not (sent := send(packed, _slot_ref(packed, slot))):
+            while not (sent := send(packed, self._reply_ref(packed, slot))):
                 self._frontends[claim.client_id].link.expect_space()
                 await self._writable(claim)
         finally:
@@ -594,12 +584,23 @@ class Ring:
             if slot is not None:
                 self._copier.count_in_turn(packed.slot_nbytes)
                 packed.copy_into(self._slab.address + _content_start(slot))
-            sent = claim.send_reply(packed, _slot_ref(packed, slot))
+            sent = claim.send_reply(packed, self._reply_ref(packed, slot))
             if not sent:
                 raise would_block
         finally:
             if slot is not None and not sent:
                 self.carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+
+    def _reply_ref(self, packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
+        """Describes a reply's slot.
+
+        A caller may keep all its replies, and wait for more: views of them must never hold all of the reserve.
+        """
+        if slot is None:
+            return None
+        is_short = self._book.reply_free_nbytes < self._geometry.reply_nbytes // 2
+        lease_id = COPY_OUT if is_short else 0
+        return SlotRef(lease_id, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
 
     def _pack_reply(self, payload: object) -> Packed:
         self._check_open()
@@ -658,7 +659,7 @@ class Ring:
         if not effect.was_running:
             del self._end.waiting[key]
             return
-        claim = self._end.claims.pop(key, None)
+        claim = self._end.forget_claim(*key)
         if claim is not None:
             self.call_soon(claim.mark_ended(aborted=True))
 
@@ -754,7 +755,7 @@ class Ring:
             if self._device is not None:
                 self._device.announced(client_id)
             try:
-                send_welcome(peer, self._welcome(client_id, base_lease), self._slab.fd, ring_fds)
+                send_welcome(peer, self._welcome(client_id, base_lease), (self._slab.fd, self._slab.reply_fd), ring_fds)
             except BaseException:  # it never got the slab, so nothing of it needs a proof that it does not write
                 self.said_goodbye(frontend, Goodbye())
                 raise
@@ -896,6 +897,7 @@ class Ring:
         if self._closed or self._origin.forked:
             return  # a forked child must not touch its parent's sockets
         self._closed = True
+        self._end.is_open = False
         tasks = [self._accepting, *self._handshakes]
         for task in tasks:
             task.cancel()
@@ -968,7 +970,8 @@ class Ring:
             slots_published=book.count_slots(EngineSlot.PUBLISHED),
             slots_claimed=book.count_slots(EngineSlot.CLAIMED),
             slots_draining=book.count_slots(EngineSlot.DRAINING),
-            reply_nbytes=self._geometry.reply_blocks * BLOCK_NBYTES,
+            shm_nbytes=self._slab.shm_nbytes,
+            reply_nbytes=self._geometry.reply_nbytes,
             reply_free_nbytes=book.reply_free_nbytes,
             replies_waiting=len(self._reply_waiters),
             late_aborts=book.late_aborts,
@@ -1015,10 +1018,6 @@ def _give_up(future: asyncio.Future[ReplySlot], claim: Claim) -> None:
         future.set_exception(claim.why_not_running())
 
 
-def _slot_ref(packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
-    return None if slot is None else SlotRef(0, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
-
-
 class Serving:
     """What :func:`serve` returns: await it, or use it with ``async with``."""
 
@@ -1057,8 +1056,8 @@ def serve(
         calls: control calls that frontends may make, by name: coroutine functions of msgpack values.
 
     Raises:
-        SlabError: ``/dev/shm`` can't hold the slab, or (``CudaError``) it can't be pinned with ``pin="on"``, or a GPU can't
-            hold the device slab.
+        SlabError: there is no memory for the slab, or no space in ``/dev/shm``; or (``CudaError``) it can't be pinned with
+            ``pin="on"``, or a GPU can't hold the device slab.
         LocalProtocolError: a living engine has this name.
         PermissionError: the socket's directory is not safe.
         ValueError, TypeError: a name, size or option is not valid.

@@ -1,4 +1,5 @@
-"""Where the socket is, who may use it, and the handshake that passes descriptors: of the slab and of two message rings.
+"""Where the socket is, who may use it, and the handshake that passes descriptors: of the slab's two parts and of two message
+rings.
 
 Over the socket, a message of the handshake is its length, a little-endian u32, and that many bytes.
 
@@ -14,6 +15,7 @@ import array
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import logging
 import os
@@ -58,7 +60,7 @@ logger = logging.getLogger("shmring.transport")
 
 _PREFIX = struct.Struct("<I")
 _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
-_DESCRIPTORS = 3  # beside Welcome: the slab, the ring to the frontend, the ring to the engine
+_DESCRIPTORS = 4  # beside Welcome: the slab but for replies, its part for replies, the ring to the frontend, that to the engine
 _LOCK_MARK = b"shmring"  # in a lock, behind the pid: whatever else ends with .lock is none of ours
 _LOCK_NBYTES = 64
 _SWEEPS = 5  # that may look at a lock, one after the other, just when its name is taken
@@ -330,13 +332,13 @@ def refuse(connected: socket.socket, reason: str) -> None:
         connected.send(handshake_frame(Refused(reason)))
 
 
-def send_welcome(peer: Peer, welcome: Welcome, slab_fd: int, ring_fds: tuple[int, int]) -> None:
+def send_welcome(peer: Peer, welcome: Welcome, slab_fds: tuple[int, int], ring_fds: tuple[int, int]) -> None:
     """Answers a hello, with descriptors. The socket is new, so its buffer takes the frame at once.
 
     Args:
         peer: whom to answer.
         welcome: the answer.
-        slab_fd: of the slab.
+        slab_fds: of the slab but for replies, and of its part for replies.
         ring_fds: of the message rings to the frontend and to the engine.
 
     Raises:
@@ -344,7 +346,7 @@ def send_welcome(peer: Peer, welcome: Welcome, slab_fd: int, ring_fds: tuple[int
     """
     frame = handshake_frame(welcome)
     try:
-        sent = socket.send_fds(peer.socket, [frame], [slab_fd, *ring_fds])
+        sent = socket.send_fds(peer.socket, [frame], [*slab_fds, *ring_fds])
     except OSError as error:
         raise PeerLostError(f"process {peer.pid} is gone: {error}") from error
     assert sent == len(frame), "a new socket's buffer holds more than a handshake"
@@ -387,7 +389,7 @@ class AttachedEngine:
 
     socket: socket.socket
     pidfd: int
-    slab_fd: int
+    slab_fds: tuple[int, int]
     ring_fds: tuple[int, int]
     welcome: Welcome
 
@@ -399,6 +401,7 @@ async def attach_engine(path: Path, hello: Hello, engine_uids: frozenset[int]) -
         EngineDeadError: nobody listens there, or not any more.
         PermissionError: who listens there, or the directory, is not to be trusted.
         RemoteProtocolError: the engine refuses this client (with its reason), or is none.
+        OSError: this process has no descriptors left.
     """
     _check_socket(path, engine_uids)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -455,9 +458,9 @@ async def _receive_welcome(connected: socket.socket, pid: int) -> AttachedEngine
         if isinstance(message, Refused):
             raise RemoteProtocolError(f"the engine refused this client: {message.reason}")
         if not isinstance(message, Welcome) or len(fds) != _DESCRIPTORS:
-            raise RemoteProtocolError("the engine did not answer Hello with Welcome, a slab and two message rings")
-        slab_fd, *ring_fds = fds
-        return AttachedEngine(connected, open_peer_pidfd(connected, pid), slab_fd, (ring_fds[0], ring_fds[1]), message)
+            raise RemoteProtocolError("the engine did not answer Hello with Welcome, a slab in two parts and two message rings")
+        pidfd = open_peer_pidfd(connected, pid)
+        return AttachedEngine(connected, pidfd, (fds[0], fds[1]), (fds[2], fds[3]), message)
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -478,7 +481,7 @@ async def _receive_with_fds(connected: socket.socket) -> tuple[bytes, list[int]]
     space = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)  # the kernel closes those that find no room
     while True:
         try:
-            data, ancillary, _, _ = connected.recvmsg(_PREFIX.size, space, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = connected.recvmsg(_PREFIX.size, space, socket.MSG_CMSG_CLOEXEC)
             break
         except (BlockingIOError, InterruptedError):
             await _readable(connected)
@@ -488,6 +491,10 @@ async def _receive_with_fds(connected: socket.socket) -> tuple[bytes, list[int]]
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if flags & socket.MSG_CTRUNC and len(fds) < _DESCRIPTORS:
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, f"{_DESCRIPTORS} descriptors of the engine find no room in this process; raise ulimit -n")
     for fd in fds[_DESCRIPTORS:]:
         os.close(fd)
     if not data:

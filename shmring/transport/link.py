@@ -34,7 +34,7 @@ from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, Rec
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.forks import Origin
-from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller
+from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller, Vigil
 
 __all__ = ["Link", "LinkOwner"]
 
@@ -88,7 +88,7 @@ class Link:
         self._owner = owner
         self._socket = connected
         self._fd = connected.fileno()
-        self._reader = RecordReader(incoming, self._fd)
+        self.reader = RecordReader(incoming, self._fd)
         self.writer = RecordWriter(outgoing, self._fd)
         self._bells = 0  # of both, once they have gone
         self._poller = poller
@@ -103,6 +103,7 @@ class Link:
         self._expected_nbytes = 0  # the room that somebody waits for without having left anything in the backlog
         self._drained = 0  # how often this end has asked for room
         self._awake = False
+        self._vigil = Vigil()
         self._reading = False
         self._records_left = RECORDS_IN_TURN  # in this turn of the loop
         self._is_ending = False  # the connection has ended; what the peer had published by then is read first
@@ -123,7 +124,7 @@ class Link:
     @property
     def bells(self) -> int:
         """How often this end has rung, as a writer or as a reader."""
-        return self.writer.bells + self._reader.bells if self._open else self._bells
+        return self.writer.bells + self.reader.bells if self._open else self._bells
 
     @property
     def can_write(self) -> bool:
@@ -134,7 +135,7 @@ class Link:
         """For who writes to the ring directly, if ``writer.told``: this end stays awake for an answer to that."""
         self._poller.extend()
         if not self._awake:
-            self._reader.wake()
+            self.reader.wake()
             self._wake()
 
     def break_off(self, error: RemoteProtocolError) -> None:
@@ -246,7 +247,7 @@ class Link:
 
     def poll(self) -> None:
         """Delivers what has come, within this turn's budget: for who would otherwise wait for it to be delivered."""
-        if self._deaf or self._reading or not self._records_left or self._origin.forked or not self._reader.has_more():
+        if self._deaf or self._reading or not self._records_left or self._origin.forked or not self.reader.has_more():
             return
         if self._read() and not self._awake:
             self._wake()
@@ -263,14 +264,14 @@ class Link:
             return False
         if not self._writable.is_set():
             self._guarded(self._flush)
-        return not self._deaf and self._read(deadline_s)
+        return not self._deaf and self.reader.has_more() and self._read(deadline_s)
 
-    def fall_asleep(self) -> bool:
-        """For the poller: returns whether this end sleeps now; False if something has come after all."""
+    def fall_asleep(self, now_s: float) -> bool:
+        """For the poller: returns whether this end sleeps now; False if something has come, or may be about to."""
         if not self._deaf and not self._origin.forked:
             if self._is_ending:
                 self._end()
-            elif not self._reader.sleep():
+            elif not self._vigil.is_over(now_s) or not self.reader.sleep():
                 return False
         self._awake = False
         return True
@@ -281,9 +282,10 @@ class Link:
         Args:
             deadline_s: of ``time.perf_counter``, when a turn ends; None: it began just now.
         """
-        reader = self._reader
+        reader = self.reader
         if deadline_s is None:
             deadline_s = time.perf_counter() + LINK_S
+        now_s = deadline_s - LINK_S
         self._reading = True
         try:
             count = reader.deliver(self._owner.take_record, self._records_left, time.perf_counter, deadline_s)
@@ -299,6 +301,7 @@ class Link:
         finally:
             self._reading = False
         if count:
+            self._vigil.begin(now_s)
             self._poller.extend()
         return count > 0
 
@@ -344,12 +347,12 @@ class Link:
 
     def _expect_the_end(self) -> None:
         self._is_ending = True
-        self._reader.expect_the_end()
+        self.reader.expect_the_end()
 
     def _stop_delivering(self) -> None:
         self._deaf = True
         if self._open:
-            self._reader.stop()
+            self.reader.stop()
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -395,14 +398,14 @@ class Link:
         if self._lingering is not None:
             self._lingering.cancel()
         self.writer.mute()
-        self._reader.mute()
-        self._reader.stop()
+        self.reader.mute()
+        self.reader.stop()
         self._loop.remove_reader(self._fd)
         with contextlib.suppress(OSError):  # the peer has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         take_bells(self._fd)
         self._socket.close()
-        del self.writer, self._reader  # or the rings would stay mapped as long as anybody knows this object
+        del self.writer, self.reader  # or the rings would stay mapped as long as anybody knows this object
         self._backlog.clear()
         self._unblock()
         self._loop.call_soon(self._owner.connection_lost)

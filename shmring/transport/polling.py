@@ -1,18 +1,24 @@
 """Who is awake: the links of one event loop that look at their rings in each turn of it, in turn and within a budget.
 
-A link is *awake* as long as records keep coming: it looks again in the next turn of the loop, and nobody has to ring for it. A
-turn that finds nothing puts it to sleep. So there are no system calls under load, and none of ours in an idle process.
+A link is *awake* as long as records keep coming: it looks again in the next turn of the loop, and nobody has to ring for it.
+When nothing has come for as long as being woken would take, it falls asleep. So there are no system calls under load, and none
+of ours in an idle process.
+
+Looking costs less than sleeping, if what is looked for comes soon: for a sleeper, one end rings, the kernel wakes the other,
+and that takes both of them tens of microseconds. So a link looks for that long before it sleeps: never more than twice the cost
+of what would have been best. A turn that finds nothing lets other processes run first, one of which may be about to answer.
+Where a link has looked in vain several times in a row it sleeps at once, and tries again now and then: its peer takes longer.
 
 The budget. A turn ends after a set time, and the links that have not had theirs come first in the next one. In a turn, a link
 delivers so many records, or for so long: whichever is over first. Time is what others wait for. What a record costs depends on
 what it asks for and on the books, so no count would do; what a single record may ask for is bounded by its own type.
 
-Busy polling (``busy_poll_s``). Being woken costs a sleeper tens of microseconds: the kernel's scheduler, and the core's own
-sleep. Whoever expects an answer within that time can spend it looking: for so long after a message, either way, no link falls
-asleep. A turn that finds nothing lets other processes run first, one of which may be about to answer.
+Busy polling (``busy_poll_s``). Whoever would rather spend a core than be woken can have it look for longer: for so long after a
+message, either way, no link falls asleep, whether or not that has helped before.
 
-Source: busy polling is the kernel's idea (``net.core.busy_poll``), and that of vLLM's ``shm_broadcast``, whose readers spin for
-a second.
+Source: that who waits should spin for as long as blocking costs is Karlin, Li, Manasse and Owicki, "Empirical Studies of
+Competitive Spinning for a Shared-Memory Multiprocessor" (1991). Busy polling is the kernel's idea (``net.core.busy_poll``), and
+that of vLLM's ``shm_broadcast``, whose readers spin for a second.
 """
 
 from __future__ import annotations
@@ -23,11 +29,14 @@ import time
 from collections import deque
 from typing import Protocol
 
-__all__ = ["LINK_S", "RECORDS_IN_TURN", "Polled", "Poller"]
+__all__ = ["LINK_S", "RECORDS_IN_TURN", "Polled", "Poller", "Vigil"]
 
 RECORDS_IN_TURN = 64  # of a link: as many small requests take about a millisecond
 LINK_S = 0.001  # of a turn, for one link
 _TURN_S = 0.004  # for all of them together: what an event loop is expected to take anyway
+_VIGIL_S = 0.00006  # what sleeping and being woken take both ends, about, where the cores have fallen asleep too
+_VAIN_VIGILS = 4  # in a row, after which a link sleeps at once
+_RETRY = 32  # how many times it does so before it looks again
 
 
 class Polled(Protocol):
@@ -36,8 +45,36 @@ class Polled(Protocol):
     def take_turn(self, deadline_s: float) -> bool:
         """Looks at its ring, until the deadline at most; returns whether there was anything."""
 
-    def fall_asleep(self) -> bool:
-        """Nothing came in this turn: returns whether it sleeps now, and needs no further turn."""
+    def fall_asleep(self, now_s: float) -> bool:
+        """Nothing came in this turn: returns whether it sleeps now, and needs no further turn.
+
+        Args:
+            now_s: in the time of ``time.perf_counter``.
+        """
+
+
+class Vigil:
+    """How long one link looks for its next record before it sleeps; see the head of this file."""
+
+    __slots__ = ("_until_s", "_vain")
+
+    def __init__(self) -> None:
+        self._until_s = 0.0
+        self._vain = 0
+
+    def begin(self, now_s: float) -> None:
+        """A record came."""
+        if now_s < self._until_s:
+            self._vain = 0
+        if self._vain < _VAIN_VIGILS or not self._vain % _RETRY:
+            self._until_s = now_s + _VIGIL_S
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether to sleep now."""
+        if now_s < self._until_s:
+            return False
+        self._vain += 1
+        return True
 
 
 class Poller:
@@ -88,7 +125,7 @@ class Poller:
                 if link.take_turn(now + LINK_S):
                     found = True
                 else:
-                    is_awake = now < self._busy_until_s or not link.fall_asleep()
+                    is_awake = now < self._busy_until_s or not link.fall_asleep(now)
             finally:
                 if is_awake:
                     awake.append(link)

@@ -115,6 +115,16 @@ def test_the_smallest_slab_has_one_block_of_each() -> None:
     assert Geometry.of(3 * BLOCK_NBYTES, None) == Geometry(leasable_blocks=1, reply_blocks=1)
 
 
+def test_with_larger_pages_the_reply_reserve_begins_where_a_page_does() -> None:
+    page_nbytes = 16 * BLOCK_NBYTES
+    geometry = Geometry.of(1000 * BLOCK_NBYTES, 10 * BLOCK_NBYTES, page_nbytes=page_nbytes)
+    assert (geometry.reply_start, geometry.reply_blocks, geometry.device_start) == (976, 24, 1000)
+    assert Geometry.of(1000 * BLOCK_NBYTES, 24 * BLOCK_NBYTES, page_nbytes=page_nbytes) == geometry
+    assert Geometry.of(17 * BLOCK_NBYTES, 0, page_nbytes=page_nbytes) == Geometry(leasable_blocks=15, reply_blocks=1)
+    with pytest.raises(ValueError, match=f"make slab_nbytes at least {17 * BLOCK_NBYTES}"):
+        Geometry.of(16 * BLOCK_NBYTES, 0, page_nbytes=page_nbytes)
+
+
 def test_a_slot_needs_room_for_its_header() -> None:
     assert [blocks_for(nbytes) for nbytes in (0, 1, BLOCK_NBYTES, BLOCK_NBYTES + 1)] == [1, 1, 1, 2]
     assert [slot_blocks(nbytes) for nbytes in (0, ONE_SLOT, ONE_SLOT + 1, ONE_SLOT + BLOCK_NBYTES)] == [1, 1, 2, 2]

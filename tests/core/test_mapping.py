@@ -79,6 +79,43 @@ def test_nothing_can_be_mapped_too(fd: int) -> None:
     assert (nothing.nbytes, bytes(nothing)) == (0, b"")
 
 
+@pytest.fixture
+def tail_fd() -> Iterator[int]:
+    fd = os.memfd_create("tail")
+    os.ftruncate(fd, 2 * PAGE)
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("writable", "protection"), [(True, "rw-s"), (False, "r--s")])
+def test_two_descriptors_are_one_range_of_addresses(fd: int, tail_fd: int, writable: bool, protection: str) -> None:
+    os.pwrite(fd, b"head", 2 * PAGE - 4)
+    os.pwrite(tail_fd, b"tail", 0)
+    mapping = Mapping(fd, 2 * PAGE, tail_fd, 2 * PAGE, writable)
+    assert mapping.nbytes == 4 * PAGE
+    assert bytes(memoryview(mapping)[2 * PAGE - 4 : 2 * PAGE + 4]) == b"headtail"
+    line = next(
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.startswith((f"{mapping.address + 2 * PAGE:x}-", f"{mapping.address + 2 * PAGE:012x}-"))
+    )
+    assert line.split()[1] == protection
+    mapping.advise(0, 4 * PAGE, mmap.MADV_WILLNEED)
+    address = mapping.address
+    del mapping
+    assert not is_mapped(address)
+    assert not is_mapped(address + 2 * PAGE)
+
+
+def test_a_tail_that_can_not_be_mapped_leaves_nothing_mapped(fd: int) -> None:
+    before = Path("/proc/self/maps").read_text().count("memfd:mapping")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        Mapping(fd, PAGE, -1, PAGE)
+    assert Path("/proc/self/maps").read_text().count("memfd:mapping") == before
+    with pytest.raises(OverflowError):
+        Mapping(fd, PAGE, fd, 2**64 - PAGE)
+
+
 def test_what_the_kernel_refuses_is_an_error_with_its_number(fd: int) -> None:
     with pytest.raises(OSError, match="Bad file descriptor") as caught:
         Mapping(-1, PAGE)

@@ -69,9 +69,10 @@ async def test_it_serves_until_a_signal_ends_it_cleanly(socket_dir: Path, number
     assert list(socket_dir.iterdir()) == []
 
 
-def test_a_slab_that_does_not_fit_is_one_clear_line(fail: Callable[..., str]) -> None:
-    errors = fail("--slab-nbytes", "4000GiB")
-    assert "shmring engine: reserving 4294967296000 bytes in /dev/shm failed" in errors
+@pytest.mark.parametrize(("backing", "place"), [("auto", "a memfd"), ("/dev/shm", "/dev/shm"), ("memfd", "a memfd")])
+def test_a_slab_that_does_not_fit_is_one_clear_line(fail: Callable[..., str], backing: str, place: str) -> None:
+    errors = fail("--slab-nbytes", "4000GiB", "--reply-nbytes", "4096", "--slab-backing", backing)
+    assert f"shmring engine: reserving 4294967291904 bytes in {place} failed" in errors
     assert "Traceback" not in errors
 
 

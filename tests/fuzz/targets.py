@@ -209,7 +209,8 @@ class _Frontend(FrontendEnd):
 
 
 class _Claim(ClaimEnd):
-    pass
+    def __del__(self) -> None:
+        """Whole states are dropped here: nothing is to come back."""
 
 
 class _Engine:
@@ -290,8 +291,8 @@ class _Engine:
             key = (effect.client_id, effect.request_id)
             if not effect.was_running:
                 del self.end.waiting[key]
-            elif key in self.end.claims:
-                self.end.claims.pop(key).mark_ended(aborted=True)
+            elif (claim := self.end.forget_claim(*key)) is not None:
+                claim.mark_ended(aborted=True)
 
     def take_up_failed(self, claim: _Claim, error: Exception, *, breaks_rules: bool) -> None:
         """A request can't be taken up."""

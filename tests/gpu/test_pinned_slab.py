@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import secrets
 import subprocess
 import sys
@@ -56,6 +57,24 @@ def test_a_registered_slab_is_pinned_memory_to_torch(slab: Slab) -> None:
     finally:
         pinned.close()
     assert not view.is_pinned()
+
+
+def test_what_replies_are_in_is_pinned_too_though_it_is_sealed_and_a_frontend_copies_from_it() -> None:
+    slab = Slab.create("gpu", 16 * MIB, secrets.randbits(63), prefault=True, reply_nbytes=4 * MIB)
+    pinned = PinnedSlab.register(slab, TorchCuda(), 0)
+    frontend = Slab.attach((os.dup(slab.fd), os.dup(slab.reply_fd)), slab.nbytes, slab.reply_nbytes, slab.epoch)
+    try:
+        assert (pinned.nbytes, pinned.chunks) == (16 * MIB, 2)
+        reply = torch.from_numpy(slab.anchor(12 * MIB, MIB))
+        assert reply.is_pinned()
+        reply.copy_(torch.full((MIB,), 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
+        torch.cuda.synchronize()
+        seen = torch.from_numpy(frontend.anchor(12 * MIB, MIB))
+        assert torch.equal(seen.to("cuda").cpu(), reply), "memory that this mapping can only read"
+    finally:
+        frontend.close()
+        pinned.close()
+        slab.close()
 
 
 def test_a_refused_registration_leaves_no_error_pending(slab: Slab) -> None:

@@ -82,6 +82,13 @@ class Forked:
             assert time.monotonic() < deadline, f"process {self.pid} says nothing"
             await asyncio.sleep(0.002)
 
+    async def stopped(self) -> None:
+        """Waits until it has stopped itself; continued any sooner, it would stop afterwards."""
+        deadline = time.monotonic() + LIMIT_S
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, f"process {self.pid} does not stop"
+            await asyncio.sleep(0.002)
+
     async def died(self) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not self.is_dead:

@@ -15,7 +15,7 @@ FRONTENDS = 4
 
 async def storm(launch: Launch, socket_dir: Path, name: str, requests: int, aborted_percent: int) -> dict[str, float]:
     """What became of all requests together, and of the engine."""
-    engine = launch("storm", "engine", name, str(socket_dir))
+    engine = launch("storm", "engine", name, str(socket_dir), str(FRONTENDS))
     assert await engine.said() == ["ready"]
     frontends = [
         launch("storm", "frontend", name, str(socket_dir), str(seed), str(requests), str(aborted_percent))

@@ -59,7 +59,9 @@ class Forger:
     async def attach(cls, socket_dir: Path) -> Forger:
         path = socket_path("honest", str(socket_dir))
         engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, "forger"), frozenset({os.getuid()}))
-        return cls(engine, Slab.attach(engine.slab_fd, engine.welcome.slab_nbytes, engine.welcome.epoch))
+        welcome = engine.welcome
+        reply_nbytes = welcome.slab_nbytes - welcome.block_nbytes - welcome.leasable_nbytes
+        return cls(engine, Slab.attach(engine.slab_fds, welcome.slab_nbytes, reply_nbytes, welcome.epoch))
 
     @property
     def lease(self) -> Any:
@@ -401,7 +403,7 @@ async def test_nobody_can_truncate_what_the_engine_reads(ring: shmring.Ring, soc
     for fd in engine.ring_fds:
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)
-    for fd in (*engine.ring_fds, engine.slab_fd, engine.pidfd):
+    for fd in (*engine.ring_fds, *engine.slab_fds, engine.pidfd):
         os.close(fd)
     engine.socket.close()
 

@@ -8,6 +8,7 @@ the test (``--junit-xml``), and shown with ``-rP``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -72,8 +73,22 @@ async def until(observer: shmring.RingClient, condition: Callable[[dict[str, int
     return counts
 
 
+def who_maps(name: str) -> set[int]:
+    """The processes that map a file."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended just now
+            if f"{name} (" in (process / "maps").read_text():
+                found.add(int(process.name))
+    return found
+
+
 def in_use(counts: dict[str, int]) -> int:
     return counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+
+
+def only_the_observer_and_its_reply(counts: dict[str, int]) -> bool:
+    return counts["clients"] == 1 and counts["departed_clients"] == 0 and not in_use(counts)
 
 
 def only_the_observer(counts: dict[str, int]) -> bool:
@@ -316,11 +331,33 @@ async def test_a_socket_that_a_forked_child_holds_frees_nothing_before_the_front
 # -- /dev/shm --------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_slab_that_can_never_fit_is_an_error_and_leaves_nothing(socket_dir: Path) -> None:
-    size = shutil.disk_usage("/dev/shm").total
-    with pytest.raises(shmring.SlabError, match=r"reserving \d+ bytes in /dev/shm failed .* lower slab_nbytes") as caught:
-        await shmring.serve("guarded", slab_nbytes=2 * size, socket_dir=str(socket_dir))
-    assert caught.value.nbytes == 2 * size
+async def test_a_slab_in_a_memfd_goes_with_the_last_process_that_maps_it(
+    run: Launch, frontend: Launch, socket_dir: Path
+) -> None:
+    engine = run("engine", "64", "memfd")
+    assert await engine.said() == ["ready"]
+    killed = frontend("write")
+    await killed.said()
+    async with await connected(socket_dir) as client:
+        assert (await statistics(client))["shm_nbytes"] == 0
+        assert who_maps("memfd:shmring-guarded") == who_maps("memfd:shmring-guarded-replies")
+        assert who_maps("memfd:shmring-guarded") == {engine.pid, killed.pid, os.getpid()}
+        for process in (engine, killed):
+            process.signal(signal.SIGKILL)
+            await process.died()
+        with pytest.raises(shmring.EngineDeadError):
+            await client.request({"mode": "answer", "x": torch.ones(8)}, timeout=LIMIT_S)
+    assert who_maps("memfd:shmring-guarded") == set()
+    assert segments() == []
+
+
+@pytest.mark.parametrize(("backing", "place"), [("auto", "a memfd"), ("/dev/shm", "/dev/shm"), ("memfd", "a memfd")])
+async def test_a_slab_that_can_never_fit_is_an_error_and_leaves_nothing(backing: str, place: str, socket_dir: Path) -> None:
+    nbytes = 2 * max(shutil.disk_usage("/dev/shm").total, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    reason = rf"reserving \d+ bytes in {place} failed .* lower slab_nbytes"
+    with pytest.raises(shmring.SlabError, match=reason) as caught:
+        await shmring.serve("guarded", slab_nbytes=nbytes, reply_nbytes=4096, backing=backing, socket_dir=str(socket_dir))
+    assert caught.value.nbytes == nbytes - 4096
     assert segments() == []
     assert list(socket_dir.iterdir()) == []
     async with shmring.serve("guarded", slab_nbytes="1MiB", socket_dir=str(socket_dir)):
@@ -337,6 +374,22 @@ async def test_a_shm_that_is_small_or_filled_by_others_is_an_error_and_never_a_c
         assert "lower slab_nbytes" in " ".join(said)
         said = await process.said()
     assert said == ["survived"]
+    for nbytes, shm_nbytes in (("4MiB", 0), ("16MiB", 0), ("4MiB", 3 << 20)):
+        assert await process.said() == ["auto", nbytes, str(shm_nbytes)], "auto takes a memfd where it does not fit"
+
+
+async def test_a_frontend_that_writes_to_a_reply_harms_only_itself(observer: shmring.RingClient, run: Launch) -> None:
+    """Its mapping of the replies is read-only: the write is a fault there, and no byte of anybody's reply changes."""
+    tensor = torch.ones(NBYTES, dtype=torch.uint8)
+    mine = (await observer.request({"mode": "answer", "x": tensor}, timeout=LIMIT_S))["x"]
+    scribbler = run("scribble")
+    assert await scribbler.said() == ["read", str(NBYTES)]
+    await scribbler.died()
+    assert "written" not in scribbler.output.read_text()
+    await until(observer, only_the_observer_and_its_reply)
+    again = (await observer.request({"mode": "answer", "x": tensor}, timeout=LIMIT_S))["x"]
+    assert torch.equal(mine, tensor)
+    assert torch.equal(again, tensor), "it lies where the scribbler's was"
 
 
 async def test_what_a_crash_in_the_making_of_a_slab_left_is_swept_by_the_next_engine(

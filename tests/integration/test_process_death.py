@@ -208,6 +208,7 @@ async def test_a_frontend_that_is_killed_with_a_full_ring_leaves_nothing(
 ) -> None:
     frontend = start("frontend", "flood")
     assert await frontend.said() == ["ready"]
+    await frontend.stopped()
     engine.signal(signal.SIGSTOP)
     frontend.signal(signal.SIGCONT)
     word, in_flight = await frontend.said()
@@ -227,6 +228,7 @@ async def test_an_engine_that_is_killed_with_a_full_ring_is_dead_for_its_fronten
 ) -> None:
     frontend = start("frontend", "flood")
     assert await frontend.said() == ["ready"]
+    await frontend.stopped()
     engine.signal(signal.SIGSTOP)
     frontend.signal(signal.SIGCONT)
     assert (await frontend.said())[0] == "full"

@@ -124,7 +124,7 @@ async def test_a_cancelled_start_is_unpinned(serve_on: Any, cuda: Any, eventuall
     with pytest.raises(asyncio.CancelledError):
         await task
     may_end.set()
-    await eventually(lambda: cuda.calls["host_unregister"] == 1 and cuda.registered == {})
+    await eventually(lambda: cuda.calls["host_unregister"] == 2 and cuda.registered == {})
 
 
 async def test_the_slab_is_pinned_on_the_device_of_the_thread_that_serves(serve_on: Any, cuda: Any) -> None:

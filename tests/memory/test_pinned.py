@@ -62,6 +62,23 @@ def test_what_one_call_cannot_take_is_registered_in_chunks(slab: Slab, cuda: Any
     assert cuda.unregistered == [slab.address + 48 * PAGE, slab.address + 24 * PAGE, slab.address]
 
 
+def test_what_replies_are_in_is_registered_by_itself(cuda: Any) -> None:
+    """It is mapped by itself, so to the kernel it is other memory, and no copy may cross the boundary."""
+    slab = Slab.create("pinned", NBYTES, secrets.randbits(63), prefault=True, reply_nbytes=4 * PAGE)
+    pinned = PinnedSlab.register(slab, cuda, 0)
+    leased = NBYTES - 4 * PAGE
+    assert cuda.registered == {slab.address: leased, slab.address + leased: 4 * PAGE}
+    assert (pinned.nbytes, pinned.chunks) == (NBYTES, 2)
+    assert pinned.split(leased - 10, 20) == [(leased - 10, 10), (leased, 10)]
+    pinned.close()
+    cuda.largest = 24 * PAGE
+    pinned = PinnedSlab.register(slab, cuda, 0, chunk_nbytes=24 * PAGE)
+    assert [nbytes // PAGE for nbytes in cuda.registered.values()] == [24, 24, 12, 4]
+    pinned.close()
+    assert cuda.registered == {}
+    slab.close()
+
+
 def test_ranges_are_divided_at_the_boundaries_of_chunks(slab: Slab, cuda: Any) -> None:
     cuda.largest = 24 * PAGE
     pinned = PinnedSlab.register(slab, cuda, 0, chunk_nbytes=24 * PAGE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import logging
 import mmap
 import os
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import posix_ipc
 import pytest
 
+from shmring.config import BACKINGS, Backing
 from shmring.errors import SlabError
 from shmring.memory import slab as slab_module
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
@@ -24,6 +26,7 @@ from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
 PREFIX = f"{NAME_PREFIX}-{os.getuid()}-"
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
+MEMFD = f"/memfd:{NAME_PREFIX}-"
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def test_a_full_shm_is_a_clear_error_and_leaves_nothing() -> None:
     too_large_nbytes = os.statvfs(SHM_DIRECTORY).f_blocks * os.statvfs(SHM_DIRECTORY).f_frsize + (64 << 20)
     before = descriptors()
     with pytest.raises(SlabError) as caught:
-        Slab.create("unit", too_large_nbytes, epoch=1, prefault=True)
+        Slab.create("unit", too_large_nbytes, epoch=1, prefault=True, backing="/dev/shm")
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.nbytes == too_large_nbytes
     assert caught.value.path == f"/{PREFIX}unit-{1:016x}"
@@ -105,7 +108,7 @@ def test_a_name_that_exists_is_an_error() -> None:
     taken = posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0)
     try:
         with pytest.raises(SlabError, match="creating a segment") as caught:
-            Slab.create("unit", MIB, epoch=1, prefault=False)
+            Slab.create("unit", MIB, epoch=1, prefault=False, backing="/dev/shm")
         assert caught.value.path == path
         assert segments() == [path[1:]], "it is somebody else's"
     finally:
@@ -113,27 +116,260 @@ def test_a_name_that_exists_is_an_error() -> None:
         posix_ipc.unlink_shared_memory(path)
 
 
-@pytest.mark.parametrize("step", ["_reserve", "_SLAB_HEADER"])
-def test_a_failure_midway_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+@pytest.mark.parametrize("backing", BACKINGS)
+@pytest.mark.parametrize("step", ["_reserve", "_create_memfd", "Mapping", "_seal"])
+def test_a_failure_midway_leaves_nothing(step: str, backing: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise SlabError("broken")
 
-    if step == "_reserve":
-        monkeypatch.setattr(slab_module, "_reserve", fail)
-    else:
-        monkeypatch.setattr(slab_module, "Mapping", fail)
+    monkeypatch.setattr(slab_module, step, fail)
     before = descriptors()
     with pytest.raises(SlabError, match="broken"):
-        Slab.create("unit", MIB, epoch=1, prefault=False)
+        Slab.create("unit", MIB, epoch=1, prefault=False, reply_nbytes=PAGE, backing=backing)
     assert segments() == []
     assert descriptors() == before
+
+
+# -- where it lies -------------------------------------------------------------------------------------------------------
+
+
+def place_of(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}").partition("unit")[0]
+
+
+@pytest.mark.parametrize(
+    ("backing", "place", "shm_nbytes"),
+    [("auto", f"/dev/shm/{PREFIX}", MIB - 4 * PAGE), ("/dev/shm", f"/dev/shm/{PREFIX}", MIB - 4 * PAGE), ("memfd", MEMFD, 0)],
+)
+def test_it_lies_where_it_was_asked_to_and_replies_lie_in_a_memfd(
+    backing: Backing, place: str, shm_nbytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shmring.ring")
+    slab = Slab.create("unit", MIB, epoch=1, prefault=False, reply_nbytes=4 * PAGE, backing=backing)
+    assert (slab.nbytes, slab.reply_nbytes, slab.shm_nbytes) == (MIB, 4 * PAGE, shm_nbytes)
+    assert (place_of(slab.fd), place_of(slab.reply_fd)) == (place, MEMFD)
+    for fd, nbytes in ((slab.fd, MIB - 4 * PAGE), (slab.reply_fd, 4 * PAGE)):
+        status = os.fstat(fd)
+        assert status.st_size == nbytes
+        assert status.st_blocks * 512 >= nbytes, "every page is reserved"
+        assert not os.get_inheritable(fd)
+    assert ("in a memfd, and not in /dev/shm: as configured" in caplog.text) == (backing == "memfd")
+    slab.close()
+    assert segments() == []
+
+
+@pytest.fixture
+def small_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/shm has 64 KiB free, if it is asked. ``integration/test_guarantees_processes.py`` has one that is really small."""
+    ask = os.fstatvfs
+
+    def fstatvfs(fd: int) -> os.statvfs_result:
+        found = list(ask(fd))
+        if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/shm/"):
+            found[0:5] = [PAGE, PAGE, 32, 16, 16]
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", fstatvfs)
+
+
+def test_what_does_not_fit_goes_to_a_memfd_and_the_log_says_why(small_shm: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shmring.ring")
+    before = descriptors()
+    slab = Slab.create("unit", MIB, epoch=1, prefault=False)
+    assert (place_of(slab.fd), slab.shm_nbytes) == (MEMFD, 0)
+    assert f"{MIB} bytes of the slab are in a memfd" in caplog.text
+    assert f"reserving {MIB} bytes in /dev/shm failed" in caplog.text
+    assert f"{16 * PAGE} bytes of {32 * PAGE} are free" in caplog.text
+    slab.close()
+    assert descriptors() == before
+    assert segments() == []
+
+
+def test_what_just_fits_stays_in_shm(small_shm: None) -> None:
+    slab = Slab.create("unit", 18 * PAGE, epoch=1, prefault=False, reply_nbytes=2 * PAGE)
+    assert slab.shm_nbytes == 16 * PAGE
+    slab.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+def test_what_others_take_meanwhile_makes_it_go_to_a_memfd(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    allocate = os.posix_fallocate
+
+    def posix_fallocate(fd: int, offset: int, nbytes: int) -> None:
+        if place_of(fd) != MEMFD:
+            raise OSError(number, os.strerror(number))
+        allocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    slab = Slab.create("unit", MIB, epoch=1, prefault=False)
+    assert slab.shm_nbytes == 0
+    slab.close()
+    with pytest.raises(SlabError, match="backing='memfd'") as caught:
+        Slab.create("unit", MIB, epoch=1, prefault=False, backing="/dev/shm")
+    assert caught.value.errno == number
+
+
+def test_where_no_segment_can_be_made_a_memfd_is_taken() -> None:
+    path = f"/{PREFIX}unit-{1:016x}"
+    taken = posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0)
+    try:
+        slab = Slab.create("unit", MIB, epoch=1, prefault=False)
+        assert slab.shm_nbytes == 0
+        slab.close()
+    finally:
+        taken.close_fd()
+        posix_ipc.unlink_shared_memory(path)
+
+
+@pytest.mark.parametrize("reply_nbytes", [0, 1 << 60])
+def test_more_than_the_memory_is_a_clear_error_and_nobody_is_killed_for_it(reply_nbytes: int) -> None:
+    before = descriptors()
+    with pytest.raises(SlabError, match=r"reserving \d+ bytes in a memfd failed .*: \d+ bytes of \d+ are free") as caught:
+        Slab.create("unit", MIB + (1 << 60), epoch=1, prefault=False, reply_nbytes=reply_nbytes, backing="memfd")
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.nbytes in (1 << 60, MIB + (1 << 60))
+    assert descriptors() == before
+
+
+# -- what others can do with it -----------------------------------------------------------------------------------------
+
+TRY = """
+    import ctypes, errno, fcntl, mmap, os, sys
+    fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def attempt(name, call):
+        try:
+            failed = call()
+            print(name, errno.errorcode[ctypes.get_errno()] if failed == -1 else "done")
+        except OSError as error:
+            print(name, errno.errorcode[error.errno])
+
+    def through_another_descriptor():
+        mmap.mmap(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), nbytes).close()
+
+    def made_writable():
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        address = libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        assert address != ctypes.c_void_p(-1).value
+        return libc.mprotect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    attempt("read", lambda: os.pread(fd, 1, 0) and None)
+    attempt("truncate", lambda: os.ftruncate(fd, 0))
+    attempt("grow", lambda: os.ftruncate(fd, 2 * nbytes))
+    attempt("write", lambda: os.pwrite(fd, b"!", 0) and None)
+    attempt("map", lambda: mmap.mmap(fd, nbytes).close())
+    attempt("reopen", through_another_descriptor)
+    attempt("mprotect", made_writable)
+    attempt("punch", lambda: libc.fallocate(fd, 3, 0, nbytes))
+    attempt("unseal", lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE) and None)
+"""
+
+
+def what_another_process_can_do(fd: int, nbytes: int) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRY), str(fd), str(nbytes)],
+        pass_fds=[fd], capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def test_nobody_can_truncate_a_slab_in_a_memfd() -> None:
+    slab = Slab.create("unit", MIB, epoch=1, prefault=True, backing="memfd")
+    can = what_another_process_can_do(slab.fd, MIB)
+    assert {name for name, result in can.items() if result == "EPERM"} == {"truncate", "grow", "unseal"}
+    assert can["map"] == can["mprotect"] == "done", "frontends write their slots"
+    slab.anchor(0, MIB)[:] = 1
+    slab.close()
+
+
+def test_nobody_but_the_engine_can_write_what_replies_are_in() -> None:
+    slab = Slab.create("unit", MIB, epoch=1, prefault=True, reply_nbytes=4 * PAGE)
+    slab.anchor(MIB - 4 * PAGE, 4 * PAGE)[:] = 7
+    can = what_another_process_can_do(slab.reply_fd, 4 * PAGE)
+    assert can == {
+        "read": "done", "truncate": "EPERM", "grow": "EPERM", "write": "EPERM", "map": "EPERM", "reopen": "EPERM",
+        "mprotect": "EACCES", "punch": "EPERM", "unseal": "EPERM",
+    }  # fmt: skip
+    assert slab.anchor(MIB - 4 * PAGE, 4 * PAGE).tolist() == [7] * 4 * PAGE
+    slab.close()
 
 
 # -- attaching ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def divided() -> Iterator[Slab]:
+    """A slab with a part for replies, of four pages."""
+    slab = Slab.create("unit", MIB, epoch=7, prefault=False, reply_nbytes=4 * PAGE)
+    yield slab
+    slab.close()
+
+
+def attached(slab: Slab) -> Slab:
+    return Slab.attach((os.dup(slab.fd), os.dup(slab.reply_fd)), slab.nbytes, slab.reply_nbytes, slab.epoch)
+
+
+def test_both_parts_are_one_range_of_addresses_at_both_ends(divided: Slab) -> None:
+    assert divided.parts == [(0, MIB - 4 * PAGE), (MIB - 4 * PAGE, 4 * PAGE)]
+    across = slice(MIB - 5 * PAGE, MIB - 3 * PAGE)
+    divided.anchor(0, MIB)[across] = np.arange(2 * PAGE, dtype=np.uint8)
+    other = attached(divided)
+    assert np.array_equal(other.anchor(0, MIB)[across], np.arange(2 * PAGE, dtype=np.uint8))
+    assert (other.find(other.address + MIB - 1), other.find(other.address + MIB)) == (MIB - 1, None)
+    for slab, protection in ((divided, "rw-s"), (other, "r--s")):
+        for offset, expected in ((0, "rw-s"), (MIB - 4 * PAGE, protection)):
+            found = mapping(slab.address + offset)
+            assert found["range"].split()[1] == expected
+            assert "dc" in found["VmFlags"].split(), "forked children get neither"
+    divided.anchor(MIB - PAGE, 1)[0] = 99
+    assert other.anchor(MIB - PAGE, 1)[0] == 99, "what the engine writes now is there"
+    address = other.address
+    other.close()
+    assert mapping(address) == mapping(address + MIB - 4 * PAGE) == {}
+
+
+def test_prefaulting_at_either_end_maps_every_page_of_both_parts(divided: Slab) -> None:
+    other = attached(divided)
+    for slab in (divided, other):
+        slab.prefault(0, MIB - PAGE)  # across the boundary
+        slab.prefault(MIB - PAGE, PAGE)
+        assert mapping(slab.address)["Rss"] == f"{(MIB - 4 * PAGE) >> 10} kB"
+        assert mapping(slab.address + MIB - 4 * PAGE)["Rss"] == f"{4 * PAGE >> 10} kB"
+    other.close()
+
+
+def test_attaching_takes_both_descriptors_over(divided: Slab) -> None:
+    before = descriptors()
+    attached(divided).close()
+    assert descriptors() == before
+
+
+def test_a_part_for_replies_that_others_could_write_is_refused(divided: Slab) -> None:
+    before = descriptors()
+    forged = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
+    os.ftruncate(forged, 4 * PAGE)
+    for fd in (forged, os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)):
+        os.ftruncate(fd, 4 * PAGE)
+        with pytest.raises(SlabError, match="others could write"):
+            Slab.attach((os.dup(divided.fd), fd), MIB, 4 * PAGE, epoch=7)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("leased_nbytes", [MIB - 5 * PAGE, MIB - 4 * PAGE, MIB])
+@pytest.mark.parametrize("reply_nbytes", [3 * PAGE, 5 * PAGE, MIB, -PAGE])
+def test_parts_that_are_not_of_the_announced_sizes_are_refused(divided: Slab, leased_nbytes: int, reply_nbytes: int) -> None:
+    before = descriptors()
+    with pytest.raises(SlabError, match="announced"):
+        Slab.attach((os.dup(divided.fd), os.dup(divided.reply_fd)), leased_nbytes + reply_nbytes, reply_nbytes, epoch=7)
+    assert descriptors() == before
+
+
 def test_both_ends_see_the_same_bytes(slab: Slab) -> None:
-    other = Slab.attach(os.dup(slab.fd), MIB, epoch=7)
+    other = Slab.attach((os.dup(slab.fd), -1), MIB, 0, epoch=7)
     assert other.address != slab.address
     other.anchor(5 * PAGE, 16)[:] = 42
     assert slab.anchor(5 * PAGE, 16).tolist() == [42] * 16
@@ -144,7 +380,7 @@ def test_both_ends_see_the_same_bytes(slab: Slab) -> None:
 def test_attaching_takes_the_descriptor_over_and_needs_none(slab: Slab) -> None:
     before = descriptors()
     fd = os.dup(slab.fd)
-    other = Slab.attach(fd, MIB, epoch=7)
+    other = Slab.attach((fd, -1), MIB, 0, epoch=7)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     other.close()
@@ -155,7 +391,7 @@ def test_attaching_takes_the_descriptor_over_and_needs_none(slab: Slab) -> None:
 def test_a_slab_that_is_not_of_the_announced_size_is_refused(slab: Slab, nbytes: int) -> None:
     before = descriptors()
     with pytest.raises(SlabError, match="announced"):
-        Slab.attach(os.dup(slab.fd), nbytes, epoch=7)
+        Slab.attach((os.dup(slab.fd), -1), nbytes, 0, epoch=7)
     assert descriptors() == before
 
 

@@ -190,6 +190,7 @@ class EngineEnd:
         self.waiting: OrderedDict[tuple[int, int], ClaimEnd] = OrderedDict()
         self.claims: dict[tuple[int, int], ClaimEnd] = {}
         self.is_awaited = False
+        self.is_open = True
         self._regions = regions
         self._slab = mapping
         self._claim_type = claim_type
@@ -203,6 +204,9 @@ class EngineEnd:
         self.waiting[frontend.client_id, submit.request_id] = claim
         if self.is_awaited:
             self.shell.request_arrived()
+
+    def forget_claim(self, client_id: int, request_id: int) -> ClaimEnd | None:
+        return self.claims.pop((client_id, request_id), None)
 
     def take_next(self) -> Any:
         while self.waiting:
@@ -246,7 +250,7 @@ class EngineEnd:
     def finish(self, claim: ClaimEnd, reply: Packed | None, slot: SlotRef | None) -> None:
         claim.ended = True
         key = (claim.client_id, claim.request_id)
-        self.claims.pop(key, None)
+        self.forget_claim(*key)
         effects, released = self.release(claim)
         if self.book.end(*key, RequestEvent.FINISH):
             self._send_done(claim, tuple(released), reply, slot)

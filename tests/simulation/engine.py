@@ -117,6 +117,9 @@ class Claim(_ClaimEnd):
         """Its slots, in the order of its tensors."""
         return self.submit.content.slots
 
+    def __del__(self) -> None:
+        """Whole states are dropped here: nothing is to come back."""
+
 
 class _CompiledClient(Client, engine_end.FrontendEnd):
     pass
@@ -217,6 +220,7 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of everything that refers to everything else."""
+        self.end.is_open = False
         self.claims.clear()
         self.draining.clear()
         self.end.waiting.clear()
@@ -295,7 +299,7 @@ class Engine:
         if not effect.was_running:
             del self.end.waiting[key]
             return
-        claim = self.end.claims.pop(key, None)
+        claim = self.end.forget_claim(*key)
         require(claim is not None, "a request was aborted twice")
         assert claim is not None
         claim.mark_ended(aborted=True)
@@ -349,7 +353,7 @@ class Engine:
         if claim.ended:
             return
         key = (claim.client_id, claim.request_id)
-        del self.end.claims[key]
+        self.end.forget_claim(*key)
         claim.mark_ended()
         if self.book.end(*key, event):
             kind: FailureKind = "timed_out" if event is RequestEvent.DEADLINE else "error"

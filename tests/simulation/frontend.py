@@ -103,6 +103,9 @@ else:
 class Submission(_SubmissionEnd):
     """A request in flight."""
 
+    def __del__(self) -> None:
+        """Whole states are dropped here: nothing is to come back."""
+
 
 class _CompiledSubmission(Submission, client_end.SubmissionEnd):
     pass

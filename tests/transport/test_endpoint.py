@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
+import resource
 import signal
 import socket
 import stat
@@ -317,7 +319,7 @@ class Engine:
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self.slab_fd = os.memfd_create("slab")
+        self.slab_fds = (os.memfd_create("slab"), os.memfd_create("replies"))
         self.ring_fds = sealed_rings(1 << 16)
         self.peers: list[Peer] = []
         self.connections: list[socket.socket] = []
@@ -334,10 +336,10 @@ class Engine:
         return peer
 
     async def welcome(self) -> None:
-        send_welcome(await self.greet(), WELCOME, self.slab_fd, self.ring_fds)
+        send_welcome(await self.greet(), WELCOME, self.slab_fds, self.ring_fds)
 
     def close(self) -> None:
-        for fd in (self.slab_fd, *self.ring_fds):
+        for fd in (*self.slab_fds, *self.ring_fds):
             os.close(fd)
         for peer in self.peers:
             os.close(peer.pidfd)
@@ -355,14 +357,14 @@ async def engine(listener: Listener) -> AsyncIterator[Engine]:
 def let_go(attached: AttachedEngine) -> None:
     attached.socket.close()
     os.close(attached.pidfd)
-    for fd in (attached.slab_fd, *attached.ring_fds):
+    for fd in (*attached.slab_fds, *attached.ring_fds):
         os.close(fd)
 
 
 async def test_a_handshake_passes_the_slab_and_says_who_is_there(engine: Engine, path: Path) -> None:
     _, attached = await asyncio.gather(engine.welcome(), attach_engine(path, HELLO, ME))
     assert attached.welcome == WELCOME
-    received, sent = (attached.slab_fd, *attached.ring_fds), (engine.slab_fd, *engine.ring_fds)
+    received, sent = (*attached.slab_fds, *attached.ring_fds), (*engine.slab_fds, *engine.ring_fds)
     for ours, theirs in zip(received, sent, strict=True):
         assert os.path.sameopenfile(ours, theirs)
         assert not os.get_inheritable(ours)
@@ -465,7 +467,7 @@ async def test_an_engine_that_answers_wrongly_is_an_error_and_leaks_no_descripto
 
     async def answer() -> None:
         peer = await engine.greet()
-        reply_with(data, [engine.slab_fd] * fds)(peer.socket)
+        reply_with(data, [engine.slab_fds[0]] * fds)(peer.socket)
         peer.socket.close()
         os.close(peer.pidfd)
         engine.peers.clear()
@@ -482,22 +484,49 @@ async def test_surplus_descriptors_are_closed(engine: Engine, path: Path) -> Non
 
     async def answer() -> None:
         peer = await engine.greet()
-        reply_with(WELCOME_FRAME, [engine.slab_fd] * 20)(peer.socket)
+        reply_with(WELCOME_FRAME, [engine.slab_fds[0]] * 20)(peer.socket)
 
     _, attached = await asyncio.gather(answer(), attach_engine(path, HELLO, ME))
-    assert os.path.sameopenfile(attached.slab_fd, engine.slab_fd)
+    assert os.path.sameopenfile(attached.slab_fds[0], engine.slab_fds[0])
     let_go(attached)
     engine.close()
     engine.peers.clear()
     engine.connections.clear()
-    engine.slab_fd, engine.ring_fds = os.memfd_create("another"), sealed_rings(1 << 16)
+    engine.slab_fds, engine.ring_fds = sealed_rings(1 << 16), sealed_rings(1 << 16)
+    assert descriptors() == before
+
+
+async def test_a_process_without_room_for_the_descriptors_is_told_so(engine: Engine, path: Path) -> None:
+    """The kernel passes what finds room, and says no more than that it has left some out."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = descriptors()
+
+    async def answer() -> None:
+        peer = await engine.greet()
+        room = os.dup(0)  # the lowest number that is free, and then only this one and the next are
+        os.close(room)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room + 2, limits[1]))
+        send_welcome(peer, WELCOME, engine.slab_fds, engine.ring_fds)
+
+    try:
+        _, attempt = await asyncio.gather(answer(), attach_engine(path, HELLO, ME), return_exceptions=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert isinstance(attempt, OSError)
+    assert attempt.errno == errno.EMFILE
+    assert "ulimit -n" in str(attempt)
+    del attempt
+    engine.close()
+    engine.peers.clear()
+    engine.connections.clear()
+    engine.slab_fds, engine.ring_fds = sealed_rings(1 << 16), sealed_rings(1 << 16)
     assert descriptors() == before
 
 
 async def test_an_answer_may_come_in_pieces(engine: Engine, path: Path) -> None:
     async def answer() -> None:
         peer = await engine.greet()
-        socket.send_fds(peer.socket, [WELCOME_FRAME[:1]], [engine.slab_fd, *engine.ring_fds])
+        socket.send_fds(peer.socket, [WELCOME_FRAME[:1]], [*engine.slab_fds, *engine.ring_fds])
         for byte in WELCOME_FRAME[1:]:
             await asyncio.sleep(0)
             peer.socket.send(bytes([byte]))
@@ -548,7 +577,7 @@ async def test_welcoming_one_that_is_gone_says_so(engine: Engine, path: Path) ->
         client.sendall(handshake_frame(HELLO))
         peer = await engine.greet()
     with pytest.raises(PeerLostError):
-        send_welcome(peer, WELCOME, engine.slab_fd, engine.ring_fds)
+        send_welcome(peer, WELCOME, engine.slab_fds, engine.ring_fds)
 
 
 # -- what killed engines leave ------------------------------------------------------------------------------------------

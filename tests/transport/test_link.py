@@ -669,7 +669,7 @@ async def test_a_link_that_never_started_can_be_ended(how: str, eventually: Any)
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_nobody_rings_a_descriptor_that_may_be_another_files(open_end: Any, eventually: Any, how: str) -> None:
     end = open_end()
-    number, writer, reader = end.socket.fileno(), end.link.writer, end.link._reader
+    number, writer, reader = end.socket.fileno(), end.link.writer, end.link.reader
     ours, theirs = socket.socketpair()
     getattr(end.link, how)()
     with ours, theirs:

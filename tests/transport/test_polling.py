@@ -11,7 +11,7 @@ import torch
 
 import shmring
 from shmring.transport import polling
-from shmring.transport.polling import LINK_S, Poller
+from shmring.transport.polling import LINK_S, Poller, Vigil
 
 
 class Loop:
@@ -50,7 +50,7 @@ class Link:
         self.clock[0] += self.work_s
         return True
 
-    def fall_asleep(self) -> bool:
+    def fall_asleep(self, now_s: float) -> bool:
         self.restless -= 1
         self.asleep = self.restless < 0
         return self.asleep
@@ -226,3 +226,45 @@ def test_a_time_that_makes_no_sense_is_refused(seconds: float) -> None:
     for kind in (shmring.RingConfig, shmring.ClientConfig):
         with pytest.raises(ValueError, match="busy_poll_s must be between 0 and"):
             kind(busy_poll_s=seconds)
+
+
+def vigils(vigil: Vigil, starts: int, *, found: bool, now_s: float = 0.0) -> int:
+    """Begins vigils, one after the other; returns how many were kept before the link fell asleep."""
+    kept = 0
+    for _ in range(starts):
+        now_s += 1.0
+        vigil.begin(now_s)
+        kept += not vigil.is_over(now_s + polling._VIGIL_S / 2)
+        if found:
+            vigil.begin(now_s + polling._VIGIL_S / 2)
+            continue
+        assert vigil.is_over(now_s + 2 * polling._VIGIL_S)
+    return kept
+
+
+def test_a_link_looks_on_for_a_moment_after_a_record_came() -> None:
+    assert vigils(Vigil(), 100, found=True) == 100
+
+
+def test_a_link_that_looks_in_vain_sleeps_at_once_and_tries_again_now_and_then() -> None:
+    vigil = Vigil()
+    assert vigils(vigil, polling._VAIN_VIGILS, found=False) == polling._VAIN_VIGILS
+    assert 0 < vigils(vigil, 10 * polling._RETRY, found=False) <= 11
+    vigil = Vigil()
+    vigils(vigil, polling._RETRY, found=False)
+    assert vigils(vigil, 2, found=True) == 2, "one that helped is believed"
+
+
+async def test_an_end_with_nothing_to_do_sleeps(serve: Any, connect: Any) -> None:
+    """Also one that has just had its first messages, and was answered at once."""
+    ring, client = await serve(), await connect()
+    for number in range(20):
+        submission = await client.submit([number])
+        with await ring.claim():
+            pass
+        with pytest.raises(StopAsyncIteration):
+            await submission.next()
+    [frontend] = ring._frontends.values()
+    async with asyncio.timeout(5):
+        while frontend.link._awake or client._session.link._awake:
+            await asyncio.sleep(0.001)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from engine.inputs import InputSpec, PictureSpec, VideoSpec
+from frontend.media import decoder_pool
 from frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool
 from frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
 from frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
@@ -101,15 +102,18 @@ async def test_the_budget_is_processor_time_even_if_others_use_the_cores(
 
 
 async def test_a_small_file_with_much_work_is_decoded_among_the_large_ones(
-    pool: DecoderPool, many_scans: Callable[..., bytes]
+    pool: DecoderPool, many_scans: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = many_scans(90)
     assert len(data) < 100_000
-    decoded, cpu_s = await decode(pool, "image", data)
+    monkeypatch.setattr(decoder_pool, "_SMALL_S", 60.0)
+    _, needed_s = await decode(pool, "image", data)
+    monkeypatch.setattr(decoder_pool, "_SMALL_S", needed_s / 2)
+    decoded, cpu_s = await decode(pool, "image", data, budget_s=4 * needed_s)
     assert decoded.length > 0
-    assert cpu_s > 0.5 + 0.3  # what it had taken among the small ones counts as well
+    assert cpu_s > 1.2 * needed_s  # what it had taken among the small ones counts as well
     with pytest.raises(BudgetSpentError):
-        await decode(pool, "image", data, budget_s=0.6)
+        await decode(pool, "image", data, budget_s=needed_s)
 
 
 async def test_small_media_do_not_wait_for_large_ones(

@@ -1,12 +1,14 @@
 """Processes for the guarantees: ``guarded.py MODE NAME SOCKET_DIR [OPTION]``. They say on stdout how far they have come.
 
-engine           serves 8 MiB, OPTION requests at a time; says when it has nothing of a process any more, and when
+engine           serves 8 MiB, OPTION requests at a time, in a backing that may follow; says when it has nothing of a process
+                 any more, and when
 poor engine      the same with at most OPTION descriptors
 half             a frontend that has written half of a slot, and goes on when there is a file ``go``
 hang up forked   a frontend that has dropped its connection, which a forked child holds; it goes on writing
 many             a frontend process with at most OPTION descriptors, which connects until it can't
 leave a segment  an engine that dies between creating its segment and unlinking the name
 small            an engine and a client with a /dev/shm of 8 MiB of their own
+scribble         a frontend that writes to a reply in a slot
 start and stop   an engine that starts and stops OPTION times
 """
 
@@ -29,6 +31,7 @@ import torch
 import uvloop
 
 import shmring
+from shmring.config import Backing
 from shmring.memory.slab import SHM_DIRECTORY
 
 NBYTES = 400_000
@@ -64,7 +67,7 @@ async def handle(claim: shmring.Claim) -> None:
         await claim.reply({"x": tensor})
 
 
-async def engine(name: str, socket_dir: str, concurrency: str) -> None:
+async def engine(name: str, socket_dir: str, concurrency: str, backing: Backing = "auto") -> None:
     logger = logging.getLogger("shmring.ring")
     logger.setLevel(logging.INFO)
     logger.addHandler(Reclaims())
@@ -82,6 +85,7 @@ async def engine(name: str, socket_dir: str, concurrency: str) -> None:
         name,
         slab_nbytes="8MiB",
         reply_nbytes="2MiB",
+        backing=backing,
         socket_dir=socket_dir,
         calls={"statistics": statistics, "never": never},
     )
@@ -201,12 +205,12 @@ async def small(name: str, socket_dir: str) -> None:
     await refused(name, socket_dir, "4MiB")
     filler.unlink()
     async with (
-        shmring.serve(name, slab_nbytes="4MiB", reply_nbytes="1MiB", socket_dir=socket_dir, prefault=False) as ring,
+        shmring.serve(
+            name, slab_nbytes="4MiB", reply_nbytes="1MiB", backing="/dev/shm", socket_dir=socket_dir, prefault=False
+        ) as ring,
         await connected(name, socket_dir) as client,
     ):
-        with contextlib.suppress(OSError), filler.open("wb") as file:  # others take the rest
-            while True:
-                file.write(bytes(1 << 16))
+        fill(filler)  # others take the rest
         serving = asyncio.create_task(ring.run(handle))
         data = torch.ones(2 << 20, dtype=torch.uint8)
         for _ in range(10):  # every page of the slab is written to: it was reserved, so there is no SIGBUS
@@ -217,11 +221,45 @@ async def small(name: str, socket_dir: str) -> None:
         await ring.close()
         await serving
     say("survived", *(path.name for path in SHM_DIRECTORY.iterdir() if path != filler))
+    fill(filler)
+    for nbytes in ("4MiB", "16MiB"):
+        await where_it_fits(name, socket_dir, nbytes)
+    filler.unlink()
+    await where_it_fits(name, socket_dir, "4MiB")
+
+
+def fill(filler: Path) -> None:
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+async def where_it_fits(name: str, socket_dir: str, nbytes: str) -> None:
+    """Says how much of a slab is in /dev/shm, if the ring is to find out where it fits."""
+    async with shmring.serve(name, slab_nbytes=nbytes, reply_nbytes="1MiB", socket_dir=socket_dir) as ring:
+        async with await connected(name, socket_dir) as client:
+            serving = asyncio.create_task(ring.run(handle))
+            for _ in range(10):
+                async with client.slot(2 << 20) as slot:
+                    data = slot.tensor((2 << 20,), torch.uint8).fill_(1)
+                    assert (await client.request({"mode": "answer", "x": data[: 1 << 19]}))["sum"] == 1 << 19
+        say("auto", nbytes, ring.statistics().shm_nbytes, *(path.name for path in SHM_DIRECTORY.glob("shmring*")))
+        await ring.close()
+        await serving
+
+
+async def scribble(name: str, socket_dir: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    client = await connected(name, socket_dir)
+    reply = (await client.request({"mode": "answer", "x": torch.ones(NBYTES, dtype=torch.uint8)}))["x"]
+    say("read", int(reply.sum()))
+    reply.add_(1)
+    say("written")
 
 
 async def refused(name: str, socket_dir: str, nbytes: str) -> None:
     try:
-        async with shmring.serve(name, slab_nbytes=nbytes, socket_dir=socket_dir):
+        async with shmring.serve(name, slab_nbytes=nbytes, backing="/dev/shm", socket_dir=socket_dir):
             say("served", nbytes)
     except shmring.SlabError as error:
         say("refused", nbytes, error)

@@ -1,4 +1,4 @@
-"""Both ends of an abort storm: ``engine NAME SOCKET_DIR``, and ``frontend NAME SOCKET_DIR SEED REQUESTS ABORTED``.
+"""Both ends of an abort storm: ``engine NAME SOCKET_DIR FRONTENDS``, and ``frontend NAME SOCKET_DIR SEED REQUESTS ABORTED``.
 
 The engine works in steps: it claims what is there, works on all of it at once, and answers. Behind every step it checks its
 book, and that no slot is held beyond the step: not one of an aborted request either. It says how many steps it made when its
@@ -23,12 +23,18 @@ STEP_S = 0.002
 IN_FLIGHT = 50
 
 
-async def engine(name: str, socket_dir: str) -> None:
-    async with shmring.serve(name, slab_nbytes="16MiB", socket_dir=socket_dir) as ring:
+async def engine(name: str, socket_dir: str, frontends: str) -> None:
+    done = 0
+
+    async def is_done() -> None:
+        nonlocal done
+        done += 1
+
+    async with shmring.serve(name, slab_nbytes="16MiB", socket_dir=socket_dir, calls={"is_done": is_done}) as ring:
         print("ready", flush=True)
         steps = [0]
         working = asyncio.create_task(work(ring, steps))
-        while not ring.statistics().submitted or ring.statistics().clients:
+        while done < int(frontends) or ring.statistics().clients:
             await asyncio.wait([working], timeout=0.05)
             if working.done():
                 working.result()
@@ -93,6 +99,7 @@ async def frontend(name: str, socket_dir: str, seed: str, requests: str, aborted
         seconds = time.perf_counter() - started
         while client.statistics().slots_in_use:
             await asyncio.sleep(0.001)
+        await client.call("is_done", timeout=60)
     print("answered", outcomes["answered"], "aborted", outcomes["aborted"], "seconds", f"{seconds:.3f}", flush=True)
 
 

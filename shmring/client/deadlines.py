@@ -1,0 +1,125 @@
+"""When callers' time is over: one heap and one timer of the loop for all callers of a client.
+
+A timer for each request takes as long as a small message, and hardly any of them ever goes off. Here a request with a
+``timeout`` is an entry in a heap, which is marked when the request is over, and taken out when its time has come or when most
+entries are marked.
+
+A deadline ends its task's waiting by cancelling it, and turns that cancellation, and no other, into a ``TimeoutError``.
+
+Source: telling one's own cancellation from others by ``cancelling`` and ``uncancel`` is how ``asyncio.timeout`` does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+from types import TracebackType
+
+__all__ = ["Deadline", "Deadlines"]
+
+_EARLY_S = 0.001  # by as much a loop's timer may go off too early
+_FEW = 64  # entries: so many may be kept after they are over
+
+
+class Deadlines:
+    """The deadlines of one client, in the loop that it is used in."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Deadline]] = []
+        self._numbers = itertools.count()
+        self._over = 0  # entries of those who have left
+        self._timer: asyncio.TimerHandle | None = None
+
+    def within(self, timeout: float | None, waits_for: Callable[[], str], *, until_s: float | None = None) -> Deadline:
+        """Bounds a ``with`` block in time.
+
+        Args:
+            timeout: seconds, from now or up to ``until_s``; None: as long as it takes.
+            waits_for: says what the block waits for, for the error's text.
+            until_s: when it is over, in the loop's time.
+
+        Raises:
+            TimeoutError: on leaving the block, if it took longer. Its text says what was waited for.
+        """
+        return Deadline(self, timeout, waits_for, until_s)
+
+    def add(self, deadline: Deadline, until_s: float) -> None:
+        """For a deadline: its block was entered."""
+        heapq.heappush(self._heap, (until_s, next(self._numbers), deadline))
+        if self._timer is None or until_s < self._timer.when():
+            self._set_timer(until_s)
+
+    def left(self) -> None:
+        """For a deadline: its block was left."""
+        self._over += 1
+        if self._over > _FEW and self._over > len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[2].task is not None]
+            heapq.heapify(self._heap)
+            self._over = 0
+
+    def _set_timer(self, until_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(until_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now_s = asyncio.get_running_loop().time()
+        while self._heap and (self._heap[0][2].task is None or self._heap[0][0] <= now_s + _EARLY_S):
+            deadline = heapq.heappop(self._heap)[2]
+            if deadline.task is None:
+                self._over -= 1
+            else:
+                deadline.expire()
+        if self._heap:
+            self._set_timer(self._heap[0][0])
+
+
+class Deadline:
+    """See :meth:`Deadlines.within`.
+
+    Attributes:
+        waits_for: as there; it may change while the block is entered.
+        task: that is in the block; None: none is.
+    """
+
+    __slots__ = ("_cancelling", "_deadlines", "_timeout", "_until_s", "_waited_for", "task", "waits_for")
+
+    def __init__(
+        self, deadlines: Deadlines, timeout: float | None, waits_for: Callable[[], str], until_s: float | None
+    ) -> None:
+        self._deadlines = deadlines
+        self._timeout = timeout
+        self._until_s = until_s
+        self._waited_for: str | None = None  # when the time was over
+        self._cancelling = 0
+        self.waits_for = waits_for
+        self.task: asyncio.Task[object] | None = None
+
+    def __enter__(self) -> Deadline:
+        if self._timeout is None:
+            return self
+        self.task = asyncio.current_task()
+        if self.task is None:
+            raise RuntimeError("timeout= can be used in a task only")
+        self._cancelling = self.task.cancelling()
+        until_s = self._until_s
+        self._deadlines.add(self, self.task.get_loop().time() + self._timeout if until_s is None else until_s)
+        return self
+
+    def expire(self) -> None:
+        """The time of the task in the block is over: it waits no longer."""
+        assert self.task is not None
+        self._waited_for = self.waits_for()
+        self.task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        task, self.task = self.task, None
+        if task is None:
+            return
+        if self._waited_for is None:
+            self._deadlines.left()
+        elif task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError(f"it took longer than the {self._timeout:g} s it was given: {self._waited_for}") from None

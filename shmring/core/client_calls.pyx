@@ -1,0 +1,191 @@
+"""What a frontend's caller awaits: submitting a payload, and acquiring a slot.
+
+:class:`ClientCalls` is the part of :class:`~shmring.RingClient` that happens with every message. Each of its operations is tried at once
+when it is awaited; where something has to be waited for, a coroutine of the subclass does it.
+"""
+
+cimport cython
+from cpython.object cimport PyObject
+
+from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
+from shmring.core.client_end cimport ClientEnd, SlotEnd
+
+cdef str _HOST = "cpu"
+
+
+def check_nbytes(nbytes) -> None:
+    """Raises unless this is a number of bytes.
+
+    Raises:
+        TypeError, ValueError: it is no int, or negative.
+    """
+    if type(nbytes) is not int and (isinstance(nbytes, bool) or not isinstance(nbytes, int)):
+        raise TypeError(f"nbytes is an int, not {type(nbytes).__name__}")
+    if nbytes < 0:
+        raise ValueError(f"nbytes can't be negative: {nbytes}")
+
+
+cdef class ClientCalls:
+    """See above; the subclass says what waiting is.
+
+    Args:
+        copier: whose turns a copy has to wait for.
+    """
+
+    def __init__(self, copier) -> None:
+        self._copier = copier
+
+    def use(self, ClientEnd end) -> None:
+        """Requests go to this end from now on.
+
+        Args:
+            end: of the session with the engine that is attached; None: none is.
+        """
+        self._end = end
+
+    def submit(self, payload, *, str request_id not None = ""):
+        """Sends a payload, and returns when it is the engine's: the first half of :meth:`~shmring.RingClient.request`.
+
+        Args:
+            payload, request_id: as there.
+
+        Returns:
+            The :class:`~shmring.Submission`, when awaited.
+
+        Raises:
+            TypeError, CapacityError, EngineDeadError, ClosedError: as there.
+        """
+        cdef Submitting submitting = Submitting.__new__(Submitting)
+        submitting.client = self
+        submitting.payload = payload
+        submitting.name = request_id
+        return submitting
+
+    def submit_in_turn(self, payload, request_id):
+        """A coroutine that submits when what has to be waited for has come; for the subclass."""
+        raise NotImplementedError
+
+    def slot(self, nbytes, *, timeout=None, bint drain=False, device="cpu"):
+        """Waits in line for memory of the slab to write tensors into: ``async with client.slot(nbytes) as slot``.
+
+        Args:
+            nbytes: bytes of tensors; :func:`shmring.nbytes_for` adds several up with their alignment.
+            timeout: seconds to wait.
+            drain: whether the memory, after the block was left, is kept until the last view of it has died. For slots that
+                threads write to: cancelling ``asyncio.to_thread`` does not stop the thread. Whatever holds a view then keeps
+                the memory, the frames of an exception that somebody keeps included.
+            device: ``"cuda"``: memory of the engine's device slab (``RingConfig.device_slab_nbytes``), for what is made on
+                that GPU. The first such slot maps it into this process. What is queued on the current stream is waited for
+                by whoever comes next, the engine as well as this client; another stream that writes to the slot is for the
+                current one to wait for, before the slot is submitted and before it is left.
+
+        Raises:
+            CapacityError: more than the engine can lease out; waiting would be useless.
+            TimeoutError, EngineDeadError, ClosedError: as :meth:`~shmring.RingClient.request`.
+            SlabError: the engine has no device slab, or (``CudaError``) this process can't use it. Slots in host memory are
+                never given in its place.
+            ValueError: ``nbytes`` is negative, or ``device`` another GPU than that of the device slab.
+        """
+        cdef AcquiringSlot acquiring
+        check_nbytes(nbytes)
+        where = None if device is _HOST or device == _HOST else self.resolve_device(device)
+        acquiring = AcquiringSlot.__new__(AcquiringSlot)
+        acquiring.client = self
+        acquiring.nbytes = nbytes
+        acquiring.timeout = timeout
+        acquiring.drain = drain
+        acquiring.device = where
+        return acquiring
+
+    def acquire_in_turn(self, nbytes, timeout, drain, device):
+        """A coroutine that waits for a slot; for the subclass.
+
+        Args:
+            nbytes, timeout, drain: as of :meth:`slot`.
+            device: from :meth:`resolve_device`.
+        """
+        raise NotImplementedError
+
+    def resolve_device(self, device):
+        """Returns the GPU that a caller means; None for the host. For the subclass.
+
+        Raises:
+            ValueError: slots can't be there.
+        """
+        raise NotImplementedError
+
+    cdef object submit_now(self, payload, str name):
+        """Submits; None if something has to be waited for."""
+        cdef ClientEnd end = self._end
+        if end is None:
+            return None
+        end.hear()
+        if self._copier.copied_in_turn:
+            return None
+        return end.submit_now(payload, name, self._copier.short_nbytes)
+
+
+@cython.final
+cdef class Submitting(Awaited):
+    """What :meth:`ClientCalls.submit` returns."""
+
+    cdef ClientCalls client
+    cdef object payload
+    cdef str name
+
+    cdef PyObject* happen(self) except NULL:
+        cdef ClientCalls client = self.client
+        payload, self.payload, self.client = self.payload, None, None  # whoever keeps this keeps no views
+        if not self.name:
+            sent = client.submit_now(payload, self.name)
+            if sent is not None:
+                return owned(sent)
+        return self.wait_in(client.submit_in_turn(payload, self.name))
+
+
+@cython.final
+cdef class AcquiringSlot(Awaited):
+    """What ``client.slot(nbytes)`` returns: await it, or use it with ``async with``. Waits for space in line."""
+
+    cdef ClientCalls client
+    cdef object nbytes
+    cdef object timeout
+    cdef bint drain
+    cdef object device
+    cdef SlotEnd slot
+
+    cdef PyObject* happen(self) except NULL:
+        cdef ClientEnd end = self.client._end
+        if end is not None and self.device is None:
+            slot = end.hold_now(self.nbytes, self.drain)
+            if slot is not None:
+                self.slot = slot
+                return owned(slot)
+        return self.wait_in(self.client.acquire_in_turn(self.nbytes, self.timeout, self.drain, self.device))
+
+    cdef PyObject* came(self, object result) except NULL:
+        self.slot = result
+        return owned(result)
+
+    def __aenter__(self):
+        return self
+
+    def __aexit__(self, kind, error, traceback):
+        cdef _Leaving leaving = _Leaving.__new__(_Leaving)
+        leaving.slot = self.slot
+        return leaving
+
+
+@cython.final
+cdef class _Leaving(Awaited):
+    """What ``async with client.slot(nbytes)`` awaits at its end."""
+
+    cdef SlotEnd slot
+
+    cdef PyObject* happen(self) except NULL:
+        self.slot.close()
+        return owned(None)
+
+
+for _kind in (Submitting, AcquiringSlot, _Leaving):
+    may_be_awaited(_kind)

@@ -1,0 +1,115 @@
+"""What an engine awaits: its next request.
+
+:class:`EngineCalls` is the part of :class:`~shmring.Ring` that happens with every request. A request that has come is taken up at once when
+that is awaited; where one has to be waited for, a coroutine of the subclass does it.
+"""
+
+cimport cython
+from cpython.object cimport PyObject
+from libc.stdint cimport uint32_t
+
+from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
+from shmring.core.engine_end cimport EngineEnd
+
+
+cdef class EngineCalls:
+    """See above; the subclass says what waiting is.
+
+    Args:
+        end: of this engine.
+    """
+
+    def __init__(self, EngineEnd end not None) -> None:
+        self._end = end
+
+    def claim(self):
+        """Waits for the next request and claims it; callers are served in the order in which they wait.
+
+        Returns:
+            The :class:`~shmring.Claim`, when awaited.
+
+        Raises:
+            ClosedError: the ring is closed.
+        """
+        return _claiming(self, 0)
+
+    def claim_many(self, uint32_t most):
+        """Waits for the next request, and claims it and those behind it that have come as well.
+
+        For engines that work in steps on whatever there is. A claim that is aborted meanwhile says so (``claim.aborted``).
+
+        Args:
+            most: requests, at most.
+
+        Returns:
+            A list of 1 to ``most`` claims in order of arrival, when awaited. Each is to be left, as one from :meth:`claim`.
+
+        Raises:
+            ClosedError: the ring is closed.
+            ValueError: ``most`` is 0.
+        """
+        if not most:
+            raise ValueError("claim_many(0) would wait for nothing; ask for at least 1 claim")
+        return _claiming(self, most)
+
+    def __aiter__(self):
+        return self
+
+    def __anext__(self):
+        cdef _Claiming claiming = _claiming(self, 0)
+        claiming.is_next = True
+        return claiming
+
+    def claim_in_turn(self):
+        """A coroutine that waits for a request and claims it; for the subclass."""
+        raise NotImplementedError
+
+    def next_in_turn(self):
+        """The same, where the end of the ring is ``StopAsyncIteration``; for the subclass."""
+        raise NotImplementedError
+
+    cpdef object claim_now(self):
+        """Claims the next request; None if there is none, or others wait for it."""
+        cdef EngineEnd end = self._end
+        if not end.is_usable() or end.is_crowded:
+            return None
+        if not end.waiting:
+            end.hear()
+        return end.take_next() if end.is_open else None
+
+
+@cython.final
+cdef class _Claiming(Awaited):
+    """What waits for the next request."""
+
+    cdef EngineCalls ring
+    cdef uint32_t most   # 0: one, which is no list
+    cdef bint is_next
+
+    cdef PyObject* happen(self) except NULL:
+        claim = self.ring.claim_now()
+        if claim is None:
+            return self.wait_in(self.ring.next_in_turn() if self.is_next else self.ring.claim_in_turn())
+        return self.came(claim)
+
+    cdef PyObject* came(self, object claim) except NULL:
+        cdef list claims
+        if not self.most:
+            return owned(claim)
+        claims = [claim]
+        while len(claims) < self.most:
+            claim = self.ring.claim_now()
+            if claim is None:
+                break
+            claims.append(claim)
+        return owned(claims)
+
+
+cdef _Claiming _claiming(EngineCalls ring, uint32_t most):
+    cdef _Claiming claiming = _Claiming.__new__(_Claiming)
+    claiming.ring = ring
+    claiming.most = most
+    return claiming
+
+
+may_be_awaited(_Claiming)

@@ -1,0 +1,498 @@
+"""The engine's end without an event loop: claims that any thread may take, in order of arrival or each by its name.
+
+Theory of operation: the loop's thread claims at once what arrives, and keeps it in order until a thread takes it. So a thread
+that takes what is there already waits for nobody: not for the loop, and not for whoever keeps the interpreter busy. To one that
+has to wait, the loop hands what it waits for. What nobody takes is bounded as everything else is (``RingConfig.max_inflight``
+for each frontend), goes when its frontend aborts it or is gone, and fails after ``untaken_s`` if that is set.
+
+Invariant: a claim is handed to one thread, or was left here: aborted, expired, or because the ring was closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import shmring.ring.claim as in_loop
+import shmring.ring.ring as ring_in_loop
+from shmring.config import RingConfig, configured
+from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
+from shmring.ring.ring import CallHandler
+from shmring.statistics import RingStatistics
+from shmring.threads.loop_thread import Call, LoopThread, within
+
+__all__ = ["Claim", "Ring", "serve"]
+
+_NOTHING: Any = object()
+
+#: How many requests that ended before they were taken are remembered, for whoever takes them later. A message that names a
+#: request follows it within a second or so; of an older one, ``take`` says only that it was taken or has ended.
+_REMEMBERED = 4096
+
+_Key = tuple[int, int]  # client id, request id
+
+
+class _Arrivals:
+    """What has arrived and was not taken. Other threads may take from ``claims``; all else is the loop's."""
+
+    def __init__(self, thread: LoopThread, is_connected: Callable[[int], bool], untaken_s: float | None) -> None:
+        self.claims: OrderedDict[_Key, Claim] = OrderedDict()
+        self._thread = thread
+        self._is_connected = is_connected
+        self._loop = asyncio.get_running_loop()
+        self._claimers: dict[Call, None] = {}  # in line
+        self._takers: dict[_Key, Call] = {}
+        self._last_ids: dict[int, int] = {}  # of what has arrived, by client: they count up
+        self._ended: OrderedDict[_Key, ShmringError | TimeoutError] = OrderedDict()
+        if untaken_s is not None:
+            self._expire(untaken_s)
+
+    def arrived(self, received: in_loop.Claim) -> None:
+        """A request was claimed."""
+        claim = Claim(self._thread, received, self._loop.time())
+        key = claim.client_id, claim.request_id
+        self._last_ids[claim.client_id] = claim.request_id
+        received.on_abort(functools.partial(self._aborted, key))
+        self._hand_out(key, claim)
+
+    def put_back(self, claim: Claim) -> None:
+        """A claim was handed out to a thread that does not take it."""
+        key = claim.client_id, claim.request_id
+        if claim.aborted:
+            claim.release()
+            self.lost(key, _aborted(key))
+        else:
+            self._hand_out(key, claim)
+            if key in self.claims:
+                self.claims.move_to_end(key, last=False)
+
+    def _hand_out(self, key: _Key, claim: Claim) -> None:
+        """Gives a claim to whoever waits for it, or keeps it."""
+        call = self._takers.get(key) or next(iter(self._claimers), None)
+        if call is not None:
+            call.answer(claim)
+        else:
+            self.claims[key] = claim
+
+    # -- in any thread -------------------------------------------------------------------------------------------------
+
+    def pop_first(self) -> Claim | None:
+        """Takes the first that is not aborted; None: there is none."""
+        while True:
+            try:
+                claim = self.claims.popitem(last=False)[1]
+            except KeyError:
+                return None
+            if not claim.aborted:
+                return claim
+            claim.release()  # that it was aborted is not known here yet
+
+    def pop(self, key: _Key) -> Claim | None:
+        """Takes one; None: it is not here.
+
+        Raises:
+            AbortedError: it was aborted.
+        """
+        claim = self.claims.pop(key, None)
+        if claim is not None and claim.aborted:
+            claim.release()
+            raise _aborted(key)
+        return claim
+
+    # -- whoever waits -------------------------------------------------------------------------------------------------
+
+    def next(self, call: Call) -> None:
+        """Somebody wants any claim."""
+        if (claim := self.pop_first()) is not None:
+            call.answer(claim)
+        else:
+            self._claimers[call] = None
+            call.on_end.append(functools.partial(self._claimers.pop, call))
+
+    def take(self, call: Call, key: _Key) -> None:
+        """Somebody wants one claim."""
+        client_id, request_id = key
+        if (claim := self.pop(key)) is not None:
+            call.answer(claim)
+        elif (error := self._ended.pop(key, None)) is not None:
+            raise error
+        elif not self._is_connected(client_id):
+            raise _gone(key)
+        elif request_id <= self._last_ids.get(client_id, 0):
+            raise LocalProtocolError(f"request {request_id} of client {client_id} was taken before, or has ended")
+        elif key in self._takers:
+            raise LocalProtocolError(f"two threads wait for request {request_id} of client {client_id}; only one can have it")
+        else:
+            self._takers[key] = call
+            call.on_end.append(functools.partial(self._takers.pop, key))
+
+    # -- what nobody will take -------------------------------------------------------------------------------------------
+
+    def lost(self, key: _Key, error: ShmringError | TimeoutError) -> None:
+        """A request will never be claimed: tells whoever waits for it, or will ask."""
+        taker = self._takers.get(key)
+        if taker is not None:
+            taker.answer(error=error)
+            return
+        self._ended[key] = error
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _aborted(self, key: _Key) -> None:
+        claim = self.claims.pop(key, None)
+        if claim is not None:  # else a thread has it
+            claim.release()
+            self.lost(key, _aborted(key))
+
+    def client_gone(self, client_id: int) -> None:
+        """Nothing more will come from a client."""
+        self._last_ids.pop(client_id, None)
+        for key in [key for key in self._ended if key[0] == client_id]:
+            del self._ended[key]
+        for key in [key for key in self._takers if key[0] == client_id]:
+            self._takers[key].answer(error=_gone(key))
+
+    def _expire(self, untaken_s: float) -> None:
+        """Fails what nobody has taken for so long; looks again when the next may be due."""
+        again_s = untaken_s
+        now = self._loop.time()
+        for key in tuple(self.claims):
+            claim = self.claims.get(key)
+            if claim is None:
+                continue  # it was taken just now
+            again_s = claim.arrived_s + untaken_s - now
+            if again_s > 0:
+                break
+            again_s = untaken_s
+            if self.claims.pop(key, None) is not None:
+                message = f"nobody took request {key[1]} of client {key[0]} within {untaken_s:g} s"
+                claim.time_out(message)
+                self.lost(key, TimeoutError(message))
+        self._loop.call_later(again_s, self._expire, untaken_s)
+
+
+def _aborted(key: _Key) -> AbortedError:
+    return AbortedError(f"request {key[1]} of client {key[0]} was aborted by its frontend", request_id=key[1])
+
+
+def _gone(key: _Key) -> AbortedError:
+    return AbortedError(f"client {key[0]} is not connected: request {key[1]} will not come", request_id=key[1])
+
+
+class _LoopRing(ring_in_loop.Ring):
+    """The ring in its loop. It claims whatever arrives, and says what will never be claimed."""
+
+    arrivals: _Arrivals
+
+    def start(self, arrivals: _Arrivals) -> None:
+        """Begins to claim what arrives; within the turn of the loop that made this ring."""
+        self.arrivals = arrivals
+        self.engine_end.is_awaited = True
+
+    def request_arrived(self) -> None:
+        while (claim := self._take_next()) is not None:
+            self.arrivals.arrived(claim)
+
+    def is_connected(self, client_id: int) -> bool:
+        """Whether requests of a client may still come."""
+        frontend = self._frontends.get(client_id)
+        return frontend is not None and frontend.connected
+
+    def connection_lost(self, frontend: Any) -> None:
+        super().connection_lost(frontend)
+        self.arrivals.client_gone(frontend.client_id)
+
+    def take_up_failed(self, claim: in_loop.Claim, error: Exception, *, breaks_rules: bool) -> None:
+        super().take_up_failed(claim, error, breaks_rules=breaks_rules)
+        client_id, request_id = claim.client_id, claim.request_id
+        text = f"request {request_id} of client {client_id} can't be taken up: {type(error).__name__}: {error}"
+        self.arrivals.lost((client_id, request_id), RemoteProtocolError(text))
+
+
+class Claim:
+    """A request that this engine is working on. Use it as ``with claim:``, or :meth:`done` or :meth:`fail` it, in any thread.
+
+    It is what :class:`shmring.Claim` is; see there. What ends it or gives its slots back (:meth:`done`, :meth:`fail`,
+    :meth:`time_out`, :meth:`release`, leaving its block) never waits and takes no lock: the loop's thread carries it out a
+    moment later, in the order in which a thread asks for it. So finalisers may call it too.
+
+    Attributes:
+        client_id: the frontend, as this engine numbers its connections.
+        request_id: the request, as that frontend numbers its submissions.
+        name: the caller's own name for the request; may be empty.
+        nbytes: bytes of tensors in its slots.
+    """
+
+    __slots__ = ("__weakref__", "_claim", "_is_left", "_thread", "arrived_s", "client_id", "name", "nbytes", "request_id")
+
+    def __init__(self, thread: LoopThread, claim: in_loop.Claim, arrived_s: float) -> None:
+        self._thread = thread
+        self._claim = claim
+        self._is_left = False
+        self.arrived_s = arrived_s  # in the time of the loop
+        self.client_id: int = claim.client_id
+        self.request_id: int = claim.request_id
+        self.name: str = claim.name
+        self.nbytes: int = claim.nbytes
+
+    def __repr__(self) -> str:
+        return repr(self._claim)
+
+    @property
+    def payload(self) -> Any:
+        """The payload, its tensors viewed in place. Views taken from it keep their slot after the claim is left.
+
+        Raises:
+            LocalProtocolError: the claim has released it.
+            ClosedError: it belongs to the process that forked this one.
+        """
+        self._thread.check_process()
+        if self._is_left:
+            raise LocalProtocolError(f"request {self.request_id} was released; keep what you need of its payload before")
+        return self._claim.payload
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the frontend gave the request up, or has gone."""
+        return self._claim.aborted
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more may be sent in answer to it."""
+        return self._claim.ended
+
+    @property
+    def released(self) -> bool:
+        """Whether its slots were released, or are about to be."""
+        return self._is_left or self._claim.released
+
+    def reply(self, payload: object, *, timeout: float | None = None) -> None:
+        """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
+
+        Args:
+            payload: like a request's: any msgspec-encodable object with tensors and arrays at any depth.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: it took longer; nothing was sent.
+            AbortedError: the request was aborted.
+            TypeError: something in the payload can't be sent; the message names its path.
+            CapacityError: it can never fit the reply reserve, or a message.
+            ClosedError: the ring is closed.
+            LocalProtocolError: the request has ended, or this is the loop's own thread.
+        """
+        self._thread.call(self._reply, self._claim.reply, payload, timeout)
+
+    def done(self, reply: object = _NOTHING, *, timeout: float | None = None) -> None:
+        """Releases the slots and tells the frontend that the request is finished.
+
+        Without a reply, this may be called anywhere, also by a finaliser.
+
+        Args:
+            reply: a last answer, in the same message; then this waits, and raises, as :meth:`reply` does.
+            timeout: seconds to wait, with a reply.
+        """
+        if reply is not _NOTHING:
+            self._thread.call(self._reply, self._claim.done, reply, timeout)
+            self._is_left = True
+            return
+        self._is_left = True
+        self._thread.post(self._claim.done)
+
+    async def _reply(self, send: Callable[[object], Any], payload: object, timeout: float | None) -> None:
+        await within(timeout, f"client {self.client_id} to take a reply to request {self.request_id}", send(payload))
+
+    def fail(self, error: BaseException) -> None:
+        """Releases the slots and tells the frontend that the request failed, with the error's type and text."""
+        self._is_left = True
+        self._thread.post(self._claim.fail, error)
+
+    def time_out(self, message: str) -> None:
+        """Releases the slots and tells the frontend that the request's time is over: it gets a ``TimeoutError``."""
+        self._is_left = True
+        self._thread.post(self._claim.time_out, message)
+
+    def release(self) -> None:
+        """Releases the slots before the request ends; twice is once."""
+        self._is_left = True
+        self._thread.post(self._claim.release)
+
+    def on_abort(self, callback: Callable[[], object]) -> None:
+        """Calls back in the loop's thread when the request is aborted; soon if it was. There, nothing may be waited for."""
+        self._thread.post(self._claim.on_abort, callback)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if error is None:
+            self.done()
+            return False
+        self.fail(error)
+        return isinstance(error, AbortedError) and self.aborted and error.request_id == self.request_id
+
+
+class Ring:
+    """The engine's end, for any thread. Made by :func:`serve`; use it as ``with serve(...) as ring:``, or :meth:`close` it.
+
+    Iterate over it for claims, in order of arrival; several threads may do so at once.
+
+    Attributes:
+        name: the engine's name.
+        config: as configured.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: RingConfig,
+        payload_type: Any,
+        calls: Mapping[str, CallHandler] | None,
+        untaken_s: float | None,
+    ) -> None:
+        """Opens it; see :func:`serve`."""
+        self.name = name
+        self.config = config
+
+        async def create() -> _LoopRing:
+            ring = await _LoopRing.create(name, config, payload_type=payload_type, calls=calls)
+            assert isinstance(ring, _LoopRing)
+            self._ring = ring
+            self._arrivals = _Arrivals(self._thread, ring.is_connected, untaken_s)
+            ring.start(self._arrivals)
+            return ring
+
+        self._thread = LoopThread(f"ring {name!r}", create)
+        self._thread.open()
+
+    def claim(self, timeout: float | None = None) -> Claim:
+        """Waits for the next request that nobody has taken.
+
+        Threads that wait are served in the order in which they wait.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: none came.
+            ClosedError: the ring is closed.
+        """
+        self._thread.check_open()
+        claim = self._arrivals.pop_first()
+        if claim is None:
+            claim = self._thread.ask(timeout, "a request", self._arrivals.next, undo=self._arrivals.put_back)
+        return claim
+
+    def claim_nowait(self) -> Claim:
+        """Claims the next request if one has arrived that nobody has taken.
+
+        Raises:
+            WouldBlock: none has.
+            ClosedError: the ring is closed.
+        """
+        self._thread.check_open()
+        claim = self._arrivals.pop_first()
+        if claim is None:
+            raise WouldBlock("no request is waiting")
+        return claim
+
+    def take(self, client_id: int, request_id: int, timeout: float | None = None) -> Claim:
+        """Claims one request, whether it arrived already or not. One that has arrived is there at once.
+
+        A thread that waits for a request gets it, also if others wait in :meth:`claim`. Whoever takes requests by their numbers
+        does not call :meth:`claim` beside it, which would take them first.
+
+        Args:
+            client_id: of its frontend: ``client_id`` of the client there.
+            request_id: its number: ``request_id`` of the submission there.
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it did not come; or nobody took it within ``untaken_s``, and it failed.
+            AbortedError: it was aborted before it was taken, or its frontend is not connected (any more).
+            LocalProtocolError: it was taken before, or ended long ago; or another thread waits for it; or this is the loop's
+                own thread.
+            RemoteProtocolError: it came, and can't be taken up: its payload is not of ``payload_type``, or its slot is stale.
+            ClosedError: the ring is closed.
+        """
+        self._thread.check_open()
+        key = client_id, request_id
+        claim = self._arrivals.pop(key)
+        if claim is None:
+            what = f"request {request_id} of client {client_id}"
+            claim = self._thread.ask(timeout, what, self._arrivals.take, key, undo=self._arrivals.put_back)
+        return claim
+
+    def __iter__(self) -> Ring:
+        return self
+
+    def __next__(self) -> Claim:
+        try:
+            return self.claim()
+        except ClosedError:
+            if self._thread.is_forked:
+                raise
+            raise StopIteration from None
+
+    @property
+    def untaken(self) -> int:
+        """How many requests have arrived and were not taken."""
+        return len(self._arrivals.claims)
+
+    def statistics(self) -> RingStatistics:
+        """Returns gauges of the present state, and counters since the start. ``running`` counts the untaken as well.
+
+        Raises:
+            ClosedError: the ring is closed.
+        """
+        statistics: RingStatistics = self._thread.call(self._ring.statistics)
+        return statistics
+
+    def close(self, reason: str = "the engine is closing") -> None:
+        """Ends all connections, aborts running requests, gives the slab and the name up, and ends the thread.
+
+        Threads that wait for something get ``ClosedError`` at once. A second call does nothing.
+
+        Args:
+            reason: what frontends are told.
+        """
+        self._thread.close(reason)
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def serve(
+    name: str,
+    config: RingConfig | None = None,
+    *,
+    payload_type: Any = Any,
+    calls: Mapping[str, CallHandler] | None = None,
+    untaken_s: float | None = None,
+    **overrides: Any,
+) -> Ring:
+    """Opens the engine's end of a ring: ``with shmring.threads.serve("vision", slab_nbytes="1GiB") as ring``.
+
+    Returns when frontends can connect.
+
+    Args:
+        name: what frontends connect to; one living engine of a user may have it.
+        config: limits and sizes; ``overrides`` are fields of it.
+        payload_type: a msgspec type that payloads are decoded into; plain objects if not given.
+        calls: control calls that frontends may make, by name: coroutine functions, which run in the loop's thread.
+        untaken_s: a request that no thread has taken for so many seconds fails: its frontend gets a ``TimeoutError``.
+            ``None``: it stays until it is taken, or its frontend aborts it or is gone.
+
+    Raises:
+        SlabError, LocalProtocolError, PermissionError, ValueError, TypeError: as :func:`shmring.serve`.
+    """
+    if untaken_s is not None and not untaken_s > 0:
+        raise ValueError(f"untaken_s is a number of seconds above 0, or None, not {untaken_s}")
+    return Ring(name, configured(RingConfig, config, overrides), payload_type, calls, untaken_s)

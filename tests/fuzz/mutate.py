@@ -1,0 +1,71 @@
+"""Damages honest inputs at random: ``python tests/fuzz/mutate.py [--seconds N] [--seed N] [TARGET ...]``.
+
+``run.py`` looks which Python code an input reaches, and sees nothing of what is compiled. This one looks at nothing, and is
+there for the compiler's sanitizers: ``make fuzz`` runs it with the core built for them, on all that the core takes from others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+
+from targets import SEEDS, TARGETS  # beside this file
+
+CORE = ("message-rings", "messages", "records", "payloads", "books", "slot-headers")
+_MOST_CHANGES = 6
+_LONGEST = 16  # bytes of one change
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """Returns an input with pieces replaced, dropped, repeated or turned over."""
+    for _ in range(chance.randint(0, _MOST_CHANGES)):
+        start = chance.randint(0, len(data))
+        end = chance.randint(start, min(len(data), start + _LONGEST))
+        piece = chance.choice(
+            (
+                chance.randbytes(chance.randint(0, _LONGEST)),
+                data[start:end] * 2,
+                bytes(255 - byte for byte in data[start:end]),
+                b"\xff" * (end - start),
+                bytes(end - start),
+            )
+        )
+        data = data[:start] + piece + data[end:]
+    return data
+
+
+def fuzz(name: str, seconds: float, chance: random.Random) -> int:
+    """Gives a target damaged inputs until the time is over; returns how many. An input that breaks a promise is printed."""
+    target, seeds = TARGETS[name], SEEDS[name]
+    count, until_s = 0, time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        data = damaged(chance.choice(seeds), chance)
+        try:
+            target(data)
+        except BaseException:
+            print(f"{name} broke a promise with {data!r}", file=sys.stderr)
+            raise
+        count += 1
+    return count
+
+
+def main() -> None:
+    """Runs until the time is over."""
+    parser = argparse.ArgumentParser(description=f"Damages honest inputs of {Path(__file__).parent.name} targets at random.")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; those of the core by default")
+    parser.add_argument("--seconds", type=float, default=60, help="for all of them together")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    names = options.targets or CORE
+    if unknown := set(names) - TARGETS.keys():
+        parser.error(f"there is no target {unknown.pop()!r}, only {', '.join(TARGETS)}")
+    chance = random.Random(options.seed)
+    for name in names:
+        print(f"{name}: {fuzz(name, options.seconds / len(names), chance):,} damaged inputs", flush=True)
+
+
+if __name__ == "__main__":
+    main()

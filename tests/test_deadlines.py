@@ -1,0 +1,131 @@
+"""``timeout=``: one heap and one timer for all callers, and an error that says what was waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+from shmring.client.deadlines import Deadlines
+
+
+def nothing() -> str:
+    return "nothing"
+
+
+async def test_each_is_over_in_its_own_time() -> None:
+    deadlines = Deadlines()
+    loop = asyncio.get_running_loop()
+    ended: list[float] = []
+
+    async def wait(timeout: float) -> None:
+        started_s = loop.time()
+        late = rf"longer than the {timeout:g} s it was given: nothing"
+        with pytest.raises(TimeoutError, match=late), deadlines.within(timeout, nothing):
+            await asyncio.Event().wait()
+        ended.append(timeout)
+        assert loop.time() - started_s >= timeout - 0.002
+
+    timeouts = [0.05 * number for number in range(1, 6)]
+    await asyncio.gather(*(wait(timeout) for timeout in random.Random(1).sample(timeouts, 5)))
+    assert ended == timeouts
+    assert not deadlines._heap
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+async def test_time_that_is_over_already_ends_the_first_wait(timeout: float) -> None:
+    with pytest.raises(TimeoutError), Deadlines().within(timeout, nothing):
+        await asyncio.Event().wait()
+
+
+async def test_who_needs_no_wait_is_not_late() -> None:
+    deadlines = Deadlines()
+    with deadlines.within(5, nothing):
+        pass
+    with deadlines.within(None, nothing):
+        await asyncio.sleep(0)
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
+async def test_a_cancellation_from_outside_stays_one() -> None:
+    deadlines = Deadlines()
+
+    async def wait() -> None:
+        with deadlines.within(5, nothing):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_the_inner_of_two_does_not_end_the_outer() -> None:
+    deadlines = Deadlines()
+    with deadlines.within(5, nothing):
+        with pytest.raises(TimeoutError, match=r"0\.01 s"), deadlines.within(0.01, nothing):
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+
+async def test_what_is_over_is_not_kept_until_its_time() -> None:
+    deadlines = Deadlines()
+    with deadlines.within(1000, nothing):
+        for _ in range(1000):
+            with deadlines.within(500, nothing):
+                pass
+        assert len(deadlines._heap) < 200
+    with pytest.raises(TimeoutError), deadlines.within(0.01, nothing):
+        await asyncio.Event().wait()
+
+
+async def test_a_request_that_waits_for_space_says_so(serve: Any, connect: Any) -> None:
+    await serve(slab_nbytes="1MiB")
+    client = await connect()
+    async with client.slot(600_000):
+        with pytest.raises(TimeoutError, match=r"0\.05 s it was given: space: \d+ of the \d+ bytes .* callers hold 1 slots"):
+            await client.request(torch.zeros(600_000, dtype=torch.uint8), timeout=0.05)
+        with pytest.raises(TimeoutError, match="space"):
+            async with client.slot(600_000, timeout=0.05):
+                pass
+    async with client.slot(600_000, drain=True) as slot:
+        view = slot.tensor((600_000,), torch.uint8)
+    with pytest.raises(TimeoutError, match=r"\d+ bytes of slots that were left are kept by living views"):
+        await client.request(torch.zeros(600_000, dtype=torch.uint8), timeout=0.05)
+    del view
+
+
+async def test_a_request_that_waits_for_its_turn_says_so(serve: Any, connect: Any) -> None:
+    await serve(max_inflight=2)
+    client = await connect()
+    for _ in range(2):
+        await client.submit("in flight")
+    with pytest.raises(TimeoutError, match="its turn: 2 requests are in flight"):
+        await client.request("one more", timeout=0.05)
+
+
+async def test_a_request_that_waits_for_its_reply_says_so_and_what_earlier_ones_keep(serve: Any, connect: Any) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        if claim.payload == "hang":
+            await asyncio.Event().wait()
+        await claim.reply(torch.zeros(5_000))
+
+    await serve(answer)
+    client = await connect()
+    reply = await client.request("large", timeout=5)
+    with pytest.raises(TimeoutError, match=r"the engine's reply; 1 requests .* views of 1 earlier replies are alive"):
+        await client.request("hang", timeout=0.05)
+    assert reply.numel() == 5_000
+
+
+async def test_a_request_without_an_engine_says_so(serve: Any, connect: Any) -> None:
+    ring = await serve(name="goes")
+    client = await connect("goes", reconnect=True)
+    await ring.close()
+    with pytest.raises(TimeoutError, match="an engine 'goes' to be attached"):
+        await client.request("late", timeout=0.1)

@@ -1,0 +1,163 @@
+"""What is dropped instead of being left comes back, with a warning."""
+
+# ruff: noqa: PT031 - the warning comes when the object goes, which takes what is done in the block
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import tracemalloc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+from shmring.core.dropped import DROPPED_S
+
+
+@pytest.fixture
+def warned() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        yield caught
+
+
+async def test_a_slot_that_is_dropped_comes_back(serve: Any, connect: Any, eventually: Any) -> None:
+    await serve()
+    client = await connect()
+    with pytest.warns(ResourceWarning, match="a slot of 65536 bytes was dropped before it was left"):
+        await client.slot(65536)
+        gc.collect()
+        await eventually(lambda: client.statistics().slots_in_use == 0)
+
+
+async def test_a_slot_that_is_dropped_is_kept_as_long_as_it_is_viewed(serve: Any, connect: Any, eventually: Any) -> None:
+    await serve(slab_nbytes="1MiB")
+    client = await connect()
+    with pytest.warns(ResourceWarning):
+        view = (await client.slot(600_000)).tensor((600_000,), torch.uint8)
+        gc.collect()
+        await eventually(lambda: client.statistics().slots_draining == 1)
+    view.fill_(7)
+    with pytest.raises(shmring.WouldBlock):
+        client.slot_nowait(600_000)
+    del view
+    await eventually(lambda: client.statistics().slots_in_use == 0)
+
+
+async def test_a_slot_that_another_thread_drops_comes_back(serve: Any, connect: Any, eventually: Any) -> None:
+    await serve()
+    client = await connect()
+    slots = [await client.slot(65536)]
+    with pytest.warns(ResourceWarning):
+        dropping = threading.Thread(target=slots.clear)
+        dropping.start()
+        dropping.join()
+        await eventually(lambda: client.statistics().slots_in_use == 0)
+
+
+async def test_a_claim_that_is_dropped_fails_its_request(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit({"x": torch.zeros(20_000)})
+    with pytest.warns(ResourceWarning, match="request 1 was dropped before its claim was left"):
+        assert (await ring.claim()).payload["x"].numel() == 20_000
+        gc.collect()
+        with pytest.raises(shmring.RemoteError, match="dropped the request without an answer"):
+            await submission.result()
+    await eventually(lambda: ring.statistics().slots_in_use == ring.statistics().running == 0)
+
+
+async def test_a_claim_that_was_aborted_and_is_dropped_gives_its_slots_back(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit({"x": torch.zeros(20_000)})
+    claim = await ring.claim()
+    submission.abort()
+    await eventually(lambda: ring.statistics().aborted == 1)
+    assert claim.aborted
+    with pytest.warns(ResourceWarning):
+        del claim
+        gc.collect()
+        await eventually(lambda: ring.statistics().slots_in_use == 0)
+    assert ring.statistics().failed == 0
+
+
+async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eventually: Any) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        await claim.reply(torch.zeros(5_000))
+
+    ring = await serve(answer)
+    client = await connect()
+    with pytest.warns(ResourceWarning, match="request 1 was dropped with unread replies"):
+        await client.submit("x")
+        await eventually(lambda: client.statistics().finished == 1)
+        gc.collect()
+        await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+
+
+async def test_the_warning_says_where_it_was_made(serve: Any, connect: Any, eventually: Any) -> None:
+    await serve()
+    client = await connect()
+    tracemalloc.start()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            await client.slot(65536)
+            gc.collect()
+            await eventually(lambda: client.statistics().slots_in_use == 0)
+        [warning] = caught
+        assert __file__ in warnings._formatwarnmsg(warning)  # type: ignore[attr-defined]
+    finally:
+        tracemalloc.stop()
+
+
+async def test_a_finaliser_that_leaves_what_was_dropped_with_it_is_in_time(
+    serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
+) -> None:
+    """In a cycle, the collector may run the claim's own finaliser first."""
+
+    class Holder:
+        def __init__(self, claim: shmring.Claim) -> None:
+            self.claim = claim
+            self.me = self
+
+        def __del__(self) -> None:
+            self.claim.done()
+
+    ring, client = await serve(), await connect()
+    submission = await client.submit({"x": torch.zeros(20_000)})
+    Holder(await ring.claim())
+    gc.collect()
+    with pytest.raises(StopAsyncIteration):
+        await submission.next()
+    await asyncio.sleep(2 * DROPPED_S)
+    assert warned == []
+    assert ring.statistics().slots_in_use == 0
+
+
+async def test_what_is_left_properly_warns_of_nothing(
+    serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
+) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        await claim.reply(claim.payload)
+
+    ring = await serve(answer)
+    client = await connect()
+    for _ in range(3):
+        async with client.slot(30_000) as slot:
+            tensor = slot.tensor((30_000,), torch.uint8)
+            await client.request(tensor, timeout=5)
+        client.slot_nowait(64).close()
+    submission = await client.submit(torch.zeros(5_000))
+    submission.abort()
+    del submission
+    kept = await client.submit(torch.zeros(5_000))
+    await client.close()
+    await ring.close()
+    del kept
+    gc.collect()
+    await asyncio.sleep(2 * DROPPED_S)
+    assert warned == []
