@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+_STRIP_OFFSETS = 273  # the TIFF tag that says where the pixels begin
+
 Array = np.ndarray[Any, Any]
 
 
@@ -117,3 +119,14 @@ def _long_clip(count: int, size: tuple[int, int] = (4096, 2160)) -> bytes:
 def long_clip() -> Callable[..., bytes]:
     """``long_clip(count, size)``: frames that take 11 ms of a core each, if they have 4096 x 2160 pixels."""
     return functools.cache(_long_clip)
+
+
+@pytest.fixture(scope="session")
+def damaged_tiff() -> bytes:
+    """A picture whose pixels can't be decompressed, and about which libtiff itself writes to stderr."""
+    file = io.BytesIO()
+    Image.new("L", (64, 64), 80).save(file, "TIFF", compression="tiff_adobe_deflate")
+    data = bytearray(file.getvalue())
+    strip = Image.open(io.BytesIO(data)).tag_v2[_STRIP_OFFSETS][0]
+    data[strip : strip + 2] = bytes(2)  # no header of zlib's, so that no decoder can take the bytes behind it for something
+    return bytes(data)

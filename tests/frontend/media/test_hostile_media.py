@@ -525,16 +525,7 @@ def test_references_in_an_mp4_are_not_followed(secret: Path, monkeypatch: pytest
 # -- what is said -------------------------------------------------------------------------------------------------------
 
 
-def _damaged_tiff() -> bytes:
-    """About this one libtiff itself writes to stderr."""
-    file = io.BytesIO()
-    Image.effect_noise((64, 64), 80).save(file, "TIFF", compression="tiff_adobe_deflate")
-    data = bytearray(file.getvalue())
-    data[100:140] = b"\x55" * 40
-    return bytes(data)
-
-
-def test_nothing_is_written_to_the_terminal(seeds: dict[str, tuple[Kind, bytes]], tmp_path: Path) -> None:
+def test_nothing_is_written_to_the_terminal(seeds: dict[str, tuple[Kind, bytes]], damaged_tiff: bytes) -> None:
     lines = []
     for name in ("MP4", "WebM", "MP3", "FLAC", "JPEG", "TIFF", "GIF clip", "HEVC"):
         kind, data = seeds[name]
@@ -543,7 +534,7 @@ def test_nothing_is_written_to_the_terminal(seeds: dict[str, tuple[Kind, bytes]]
             damaged[place] ^= 0x55
         files = (bytes(damaged), data[: len(data) * 2 // 3])
         lines += [f"{kind} {base64.b64encode(file).decode()}" for file in files]
-    lines.append(f"image {base64.b64encode(_damaged_tiff()).decode()}")
+    lines.append(f"image {base64.b64encode(damaged_tiff).decode()}")
     program = """
 import asyncio, base64, sys, concurrent.futures
 from engine.protocol import InputSpec, PictureSpec, SoundSpec, VideoSpec
