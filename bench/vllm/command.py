@@ -31,7 +31,7 @@ _SIDES = [str(side) for side in SIDES]
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
-@command_line.repetitions_option("Of each case and way, in alternating order.  [default: 5; 3 if quick]")
+@command_line.repetitions_option("Of each case and way, in alternating order.  [default: 5]")
 @click.option("--environment", default=_ENVIRONMENT, type=command_line.DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
 @command_line.json_option
 def vllm_command(
@@ -51,7 +51,7 @@ def vllm_command(
         for case in (QUICK if quick else full_cases())
         if (not sides or str(case.fleet.side) in sides) and (not kinds or case.kind in kinds)
     ]
-    run = _Run(environment, [way for way in WAYS if not ways or way in ways], repetitions or (3 if quick else 5))
+    run = _Run(environment, [way for way in WAYS if not ways or way in ways], repetitions or 5)
     with command_line.measuring(run.steps(cases)) as progress:
         asyncio.run(run.measure(cases, progress))
     findings = report(run.measured(cases), run.coverage(cases), _versions(environment))

@@ -7,7 +7,21 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-__all__ = ["KINDS", "QUICK", "SIDES", "WAYS", "Case", "Fleet", "Kind", "Way", "fleets", "full_cases", "pixels_mb"]
+__all__ = [
+    "KINDS",
+    "LARGE",
+    "PARALLEL",
+    "QUICK",
+    "SIDES",
+    "WAYS",
+    "Case",
+    "Fleet",
+    "Kind",
+    "Way",
+    "fleets",
+    "full_cases",
+    "pixels_mb",
+]
 
 #: How a request names its picture. ``jpeg``: as a file that the API server's cache knows; ``uuid``: by its name alone,
 #: which the cache knows; ``new``: as a file that nobody has seen, which has to be prepared.
@@ -80,17 +94,22 @@ class Case:
         return _REQUESTS[self.kind] // (1 if self.concurrency > 1 else 2)
 
 
-_LARGE = Fleet(SIDES[-1], 2)
-#: What the targets speak about, but for several engine cores.
-QUICK = [Case(_LARGE, "jpeg", 8), Case(_LARGE, "uuid", 8), Case(_LARGE, "uuid", 1), Case(_LARGE, "new", 8)]
+#: The servers, and those with several engine cores, that most targets speak about.
+LARGE, PARALLEL = Fleet(SIDES[-1], 2), Fleet(SIDES[-1], 2, engines=2)
+QUICK = [
+    Case(LARGE, "jpeg", 8),
+    Case(LARGE, "uuid", 8),
+    Case(LARGE, "uuid", 1),
+    Case(LARGE, "new", 8),
+    Case(PARALLEL, "jpeg", 8),
+]
 
 
 def full_cases() -> list[Case]:
     """All of them, by fleet."""
     plain = [Fleet(side, api_servers) for side, api_servers in itertools.product(SIDES, (1, 2))]
     cases = [Case(*parts) for parts in itertools.product(plain, KINDS, (1, 8))]
-    parallel = Fleet(SIDES[-1], 2, engines=2)
-    return [*cases, Case(parallel, "jpeg", 8), Case(parallel, "uuid", 8)]
+    return [*cases, Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
 
 
 def fleets(cases: Sequence[Case]) -> dict[Fleet, list[Case]]:

@@ -10,7 +10,7 @@ from bench.machine import Machine
 from bench.results import Findings, Spread, Table, Verdict, format_times
 from bench.targets import Numbers, judge
 from bench.vllm.load import Measurement
-from bench.vllm.plan import SIDES, Case, Fleet
+from bench.vllm.plan import LARGE, PARALLEL, Case
 
 __all__ = ["Measured", "report"]
 
@@ -91,13 +91,15 @@ def _ratio(measured: Measured, case: Case, way: str, number: Callable[[Measureme
 
 
 def _targets(measured: Measured) -> list[Verdict]:
-    large = Fleet(SIDES[-1], 2)
-    jpeg, uuid, uuid_alone, new = Case(large, "jpeg", 8), Case(large, "uuid", 8), Case(large, "uuid", 1), Case(large, "new", 8)
-    parallel = Case(Fleet(SIDES[-1], 2, engines=2), "jpeg", 8)
-    at = large.title
+    jpeg, uuid, uuid_alone, new = Case(LARGE, "jpeg", 8), Case(LARGE, "uuid", 8), Case(LARGE, "uuid", 1), Case(LARGE, "new", 8)
+    parallel = Case(PARALLEL, "jpeg", 8)
+    at = LARGE.title
 
     def speed(run: Measurement) -> float:
         return run.requests_per_s
+
+    others = [case for case, way in measured if way == _OURS and case.kind == "new" and case != new]
+    of_others = [(f"{case.fleet.title}: {case.title}", _ratio(measured, case, "inline", speed)) for case in others]
 
     def verdict(
         what: str,
@@ -122,6 +124,7 @@ def _targets(measured: Measured) -> list[Verdict]:
         ),
         verdict("a hit: CPU of API servers", jpeg, 1, "torch_shm", number=lambda run: run.cpu_ms["APIServer"], at_least=False),
         verdict("a new picture: requests/s of inline", new, 1, "inline"),
+        judge("vLLM, a new picture: requests/s of inline", "everywhere else", 0.95, "x", of_others),
         verdict("a new picture: lag p99 of inline", new, 1, "inline", number=lambda run: run.lag_p99_ms, at_least=False),
         verdict("a hit: requests/s of inline", parallel, 1.5, "inline", at=parallel.fleet.title),
     ]
