@@ -3,7 +3,7 @@
 #   make test     style, types, tests, and a check that nothing is left behind
 #   make bench-quick  transports side by side in under 5 minutes; fails if a target that this measures is missed
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
-#                 random examples of each property
+#                 random examples of each property; SEED=2 for others
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
 #   make test-vllm the plug-in for vLLM with the real thing: makes .venv-vllm, once (3 minutes, 3.5 GB), and tests in it
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
@@ -25,6 +25,7 @@ VENV := .venv
 PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SEED ?= 1
 COMPILED := $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h shmring/memory/*.c)
 
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
@@ -53,11 +54,9 @@ unit: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest tests/core --cov --cov-report=term-missing:skip-covered
-	$(BIN)/python -m tests.chaos --minutes 1 --seed 1
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=thorough -m 'slow or hypothesis'
+	$(BIN)/python -m tests.chaos --minutes 1 --seed $(SEED)
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=thorough --hypothesis-seed=$(SEED) -m 'slow or hypothesis'
 	$(BIN)/python tests/leftovers.py
-
-SEED ?= 1
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),1) --seed $(SEED)
