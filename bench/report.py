@@ -23,6 +23,7 @@ from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
 from bench.tables import gaps_table, machine_line, peer_title, transport_tables
+from bench.vllm import report as vllm_report
 
 __all__ = ["ReportError", "build", "status"]
 
@@ -59,6 +60,7 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 
 
 _GPU = "gpu"
+_DRAWN_BY = {_GPU: gpu_report.draw, "vllm": vllm_report.draw}
 _NO_GPU = """\
 ## GPU
 
@@ -135,9 +137,9 @@ def _draw(path: Path, result: Results | Findings, stem: Path) -> list[Path]:
     """Draws what there is to draw of a file; what another program has drawn of it is taken as it is."""
     if isinstance(result, Results):
         return plots.draw(result, stem, kinds=("svg",))
-    if result.mode == _GPU:
+    if result.mode in _DRAWN_BY:
         try:
-            return gpu_report.draw(result, stem, kinds=("svg",))
+            return _DRAWN_BY[result.mode](result, stem, kinds=("svg",))
         except msgspec.ValidationError as error:
             raise _wrong(path, error) from error
     drawn = stem.with_suffix(".svg")

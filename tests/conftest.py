@@ -49,8 +49,8 @@ class AdjustableLoop(asyncio.SelectorEventLoop):
         self._ahead_s += seconds
 
 
-# How many examples there are of each property: few in each run, always the same ones; many in `make test-all`, where SEED= says which.
-# None fails for the time that it takes, as other tests run beside it.
+# How many examples there are of each property: few in each run, always the same ones; many in `make test-all`, where SEED= says
+# which. None fails for the time that it takes, as other tests run beside it.
 hypothesis.settings.register_profile("fast", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("fast")

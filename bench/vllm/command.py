@@ -14,10 +14,11 @@ import click
 
 from bench import command_line
 from bench.coverage import Coverage, Key, Planned, Status
+from bench.plots import check_plotter
 from bench.tables import deliver
 from bench.vllm.load import Measurement, measure, warm_up
 from bench.vllm.plan import KINDS, QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
-from bench.vllm.report import Measured, report
+from bench.vllm.report import Measured, draw, report
 from bench.vllm.server import Server, serve
 
 __all__ = ["vllm_command"]
@@ -34,6 +35,7 @@ _SIDES = [str(side) for side in SIDES]
 @command_line.repetitions_option("Of each case and way, in alternating order.  [default: 5]")
 @click.option("--environment", default=_ENVIRONMENT, type=command_line.DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
 @command_line.json_option
+@click.option("--plot", "plot_stem", default=None, type=command_line.FILE, help="Also draw FILE.png and FILE.svg.")
 def vllm_command(
     quick: bool,
     ways: tuple[str, ...],
@@ -42,10 +44,13 @@ def vllm_command(
     repetitions: int | None,
     environment: Path,
     json_path: Path | None,
+    plot_stem: Path | None,
 ) -> None:
     """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
     if not (environment / "bin" / "vllm").exists():
         raise click.UsageError(f"{environment} has no vLLM; `make test-vllm` makes an environment that has")
+    if plot_stem is not None:
+        check_plotter()  # before the run, so that nobody learns minutes later that it is missing
     cases = [
         case
         for case in (QUICK if quick else full_cases())
@@ -56,6 +61,8 @@ def vllm_command(
         asyncio.run(run.measure(cases, progress))
     findings = report(run.measured(cases), run.coverage(cases), _versions(environment))
     deliver(findings, json_path)
+    if plot_stem is not None:
+        draw(findings, plot_stem)
     if run.failures:
         raise command_line.NotMeasured(f"{len(run.failures)} measurements failed: see the table")
     missed = sum(verdict.met is False for verdict in findings.targets)

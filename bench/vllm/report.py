@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from bench import plots
 from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.results import Findings, Spread, Table, Verdict, format_times
@@ -12,14 +17,24 @@ from bench.targets import Numbers, judge
 from bench.vllm.load import Measurement
 from bench.vllm.plan import LARGE, PARALLEL, Case
 
-__all__ = ["Measured", "report"]
+__all__ = ["Measured", "draw", "report"]
 
 #: The repetitions of each case and way, in the order in which they were made.
 Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 
 _OURS = "shmring"
+_COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
 _COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
 _COLUMNS += ["lag p99 ms", "tensors"]
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """The repetitions of a case and way, as they are stored."""
+
+    fleet: str
+    case: str
+    way: str
+    runs: Sequence[Measurement]
 
 
 def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
@@ -44,10 +59,7 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
         "beside the load. tensors: which way they went in the last repetition.",
         ", ".join(f"{name} {version}" for name, version in environment.items()),
     ]
-    results = [
-        {"fleet": case.fleet.title, "case": case.title, "way": way, "runs": list(runs)}
-        for (case, way), runs in measured.items()
-    ]
+    results = [Stored(case.fleet.title, case.title, way, runs) for (case, way), runs in measured.items()]
     return Findings(
         mode="vllm",
         machine=Machine.here(),
@@ -128,3 +140,41 @@ def _targets(measured: Measured) -> list[Verdict]:
         verdict("a new picture: lag p99 of inline", new, 1, "inline", number=lambda run: run.lag_p99_ms, at_least=False),
         verdict("a hit: requests/s of inline", parallel, 1.5, "inline", at=parallel.fleet.title),
     ]
+
+
+def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draws requests per second and CPU, a bar for each way; see :func:`bench.plots.save`.
+
+    Raises:
+        msgspec.ValidationError: what is stored is no run of this benchmark.
+    """
+    stored = msgspec.convert(findings.results, list[Stored], from_attributes=True)
+    return plots.save(lambda: _figure(stored), stem, kinds)
+
+
+def _figure(stored: Sequence[Stored]) -> Any:
+    cases = list(dict.fromkeys((entry.fleet, entry.case) for entry in stored))
+    figure, (speed, cpu) = plots.panels(2, "vLLM, by how its tensors travel", (12.8, 1.6 + 0.62 * len(cases)))
+    _draw_bars(speed, stored, cases, lambda run: run.requests_per_s)
+    speed.set(title="requests per second", xscale="log")
+    speed.set_yticks(range(len(cases)), [f"{fleet}:\n{case}" for fleet, case in cases])
+    _draw_bars(cpu, stored, cases, lambda run: sum(run.cpu_ms.values()))
+    cpu.set(title="CPU of all processes for a request, milliseconds: lower is better", xscale="log")
+    cpu.set_yticks([])
+    cpu.legend(fontsize="small")
+    return figure
+
+
+def _draw_bars(
+    axes: Any, stored: Sequence[Stored], cases: Sequence[tuple[str, str]], number: Callable[[Measurement], float]
+) -> None:
+    """A group of bars for each case, the first on top."""
+    height = 0.8 / len(_COLOURS)
+    for place, (way, colour) in enumerate(_COLOURS.items()):
+        medians = {(entry.fleet, entry.case): _median(entry.runs, number) for entry in stored if entry.way == way}
+        tops = [cases.index(case) + (place - 1) * height for case in medians]
+        bars = axes.barh(tops, list(medians.values()), height, color=colour, label=way)
+        axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=2)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.25)
+    axes.margins(x=0.08)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from bench.coverage import Coverage
+from bench.results import Findings
 from bench.vllm.command import vllm_command
 from bench.vllm.load import Measurement
 from bench.vllm.plan import QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
-from bench.vllm.report import report
+from bench.vllm.report import draw, report
 
 
 def measurement(requests_per_s: float, engine_ms: float = 5.0) -> Measurement:
@@ -55,6 +58,14 @@ def test_ratios_are_those_of_the_same_repetition_and_decide_the_targets() -> Non
     assert table == "43 MB, 2 API servers"
     assert [row[1] for row in rows] == ["shmring", "inline", "torch_shm"]
     assert [row[4] for row in rows] == ["", "2.00 x", "1.00 x"]
+
+
+def test_the_plot_has_a_bar_for_each_way(tmp_path: Path) -> None:
+    jpeg = QUICK[0]
+    findings = report({(jpeg, "shmring"): [measurement(31)], (jpeg, "inline"): [measurement(20.5)]}, Coverage.of([], {}), {})
+    stored = msgspec.json.decode(msgspec.json.encode(findings), type=Findings)
+    (svg,) = draw(stored, tmp_path / "vllm", kinds=("svg",))
+    assert {"31", "20.5", "shmring", "inline"} <= set(re.findall(r">([^<>\n]+)</text>", svg.read_text()))
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
