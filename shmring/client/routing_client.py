@@ -158,7 +158,7 @@ class RoutingClient:
             TimeoutError, TypeError, CapacityError, RemoteError, AbortedError, ClosedError: as
                 :meth:`shmring.RingClient.request`.
         """
-        _check_retry(retry, engine)
+        check_retry(retry, engine)
         with self._deadlines.within(timeout, self._why_not_sent) as deadline:
             while True:
                 submission, may_be_resent = await self._submit(payload, request_id, key, engine)
@@ -191,7 +191,7 @@ class RoutingClient:
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting, not what the caller does between two
         replies.
         """
-        _check_retry(retry, engine)
+        check_retry(retry, engine)
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
         async def next_reply(submission: Submission) -> list[Any]:
@@ -595,7 +595,7 @@ def _check_key(key: object) -> None:
         raise TypeError(f"a key is a str or bytes, not {type(key).__name__}")
 
 
-def _check_retry(retry: int, engine: str | None) -> None:
+def check_retry(retry: int, engine: str | None) -> None:
     if isinstance(retry, bool) or not isinstance(retry, int) or retry < 0:
         raise ValueError(f"retry is how often a request may be sent again, not {retry!r}")
     if retry and engine is not None:
