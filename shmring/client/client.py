@@ -319,6 +319,12 @@ class RingClient(ClientCalls):
         return 0 if session is None else session.welcome.client_id
 
     @property
+    def epoch(self) -> int:
+        """Which life of the engine is attached now; 0: none is."""
+        session = self._session
+        return 0 if session is None else session.welcome.epoch
+
+    @property
     def connected(self) -> bool:
         """Whether an engine is attached now."""
         return self._session is not None

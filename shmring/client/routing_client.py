@@ -39,7 +39,7 @@ from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, Shm
 from shmring.forks import Origin
 from shmring.statistics import ClientStatistics
 
-__all__ = ["RoutingClient"]
+__all__ = ["AcquiringRoutedSlot", "RoutingClient"]
 
 _Result = TypeVar("_Result")
 
@@ -382,7 +382,11 @@ class RoutingClient:
             CapacityError: more than one of them can lease out.
             WouldBlock, EngineDeadError, ClosedError, ValueError: as :meth:`shmring.RingClient.check_capacity`.
         """
-        for client in self._candidates(None, None):
+        self._check_open()
+        attached = [client for client in self.engines.values() if client.connected]
+        if not attached:
+            raise self._none_attached()
+        for client in attached:
             client.check_capacity(nbytes)
 
     # -- choosing ------------------------------------------------------------------------------------------------------
@@ -458,10 +462,8 @@ class RoutingClient:
         """
         _check_key(key)
         best = self._pick(key, engine)
-        if best is None and not self._reconnect:
-            raise self._all_dead()
         if best is None:
-            raise WouldBlock(f"none of the engines {self._listed} is attached now")
+            raise self._none_attached()
         if key is not None or engine is not None:
             return [best]
         return [best, *(client for client in self.engines.values() if client.connected and client is not best)]
@@ -479,13 +481,16 @@ class RoutingClient:
                     if error is not None and not isinstance(error, EngineDeadError):
                         raise error
             if not self.connected and not self._reconnect:
-                raise self._all_dead()
+                raise self._none_attached()
         finally:
             for each in waits:
                 each.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def _all_dead(self) -> EngineDeadError:
+    def _none_attached(self) -> EngineDeadError | WouldBlock:
+        """Says why nothing can be sent now: others are waited for, or none will come."""
+        if self._reconnect:
+            return WouldBlock(f"none of the engines {self._listed} is attached now")
         return EngineDeadError(f"all of the engines {self._listed} have gone; connect again, or leave reconnect=False out")
 
     @property

@@ -13,18 +13,18 @@ async def test_the_ring_s_counters_are_taken_over_once(serve: Any, connect: Any)
 
     await serve(reply)
     client = await connect()
-    metrics = FrontendMetrics()
+    metrics = FrontendMetrics(["test"])
     for copies in (1, 2):
         await client.request({"data": __import__("torch").zeros(5000)})
         for _ in range(2):
-            metrics.take_over(client.statistics())
+            metrics.take_over("test", client.statistics())
         assert metrics.registry.get_sample_value("shmring_frontend_copies_total") == copies
         assert metrics.registry.get_sample_value("shmring_frontend_copied_bytes_total") == copies * 20000
 
 
 async def test_an_engine_that_is_absent_is_down() -> None:
-    metrics = FrontendMetrics()
-    assert b"shmring_engine_up 0.0" in await metrics.render(None)
-    text = await metrics.render({"steps": 3})
+    metrics = FrontendMetrics(["test"])
+    assert b"shmring_engine_up 0.0" in await metrics.render({"test": None})
+    text = await metrics.render({"test": {"steps": 3}})
     assert b"shmring_engine_up 1.0" in text
     assert b"shmring_engine_steps 3.0" in text
