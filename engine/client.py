@@ -311,7 +311,7 @@ class EngineClient:
         if engine is None and len(self.engines) > 1:
             raise ValueError(f"whose statistics? Name one of {', '.join(self.engines)}")
         client = next(iter(self.engines.values())) if engine is None else self.engines[engine]
-        if not client.connected:
+        if not client.connected and not client.closed:
             raise self.dead_error
         return msgspec.convert(await client.call(Calls.STATISTICS, timeout=timeout), dict[str, float])
 

@@ -330,8 +330,9 @@ class _Supervisor:
         while True:
             await self._await_end_of(rank, child)
             child.close()
-            if len(self._engines) == 1 or not self._engines_ready[rank].is_set():
-                started = all(ready.is_set() for ready in self._ready)
+            is_single = len(self._engines) == 1
+            if is_single or not self._engines_ready[rank].is_set():
+                started = is_single and all(ready.is_set() for ready in self._ready)
                 hint = "" if started else " before the server was ready; its own message is above"
                 raise ServeError(f"{child.describe_end()}{hint}")
             await pause.before_another(child)

@@ -539,3 +539,69 @@ async def test_heartbeats_that_were_not_waited_for_are_not_missed(supervise: Any
         await asyncio.sleep(0)
     assert max(child.silent_heartbeats for child in (server._engines[0], server._frontends[0])) <= 1
     assert not running.done()
+
+
+# -- several engines ----------------------------------------------------------------------------------------------------
+
+ENGINES = [EngineSettings(name=f"test-{rank}", data_parallel_size=2) for rank in range(2)]
+
+
+async def test_one_of_several_engines_that_ends_is_started_again_and_the_rest_goes_on(
+    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, running = supervise(engine=GET_READY, engines=ENGINES)
+    await eventually(lambda: "serving on" in capsys.readouterr().out, 30)
+    first, second, frontend = server.pids()
+    for _ in range(2):
+        await _replaced(server, signal.SIGKILL, eventually)
+    assert first not in server.pids()
+    assert {second, frontend} <= set(server.pids())
+    assert not running.done()
+
+
+async def _replaced(server: Supervised, number: signal.Signals, eventually: Any) -> Child:
+    """Sends the first engine a signal, and waits until there is another one; returns what it was."""
+    victim = server._engines[0]
+    os.kill(victim.pid, number)
+    await eventually(lambda: server._engines[0] is not victim and server._engines[0].ready.is_set(), 30)
+    return victim
+
+
+async def test_the_engines_and_their_pids_are_named(
+    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, _ = supervise(engine=GET_READY, engines=ENGINES)
+    said = ""
+
+    def is_ready() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return "serving on" in said
+
+    await eventually(is_ready, 30)
+    first, second, frontend = server.pids()
+    assert f"(engines pids {first} {second}, frontends pids {frontend})" in said
+    assert [child.title for child in server._engines.values()] == ["the engine test-0", "the engine test-1"]
+
+
+async def test_one_of_several_engines_that_was_never_ready_ends_everything(supervise: Any, tmp_path: Path) -> None:
+    one_fails = f"import os\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept FileExistsError: raise SystemExit(3)\n"
+    _, running = supervise(engine=one_fails + GET_READY, engines=ENGINES)
+    with pytest.raises(ServeError, match=r"the engine test-. \(pid \d+\) ended with exit code 3 before the server was ready"):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_a_server_is_not_ready_before_all_of_several_engines_are(supervise: Any) -> None:
+    _, running = supervise(engine=SLEEP, engines=ENGINES, start_timeout_s=0.5)
+    with pytest.raises(ServeError, match=r"the engine test-0 .* is still starting"):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_one_of_several_engines_that_hangs_is_killed_and_replaced(supervise: Any, eventually: Any) -> None:
+    server, running = supervise(engine=BEAT, frontend=BEAT, engines=ENGINES, heartbeat_timeout_s=1.0)
+    await eventually(lambda: all(child.ready.is_set() for child in server._engines.values()) and len(server._engines) == 2, 30)
+    other = server._engines[1]
+    victim = await _replaced(server, signal.SIGSTOP, eventually)
+    assert "showed no sign of life" in victim.describe_end()
+    assert server._engines[1] is other
+    assert not running.done()
