@@ -312,6 +312,10 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     Elsewhere("allocator", "time per operation", "10,000 live slots", "<= 0.5 us"),
     Elsewhere("cost", "CPU per message, both ends in one process", "4 KB; 64 KB copied; in place", "<= 6; 8; 7 us"),
     Elsewhere("serve", "decoded into slots: requests/s of copying there", "preset of PR 32104", ">= 1 x"),
+    Elsewhere(
+        "serve", "two engines whose steps wait 20 ms, two frontends: requests/s of one", "preset engines-wait", ">= 1.9 x"
+    ),
+    Elsewhere("serve", "two engines whose steps compute: requests/s of one", "preset engines-compute", ">= 1 x"),
     Elsewhere("gpu", "pinned slot: GB/s of pin_memory() memory", "8 MB and above", ">= 0.95 x"),
     Elsewhere("gpu", "pinned slot: GB/s of cloning, then copying", "64 MB", ">= 3 x"),
     Elsewhere("gpu", "device slab: p50 of a hand-over", "any size", "<= 150 us"),

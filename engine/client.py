@@ -1,12 +1,17 @@
-"""The engine as frontends see it: what they may ask of it, and how that is done over one ring client."""
+"""The engine as frontends see it: what they may ask of it, and how that is done over a client of its ring.
+
+Several engines that serve the same look like one: a request goes to one of them, control calls go to all. Only their states and
+their counts are each engine's own.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -21,9 +26,15 @@ from engine.protocol import (
     GenerateRequest,
     ModelDescription,
 )
+from shmring.client.routing_client import AcquiringRoutedSlot
 from shmring.core.client_calls import AcquiringSlot
 
-__all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "GenerateOutput"]
+__all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "EngineState", "GenerateOutput"]
+
+#: How an engine is. ``"unhealthy"`` is what it says of itself; one that is ``"down"`` is not attached.
+EngineState: TypeAlias = Literal["running", "paused", "unhealthy", "unresponsive", "down"]
+
+_OTHERS_S = 0.25  # for the states of those that are slower than the first that is well: who asks may wait a second at most
 
 _Payload = TypeVar("_Payload", EncodeRequest, GenerateRequest)
 
@@ -64,8 +75,12 @@ class EngineClientProtocol(Protocol):
     """
 
     @property
-    def ring(self) -> shmring.RingClient:
-        """The ring client beneath, for its statistics."""
+    def engines(self) -> Mapping[str, shmring.RingClient]:
+        """The clients beneath, by the names of their engines: for their statistics."""
+
+    @property
+    def copies(self) -> int:
+        """How many tensors this process has copied for sending."""
 
     @property
     def is_running(self) -> bool:
@@ -96,8 +111,8 @@ class EngineClientProtocol(Protocol):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Gives requests up."""
 
-    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
-        """Waits for memory of the slab for a request's media."""
+    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot | AcquiringRoutedSlot:
+        """Waits for memory of a slab for a request's media."""
 
     def check_capacity(self, nbytes: int) -> None:
         """Raises :class:`shmring.CapacityError` if there can never be a slot of that size."""
@@ -108,8 +123,11 @@ class EngineClientProtocol(Protocol):
     async def describe(self, timeout: float = ...) -> ModelDescription:
         """Returns what the engine's executor does."""
 
-    async def statistics(self, timeout: float = ...) -> dict[str, float]:
-        """Returns the engine's counts by name."""
+    async def states(self, timeout: float = ...) -> dict[str, EngineState]:
+        """Returns how each engine is."""
+
+    async def statistics(self, timeout: float = ..., *, engine: str | None = None) -> dict[str, float]:
+        """Returns an engine's counts by name; ``None``: of the only one."""
 
     async def pause_generation(self, *, wait_for_inflight_requests: bool = False) -> None:
         """Executes nothing more, for all frontends. What runs is finished first, or else aborted; what comes waits."""
@@ -146,31 +164,56 @@ class EngineClientProtocol(Protocol):
 
 
 class EngineClient:
-    """An engine, from a frontend. Made by :meth:`connect`; use it with ``async with``.
+    """An engine, or several that serve the same, from a frontend. Made by :meth:`connect`; use it with ``async with``.
 
     Control calls raise, besides what they name, :class:`shmring.EngineDeadError` if there is no engine,
     :class:`shmring.RemoteError` if it refuses or fails, and ``TimeoutError`` if it does not answer in time.
 
     Attributes:
-        ring: the ring client beneath, for its statistics.
+        ring: the client beneath.
+        engines: the client of each engine, by name.
     """
 
-    def __init__(self, ring: shmring.RingClient) -> None:
+    def __init__(self, ring: shmring.RingClient | shmring.RoutingClient, retries: int = 0) -> None:
         self.ring = ring
-        self._described: tuple[int, ModelDescription] | None = None
+        self.engines: Mapping[str, shmring.RingClient]
+        self._again: dict[str, Any] = {}  # what only a client of several engines takes
+        if isinstance(ring, shmring.RoutingClient):
+            self.engines, self._again = ring.engines, {"retry": retries}
+        else:
+            self.engines = {ring.name: ring}
+        self._described: dict[str, tuple[int, ModelDescription]] = {}  # with the life of the engine that said so
 
     @classmethod
     async def connect(
-        cls, name: str, config: shmring.ClientConfig | None = None, *, description: str = "", **overrides: Any
+        cls,
+        name: str | list[str],
+        config: shmring.ClientConfig | None = None,
+        *,
+        description: str = "",
+        retries: int = 0,
+        **overrides: Any,
     ) -> EngineClient:
         """Attaches to the engine of a name, and to its successors when it is restarted.
+
+        Args:
+            name: or a list of names: requests go to the least loaded of these engines.
+            config, description: as of :func:`shmring.connect`, and so are ``overrides``.
+            retries: how often a request is sent to another engine because its own died before it had answered; of several.
 
         Raises:
             shmring.EngineDeadError: none answers within ``connect_timeout_s``.
         """
-        return cls(await shmring.connect(name, config, reconnect=True, description=description, **overrides))
+        if isinstance(name, str):
+            return cls(await shmring.connect(name, config, reconnect=True, description=description, **overrides))
+        return cls(await shmring.connect(name, config, description=description, **overrides), retries)
 
     # -- how it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> int:
+        """How many tensors this process has copied for sending."""
+        return sum(client.statistics().copies for client in self.engines.values())
 
     @property
     def is_running(self) -> bool:
@@ -194,24 +237,83 @@ class EngineClient:
         return shmring.EngineDeadError(f"{reason}; a new one is attached to as soon as it starts")
 
     async def check_health(self, timeout: float = 2.0) -> None:
-        """Asks the engine; returns if it is well."""
+        """Asks the engine; returns if it is well (if all of several are)."""
         await self._call(Calls.HEALTH, timeout=timeout)
 
+    async def states(self, timeout: float = 2.0) -> dict[str, EngineState]:
+        """Asks each engine how it is.
+
+        Args:
+            timeout: seconds. If one is well, the others have a quarter of a second more.
+        """
+        asking = {asyncio.create_task(_state_of(client, timeout)): name for name, client in self.engines.items()}
+        try:
+            pending = set(asking)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.result() in ("running", "paused") for task in done):
+                    await asyncio.wait(asking, timeout=_OTHERS_S)
+                    break
+        finally:
+            for task in asking:
+                task.cancel()
+        return {name: task.result() if task.done() else "unresponsive" for task, name in asking.items()}
+
     async def describe(self, timeout: float = 2.0) -> ModelDescription:
-        """Returns what the engine's executor does. It is asked once in an engine's life."""
-        epoch = self.ring.statistics().epoch
-        if self._described is None or self._described[0] != epoch:
-            answer = await self._call(Calls.DESCRIBE, timeout=timeout)
-            self._described = epoch, msgspec.convert(answer, ModelDescription)
-        return self._described[1]
+        """Returns what the engine's executor does. It is asked once in an engine's life; of several, one is."""
+        self._check_running()
+        attached = {name: client for name, client in self.engines.items() if client.connected}
+        for name, client in attached.items():
+            epoch, description = self._described.get(name, (0, None))
+            if description is not None and epoch == client.epoch:
+                return description
+        name, epoch, answer = await self._first_description(attached, timeout)
+        self._described[name] = epoch, msgspec.convert(answer, ModelDescription)
+        return self._described[name][1]
+
+    async def _first_description(
+        self, attached: Mapping[str, shmring.RingClient], timeout: float
+    ) -> tuple[str, int, dict[str, Any]]:
+        """Asks engines, and returns what the first that answers says, with its name and its life."""
+
+        async def ask(name: str, client: shmring.RingClient) -> tuple[str, int, dict[str, Any]]:
+            return name, client.epoch, await client.call(Calls.DESCRIBE, timeout=timeout)
+
+        if len(attached) == 1:
+            return await ask(*next(iter(attached.items())))
+        asking = [asyncio.create_task(ask(name, client)) for name, client in attached.items()]
+        try:
+            for answering in asyncio.as_completed(asking):
+                try:
+                    return await answering
+                except (shmring.ShmringError, TimeoutError) as error:
+                    failure = error
+            raise failure
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     async def get_supported_tasks(self, timeout: float = 2.0) -> tuple[str, ...]:
         """Returns what the executor can be asked for: ``"encode"``, ``"generate"``."""
         return tuple((await self.describe(timeout)).tasks)
 
-    async def statistics(self, timeout: float = 2.0) -> dict[str, float]:
-        """Returns the engine's counts by name."""
-        return msgspec.convert(await self._call(Calls.STATISTICS, timeout=timeout), dict[str, float])
+    async def statistics(self, timeout: float = 2.0, *, engine: str | None = None) -> dict[str, float]:
+        """Returns an engine's counts by name.
+
+        Args:
+            timeout: seconds.
+            engine: which one; ``None``: the only one.
+
+        Raises:
+            ValueError: there are several, and none is named.
+        """
+        if engine is None and len(self.engines) > 1:
+            raise ValueError(f"whose statistics? Name one of {', '.join(self.engines)}")
+        client = next(iter(self.engines.values())) if engine is None else self.engines[engine]
+        if not client.connected and not client.closed:
+            raise self.dead_error
+        return msgspec.convert(await client.call(Calls.STATISTICS, timeout=timeout), dict[str, float])
 
     async def do_log_stats(self, timeout: float = 2.0) -> None:
         """Has the engine log its counts."""
@@ -219,8 +321,8 @@ class EngineClient:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
-        """Waits for memory of the slab for a request's media; see :meth:`shmring.RingClient.slot`.
+    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot | AcquiringRoutedSlot:
+        """Waits for memory of a slab for a request's media; see :meth:`shmring.RingClient.slot`.
 
         Threads copy into it, and go on when their request is cancelled: the slot drains before its memory is used again.
 
@@ -260,7 +362,11 @@ class EngineClient:
         """
         self._check_running()
         replies = self.ring.stream(
-            _with_deadline(request, timeout), timeout=timeout, reply_type=GenerateReply, request_id=request_id
+            _with_deadline(request, timeout),
+            timeout=timeout,
+            reply_type=GenerateReply,
+            request_id=request_id,
+            **self._again,
         )
         async with aclosing(replies):
             async for reply in replies:
@@ -280,7 +386,11 @@ class EngineClient:
         """Yields the embeddings of a request. Arguments and errors are those of :meth:`generate`."""
         self._check_running()
         reply: EncodeReply = await self.ring.request(
-            _with_deadline(request, timeout), timeout=timeout, reply_type=EncodeReply, request_id=request_id
+            _with_deadline(request, timeout),
+            timeout=timeout,
+            reply_type=EncodeReply,
+            request_id=request_id,
+            **self._again,
         )
         yield EncodeOutput(request_id, reply.embeddings.clone(), reply.prompt_tokens, finished=True)
 
@@ -308,7 +418,7 @@ class EngineClient:
 
     async def is_paused(self, timeout: float = 2.0) -> bool:
         """Whether the engine is paused."""
-        return bool(await self._call(Calls.IS_PAUSED, timeout=timeout))
+        return all(await self._call(Calls.IS_PAUSED, timeout=timeout))
 
     async def reset_mm_cache(self, timeout: float | None = None) -> None:
         """Has the executor forget what it keeps of media, if it keeps anything. Waits for the running step."""
@@ -329,25 +439,36 @@ class EngineClient:
             args, kwargs: its arguments: whatever msgpack can hold. Nothing is pickled.
 
         Returns:
-            One result for each of the executor's workers.
+            One result for each of the executor's workers, engine by engine.
 
         Raises:
             shmring.RemoteError: there is no such method, or it raised.
         """
-        answer = await self._call(Calls.COLLECTIVE_RPC, method, list(args), dict(kwargs or {}), timeout=timeout)
-        return list(answer)
+        answers = await self._call(Calls.COLLECTIVE_RPC, method, list(args), dict(kwargs or {}), timeout=timeout)
+        return [result for results in answers for result in results]
 
     async def start_profile(self, timeout: float | None = None) -> None:
         """Starts torch's profiler around the engine's steps; the engine needs ``--profiler-dir``."""
         await self._call(Calls.START_PROFILE, timeout=timeout)
 
     async def stop_profile(self, timeout: float | None = None) -> str:
-        """Stops it, and returns the path of the trace, for ``chrome://tracing`` or Perfetto."""
-        return str(await self._call(Calls.STOP_PROFILE, timeout=timeout))
+        """Stops it, and returns the path of the trace, for ``chrome://tracing`` or Perfetto; of several engines, one a line."""
+        return "\n".join(await self._call(Calls.STOP_PROFILE, timeout=timeout))
 
-    async def _call(self, method: str, *arguments: object, timeout: float | None) -> Any:
+    async def _call(self, method: str, *arguments: object, timeout: float | None) -> list[Any]:
+        """Calls a method of all engines that are attached; an engine that dies meanwhile counts as not attached."""
         self._check_running()
-        return await self.ring.call(method, *arguments, timeout=timeout)
+        clients = list(self.engines.values())
+        clients = [client for client in clients if client.connected] or clients  # none is: each says why
+        if len(clients) == 1:
+            return [await clients[0].call(method, *arguments, timeout=timeout)]
+        calls = (client.call(method, *arguments, timeout=timeout) for client in clients)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if not isinstance(error, shmring.EngineDeadError) or len(errors) == len(outcomes):
+                raise error
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     def _check_running(self) -> None:
         """A frontend answers 503 at once rather than keep its caller waiting for an engine that may never come."""
@@ -365,6 +486,20 @@ class EngineClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def _state_of(client: shmring.RingClient, timeout: float) -> EngineState:
+    if not client.connected:
+        return "down"
+    try:
+        await client.call(Calls.HEALTH, timeout=timeout)
+        return "paused" if await client.call(Calls.IS_PAUSED, timeout=timeout) else "running"
+    except TimeoutError:
+        return "unresponsive"
+    except shmring.RemoteError:
+        return "unhealthy"
+    except shmring.ShmringError:
+        return "down"
 
 
 def _with_deadline(request: _Payload, timeout: float | None) -> _Payload:

@@ -12,7 +12,7 @@ from typing import Any
 from engine.scheduler import SchedulerConfig
 from shmring.config import RingConfig, validate_name
 
-__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "EngineSettings"]
+__all__ = ["DEFAULT_EXECUTOR", "EXECUTORS", "MAX_ENGINES", "EngineSettings", "engine_names"]
 
 #: The built-in executors, by name.
 EXECUTORS = {
@@ -23,9 +23,17 @@ EXECUTORS = {
 
 DEFAULT_EXECUTOR = "fingerprints"
 
+#: The most engines of one server: far more than there are accelerators in one machine.
+MAX_ENGINES = 64
+
 _LOADS_A_MODEL = "transformers"  # of the built-in ones
 _ITS_PACKAGES = ("transformers", "jinja2", "PIL")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+def engine_names(name: str, data_parallel_size: int) -> list[str]:
+    """Returns the names of the engines of a server: its own, or with several NAME-0, NAME-1 and so on."""
+    return [name] if data_parallel_size == 1 else [f"{name}-{rank}" for rank in range(data_parallel_size)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,7 @@ class EngineSettings:
 
     Attributes:
         name: what frontends connect to.
+        data_parallel_size: engines on this machine that serve the same, this one included; each takes its part of the cores.
         executor: what computes: a name in :data:`EXECUTORS`, or ``module:Class``.
         executor_path: a directory that ``module`` is also looked for in, after everything that is installed.
         model: a local path or a hub's name, for executors that load a model.
@@ -49,6 +58,7 @@ class EngineSettings:
     """
 
     name: str = "shmring"
+    data_parallel_size: int = 1
     executor: str = DEFAULT_EXECUTOR
     executor_path: str | None = None
     model: str | None = None

@@ -14,7 +14,7 @@ import click
 from engine.logs import configure_logging
 from engine.option_types import LOG_LEVELS, FiniteRange
 from engine.supervision import SupervisorLink
-from frontend.options import FRONTEND_OPTIONS, settings_of
+from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, settings_of
 from frontend.settings import ProcessSettings
 
 __all__ = ["main"]
@@ -25,6 +25,7 @@ _DEFAULT = ProcessSettings()
 
 _OWN = (
     click.Option(["--name"], default=_DEFAULT.name, help="The engine's name."),
+    DATA_PARALLEL_SIZE,
     click.Option(["--socket-dir"], help="Where the engine's socket lies.  [default: the user's runtime directory]"),
     click.Option(["--host"], default=_DEFAULT.host, help="Where to listen. 0.0.0.0 is everywhere."),
     click.Option(["--port"], default=_DEFAULT.port, type=click.IntRange(0, 65535), help="Where to listen; 0 is any free port."),
@@ -44,7 +45,17 @@ _OWN = (
     click.Option(["--log-level"], default=_DEFAULT.log_level, type=LOG_LEVELS, help="What to log, to stderr."),
     click.Option(["--supervisor-fd"], type=int, hidden=True),
 )
-_OWN_NAMES = ("name", "socket_dir", "host", "port", "listen_fd", "connect_timeout_s", "shutdown_timeout_s", "log_level")
+_OWN_NAMES = (
+    "name",
+    "data_parallel_size",
+    "socket_dir",
+    "host",
+    "port",
+    "listen_fd",
+    "connect_timeout_s",
+    "shutdown_timeout_s",
+    "log_level",
+)
 
 
 @click.command(

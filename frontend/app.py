@@ -121,7 +121,7 @@ class _Routes:
     def __init__(
         self, engine: EngineClientProtocol, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
     ) -> None:
-        self.metrics = FrontendMetrics()
+        self.metrics = FrontendMetrics(list(engine.engines))
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(keys_needed=bool(settings.api_keys), model=self._model)
@@ -146,8 +146,12 @@ class _Routes:
             await asyncio.sleep(_SAMPLING_S)
 
     def _take_over_gauges(self) -> None:
-        self.metrics.take_over(self._engine.ring.statistics())
+        self._take_over_counts()
         self.metrics.take_over_media(self._intake.statistics())
+
+    def _take_over_counts(self) -> None:
+        for name, client in self._engine.engines.items():
+            self.metrics.take_over(name, client.statistics())
 
     async def chat(self, http_request: Request) -> Response:
         request, notes = await _read(CHAT_PARSER, http_request)
@@ -156,7 +160,7 @@ class _Routes:
         try:
             completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
-            self.metrics.take_over(self._engine.ring.statistics())
+            self._take_over_counts()
         return JsonResponse(completed.response, headers=notes | _headers(completed))
 
     async def _stream(self, request: ChatRequest, scope: Scope, notes: dict[str, str]) -> EventStream:
@@ -176,7 +180,7 @@ class _Routes:
         try:
             embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
-            self.metrics.take_over(self._engine.ring.statistics())
+            self._take_over_counts()
         return JsonResponse(embedded.response, headers=notes | _headers(embedded))
 
     async def list_models(self, _: Request) -> Response:
@@ -196,10 +200,17 @@ class _Routes:
 
     async def render_metrics(self, _: Request) -> Response:
         self._take_over_gauges()
-        numbers: dict[str, float] | None = None
-        with contextlib.suppress(shmring.ShmringError, TimeoutError):  # the numbers then say shmring_engine_up 0
-            numbers = await self._engine.statistics()
-        return Response(await self.metrics.render(numbers), headers={"content-type": CONTENT_TYPE_LATEST})
+        names = list(self._engine.engines)
+        numbers = await asyncio.gather(*map(self._numbers_of, names))
+        rendered = await self.metrics.render(dict(zip(names, numbers, strict=True)))
+        return Response(rendered, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _numbers_of(self, engine: str) -> dict[str, float] | None:
+        """Returns an engine's counts; None, which is shown as shmring_engine_up 0, if it does not answer."""
+        try:
+            return await self._engine.statistics(engine=engine)
+        except (shmring.ShmringError, TimeoutError):
+            return None
 
 
 def _headers(taken: Completed | Embedded) -> dict[str, str]:

@@ -102,12 +102,12 @@ class ChatService:
             ApiError: what the caller did wrong, or that there is no space.
             shmring.ShmringError, TimeoutError: from the engine.
         """
-        before = self._engine.ring.statistics()
+        before = self._engine.copies
         async with asyncio.timeout_at(admitted.deadline):
             answer = await self.begin(request, admitted, request_id)
             async with contextlib.aclosing(answer):
                 pieces = [piece async for piece in answer]
-        copies = self._engine.ring.statistics().copies - before.copies
+        copies = self._engine.copies - before
         choice = Choice(ResponseMessage("".join(piece.text for piece in pieces)), _finish_reason(pieces[-1]))
         completion = ChatCompletion(_new_id(), int(time.time()), request.model, [choice], _usage(pieces[-1]))
         return Completed(completion, answer.slab_nbytes, copies, answer.synthetic)

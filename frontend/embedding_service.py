@@ -82,10 +82,10 @@ class EmbeddingService:
                 message = "this model does not embed text; send media, as messages or as data: URLs"
                 raise ApiError(400, message, code="unsupported_input", param=param)
             async with self._filled(inputs, description.input, admitted, param) as (filled, slab_nbytes):
-                before = self._engine.ring.statistics()
+                before = self._engine.copies
                 encode_request = EncodeRequest(filled, priority=request.priority or 0)
                 embeddings, prompt_tokens = await self._encode(encode_request, admitted, request_id)
-                copies = self._engine.ring.statistics().copies - before.copies
+                copies = self._engine.copies - before
         response = embedding_response(embeddings, request, prompt_tokens, counts)
         return Embedded(response, slab_nbytes, copies, description.synthetic)
 

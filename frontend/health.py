@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 import shmring
-from engine.client import EngineClientProtocol
+from engine.client import EngineClientProtocol, EngineState
 from engine.supervision import FrontendState
 from frontend.errors import unavailable
 from frontend.media.decoder_pool import DecoderStatistics
@@ -29,12 +30,16 @@ _MAX_WAITING_S = 5.0  # for a decoder. Photographs take a quarter of a second; w
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to `GET /health` and `GET /ready` of a process that is well.
 
+    `engine` says whether requests are carried out. If the server has several engines, one that is well is enough, and `engines`
+    says how each of them is.
+
     `frontends` are the states of all frontends of the server as the supervisor sees them, this one included; empty without a
     supervisor. A frontend that is `unresponsive` or `restarting` does not make the others unhealthy: the supervisor replaces
     it, and a restart of the server would end the requests of the others.
     """
 
     engine: Literal["running", "paused"]
+    engines: dict[str, EngineState] | UnsetType = UNSET
     shutting_down: bool
     frontends: list[FrontendState]
     decoders: DecoderStatistics
@@ -86,11 +91,20 @@ class HealthReporter:
             ApiError: 503, the engine does not answer, or says that it is not well.
             shmring.ShmringError: there is no engine.
         """
-        with _engine_failures_as_api_errors():
-            await self._engine.check_health()
-            paused = await self._engine.is_paused()
+        engines: dict[str, EngineState] | UnsetType = UNSET
+        if len(self._engine.engines) > 1:
+            engines = await self._engine.states()
+            paused = "running" not in engines.values()
+            if paused and "paused" not in engines.values():
+                states = ", ".join(f"{name} is {state}" for name, state in engines.items())
+                raise unavailable(f"no engine is well: {states}", "engine_unavailable")
+        else:
+            with _engine_failures_as_api_errors():
+                await self._engine.check_health()
+                paused = await self._engine.is_paused()
         return Health(
             engine="paused" if paused else "running",
+            engines=engines,
             shutting_down=self.shutting_down,
             frontends=list(self._frontends()),
             decoders=self._decoders(),

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.option_types import COUNT, NBYTES, SECONDS, FiniteRange
+from engine.settings import MAX_ENGINES
 from frontend.keys import KEYS_VARIABLE, read_keys
 from frontend.media.fetch import FetchSettings
 from frontend.media.options import MediaIoKwargs, MediaLimits
 from frontend.settings import FrontendSettings, MediaCounts
 
-__all__ = ["FRONTEND_OPTIONS", "settings_of"]
+__all__ = ["DATA_PARALLEL_SIZE", "FRONTEND_OPTIONS", "settings_of"]
 
 if TYPE_CHECKING:
     _AnyType = click.ParamType[Any]
@@ -54,6 +55,13 @@ def _parse_networks(text: str) -> tuple[str, ...]:
 def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
+
+DATA_PARALLEL_SIZE = click.Option(
+    ["--data-parallel-size"],
+    default=1,
+    type=click.IntRange(1, MAX_ENGINES),
+    help="Engines, each with a slab of its own, between which requests are divided; several are called NAME-0, NAME-1, ...",
+)
 
 _RATIO = FiniteRange(min=1)
 _DIRECTORY = click.Path(exists=True, file_okay=False)
@@ -187,6 +195,13 @@ _SETTINGS = (
         COUNT,
         _DEFAULT.decoders,
         "Processes in which a frontend decodes media, one medium each at a time.",
+    ),
+    _Setting(
+        ("--engine-retries",),
+        "engine_retries",
+        click.IntRange(0, MAX_ENGINES),
+        _DEFAULT.engine_retries,
+        "How often a request goes to another engine because its own died before it had answered, where there are several.",
     ),
     _Setting(
         ("--disable-mm-shm",),

@@ -20,6 +20,7 @@ import uvloop
 
 import shmring
 from engine.client import EngineClient
+from engine.settings import engine_names
 from engine.supervision import SupervisorLink
 from frontend.app import create_app
 from frontend.memory import make_malloc_return_memory
@@ -60,9 +61,15 @@ def _leave() -> NoReturn:
 
 async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None:
     config = shmring.ClientConfig(socket_dir=settings.socket_dir, connect_timeout_s=settings.connect_timeout_s)
+    names = engine_names(settings.name, settings.data_parallel_size)
     async with (
         link.held(_orphaned) if link is not None else contextlib.nullcontext(),
-        await EngineClient.connect(settings.name, config, description=f"frontend {os.getpid()}") as engine,
+        await EngineClient.connect(
+            names if len(names) > 1 else settings.name,
+            config,
+            description=f"frontend {os.getpid()}",
+            retries=settings.http.engine_retries,
+        ) as engine,
     ):
         server = Server(
             create_app(engine, settings.http, frontends=lambda: () if link is None else link.frontends),

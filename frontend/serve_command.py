@@ -6,6 +6,7 @@ The supervisor's own options are here; those of the engine are in :mod:`engine.o
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import click
@@ -13,10 +14,12 @@ import click
 from engine.logs import configure_logging
 from engine.option_types import COUNT, LOG_LEVELS, SECONDS, FiniteRange
 from engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
-from frontend.options import FRONTEND_OPTIONS, settings_of
+from engine.settings import engine_names
+from frontend.options import DATA_PARALLEL_SIZE, FRONTEND_OPTIONS, settings_of
 from frontend.settings import ProcessSettings
 from frontend.supervisor import ServeError, ServeOptions
 from frontend.supervisor import serve as run_server
+from shmring.config import validate_name
 
 __all__ = ["serve"]
 
@@ -34,6 +37,7 @@ _OWN = (
     click.Option(["--host"], default="127.0.0.1", help="Where to listen. 0.0.0.0 is everywhere."),
     click.Option(["--port"], default=8000, type=click.IntRange(0, 65535), help="Where to listen; 0 is any free port."),
     click.Option(["--api-server-count", "frontends"], default=2, type=COUNT, help="Frontend processes that share the port."),
+    DATA_PARALLEL_SIZE,
     click.Option(["--name"], default="shmring", help="The engine's name. Two servers of a user need two."),
     click.Option(["--socket-dir"], help="Where the engine's socket lies.  [default: the user's runtime directory]"),
     click.Option(
@@ -54,7 +58,7 @@ _OWN = (
         default=30.0,
         type=FiniteRange(min=0),
         callback=_check_heartbeat_timeout,
-        help="Seconds without a sign of life of its event loop after which a frontend is killed and replaced; an engine "
+        help="Seconds without a sign of life of its event loop after which a process is killed and replaced; a single engine "
         "ends the server. 0: never, for whoever stops processes to debug them.",
     ),
     click.Option(
@@ -85,11 +89,12 @@ class _ServeCommand(click.Command):
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
 )
 def serve(**values: Any) -> None:
-    """Serves OpenAI's API: one engine and several frontends behind one port.
+    """Serves OpenAI's API: one engine, or several, and several frontends behind one port.
 
     MODEL is a local path or a hub's name. Without one, fingerprints of media and texts are served.
 
-    Stops on Ctrl-C or SIGTERM. Ends with an error if the engine ends; a frontend that ends is started again.
+    Stops on Ctrl-C or SIGTERM. Ends with an error if the engine ends; a frontend that ends is started again, and so is one of
+    several engines.
     """
     options = _options_of(values)
     configure_logging(values["log_level"], "supervisor")
@@ -106,8 +111,16 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
         click.UsageError: some options make no sense, by themselves or together.
     """
     engine = engine_settings_of(values)
+    try:
+        engines = tuple(
+            dataclasses.replace(engine, name=validate_name(name), data_parallel_size=values["data_parallel_size"])
+            for name in engine_names(engine.name, values["data_parallel_size"])
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     frontend = ProcessSettings(
         name=engine.name,
+        data_parallel_size=values["data_parallel_size"],
         socket_dir=engine.ring.socket_dir,
         host=values["host"],
         port=values["port"],
@@ -117,7 +130,7 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
         http=settings_of(values),
     )
     return ServeOptions(
-        engine=engine,
+        engines=engines,
         frontend=frontend,
         frontends=values["frontends"],
         start_timeout_s=values["start_timeout_s"],

@@ -100,6 +100,8 @@ class FrontendSettings:
         max_media_nbytes: of the files of a request's media together, wherever they come from; for clips that are fetched.
         max_inputs: texts and media of an embedding request, as in OpenAI's API.
         limit_mm_per_prompt: how many media a request may have.
+        engine_retries: how often a request is sent to another engine because its own died before it had answered, where there
+            are several. A request that kills engines kills one more than this.
         decoders: processes that decode, each one medium at a time and on one core. With two or more, one is kept for small
             pictures and recordings.
         disable_mm_shm: media are decoded into private memory, and copied to the slab when they are sent; to compare with.
@@ -123,6 +125,7 @@ class FrontendSettings:
     max_media_nbytes: int = 512 << 20
     max_inputs: int = 2048
     limit_mm_per_prompt: MediaCounts = dataclasses.field(default_factory=MediaCounts)
+    engine_retries: int = 1
     decoders: int = 4
     disable_mm_shm: bool = False
     media_limits: MediaLimits = dataclasses.field(default_factory=MediaLimits)
@@ -136,6 +139,7 @@ class ProcessSettings:
 
     Attributes:
         name: of the engine.
+        data_parallel_size: how many engines there are: with several, they are called NAME-0, NAME-1 and so on.
         socket_dir: where the engine's socket lies; None: the default.
         host, port: where to listen; port 0 is any free one.
         listen_fd: an inherited socket that listens, instead.
@@ -147,6 +151,7 @@ class ProcessSettings:
     """
 
     name: str = "shmring"
+    data_parallel_size: int = 1
     socket_dir: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000

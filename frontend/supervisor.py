@@ -1,4 +1,4 @@
-"""``shmring serve``: one engine process and several frontend processes behind one port.
+"""``shmring serve``: one engine process, or several, and several frontend processes behind one port.
 
 The supervisor binds the port and hands the listening socket to every frontend, so the kernel gives each new connection
 to one of them, and a frontend that dies takes no port with it. It does nothing else with requests.
@@ -11,6 +11,8 @@ What happens when a process dies:
   that its callers get an error, and replaced. The other frontends show this in ``/health``, from a third of that time on;
 - the engine, or its event loop: everything ends with an error. The slab and all requests are lost with it, and the program that
   started the server decides whether to start another one. (During a long step the loop lives: the step runs on a thread.);
+- one of several engines, or its event loop: it is started again, as a frontend is. The others go on, and frontends send them
+  what would have been its requests. One that ends before it ever served ends everything with an error;
 - the supervisor, even by SIGKILL: engine and frontends see the end of the socket that it holds (:mod:`engine.supervision`), and
   end themselves. What it leaves on the disk, the next one removes;
 - a program that started the supervisor with ``--stop-with-stdin`` and holds the other end of its standard input: the supervisor
@@ -39,7 +41,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -48,6 +50,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from engine.settings import EngineSettings
 from engine.supervision import FrontendState, Orders
+from frontend.accelerators import count_gpus, environment_of
 from frontend.child import Child, end_children
 from frontend.settings import ProcessSettings
 from shmring.transport.endpoint import socket_path
@@ -68,7 +71,7 @@ _FRONTEND_START_TIMEOUT_S = (
 )
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-_STEADY_S = 10.0  # a frontend that lived this long did not die of its start
+_STEADY_S = 10.0  # a process that lived this long did not die of its start
 _PROGRESS_S = 5.0  # between two lines that say what a start waits for
 _LONGEST_HEARTBEAT_S = 1.0  # the more often, the sooner a stop shows; each takes a process some 20 us
 _HEARTBEATS = 10  # in the time after which a process without any is given up: one that is late is not yet silent
@@ -87,7 +90,7 @@ class ServeOptions:
     """What to run.
 
     Attributes:
-        engine: the engine.
+        engines: the engines.
         frontend: each frontend; where it listens, all do.
         frontends: how many there are.
         start_timeout_s: how long until all of them are ready. Loading a model takes minutes.
@@ -96,7 +99,7 @@ class ServeOptions:
         notice: a line for whoever starts it; empty: none.
     """
 
-    engine: EngineSettings
+    engines: Sequence[EngineSettings]
     frontend: ProcessSettings
     frontends: int
     start_timeout_s: float
@@ -116,14 +119,13 @@ def serve(options: ServeOptions) -> None:
     Raises:
         ServeError: it can't start, its engine has ended, or it was told twice to stop.
     """
-    try:
-        path = socket_path(options.engine.name, options.engine.ring.socket_dir)
-    except ValueError as error:
-        raise ServeError(str(error)) from None
-    if _listens(path):  # our engine would refuse to start, but our frontends might have joined that one before
-        raise ServeError(
-            f"an engine named {options.engine.name!r} listens at {path} already; stop it, or choose another --name"
-        )
+    for engine in options.engines:
+        try:
+            path = socket_path(engine.name, engine.ring.socket_dir)
+        except ValueError as error:
+            raise ServeError(str(error)) from None
+        if _listens(path):  # our engine would refuse to start, but our frontends might have joined that one before
+            raise ServeError(f"an engine named {engine.name!r} listens at {path} already; stop it, or choose another --name")
     with _listen(options.frontend.host, options.frontend.port) as listening, _metrics_directory() as metrics_dir:
         _say_what_starts(options, listening)
         asyncio.run(_Supervisor(options, listening, metrics_dir).run())
@@ -146,10 +148,11 @@ def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
     """Importing torch and loading a model take from seconds to minutes; until then this is all that there is to see."""
     if options.notice:
         _say(options.notice)
-    engine = options.engine
+    engine = options.engines[0]
     model = "" if engine.model is None else f", model {engine.model}"
+    engines = "an engine" if len(options.engines) == 1 else f"{len(options.engines)} engines"
     count = "a frontend" if options.frontends == 1 else f"{options.frontends} frontends"
-    _say(f"starting an engine (executor {engine.executor}{model}) and {count} for {_url(listening)}")
+    _say(f"starting {engines} (executor {engine.executor}{model}) and {count} for {_url(listening)}")
 
 
 def _say(line: str) -> None:
@@ -206,7 +209,9 @@ class _Supervisor:
         self._options = options
         self._listening = listening
         self._metrics_dir = metrics_dir
-        self._engine: Child | None = None
+        self._gpus = count_gpus()
+        self._engines: dict[int, Child] = {}
+        self._engines_ready = [asyncio.Event() for _ in options.engines]
         self._frontends: dict[int, Child] = {}
         self._restarts = [0] * options.frontends
         self._ready = [asyncio.Event() for _ in range(options.frontends)]
@@ -226,11 +231,12 @@ class _Supervisor:
             self._watch_lifeline(self._options.lifeline_fd)
         tasks: list[asyncio.Task[None]] = []
         try:
-            self._engine = await self._start_engine()
+            for rank in range(len(self._options.engines)):  # frontends would wait for them
+                await self._start_engine(rank)
             tasks = [
                 asyncio.create_task(self._wait_for_stop()),
-                asyncio.create_task(self._watch_engine(self._engine)),
-                asyncio.create_task(self._watch_start(self._engine)),
+                *(asyncio.create_task(self._keep_engine(rank, child)) for rank, child in self._engines.items()),
+                asyncio.create_task(self._watch_start()),
                 asyncio.create_task(self._watch_heartbeats()),
                 *(asyncio.create_task(self._keep_frontend(index)) for index in range(self._options.frontends)),
             ]
@@ -278,50 +284,84 @@ class _Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         deadline = asyncio.get_running_loop().time() + self._options.frontend.shutdown_timeout_s
         await end_children(self._frontends.values(), deadline + _FRONTENDS_GRACE_S, self._hurry)
-        if self._engine is not None:
-            await end_children([self._engine], deadline + _GRACE_S, self._hurry)
+        await end_children(self._engines.values(), deadline + _GRACE_S, self._hurry)
 
-    async def _watch_start(self, engine: Child) -> None:
+    async def _watch_start(self) -> None:
         """Prints the progress of the start, and that the server is ready; fails if the start takes too long."""
         timeout_s = self._options.start_timeout_s
-        progress = asyncio.create_task(self._say_progress(engine))
+        progress = asyncio.create_task(self._say_progress())
         try:
             async with asyncio.timeout(timeout_s):
-                for ready in self._ready:
+                # Frontends that are ready have found an engine; of several, each is to be there.
+                for ready in (*self._ready, *(self._engines_ready if len(self._engines) > 1 else ())):
                     await ready.wait()
         except TimeoutError:
-            raise ServeError(f"not ready within {timeout_s:g} s (--start-timeout): {self._describe_delay(engine)}") from None
+            raise ServeError(f"not ready within {timeout_s:g} s (--start-timeout): {self._describe_delay()}") from None
         finally:
             progress.cancel()
-        pids = " ".join(str(child.pid) for _, child in sorted(self._frontends.items()))
-        click.echo(f"shmring: serving on {_url(self._listening)} (engine pid {engine.pid}, frontends pids {pids})")
+        engines = f"engine{'s' if len(self._engines) > 1 else ''} pid{'s' if len(self._engines) > 1 else ''}"
+        pids = f"{engines} {_pids(self._engines)}, frontends pids {_pids(self._frontends)}"
+        click.echo(f"shmring: serving on {_url(self._listening)} ({pids})")
         await self._stop.wait()
 
-    async def _say_progress(self, engine: Child) -> None:
+    async def _say_progress(self) -> None:
         loop = asyncio.get_running_loop()
+        started_at = loop.time()
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            _say(f"after {loop.time() - engine.started_at:.0f} s: {self._describe_delay(engine)}")
+            _say(f"after {loop.time() - started_at:.0f} s: {self._describe_delay()}")
 
-    def _describe_delay(self, engine: Child) -> str:
-        if not engine.ready.is_set():
-            model = self._options.engine.model
-            return f"the engine (pid {engine.pid}) is still {'starting' if model is None else f'loading {model}'}"
+    def _describe_delay(self) -> str:
+        model = self._options.engines[0].model
+        for engine in self._engines.values():
+            if not engine.ready.is_set():
+                return f"{engine.title} (pid {engine.pid}) is still {'starting' if model is None else f'loading {model}'}"
+        engines = "the engine is" if len(self._engines) == 1 else "the engines are"
         late = [str(index) for index, ready in enumerate(self._ready) if not ready.is_set()]
-        return f"the engine is ready, but frontend {' and frontend '.join(late)} is not yet"
+        return f"{engines} ready, but frontend {' and frontend '.join(late)} is not yet"
 
-    async def _start_engine(self) -> Child:
-        orders = Orders(self._options.heartbeat_s, self._options.engine)
-        return await Child.start("the engine", self._engine_command(), msgspec.json.encode(orders) + b"\n")
+    async def _keep_engine(self, rank: int, child: Child) -> None:
+        """Watches an engine, and starts one of several again and again, unless it fails before it was ever ready.
+
+        Raises:
+            ServeError: it is the only one, and has ended; or it was never ready.
+        """
+        pause = _Pause()
+        while True:
+            await self._await_end_of(rank, child)
+            child.close()
+            is_single = len(self._engines) == 1
+            if is_single or not self._engines_ready[rank].is_set():
+                started = is_single and all(ready.is_set() for ready in self._ready)
+                hint = "" if started else " before the server was ready; its own message is above"
+                raise ServeError(f"{child.describe_end()}{hint}")
+            await pause.before_another(child)
+            child = await self._start_engine(rank)
+
+    async def _await_end_of(self, rank: int, child: Child) -> None:
+        """Returns when an engine has ended; kills one that takes too long to be ready again. At the start, that is for all."""
+        timeout_s = self._options.start_timeout_s if self._engines_ready[rank].is_set() else None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await child.wait_until_ready()
+        except TimeoutError:
+            child.kill(f"was not ready within {timeout_s:g} s")
+        if child.ready.is_set():
+            self._engines_ready[rank].set()
+        await child.process.wait()
+
+    async def _start_engine(self, rank: int) -> Child:
+        engines = self._options.engines
+        child = self._engines[rank] = await Child.start(
+            "the engine" if len(engines) == 1 else f"the engine {engines[rank].name}",
+            self._engine_command(),
+            msgspec.json.encode(Orders(self._options.heartbeat_s, engines[rank])) + b"\n",
+            environment=environment_of(rank, len(engines), os.environ, self._gpus),
+        )
+        return child
 
     def _engine_command(self) -> Sequence[str]:
         return "-m", "engine", "--supervisor-fd="
-
-    async def _watch_engine(self, engine: Child) -> None:
-        await engine.process.wait()
-        started = all(ready.is_set() for ready in self._ready)
-        hint = "" if started else " before the server was ready; its own message is above"
-        raise ServeError(f"{engine.describe_end()}{hint}")
 
     async def _watch_heartbeats(self) -> None:
         """Kills processes without signs of life. It counts heartbeats, not time: while we are stopped, none is missed."""
@@ -332,8 +372,8 @@ class _Supervisor:
         limit = math.ceil(self._options.heartbeat_timeout_s / heartbeat_s)
         while True:
             await asyncio.sleep(heartbeat_s)
-            for child in (self._engine, *self._frontends.values()):
-                if child is None or not child.lives or child.killed_because:
+            for child in (*self._engines.values(), *self._frontends.values()):
+                if not child.lives or child.killed_because:
                     continue
                 child.count_heartbeat()
                 if child.silent_heartbeats > limit:
@@ -355,7 +395,7 @@ class _Supervisor:
 
     async def _keep_frontend(self, index: int) -> None:
         """Starts a frontend, again and again; gives up if it fails before it was ever ready."""
-        pause = _FIRST_PAUSE_S
+        pause = _Pause()
         while True:
             child = await self._start_frontend(index)
             self._inform_frontends()
@@ -366,11 +406,7 @@ class _Supervisor:
             self._inform_frontends()
             # Its gauges of the moment would otherwise be added to those of the living for ever.
             await asyncio.to_thread(mark_process_dead, child.pid, self._metrics_dir)
-            if asyncio.get_running_loop().time() - child.started_at >= _STEADY_S:
-                pause = _FIRST_PAUSE_S
-            logger.warning("%s; starting another in %g s", child.describe_end(), pause)
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, _LONGEST_PAUSE_S)
+            await pause.before_another(child)
             self._restarts[index] += 1
 
     async def _start_frontend(self, index: int) -> Child:
@@ -398,6 +434,25 @@ class _Supervisor:
 
     def _frontend_command(self) -> Sequence[str]:
         return "-m", "frontend", "--supervisor-fd="
+
+
+class _Pause:
+    """The time before a process that has ended is started again: twice the last one, unless the process lived for long."""
+
+    def __init__(self) -> None:
+        self._seconds = _FIRST_PAUSE_S
+
+    async def before_another(self, child: Child) -> None:
+        """Waits."""
+        if asyncio.get_running_loop().time() - child.started_at >= _STEADY_S:
+            self._seconds = _FIRST_PAUSE_S
+        logger.warning("%s; starting another in %g s", child.describe_end(), self._seconds)
+        await asyncio.sleep(self._seconds)
+        self._seconds = min(self._seconds * 2, _LONGEST_PAUSE_S)
+
+
+def _pids(children: Mapping[int, Child]) -> str:
+    return " ".join(str(child.pid) for _, child in sorted(children.items()))
 
 
 def _listens(path: Path) -> bool:

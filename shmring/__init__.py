@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shmring import threads
-    from shmring.client.client import RingClient, connect
+    from shmring.client.client import RingClient
+    from shmring.client.connecting import connect
+    from shmring.client.routing import EngineLoad
+    from shmring.client.routing_client import RoutingClient
     from shmring.client.slot import Slot
     from shmring.client.submission import Submission
     from shmring.config import ClientConfig, RingConfig
@@ -43,6 +46,7 @@ __all__ = [
     "connect",
     "Ring",
     "RingClient",
+    "RoutingClient",
     "Claim",
     "Slot",
     "Submission",
@@ -52,6 +56,7 @@ __all__ = [
     "ClientConfig",
     "RingStatistics",
     "ClientStatistics",
+    "EngineLoad",
     "ShmringError",
     "ClosedError",
     "PeerLostError",
@@ -74,12 +79,14 @@ _MODULES = {
     "ClientConfig": "shmring.config",
     "ClientStatistics": "shmring.statistics",
     "Ring": "shmring.ring.ring",
+    "EngineLoad": "shmring.client.routing",
     "RingClient": "shmring.client.client",
     "RingConfig": "shmring.config",
     "RingStatistics": "shmring.statistics",
+    "RoutingClient": "shmring.client.routing_client",
     "Slot": "shmring.client.slot",
     "Submission": "shmring.client.submission",
-    "connect": "shmring.client.client",
+    "connect": "shmring.client.connecting",
     "nbytes_for": "shmring.memory.tensors",
     "serve": "shmring.ring.ring",
     **dict.fromkeys(_ERRORS, "shmring.errors"),

@@ -58,7 +58,15 @@ class PeerLostError(ShmringError):
 
 
 class EngineDeadError(PeerLostError):
-    """The engine vanished, or there is none of that name. Attach to the next one with ``reconnect=True``."""
+    """The engine vanished, or there is none of that name. Attach to the next one with ``reconnect=True``.
+
+    Attributes:
+        engine: its name, where it is about one engine.
+    """
+
+    def __init__(self, message: str, *, engine: str | None = None) -> None:
+        super().__init__(message)
+        self.engine = engine
 
 
 class WouldBlock(ShmringError):

@@ -295,7 +295,7 @@ async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made
 ) -> None:
     ring = await serve(echo)
     client = await connect(reconnect=True, reconnect_initial_s=0.001)
-    attach = client._attach
+    attach = client.attach
     failures = [RuntimeError("a bug"), MemoryError(), ValueError("no such thing")]
 
     async def attach_or_fail() -> None:
@@ -303,7 +303,7 @@ async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made
             raise failures.pop()
         await attach()
 
-    monkeypatch.setattr(client, "_attach", attach_or_fail)
+    monkeypatch.setattr(client, "attach", attach_or_fail)
     await ring.close()
     await eventually(lambda: not failures)
     await serve(echo)

@@ -27,7 +27,7 @@ from bench.peers import RequestPeer
 from bench.peers.shmring_ring import RING, answer, request
 from bench.request.questions import Desk
 from bench.stamps import ITEM_NBYTES
-from shmring.client.client import Connecting
+from shmring.client.connecting import Connecting
 
 __all__ = ["MAX_SCALING_NBYTES", "VARIANTS", "VARIANT_GROUPS", "ConnectedClients", "SlotsInUse"]
 
@@ -132,7 +132,7 @@ class SlotsInUse(_Variant):
         return submissions
 
 
-def _connect(cell: Cell) -> Connecting:
+def _connect(cell: Cell) -> Connecting[shmring.RingClient]:
     return shmring.connect(RING, socket_dir=cell.directory, lease_nbytes=_LEASE_NBYTES)
 
 

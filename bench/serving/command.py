@@ -21,6 +21,7 @@ from bench.results import Findings
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from bench.tables import deliver
 from engine.option_types import COUNT, SECONDS, FiniteRange
+from engine.settings import MAX_ENGINES
 
 if TYPE_CHECKING:
     from bench.serving.run import Results
@@ -68,7 +69,12 @@ def _rate(value: str) -> float | None:
 @click.option("--scale", default=1.0, type=_ABOVE_0, help="Multiplies the preset's requests and their concurrency.")
 @click.option("--url", help="Of a server that runs already.  [default: one is started, and stopped]")
 @click.option("--compare", is_flag=True, help="Start two servers, slab and --disable-mm-shm, and load them in turn.")
-@click.option("--repetitions", type=COUNT, help="Of the load on each server.  [default: 3 with --compare, else 1]")
+@click.option(
+    "--compare-engines",
+    type=click.IntRange(2, MAX_ENGINES),
+    help="Start two servers, with so many engines and with one, and load them in turn.",
+)
+@click.option("--repetitions", type=COUNT, help="Of the load on each server.  [default: 3 in a comparison, else 1]")
 @click.option("--num-prompts", "requests", default=100, type=COUNT, help="Requests.")
 @click.option(
     "--request-rate", default="inf", type=_rate, metavar="RATE", help="Requests that become due a second; inf: all at once."
@@ -143,8 +149,14 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         values |= {name: value for name, value in preset_values.items() if _is_default(name)}
     elif not _is_default("scale"):
         raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
-    if values["url"] is not None and (values["compare"] or values["copied"]):
-        raise click.UsageError("--compare and --disable-mm-shm are about servers that are started here; leave --url out")
+    values["compare_engines"] = values["compare_engines"] or 0
+    compares = values["compare"] or bool(values["compare_engines"])
+    if values["url"] is not None and (compares or values["copied"]):
+        raise click.UsageError(
+            "--compare, --compare-engines and --disable-mm-shm are about servers that are started here; leave --url out"
+        )
+    if values["compare"] and values["compare_engines"]:
+        raise click.UsageError("--compare and --compare-engines are two comparisons; make one after the other")
     if values["copied"] and values["compare"]:
         raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
     if "none" in values["kinds"] and len(values["kinds"]) > 1:
@@ -153,7 +165,7 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         values["kinds"] = get_args(MediaKind)
     elif "none" in values["kinds"]:
         values["kinds"] = ()
-    values["repetitions"] = values["repetitions"] or (3 if values["compare"] else 1)
+    values["repetitions"] = values["repetitions"] or (3 if compares else 1)
     values["media"], values["server"] = _taken(Media, values), _taken(ServerOptions, values)
     values["load"] = _taken(Load, values)
     return _taken(Plan, values)

@@ -30,7 +30,31 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "output_tokens": 128,
         "api_servers": 3,
         "executor": "synthetic",
-    }
+    },
+    # Engines whose steps take 20 ms of somebody else's time, as a GPU's do, and have four requests at most: what they answer a
+    # second is theirs, and not that of the machine's cores.
+    "engines-wait": {
+        "requests": 400,
+        "max_concurrency": 32,
+        "endpoint": "chat",
+        "kinds": (),
+        "output_tokens": 8,
+        "api_servers": 2,
+        "executor": "synthetic",
+        "executor_options": '{"step_s": 0.02, "max_batch_size": 4}',
+        "compare_engines": 2,
+    },
+    # Engines whose steps compute, and want the cores that the other one has.
+    "engines-compute": {
+        "requests": 400,
+        "max_concurrency": 32,
+        "endpoint": "embeddings",
+        "kinds": ("picture",),
+        "picture_size": (512, 512),
+        "api_servers": 2,
+        "executor": "fingerprints",
+        "compare_engines": 2,
+    },
 }
 
 
@@ -80,6 +104,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A server that is started for the run: arguments of ``shmring serve``, of which ``further`` are as they are written there.
 
     Attributes:
+        engines: that requests are divided between.
         copied: media are decoded into private memory, and copied when they are sent (``--disable-mm-shm``).
         start_timeout_s: until it must be ready. Importing torch in each process takes 10 s on a busy machine.
     """
@@ -87,6 +112,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     executor: str = "synthetic"
     executor_options: str = "{}"
     api_servers: int = 2
+    engines: int = 1
     slab_nbytes: str = "1GiB"
     copied: bool = False
     further: tuple[str, ...] = ()
@@ -101,6 +127,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         model: None: the first one that the server lists.
         api_key: that the server asks for; not stored with the results.
         compare: two servers, slab and copied, with the same load in turn.
+        compare_engines: two servers likewise, with so many engines and with one; 0: no such comparison.
         repetitions: how often each gets the load.
     """
 
@@ -110,7 +137,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     server: ServerOptions = ServerOptions()
     compare: bool = False
+    compare_engines: int = 0
     repetitions: int = 1
+
+    @property
+    def compares(self) -> bool:
+        """Whether two servers are compared."""
+        return self.compare or bool(self.compare_engines)
 
 
 def arrival_times(load: Load) -> list[float]:

@@ -21,6 +21,7 @@ from bench.serving.run import LOAD, Results, planned
 __all__ = ["report"]
 
 _TARGET_RATIO = 1.0  # of requests a second with decoding into slots to those with a copy
+_TARGET_OF_WAITING_ENGINES = 1.9  # of requests a second with two engines to those with one
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
 
 
@@ -47,7 +48,7 @@ def report(results: Results) -> Findings:
 
 def _table(results: Results) -> Table:
     """The table of a run: a row for each figure, a column for each server, and their ratio."""
-    variants, compare = results.variants, results.plan.compare
+    variants, compare = results.variants, results.plan.compares
     columns = ["", *variants, *([f"{variants[0]} / {variants[1]}"] if compare else [])]
     rows = [["answered", *(_answered(results.of(variant)) for variant in variants)]]
     for reason in dict.fromkeys(reason for measurement in results.measurements for reason in measurement.failures):
@@ -139,10 +140,11 @@ def _notes(results: Results) -> list[str]:
             f"Server: {server.api_servers} API servers, executor {server.executor} {server.executor_options}, slab "
             f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further)
         )
-    if results.plan.compare:
+    if results.plan.compares:
+        which = " and ".join(results.variants) + (" (--disable-mm-shm)" if results.plan.compare else "")
         lines.append(
-            f"{results.plan.repetitions} repetitions of the same load, slab and copied (--disable-mm-shm) in turn; medians, "
-            f"with the least and the greatest; ratios within each repetition."
+            f"{results.plan.repetitions} repetitions of the same load, {which} in turn; medians, with the least and the "
+            f"greatest; ratios within each repetition."
         )
     return [*lines, *_busy_notes(results), *_failure_notes(results)]
 
@@ -168,7 +170,33 @@ def _failure_notes(results: Results) -> Iterator[str]:
 
 
 def _targets(results: Results) -> list[Verdict]:
-    """What a comparison says of the target, if its load is that of vLLM's pull request, at any scale."""
+    """What a comparison says of the targets, if its load is that of one, at any scale."""
+    return [*_target_of_copies(results), *_target_of_engines(results)]
+
+
+def _target_of_engines(results: Results) -> list[Verdict]:
+    plan = results.plan
+    if plan.compare_engines != 2:
+        return []
+    for preset, what, limit in (
+        ("engines-wait", "two engines whose steps wait 20 ms, two frontends: requests/s of one", _TARGET_OF_WAITING_ENGINES),
+        ("engines-compute", "two engines whose steps compute: requests/s of one", _TARGET_RATIO),
+    ):
+        wanted = PRESETS[preset]
+        told = (plan.server.executor, plan.server.api_servers, plan.load.endpoint, plan.load.media.kinds)
+        if told == tuple(wanted[name] for name in ("executor", "api_servers", "endpoint", "kinds")) and (
+            "executor_options" not in wanted or plan.server.executor_options == wanted["executor_options"]
+        ):
+            several, one = (results.of(variant) for variant in results.variants)
+            pairs = zip(several, one, strict=True)
+            ratio = Spread.of(ours.requests_per_s / theirs.requests_per_s for ours, theirs in pairs if theirs.requests_per_s)
+            at = f"preset {preset}, {plan.load.requests:,} requests"
+            detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
+            return [Verdict(what, at, f">= {limit:g} x", f"{ratio.median:.2f} x", ratio.median >= limit, detail)]
+    return []
+
+
+def _target_of_copies(results: Results) -> list[Verdict]:
     load, preset = results.plan.load, PRESETS["pr32104"]
     of_preset = (load.endpoint, load.media.kinds, load.media.video_frames, load.output_tokens, results.plan.server.executor)
     names = ("endpoint", "kinds", "video_frames", "output_tokens", "executor")

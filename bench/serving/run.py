@@ -1,6 +1,6 @@
 """One run: servers, loads on them in turn, and what they have shown.
 
-With ``compare`` two servers run all the time, of which the one that is not asked sleeps, and get the same load one after the
+In a comparison two servers run all the time, of which the one that is not asked sleeps, and get the same load one after the
 other, again and again (A B A B ...): whatever else the machine does meets both, and the ratio is taken within each repetition.
 Requests, media and arrival times are the same for both, and made before.
 """
@@ -86,7 +86,7 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     parts = await asyncio.to_thread(media_parts, plan.load)
     measurements: list[Measurement] = []
     if plan.url is None:
-        progress("starting two servers" if plan.compare else "starting a server")
+        progress("starting two servers" if plan.compares else "starting a server")
     async with _targets(plan, parts) as targets:
         request_nbytes = max(len(target.requests.body(0)) for target in targets.values())
         for variant, target in targets.items():
@@ -140,6 +140,11 @@ def _wanted(plan: Plan) -> dict[str, ServerOptions | None]:
     """The servers of a plan, by name; None for one that runs already."""
     if plan.url is not None:
         return {URL: None}
+    if plan.compare_engines:
+        return {
+            f"{count} engine{'s' if count > 1 else ''}": msgspec.structs.replace(plan.server, engines=count)
+            for count in (plan.compare_engines, 1)
+        }
     if plan.compare:
         return {name: msgspec.structs.replace(plan.server, copied=name == COPIED) for name in (SLAB, COPIED)}
     return {COPIED if plan.server.copied else SLAB: plan.server}

@@ -28,7 +28,7 @@ __all__ = ["Server", "ServerError", "serving"]
 logger = logging.getLogger("bench.serving")
 
 _PROGRAM = ("-P", "-m", "frontend.cli", "serve", "--stop-with-stdin")  # nothing is imported from the working directory
-_READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
+_READY = re.compile(r"serving on (?P<url>\S+) \(engines? pids? (?P<engine>[\d ]+), frontends pids (?P<frontends>[\d ]+)\)")
 _PARTS = ("engine", "frontends")
 _STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
 _LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
@@ -116,6 +116,7 @@ def _arguments(options: ServerOptions, load: Load, directory: str) -> list[str]:
         "--name=bench",
         f"--socket-dir={directory}",
         f"--api-server-count={options.api_servers}",
+        f"--data-parallel-size={options.engines}",
         f"--slab-nbytes={options.slab_nbytes}",
         f"--executor={options.executor}",
         f"--executor-options={options.executor_options}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from shmring.client.deadlines import Deadlines
+from shmring.client.preparing import Preparations
 from shmring.client.session import ClientCounters, Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
-from shmring.config import ClientConfig, configured
+from shmring.config import ClientConfig
 from shmring.core.client_calls import ClientCalls, check_nbytes
 from shmring.core.states import ClientSlot
 from shmring.errors import (
-    AbortedError,
     ClosedError,
     EngineDeadError,
     ShmringError,
@@ -40,7 +40,7 @@ from shmring.memory.copier import Copier
 from shmring.statistics import ClientStatistics
 from shmring.transport.endpoint import socket_path
 
-__all__ = ["Connecting", "RingClient", "Submission", "connect"]
+__all__ = ["RingClient", "Submission"]
 
 logger = logging.getLogger("shmring.client")
 
@@ -48,23 +48,8 @@ _MAX_NAME_CHARACTERS = 256
 _FIRST_ATTEMPT_PAUSE_S = 0.02
 
 
-class _Preparing:
-    """A named request that is not sent yet: its payload waits for space, or is being copied."""
-
-    def __init__(self, name: str, task: asyncio.Task[Any] | None) -> None:
-        self.name = name
-        self.task = task
-        self.aborted = False
-
-    def abort(self) -> None:
-        """Wakes its task, which then tells an abort from a cancellation by ``aborted``."""
-        self.aborted = True
-        if self.task is not None:
-            self.task.cancel()
-
-
 class RingClient(ClientCalls):
-    """A frontend's end. Made by :func:`connect`.
+    """A frontend's end. Made by :func:`shmring.connect`.
 
     Attributes:
         name: the engine's name.
@@ -92,7 +77,7 @@ class RingClient(ClientCalls):
         self._copier = Copier(config.copy_threads, int(config.copy_offload_nbytes))
         super().__init__(self._copier)
         self._deadlines = Deadlines()
-        self._preparing: set[_Preparing] = set()
+        self._preparations = Preparations()
         self._session: Session | None = None
         self._attached = asyncio.Event()
         self._reattaching: asyncio.Task[None] | None = None
@@ -111,15 +96,32 @@ class RingClient(ClientCalls):
         cuda: Cuda | None = None,
         device_memory: DeviceMemory | None = None,
     ) -> RingClient:
-        """Attaches to an engine, waiting for it up to ``connect_timeout_s``. See :func:`connect`."""
-        path = socket_path(name, config.socket_dir)
-        client = cls(name, path, config, reconnect, description, cuda or TorchCuda(), device_memory or Driver())
-        client._check_name(description)
+        """Attaches to an engine, waiting for it up to ``connect_timeout_s``. See :func:`shmring.connect`."""
+        client = cls.detached(
+            name, config, reconnect=reconnect, description=description, cuda=cuda, device_memory=device_memory
+        )
         try:
             await client._attach_in_time()
         except BaseException:
             client._copier.close()
             raise
+        return client
+
+    @classmethod
+    def detached(
+        cls,
+        name: str,
+        config: ClientConfig,
+        *,
+        reconnect: bool,
+        description: str,
+        cuda: Cuda | None = None,
+        device_memory: DeviceMemory | None = None,
+    ) -> RingClient:
+        """Makes a client that is not attached yet. See :meth:`attach` and :meth:`keep_attaching`."""
+        path = socket_path(name, config.socket_dir)
+        client = cls(name, path, config, reconnect, description, cuda or TorchCuda(), device_memory or Driver())
+        client._check_name(description)
         return client
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -187,20 +189,13 @@ class RingClient(ClientCalls):
     async def submit_in_turn(self, payload: object, request_id: str) -> Submission:
         """For :meth:`submit`: something has to be waited for."""
         if not request_id:
-            session = self._attached_now() or await self._ready()
-            return await session.submit(payload, "")
+            return await self._submit_when_attached(payload, request_id)
         self._check_name(request_id)
-        preparing = _Preparing(request_id, asyncio.current_task())
-        self._preparing.add(preparing)
-        try:
-            session = self._attached_now() or await self._ready()
-            return await session.submit(payload, request_id)
-        except asyncio.CancelledError:
-            if not preparing.aborted or preparing.task is None or preparing.task.uncancel():
-                raise
-            raise AbortedError(f"request {request_id} was aborted before it was sent", request_id=request_id) from None
-        finally:
-            self._preparing.discard(preparing)
+        return await self._preparations.prepare(request_id, self._submit_when_attached(payload, request_id))
+
+    async def _submit_when_attached(self, payload: object, request_id: str) -> Submission:
+        session = self._attached_now() or await self._ready()
+        return await session.submit(payload, request_id)
 
     def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
@@ -227,16 +222,14 @@ class RingClient(ClientCalls):
             How many were in flight; an unknown one is none, it may just have ended.
         """
         names = {request_id} if isinstance(request_id, str) else set(request_id)
-        preparing = [request for request in self._preparing if request.name in names and not request.aborted]
-        for request in preparing:
-            request.abort()
+        preparing = self._preparations.abort(names)
         if self._session is None:
-            return len(preparing)
+            return preparing
         pending = self._session.end.pending.values()
         in_flight = [submission for submission in pending if submission.name in names and not submission.ended]
         for submission in in_flight:
             submission.abort()
-        return len(preparing) + len(in_flight)
+        return preparing + len(in_flight)
 
     async def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
         """Calls a control method of the engine (see ``calls`` of :func:`shmring.serve`) and returns its result.
@@ -326,6 +319,12 @@ class RingClient(ClientCalls):
         return 0 if session is None else session.welcome.client_id
 
     @property
+    def epoch(self) -> int:
+        """Which life of the engine is attached now; 0: none is."""
+        session = self._session
+        return 0 if session is None else session.welcome.epoch
+
+    @property
     def connected(self) -> bool:
         """Whether an engine is attached now."""
         return self._session is not None
@@ -378,10 +377,22 @@ class RingClient(ClientCalls):
         if self._session is not None:
             return self._session
         if not self._reconnect:
-            raise EngineDeadError(f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)")
+            why = f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)"
+            raise EngineDeadError(why, engine=self.name)
         return None
 
-    async def _attach(self) -> None:
+    @property
+    def session(self) -> Session | None:
+        """The connection to the engine that is attached now; for whoever chooses among several clients."""
+        return self._session
+
+    async def attach(self) -> None:
+        """Attaches to the engine, if there is one.
+
+        Raises:
+            EngineDeadError: nobody listens there.
+            RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
+        """
         session = await Session.open(
             self._path,
             self.config,
@@ -404,12 +415,13 @@ class RingClient(ClientCalls):
         while True:
             try:
                 async with asyncio.timeout_at(deadline + self.config.connect_timeout_s):
-                    return await self._attach()
+                    return await self.attach()
             except EngineDeadError:
                 if loop.time() >= deadline:
                     raise
             except TimeoutError:
-                raise EngineDeadError(f"the engine at {self._path} listens, and does not answer") from None
+                why = f"the engine at {self._path} listens, and does not answer"
+                raise EngineDeadError(why, engine=self.name) from None
             await asyncio.sleep(_FIRST_ATTEMPT_PAUSE_S)
 
     def _session_lost(self, session: Session) -> None:
@@ -422,14 +434,18 @@ class RingClient(ClientCalls):
         self._attached.clear()
         if self._reconnect and not self._closed:
             logger.warning("%s: waiting for the next engine %r", session.error, self.name)
-            self._reattaching = asyncio.get_running_loop().create_task(self._reattach())
+            self.keep_attaching()
+
+    def keep_attaching(self) -> None:
+        """Attaches as soon as there is an engine of this name, and does not wait for it."""
+        self._reattaching = asyncio.get_running_loop().create_task(self._reattach())
 
     async def _reattach(self) -> None:
         """Attaches to the next engine of this name, whenever it comes; pauses grow so that waiting costs nothing."""
         pause = self.config.reconnect_initial_s
         while not self._closed:
             try:
-                await self._attach()
+                await self.attach()
             except Exception as error:
                 if not isinstance(error, ShmringError | OSError):
                     logger.error("attaching to the engine %r failed, and is tried again", self.name, exc_info=error)
@@ -438,8 +454,8 @@ class RingClient(ClientCalls):
                 await asyncio.sleep(pause)
                 pause = min(max(pause, 0.001) * 2, self.config.reconnect_max_s)
             else:
-                self._counters.reconnections += 1
-                logger.info("attached to the next engine %r", self.name)
+                self._counters.reconnections += self._lost_error is not None
+                logger.info("attached to the engine %r", self.name)
                 return
 
     async def close(self) -> None:
@@ -522,47 +538,3 @@ class RingClient(ClientCalls):
         if len(name) > _MAX_NAME_CHARACTERS:
             raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
-
-
-class Connecting:
-    """What :func:`connect` returns: await it, or use it with ``async with``."""
-
-    def __init__(self, create: Callable[[], Awaitable[RingClient]]) -> None:
-        self._create = create
-        self._client: RingClient | None = None
-
-    def __await__(self) -> Generator[Any, None, RingClient]:
-        return self._create().__await__()
-
-    async def __aenter__(self) -> RingClient:
-        self._client = await self._create()
-        return self._client
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._client is not None
-        await self._client.close()
-
-
-def connect(
-    name: str, config: ClientConfig | None = None, *, reconnect: bool = False, description: str = "", **overrides: Any
-) -> Connecting:
-    """Opens a frontend's end of a ring: ``async with shmring.connect("vision") as client``.
-
-    Args:
-        name: the engine's name.
-        config: limits and sizes; ``overrides`` are fields of it.
-        reconnect: whether to attach to the next engine of that name when this one ends. Pending calls then fail with
-            :class:`EngineDeadError`, and later ones wait for the next engine.
-        description: what the engine's log calls this client.
-
-    Raises:
-        EngineDeadError: no engine of that name answers within ``connect_timeout_s``.
-        RemoteProtocolError: the engine refuses this client.
-        PermissionError: whoever listens there is not to be trusted.
-        SlabError: its slab can't be mapped.
-        ValueError, TypeError: a name, size or option is not valid.
-    """
-    settled = configured(ClientConfig, config, overrides)
-    return Connecting(lambda: RingClient.create(name, settled, reconnect=reconnect, description=description))

@@ -31,6 +31,7 @@ from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.client_end import ClientEnd, SubmissionEnd
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits
+from shmring.core.load import LoadPage
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
     PROTOCOL_VERSION,
@@ -76,6 +77,7 @@ from shmring.memory.views import TENSOR_MAKER
 from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
+from shmring.transport.load import map_load_page
 from shmring.transport.polling import Poller
 from shmring.transport.rings import map_rings
 
@@ -131,10 +133,12 @@ class Session:
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
+        engine_name: str,
         engine: AttachedEngine,
         slab: Slab,
         regions: Regions,
         rings: Sequence[RingMemory],
+        load: LoadPage,
         watch: ProcessWatch,
         on_lost: Callable[[Session], object],
     ) -> None:
@@ -142,7 +146,9 @@ class Session:
         self.loop = asyncio.get_running_loop()
         self.config = config
         self.counters = counters
+        self.engine_name = engine_name
         self.welcome = welcome
+        self.load = load
         self.error: ShmringError | None = None
         self._copier = copier
         self._cuda = cuda
@@ -233,7 +239,7 @@ class Session:
         engine_uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
         engine = await attach_engine(path, Hello(PROTOCOL_VERSION, int(config.lease_nbytes), name), engine_uids)
         try:
-            session = cls._attach(engine, config, counters, copier, cuda, device_memory, on_lost)
+            session = cls._attach(path.stem, engine, config, counters, copier, cuda, device_memory, on_lost)
         except BaseException:
             give_up(engine.socket)
             engine.socket.close()
@@ -245,6 +251,7 @@ class Session:
     @classmethod
     def _attach(
         cls,
+        engine_name: str,
         engine: AttachedEngine,
         config: ClientConfig,
         counters: ClientCounters,
@@ -257,11 +264,13 @@ class Session:
         with contextlib.ExitStack() as undo:
             watch = ProcessWatch(asyncio.get_running_loop(), engine.pidfd, lambda: session._engine_died())
             undo.callback(watch.close)
-            slab, rings = _map(engine)
+            slab, rings, load = _map(engine)
             undo.callback(slab.close)
             regions = Regions()
             undo.callback(regions.close)
-            session = cls(config, counters, copier, cuda, device_memory, engine, slab, regions, rings, watch, on_lost)
+            session = cls(
+                config, counters, copier, cuda, device_memory, engine_name, engine, slab, regions, rings, load, watch, on_lost
+            )
             undo.pop_all()
         try:
             if config.map_leased_only:
@@ -294,7 +303,7 @@ class Session:
             case CallResult():
                 self._call_ended(message)
             case Refused(reason):
-                self._lose(EngineDeadError(f"the engine ended the connection: {reason}"))
+                self._lose(self._dead(f"ended the connection: {reason}"))
             case Welcome():
                 raise RemoteProtocolError("an engine says welcome once")
 
@@ -314,17 +323,20 @@ class Session:
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         """The engine broke the rules: it is as good as dead to us."""
         logger.error("the engine broke the protocol: %s", error)
-        self._lose(EngineDeadError(f"the engine broke the protocol: {error}"))
+        self._lose(self._dead(f"broke the protocol: {error}"))
 
     def connection_lost(self) -> None:
         """The connection has ended."""
-        self._lose(EngineDeadError("the engine closed the connection, or died"))
+        self._lose(self._dead("closed the connection, or died"))
         if not self._ended.done():
             self._ended.set_result(None)
 
     def _engine_died(self) -> None:
         self.link.read_last_words()  # which may say why
-        self._lose(EngineDeadError("the engine's process has died"))
+        self._lose(self._dead("has died"))
+
+    def _dead(self, how: str) -> EngineDeadError:
+        return EngineDeadError(f"the engine {self.engine_name!r} {how}", engine=self.engine_name)
 
     def _lose(self, error: ShmringError) -> None:
         """Ends the session: whatever waits in it fails with this error."""
@@ -752,6 +764,17 @@ class Session:
             self.end.leave()
             raise
 
+    def find_held(self, payload: object) -> tuple[bool, bool]:
+        """Returns whether tensors of a payload lie in slots that callers hold here, and whether some of those are on a GPU.
+
+        Raises:
+            TypeError, CapacityError: the payload can't be sent.
+        """
+        if not len(self.end.held):
+            return False, False
+        _, records = self.end.pack(payload)
+        return bool(records), self.device is not None and any(map(self.device.has, records))
+
     def _begin_nowait(self) -> None:
         """A request is in flight from here on; raises if it would have to wait for that, or for the engine."""
         self.check_alive()
@@ -923,7 +946,7 @@ class Session:
         return not is_unmapped
 
 
-def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory]]:
+def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory], LoadPage]:
     """Maps what an engine passed, and closes the descriptors."""
     welcome = engine.welcome
     try:
@@ -932,14 +955,15 @@ def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory]]:
             if welcome.max_record_nbytes != record_nbytes or welcome.inline_nbytes > record_nbytes // 2:
                 raise RemoteProtocolError("the engine's limits of messages do not fit the size of its message rings")
             rings = map_rings(engine.ring_fds, welcome.message_ring_nbytes)
+            load = map_load_page(engine.load_fd)
         except BaseException:
             for fd in engine.slab_fds:
                 os.close(fd)
             raise
         reply_nbytes = welcome.slab_nbytes - welcome.block_nbytes - welcome.leasable_nbytes
-        return Slab.attach(engine.slab_fds, welcome.slab_nbytes, reply_nbytes, welcome.epoch), rings
+        return Slab.attach(engine.slab_fds, welcome.slab_nbytes, reply_nbytes, welcome.epoch), rings, load
     finally:
-        for fd in engine.ring_fds:
+        for fd in (*engine.ring_fds, engine.load_fd):
             os.close(fd)
 
 

@@ -41,6 +41,18 @@ class Slot(SlotEnd):
         state = "closed" if self.end is None else self.record.state.name
         return f"<Slot of {self.nbytes} bytes, {self.cursor} used, {state}>"
 
+    @property
+    def engine(self) -> str:
+        """The name of the engine in whose slab it is.
+
+        Raises:
+            ClosedError: it was left.
+        """
+        if self.end is None:
+            raise ClosedError("this slot was left")
+        name: str = self.end.shell.engine_name
+        return name
+
     def other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
         """For :meth:`tensor`: makes what is not of the common kind, or says why it can't be made."""
         name = torch_dtype_name(dtype)

@@ -23,6 +23,12 @@ class Submission(SubmissionEnd):
 
     __slots__ = ()
 
+    @property
+    def engine(self) -> str:
+        """The name of the engine that has it."""
+        name: str = self.end.shell.engine_name
+        return name
+
     async def result(self, reply_type: Any = Any) -> Any:
         """Waits for the one reply and the end.
 

@@ -18,6 +18,10 @@ static inline uint64_t load_acquire_u64(const void *at) { return __atomic_load_n
 static inline uint32_t load_relaxed_u32(const void *at) { return __atomic_load_n((const uint32_t *)at, __ATOMIC_RELAXED); }
 static inline void store_relaxed_u32(void *at, uint32_t value) { __atomic_store_n((uint32_t *)at, value, __ATOMIC_RELAXED); }
 
+/* The same where nothing is to be ordered: numbers that stand for themselves. */
+static inline uint64_t load_relaxed_u64(const void *at) { return __atomic_load_n((const uint64_t *)at, __ATOMIC_RELAXED); }
+static inline void store_relaxed_u64(void *at, uint64_t value) { __atomic_store_n((uint64_t *)at, value, __ATOMIC_RELAXED); }
+
 /* Of two processes that exchange the same flag, one gets its old value. */
 static inline uint32_t exchange_u32(void *at, uint32_t value) {
     return __atomic_exchange_n((uint32_t *)at, value, __ATOMIC_ACQ_REL);

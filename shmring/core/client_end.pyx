@@ -92,6 +92,11 @@ cdef class SubmissionEnd:
         """Whether :meth:`take_reply` has something to return."""
         return bool(self._replies)
 
+    @property
+    def has_replied(self) -> bool:
+        """Whether a reply has come, taken or not."""
+        return self._replies is not None
+
     def take_reply(self, PayloadDecoder decoder not None):
         """Decodes the next reply; its slot goes back when the last view of it dies.
 

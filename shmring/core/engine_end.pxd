@@ -3,6 +3,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from shmring.core.engine_book cimport EngineBook
+from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed
@@ -60,6 +61,7 @@ cdef class EngineEnd:
     cdef uint64_t _max_payload_nbytes
     cdef uint32_t _max_tensors
     cdef Mapping _mapping
+    cdef LoadPage _load
     cdef PayloadDecoder _decoder
     cdef type _claim_type
     cdef bint _debug
@@ -67,6 +69,7 @@ cdef class EngineEnd:
 
     cdef bint is_usable(self) noexcept
     cdef int hear(self) except -1
+    cpdef int publish_load(self) except -1
     cpdef object take_next(self)
     cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1
     cdef ClaimEnd _take_up(self, ClaimEnd claim)

@@ -5,6 +5,7 @@ from weakref import ReferenceType
 
 from shmring.core.effects import EngineEffect
 from shmring.core.engine_book import EngineBook
+from shmring.core.load import LoadPage
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordWriter
 from shmring.core.messages import SlotRef
@@ -106,6 +107,8 @@ class EngineEnd:
         max_payload_nbytes: int,
         debug: bool,
         device: object,
+        load: LoadPage | None = None,
     ) -> None: ...
     def detach(self) -> None: ...
+    def publish_load(self) -> None: ...
     def take_next(self) -> Any: ...

@@ -25,6 +25,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
 from shmring.core.engine_book cimport EngineBook
+from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
 from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
@@ -279,6 +280,7 @@ cdef class EngineEnd:
         inline_nbytes: of tensors in a record, at most.
         max_payload_nbytes: of a payload, tensors apart.
         device: whether there is a device slab; None: there is not.
+        load: where frontends read how much is in flight here; None: nowhere.
         debug: whether to tell the shell of slots that are released while views of them live.
 
     Attributes:
@@ -293,6 +295,7 @@ cdef class EngineEnd:
     def __init__(
         self, shell, EngineBook book not None, Regions regions not None, Mapping mapping not None, PayloadDecoder decoder not None,
         claim_type, *, epoch, max_tensors, inline_nbytes, max_payload_nbytes, debug, device,
+        LoadPage load=None,
     ) -> None:
         self.shell = shell
         self.book = book
@@ -307,6 +310,7 @@ cdef class EngineEnd:
         self._inline_nbytes = inline_nbytes
         self._max_payload_nbytes = max_payload_nbytes
         self._debug = debug
+        self._load = load
         self.waiting = OrderedDict()
         self.claims = {}
         self.is_open = True
@@ -357,8 +361,17 @@ cdef class EngineEnd:
         self.submitted += 1
         self.received_nbytes += claim.nbytes
         self.waiting[frontend.client_id, submit.request_id] = claim
+        self.publish_load()
         if self.is_awaited:
             self.shell.request_arrived()
+        return 0
+
+    cpdef int publish_load(self) except -1:
+        """Says how much is in flight here; owed whenever ``waiting`` or ``claims`` has changed."""
+        cdef uint64_t waiting
+        if self._load is not None:
+            waiting = len(self.waiting)
+            self._load.put(waiting + len(self.claims), waiting)
         return 0
 
     cpdef object take_next(self):
@@ -366,6 +379,7 @@ cdef class EngineEnd:
         cdef ClaimEnd claim
         while self.waiting:
             claim = self._take_up(<ClaimEnd>self.waiting.popitem(False)[1])
+            self.publish_load()
             if claim is not None:
                 return claim
         return None
@@ -373,6 +387,7 @@ cdef class EngineEnd:
     def forget_claim(self, client_id: int, request_id: int):
         """A request that was taken up has ended; returns its claim, or None if there is none (any more)."""
         weakly = self.claims.pop((client_id, request_id), None)
+        self.publish_load()
         return None if weakly is None else weakly()
 
     cdef ClaimEnd _take_up(self, ClaimEnd claim):
@@ -516,6 +531,7 @@ cdef class EngineEnd:
         try:
             claim.ended = True
             self.claims.pop((frontend.client_id, claim.submit.request_id), None)
+            self.publish_load()
             effects = self._release(claim, False, released, &count)
             if count > _MANY or (count and claim.request.state_number != _RUNNING):
                 self.shell.send_release(frontend, [released[i] for i in range(count)])

@@ -266,6 +266,17 @@ cdef class RecordWriter:
             return False
         return True
 
+    @property
+    def unread_nbytes(self) -> int:
+        """What the reader has not taken yet, as far as its count can be true."""
+        self._look_at_head()
+        return self._tail - self._head
+
+    @property
+    def taken_nbytes(self) -> int:
+        """What the reader has taken since the ring was made, as of the last look at that."""
+        return self._head
+
     cdef bint is_writable(self) noexcept nogil:
         """Whether nobody waits for room, and this is the process that the ring is mapped in: a forked child has no ring."""
         return not self.blocked and self._forks == _forks

@@ -58,7 +58,7 @@ __all__ = [
     "item_nbytes",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: Ids in one message. Looking up that many takes a fraction of a millisecond, and they fit a record of 16 KiB.
 MAX_LISTED = 1024
@@ -239,9 +239,9 @@ class LeaseGrant(_Message, frozen=True, tag=101):
 class Welcome(_Message, frozen=True, tag=102):
     """The answer to :class:`Hello`. ``device`` is None if there is no device slab.
 
-    Four descriptors travel beside it: of the slab up to its reply reserve, of that reserve, which a frontend can only read, of
-    the message ring to the frontend, and of the one to the engine. Both rings carry ``message_ring_nbytes``, in records of at
-    most ``max_record_nbytes``.
+    Five descriptors travel beside it: of the slab up to its reply reserve, of that reserve, which a frontend can only read, of
+    the message ring to the frontend, of the one to the engine, and of the engine's load page. Both rings carry
+    ``message_ring_nbytes``, in records of at most ``max_record_nbytes``.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""What an engine reserves when it starts: the slab in host memory, pinned or not, and the device slab, if it has one.
+"""What an engine reserves when it starts: the slab in host memory, pinned or not, perhaps a device slab, and a load page.
 
 All of it or nothing: whatever fails, what came before it is given back.
 """
@@ -6,15 +6,19 @@ All of it or nothing: whatever fails, what came before it is given back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
+import os
 
 from shmring.config import RingConfig
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.load import LoadPage
 from shmring.gpu.cuda import Cuda, CudaError, cuda_index
 from shmring.gpu.device import DeviceMemory, DeviceSlab
 from shmring.gpu.pinned import PinnedSlab, pin_slab
 from shmring.memory.slab import Slab, sweep
+from shmring.transport.load import create_load_page
 
 __all__ = ["Memories", "create_memories"]
 
@@ -29,14 +33,18 @@ class Memories:
         slab: in host memory.
         pinned: what of it is registered with CUDA.
         device: on a GPU, if it was asked for.
+        load_fd, load: where it says how much is in flight.
     """
 
     slab: Slab
     pinned: PinnedSlab
     device: DeviceSlab | None
+    load_fd: int
+    load: LoadPage
 
     def close(self) -> None:
         """Gives all of it up, while nobody uses it yet."""
+        os.close(self.load_fd)
         self.pinned.close()
         self.slab.close()
         if self.device is not None:
@@ -68,26 +76,25 @@ async def create_memories(
     device = cuda_index(cuda, config.device_slab_device) if device_nbytes else cuda.current_device()
 
     def create() -> Memories:
-        slab = Slab.create(
-            name,
-            geometry.slab_nbytes,
-            epoch,
-            prefault=config.prefault,
-            reply_nbytes=geometry.reply_nbytes,
-            backing=config.backing,
-        )
-        try:
+        with contextlib.ExitStack() as undo:
+            slab = Slab.create(
+                name,
+                geometry.slab_nbytes,
+                epoch,
+                prefault=config.prefault,
+                reply_nbytes=geometry.reply_nbytes,
+                backing=config.backing,
+            )
+            undo.callback(slab.close)
+            load_fd, load = create_load_page()
+            undo.callback(os.close, load_fd)
             # Before anything is pinned: where there is no CUDA, that is the error to be told of.
             on_device = DeviceSlab.create(cuda, device_memory, device, device_nbytes) if device_nbytes else None
-            try:
-                return Memories(slab, pin_slab(slab, config.pin, cuda, device), on_device)
-            except BaseException:
-                if on_device is not None:
-                    on_device.close()
-                raise
-        except BaseException:
-            slab.close()
-            raise
+            if on_device is not None:
+                undo.callback(on_device.close)
+            memories = Memories(slab, pin_slab(slab, config.pin, cuda, device), on_device, load_fd, load)
+            undo.pop_all()
+            return memories
 
     def discard(done: asyncio.Future[Memories]) -> None:
         if done.exception() is None:

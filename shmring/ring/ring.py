@@ -205,6 +205,7 @@ class Ring(EngineCalls):
         self._origin = Origin()
         self._slab = slab = memories.slab
         self._pinned = pinned = memories.pinned
+        self._load_fd = memories.load_fd
         self._slab_nbytes = geometry.slab_nbytes
         self._listener = listener
         self._geometry = geometry
@@ -256,6 +257,7 @@ class Ring(EngineCalls):
             max_payload_nbytes=self._max_payload_nbytes,
             debug=config.debug,
             device=self._device,
+            load=memories.load,
         )
         super().__init__(self._end)
         self._take_next: Callable[[], Claim | None] = self._end.take_next
@@ -658,6 +660,7 @@ class Ring(EngineCalls):
         self._frontends[effect.client_id].send(Failed(effect.request_id, "aborted", "AbortedError", "aborted"))
         if not effect.was_running:
             del self._end.waiting[key]
+            self._end.publish_load()
             return
         claim = self._end.forget_claim(*key)
         if claim is not None:
@@ -755,7 +758,8 @@ class Ring(EngineCalls):
             if self._device is not None:
                 self._device.announced(client_id)
             try:
-                send_welcome(peer, self._welcome(client_id, base_lease), (self._slab.fd, self._slab.reply_fd), ring_fds)
+                slab_fds = self._slab.fd, self._slab.reply_fd
+                send_welcome(peer, self._welcome(client_id, base_lease), slab_fds, ring_fds, self._load_fd)
             except BaseException:  # it never got the slab, so nothing of it needs a proof that it does not write
                 self.said_goodbye(frontend, Goodbye())
                 raise
@@ -935,6 +939,7 @@ class Ring(EngineCalls):
             self._views.close()
             self._end.detach()
             self._slab.close()
+            os.close(self._load_fd)
 
     async def __aenter__(self) -> Ring:
         return self

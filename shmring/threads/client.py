@@ -8,9 +8,9 @@ which hold up nobody else. Tensors in slots are made and written in the caller's
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from numpy.typing import DTypeLike, NDArray
@@ -18,12 +18,13 @@ from numpy.typing import DTypeLike, NDArray
 import shmring.client.slot as slot_in_loop
 import shmring.client.submission as submission_in_loop
 from shmring.client.client import RingClient
-from shmring.config import ClientConfig, configured
+from shmring.client.routing_client import RoutingClient
+from shmring.config import ClientConfig
 from shmring.errors import ClosedError, ShmringError
 from shmring.statistics import ClientStatistics
 from shmring.threads.loop_thread import LoopThread, within
 
-__all__ = ["Client", "Slot", "Submission", "connect"]
+__all__ = ["BlockingClient", "Client", "Slot", "Submission"]
 
 
 class Submission:
@@ -45,9 +46,19 @@ class Submission:
         self.name: str = submission.name
 
     @property
+    def engine(self) -> str:
+        """The name of the engine that has it."""
+        return self._submission.engine
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more will come (what came may still be taken)."""
         return self._submission.ended
+
+    @property
+    def has_replied(self) -> bool:
+        """Whether a reply has come, taken or not."""
+        return self._submission.has_replied
 
     def next(self, reply_type: Any = Any, *, timeout: float | None = None) -> Any:
         """Waits for the next reply. A thread that is interrupted here aborts the request.
@@ -108,15 +119,17 @@ class Slot:
     """Memory to write tensors into. Use it as ``with client.slot(nbytes) as slot:``, or :meth:`close` it.
 
     Attributes:
+        engine: the name of the engine in whose slab it is.
         nbytes: how many bytes of tensors it holds, alignment between them included.
     """
 
-    __slots__ = ("__weakref__", "_is_left", "_slot", "_thread", "nbytes")
+    __slots__ = ("__weakref__", "_is_left", "_slot", "_thread", "engine", "nbytes")
 
     def __init__(self, thread: LoopThread, slot: slot_in_loop.Slot) -> None:
         self._thread = thread
         self._slot = slot
         self._is_left = False
+        self.engine: str = slot.engine
         self.nbytes: int = slot.nbytes
 
     def __repr__(self) -> str:
@@ -163,7 +176,130 @@ class Slot:
         self.close()
 
 
-class Client:
+_InLoop = TypeVar("_InLoop", RingClient, RoutingClient)
+
+
+class BlockingClient(Generic[_InLoop]):
+    """What clients of one engine and of several have in common.
+
+    What goes on to the client in the loop beside a payload or a size, and only one of several engines takes, is in ``where``.
+
+    Args:
+        title: of the engines, for errors.
+        config: as configured.
+        create: makes the client, in its loop.
+    """
+
+    def __init__(self, title: str, config: ClientConfig, create: Callable[[], Awaitable[_InLoop]]) -> None:
+        self.config = config
+        self._title = title
+        self._client: _InLoop
+
+        async def create_here() -> _InLoop:
+            self._client = await create()
+            return self._client
+
+        self._thread = LoopThread(f"this client of {title}", create_here)
+        self._thread.open()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def _request(
+        self, payload: object, timeout: float | None, reply_type: Any, request_id: str, where: dict[str, Any]
+    ) -> Any:
+        request = self._client.request(payload, reply_type=reply_type, request_id=request_id, **where)
+        return await within(timeout, f"space and the reply of engine {self._title}", request)
+
+    def _submit_blocking(self, payload: object, timeout: float | None, request_id: str, where: dict[str, Any]) -> Submission:
+        submission: Submission = self._thread.call(self._submit, payload, timeout, request_id, where, undo=Submission.abort)
+        return submission
+
+    async def _submit(self, payload: object, timeout: float | None, request_id: str, where: dict[str, Any]) -> Submission:
+        submitting = self._client.submit(payload, request_id=request_id, **where)
+        return Submission(self._thread, await within(timeout, f"space in the slab of engine {self._title}", submitting))
+
+    async def _submit_nowait(self, payload: object, request_id: str, ask: bool, where: dict[str, Any]) -> Submission:
+        submitting = self._client.submit_unless_full(payload, request_id=request_id, ask=ask, **where)
+        return Submission(self._thread, await submitting)
+
+    def abort(self, request_id: str | Iterable[str]) -> int:
+        """Aborts the requests of these names; threads that wait for them get ``AbortedError``.
+
+        Returns:
+            How many were in flight; an unknown one is none, it may just have ended.
+        """
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        count: int = self._thread.call(self._client.abort, names)
+        return count
+
+    async def _call(self, method: str, arguments: tuple[object, ...], timeout: float | None, where: dict[str, Any]) -> Any:
+        return await within(timeout, f"{method} of engine {self._title}", self._client.call(method, *arguments, **where))
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    async def _slot(self, nbytes: int, timeout: float | None, drain: bool, where: dict[str, Any]) -> Slot:
+        slot = self._client.slot(nbytes, drain=drain, **where)
+        return Slot(self._thread, await within(timeout, f"{nbytes} bytes in the slab of engine {self._title}", slot))
+
+    def _slot_nowait(self, nbytes: int, drain: bool, ask: bool, where: dict[str, Any]) -> Slot:
+        return Slot(self._thread, self._client.slot_nowait(nbytes, drain=drain, ask=ask, **where))
+
+    def check_capacity(self, nbytes: int) -> None:
+        """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
+
+        Raises:
+            CapacityError: more than the engine can lease out.
+            WouldBlock: no engine is attached now, and the next one is waited for.
+            EngineDeadError, ClosedError, LocalProtocolError, ValueError: as :meth:`slot`.
+        """
+        self._thread.call(self._client.check_capacity, nbytes)
+
+    # -- the connection --------------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether an engine is attached now."""
+        return self._client.connected
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._thread.is_open
+
+    @property
+    def lost_error(self) -> ShmringError | None:
+        """Why the last engine that went away did, as far as it is known; None if none has."""
+        return self._client.lost_error
+
+    def wait_connected(self, timeout: float | None = None) -> None:
+        """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
+        self._thread.call(self._wait_connected, timeout)
+
+    async def _wait_connected(self, timeout: float | None) -> None:
+        await within(timeout, f"engine {self._title}", self._client.wait_connected())
+
+    def wait_prefaulted(self, timeout: float | None = None) -> None:
+        """Waits until the slab's pages are mapped in this process (at once, without ``prefault``)."""
+        self._thread.call(self._wait_prefaulted, timeout)
+
+    async def _wait_prefaulted(self, timeout: float | None) -> None:
+        await within(timeout, "the pages of the slab", self._client.wait_prefaulted())
+
+    def close(self) -> None:
+        """Aborts pending requests, says goodbye, detaches, and ends the thread.
+
+        Threads that wait for something get ``ClosedError`` at once. A second call does nothing.
+        """
+        self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class Client(BlockingClient[RingClient]):
     """A frontend's end, for any thread. Made by :func:`connect`; use it as ``with connect(...) as client:``, or close it.
 
     Attributes:
@@ -174,14 +310,11 @@ class Client:
     def __init__(self, name: str, config: ClientConfig, reconnect: bool, description: str) -> None:
         """Opens it; see :func:`connect`."""
         self.name = name
-        self.config = config
-
-        async def create() -> RingClient:
-            self._client = await RingClient.create(name, config, reconnect=reconnect, description=description)
-            return self._client
-
-        self._thread = LoopThread(f"this client of {name!r}", create)
-        self._thread.open()
+        super().__init__(
+            repr(name),
+            config,
+            lambda: RingClient.create(name, config, reconnect=reconnect, description=description),
+        )
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -207,11 +340,7 @@ class Client:
             ClosedError: this client is closed, or belongs to the process that forked this one.
             LocalProtocolError: this is the loop's own thread.
         """
-        return self._thread.call(self._request, payload, timeout, reply_type, request_id)
-
-    async def _request(self, payload: object, timeout: float | None, reply_type: Any, request_id: str) -> Any:
-        request = self._client.request(payload, reply_type=reply_type, request_id=request_id)
-        return await within(timeout, f"space and the reply of engine {self.name!r}", request)
+        return self._thread.call(self._request, payload, timeout, reply_type, request_id, {})
 
     def stream(
         self, payload: object, *, timeout: float | None = None, reply_type: Any = Any, request_id: str = ""
@@ -245,12 +374,7 @@ class Client:
             TimeoutError: it took longer; nothing was sent.
             TypeError, CapacityError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
         """
-        submission: Submission = self._thread.call(self._submit, payload, timeout, request_id, undo=Submission.abort)
-        return submission
-
-    async def _submit(self, payload: object, timeout: float | None, request_id: str) -> Submission:
-        submitting = self._client.submit(payload, request_id=request_id)
-        return Submission(self._thread, await within(timeout, f"space in the slab of engine {self.name!r}", submitting))
+        return self._submit_blocking(payload, timeout, request_id, {})
 
     def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """The same if there is space now, and the engine takes it; this waits for the copy only.
@@ -263,22 +387,8 @@ class Client:
             WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
             TypeError, CapacityError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
         """
-        submission: Submission = self._thread.call(self._submit_nowait, payload, request_id, ask, undo=Submission.abort)
+        submission: Submission = self._thread.call(self._submit_nowait, payload, request_id, ask, {}, undo=Submission.abort)
         return submission
-
-    async def _submit_nowait(self, payload: object, request_id: str, ask: bool) -> Submission:
-        submitting = self._client.submit_unless_full(payload, request_id=request_id, ask=ask)
-        return Submission(self._thread, await submitting)
-
-    def abort(self, request_id: str | Iterable[str]) -> int:
-        """Aborts the requests of these names; threads that wait for them get ``AbortedError``.
-
-        Returns:
-            How many were in flight; an unknown one is none, it may just have ended.
-        """
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
-        count: int = self._thread.call(self._client.abort, names)
-        return count
 
     def call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
         """Calls a control method of the engine (see ``calls`` of :func:`shmring.serve`) and returns its result.
@@ -287,10 +397,7 @@ class Client:
             RemoteError: it failed, or there is none of that name.
             TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
         """
-        return self._thread.call(self._call, method, arguments, timeout)
-
-    async def _call(self, method: str, arguments: tuple[object, ...], timeout: float | None) -> Any:
-        return await within(timeout, f"{method} of engine {self.name!r}", self._client.call(method, *arguments))
+        return self._thread.call(self._call, method, arguments, timeout, {})
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -308,14 +415,8 @@ class Client:
             ValueError: ``nbytes`` is negative.
             TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
         """
-        slot: Slot = self._thread.call(self._slot, nbytes, timeout, drain, undo=Slot.close)
+        slot: Slot = self._thread.call(self._slot, nbytes, timeout, drain, {}, undo=Slot.close)
         return slot
-
-    async def _slot(self, nbytes: int, timeout: float | None, drain: bool) -> Slot:
-        async def acquire() -> slot_in_loop.Slot:
-            return await self._client.slot(nbytes, drain=drain)
-
-        return Slot(self._thread, await within(timeout, f"{nbytes} bytes in the slab of engine {self.name!r}", acquire()))
 
     def slot_nowait(self, nbytes: int, *, drain: bool = False, ask: bool = True) -> Slot:
         """Returns a slot if one is free in this client's leases.
@@ -328,21 +429,8 @@ class Client:
             WouldBlock: none is, or others wait for one.
             CapacityError, EngineDeadError, ClosedError, LocalProtocolError, ValueError: as :meth:`slot`.
         """
-        slot: Slot = self._thread.call(self._slot_nowait, nbytes, drain, ask, undo=Slot.close)
+        slot: Slot = self._thread.call(self._slot_nowait, nbytes, drain, ask, {}, undo=Slot.close)
         return slot
-
-    def _slot_nowait(self, nbytes: int, drain: bool, ask: bool) -> Slot:
-        return Slot(self._thread, self._client.slot_nowait(nbytes, drain=drain, ask=ask))
-
-    def check_capacity(self, nbytes: int) -> None:
-        """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
-
-        Raises:
-            CapacityError: more than the engine can lease out.
-            WouldBlock: no engine is attached now, and the next one is waited for.
-            EngineDeadError, ClosedError, LocalProtocolError, ValueError: as :meth:`slot`.
-        """
-        self._thread.call(self._client.check_capacity, nbytes)
 
     # -- the connection --------------------------------------------------------------------------------------------------
 
@@ -350,35 +438,6 @@ class Client:
     def client_id(self) -> int:
         """How the engine that is attached now numbers this client (``Claim.client_id`` there); 0: none is."""
         return self._client.client_id
-
-    @property
-    def connected(self) -> bool:
-        """Whether an engine is attached now."""
-        return self._client.connected
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return not self._thread.is_open
-
-    @property
-    def lost_error(self) -> ShmringError | None:
-        """Why the last engine that went away did, as far as it is known; None if none has."""
-        return self._client.lost_error
-
-    def wait_connected(self, timeout: float | None = None) -> None:
-        """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
-        self._thread.call(self._wait_connected, timeout)
-
-    async def _wait_connected(self, timeout: float | None) -> None:
-        await within(timeout, f"an engine {self.name!r}", self._client.wait_connected())
-
-    def wait_prefaulted(self, timeout: float | None = None) -> None:
-        """Waits until the slab's pages are mapped in this process (at once, without ``prefault``)."""
-        self._thread.call(self._wait_prefaulted, timeout)
-
-    async def _wait_prefaulted(self, timeout: float | None) -> None:
-        await within(timeout, "the pages of the slab", self._client.wait_prefaulted())
 
     def statistics(self) -> ClientStatistics:
         """Returns gauges of the present state, and counters since the start.
@@ -388,35 +447,3 @@ class Client:
         """
         statistics: ClientStatistics = self._thread.call(self._client.statistics)
         return statistics
-
-    def close(self) -> None:
-        """Aborts pending requests, says goodbye, detaches, and ends the thread.
-
-        Threads that wait for something get ``ClosedError`` at once. A second call does nothing.
-        """
-        self._thread.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
-
-
-def connect(
-    name: str, config: ClientConfig | None = None, *, reconnect: bool = False, description: str = "", **overrides: Any
-) -> Client:
-    """Opens a frontend's end of a ring: ``with shmring.threads.connect("vision") as client``.
-
-    Args:
-        name: the engine's name.
-        config: limits and sizes; ``overrides`` are fields of it.
-        reconnect: whether to attach to the next engine of that name when this one ends. Pending calls then fail with
-            ``EngineDeadError``, and later ones wait for the next engine.
-        description: what the engine's log calls this client.
-
-    Raises:
-        EngineDeadError: no engine of that name answers within ``connect_timeout_s``.
-        RemoteProtocolError, PermissionError, SlabError, ValueError, TypeError: as :func:`shmring.connect`.
-    """
-    return Client(name, configured(ClientConfig, config, overrides), reconnect, description)

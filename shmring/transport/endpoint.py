@@ -1,5 +1,5 @@
-"""Where the socket is, who may use it, and the handshake that passes descriptors: of the slab's two parts and of two message
-rings.
+"""Where the socket is, who may use it, and the handshake that passes descriptors: of the slab's two parts, of two message
+rings, and of the engine's load page.
 
 Over the socket, a message of the handshake is its length, a little-endian u32, and that many bytes.
 
@@ -60,7 +60,8 @@ logger = logging.getLogger("shmring.transport")
 
 _PREFIX = struct.Struct("<I")
 _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
-_DESCRIPTORS = 4  # beside Welcome: the slab but for replies, its part for replies, the ring to the frontend, that to the engine
+# Beside Welcome: the slab but for replies, its part for replies, the ring to the frontend, that to the engine, the load page.
+_DESCRIPTORS = 5
 _LOCK_MARK = b"shmring"  # in a lock, behind the pid: whatever else ends with .lock is none of ours
 _LOCK_NBYTES = 64
 _SWEEPS = 5  # that may look at a lock, one after the other, just when its name is taken
@@ -332,7 +333,7 @@ def refuse(connected: socket.socket, reason: str) -> None:
         connected.send(handshake_frame(Refused(reason)))
 
 
-def send_welcome(peer: Peer, welcome: Welcome, slab_fds: tuple[int, int], ring_fds: tuple[int, int]) -> None:
+def send_welcome(peer: Peer, welcome: Welcome, slab_fds: tuple[int, int], ring_fds: tuple[int, int], load_fd: int) -> None:
     """Answers a hello, with descriptors. The socket is new, so its buffer takes the frame at once.
 
     Args:
@@ -340,13 +341,14 @@ def send_welcome(peer: Peer, welcome: Welcome, slab_fds: tuple[int, int], ring_f
         welcome: the answer.
         slab_fds: of the slab but for replies, and of its part for replies.
         ring_fds: of the message rings to the frontend and to the engine.
+        load_fd: of the engine's load page.
 
     Raises:
         PeerLostError: it is gone.
     """
     frame = handshake_frame(welcome)
     try:
-        sent = socket.send_fds(peer.socket, [frame], [*slab_fds, *ring_fds])
+        sent = socket.send_fds(peer.socket, [frame], [*slab_fds, *ring_fds, load_fd])
     except OSError as error:
         raise PeerLostError(f"process {peer.pid} is gone: {error}") from error
     assert sent == len(frame), "a new socket's buffer holds more than a handshake"
@@ -391,6 +393,7 @@ class AttachedEngine:
     pidfd: int
     slab_fds: tuple[int, int]
     ring_fds: tuple[int, int]
+    load_fd: int
     welcome: Welcome
 
 
@@ -410,7 +413,7 @@ async def attach_engine(path: Path, hello: Hello, engine_uids: frozenset[int]) -
         return await _shake_hands(connected, path, hello, engine_uids)
     except PeerLostError as error:
         connected.close()
-        raise EngineDeadError(f"the engine at {path} went away: {error}") from error
+        raise EngineDeadError(f"the engine at {path} went away: {error}", engine=path.stem) from error
     except BaseException:
         connected.close()
         raise
@@ -421,7 +424,9 @@ def _check_socket(path: Path, engine_uids: frozenset[int]) -> None:
         _check_directory(path.parent, engine_uids | {0})
         mode = path.lstat().st_mode
     except FileNotFoundError as error:
-        raise EngineDeadError(f"no engine listens at {path}: start one of that name, or set socket_dir to its own") from error
+        raise EngineDeadError(
+            f"no engine listens at {path}: start one of that name, or set socket_dir to its own", engine=path.stem
+        ) from error
     if not stat.S_ISSOCK(mode):
         raise PermissionError(f"{path} is in the place of the socket and is none (a symbolic link is refused, too)")
 
@@ -437,7 +442,7 @@ async def _shake_hands(connected: socket.socket, path: Path, hello: Hello, engin
     except PermissionError:
         raise
     except OSError as error:
-        raise EngineDeadError(f"no engine listens at {path}: {error}") from error
+        raise EngineDeadError(f"no engine listens at {path}: {error}", engine=path.stem) from error
     try:
         return await _receive_welcome(connected, pid)
     except BaseException:
@@ -458,9 +463,11 @@ async def _receive_welcome(connected: socket.socket, pid: int) -> AttachedEngine
         if isinstance(message, Refused):
             raise RemoteProtocolError(f"the engine refused this client: {message.reason}")
         if not isinstance(message, Welcome) or len(fds) != _DESCRIPTORS:
-            raise RemoteProtocolError("the engine did not answer Hello with Welcome, a slab in two parts and two message rings")
+            raise RemoteProtocolError(
+                "the engine did not answer Hello with Welcome, a slab in two parts, two message rings and a load page"
+            )
         pidfd = open_peer_pidfd(connected, pid)
-        return AttachedEngine(connected, pidfd, (fds[0], fds[1]), (fds[2], fds[3]), message)
+        return AttachedEngine(connected, pidfd, (fds[0], fds[1]), (fds[2], fds[3]), fds[4], message)
     except BaseException:
         for fd in fds:
             os.close(fd)

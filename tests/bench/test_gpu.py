@@ -30,7 +30,8 @@ from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.plan import Plan, Results, run, steps
 from bench.gpu.processes import Process, Refused
 from bench.stamps import CheckError
-from shmring.client.client import Connecting, RingClient
+from shmring.client.client import RingClient
+from shmring.client.connecting import Connecting
 from shmring.config import ClientConfig, RingConfig
 from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring, Serving

@@ -150,7 +150,8 @@ def test_a_load_of_which_nothing_came_back_has_no_latencies() -> None:
 
 
 def results(plan: Plan, *measurements: Measurement) -> run.Results:
-    return run.Results(Machine.here(), "a client", plan, 1000, {"slab": 10, "copied": 0}, list(measurements))
+    slab_nbytes = {measurement.variant: 10 for measurement in measurements}
+    return run.Results(Machine.here(), "a client", plan, 1000, slab_nbytes, list(measurements))
 
 
 def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
@@ -175,6 +176,31 @@ def test_a_comparison_is_made_within_each_repetition(tmp_path: Path) -> None:
         "planned": [{"case": "the load", "subjects": ["slab", "copied"], "repetitions": 3}], "gaps": [], "derived": False,
     }  # fmt: skip
     assert stored["tables"][0]["rows"][0] == ["answered", "3 of 3", "3 of 3", ""]
+
+
+@pytest.mark.parametrize(("ended", "met"), [(102.0, True), (102.2, False)])
+def test_two_engines_are_held_against_the_target_of_their_load(
+    monkeypatch: pytest.MonkeyPatch, ended: float, met: bool
+) -> None:
+    for preset, limit in (("engines-wait", ">= 1.9 x"), ("engines-compute", ">= 1 x")):
+        plan = plan_of("--preset", preset, monkeypatch=monkeypatch)
+        assert (plan.compare_engines, plan.repetitions, plan.server.api_servers) == (2, 3, 2)
+        two = measured(exchange(100.0, 100.0, [101.0], ended), variant="2 engines")
+        one = measured(exchange(100.0, 100.0, [101.0], 104.0), variant="1 engine")
+        found = report.report(results(plan, two, one, two, one))
+        assert found.tables[0].columns == ["", "2 engines", "1 engine", "2 engines / 1 engine"]
+        [verdict] = found.targets
+        assert (verdict.asked, verdict.met) == (limit, met or preset == "engines-compute")
+    other = plan_of("--preset", "engines-wait", "--executor-options={}", monkeypatch=monkeypatch)
+    assert report.report(results(other, two, one)).targets == [], "this is not the load of a target"
+
+
+def test_servers_of_one_and_of_several_engines_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("--compare-engines=3", "--media=none", monkeypatch=monkeypatch)
+    assert {name: server.engines for name, server in run._wanted(plan).items() if server is not None} == {
+        "3 engines": 3,
+        "1 engine": 1,
+    }
 
 
 def test_failures_and_a_busy_generator_are_told() -> None:
@@ -379,6 +405,9 @@ def test_a_preset_is_what_options_are_not(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ["--compare", "--url", "http://127.0.0.1:1"],
         ["--compare", "--disable-mm-shm"],
+        ["--compare-engines=2", "--url", "http://127.0.0.1:1"],
+        ["--compare-engines=2", "--compare"],
+        ["--compare-engines=1"],
         ["--scale", "0.1"],
         ["--media", "none", "--media", "audio"],
         ["--video-size", "641x360"],

@@ -132,8 +132,8 @@ class _Ledger:
         self.aborted: dict[tuple[int, int], Aborted] = {}
         self.reusable: dict[tuple[int, int], Reusable] = {}
         self.held: dict[tuple[int, int], Held] = {}
-        self.last_held: dict[int, Held] = {}
-        self.gone: dict[int, Gone] = {}
+        self.last_held: dict[tuple[int, int], Held] = {}  # by process and engine
+        self.gone: dict[int, tuple[Gone, int]] = {}  # the last that an engine says of it, and the engine
         self.wrongs: list[Wrong] = []
 
     def enter(self, incarnation: Incarnation) -> None:
@@ -155,9 +155,10 @@ class _Ledger:
                 case Reusable():
                     self.reusable[pid, record.number] = record
                 case Held():  # in the order of time, so the last one stays
-                    self.held[record.sender, record.number] = self.last_held[record.sender] = record
+                    self.held[record.sender, record.number] = self.last_held[record.sender, pid] = record
                 case Gone():
-                    self.gone[record.pid] = record
+                    if record.pid not in self.gone or self.gone[record.pid][0].at_ns < record.at_ns:
+                        self.gone[record.pid] = record, pid
                 case Wrong():
                     self.wrongs.append(record)
         if incarnation.end == "killed":
@@ -245,12 +246,15 @@ def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list
     """The same for the deaths of frontends."""
     latencies = []
     for one in seen.happened:
-        gone, held = ledger.gone.get(one.pid), ledger.last_held.get(one.pid)
-        if one.fault is not Fault.KILL_FRONTEND or gone is None or gone.at_ns <= one.began_ns:
+        if one.fault is not Fault.KILL_FRONTEND or one.pid not in ledger.gone:
+            continue
+        gone, engine = ledger.gone[one.pid]
+        held = ledger.last_held.get((one.pid, engine))
+        if gone.at_ns <= one.began_ns or engine not in one.engines_waited_ns:
             continue
         if stops.hit(one.pid, one.began_ns, gone.at_ns):
             continue
-        started_ns, waited_ns = one.began_ns, one.engine_waited_ns
+        started_ns, waited_ns = one.began_ns, one.engines_waited_ns[engine]
         if held is not None and held.until_ns > started_ns:
             started_ns, waited_ns = held.until_ns, held.engine_waited_ns
         wall = max(0, gone.at_ns - started_ns)

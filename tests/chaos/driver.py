@@ -35,17 +35,17 @@ _SETTLE_POLL_S = 0.01
 
 
 class Happened(msgspec.Struct, frozen=True):
-    """A fault that was made: what, to which process, from when until when; how long the engine had waited for a core."""
+    """A fault that was made: what, to which process, from when until when; how long engines had waited for a core, by pid."""
 
     fault: Fault
     pid: int
     began_ns: int
     ended_ns: int
-    engine_waited_ns: int = 0
+    engines_waited_ns: dict[int, int] = {}
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The engine's slab at one moment."""
+    """The engines' slabs together at one moment."""
 
     at_ns: int
     free_nbytes: int
@@ -94,7 +94,7 @@ class Observations(msgspec.Struct):
 
 
 class _Member:
-    """The engine, or a frontend, in whatever incarnation it is now. Its lock is held while something happens to it."""
+    """An engine, or a frontend, in whatever incarnation it is now. Its lock is held while something happens to it."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -115,20 +115,22 @@ class _Driver:
         self.plan = plan
         self.directory = directory
         self.progress = progress
-        self.name = f"chaos-{directory.name}"
+        self.names = tuple(f"chaos-{directory.name}-{index}" for index in range(plan.engines))
         self.fleet = Fleet(["tests.chaos.engine_process", "tests.chaos.frontend_process"], control.Question, control.Answer)
-        self.engine = _Member("the engine")
+        self.engines = [_Member(name) for name in self.names]
         self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
         self.seen = Observations()
-        self.observer: shmring.RingClient | None = None
+        self.observer: shmring.RoutingClient | None = None
 
     # -- starting and ending -----------------------------------------------------------------------------------------------
 
-    async def start_engine(self) -> None:
-        member = self.engine
+    async def start_engine(self, index: int) -> None:
+        member = self.engines[index]
         member.lives += 1
-        member.journal = self.directory / f"engine-{member.lives}.jsonl"
-        assignment = EngineAssignment(self.plan, member.lives, self.name, str(self.directory), str(member.journal))
+        member.journal = self.directory / f"engine-{index}-{member.lives}.jsonl"
+        assignment = EngineAssignment(
+            self.plan, index, member.lives, self.names[index], str(self.directory), str(member.journal)
+        )
         member.child = await self.fleet.start(member.title, run_engine, assignment)
         member.first_descriptors = member.child.descriptors()
 
@@ -136,21 +138,22 @@ class _Driver:
         member = self.frontends[index]
         member.lives += 1
         member.journal = self.directory / f"frontend-{index}-{member.lives}.jsonl"
-        assignment = FrontendAssignment(self.plan, index, member.lives, self.name, str(self.directory), str(member.journal))
+        assignment = FrontendAssignment(self.plan, index, member.lives, self.names, str(self.directory), str(member.journal))
         member.child = await self.fleet.start(member.title, run_frontend, assignment)
         member.first_descriptors = member.child.descriptors()
 
     def bury(self, member: _Member, end: str) -> None:
         """Notes how a process has ended."""
-        self.seen.incarnations.append(Incarnation(member.now.pid, member is self.engine, member.journal, end))
+        self.seen.incarnations.append(Incarnation(member.now.pid, member in self.engines, member.journal, end))
 
     async def run(self) -> Observations:
         self.seen.began_ns = time.monotonic_ns()
-        await self.start_engine()
+        await asyncio.gather(*(self.start_engine(index) for index in range(self.plan.engines)))
         await asyncio.gather(*(self.start_frontend(index) for index in range(self.plan.frontends)))
         config = shmring.ClientConfig(socket_dir=str(self.directory), lease_nbytes=4096, prefault=False, reconnect_max_s=0.1)
-        async with shmring.connect(self.name, config, reconnect=True) as self.observer:
-            self.engine.first_descriptors = self.engine.now.descriptors()  # with its observer
+        async with shmring.connect(self.names, config) as self.observer:
+            for engine in self.engines:
+                engine.first_descriptors = engine.now.descriptors()  # with its observer
             sampling = asyncio.create_task(self.sample())
             try:
                 for number, phase in enumerate(phases(self.plan), 1):
@@ -159,7 +162,7 @@ class _Driver:
             finally:
                 sampling.cancel()
                 await asyncio.wait([sampling])
-        for member in [*self.frontends, self.engine]:
+        for member in [*self.frontends, *self.engines]:
             member.now.dying = True
             member.now.tell(control.Leave())
             await member.now.gone()
@@ -168,23 +171,25 @@ class _Driver:
         return self.seen
 
     async def sample(self) -> None:
-        """Looks at the slab now and then; what is free, leased and quarantined must always be all of it."""
+        """Looks at the slabs now and then; what is free, leased and quarantined must always be all of each."""
         while True:
-            counts = await self.statistics()
-            if counts is not None:
-                free, leased, quarantined = (counts[f"{what}_nbytes"] for what in ("free", "leased", "quarantined"))
-                if free + leased + quarantined != counts["leasable_nbytes"]:
-                    self.seen.violations.append(f"{free} + {leased} + {quarantined} is not {counts['leasable_nbytes']}")
-                if counts["protocol_errors"]:
-                    self.seen.violations.append(f"{counts['protocol_errors']} frontends were said to break the protocol")
-                self.seen.samples.append(Sample(time.monotonic_ns(), free, leased, quarantined, _in_use(counts)))
+            counts = [each for each in [await self.statistics(name) for name in self.names] if each is not None]
+            parts = [[each[f"{what}_nbytes"] for what in ("free", "leased", "quarantined")] for each in counts]
+            for each, part in zip(counts, parts, strict=True):
+                if sum(part) != each["leasable_nbytes"]:
+                    self.seen.violations.append(f"{' + '.join(map(str, part))} is not {each['leasable_nbytes']}")
+                if each["protocol_errors"]:
+                    self.seen.violations.append(f"{each['protocol_errors']} frontends were said to break the protocol")
+            if len(counts) == len(self.names):
+                free, leased, quarantined = map(sum, zip(*parts, strict=True))
+                self.seen.samples.append(Sample(time.monotonic_ns(), free, leased, quarantined, sum(map(_in_use, counts))))
             await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
-    async def statistics(self) -> dict[str, int] | None:
-        """Asks the engine; None if it died meanwhile."""
+    async def statistics(self, name: str) -> dict[str, int] | None:
+        """Asks an engine; None if it died meanwhile."""
         assert self.observer is not None
         try:
-            counts: dict[str, int] = await self.observer.call("statistics", timeout=_STATISTICS_LIMIT_S)
+            counts: dict[str, int] = await self.observer.call("statistics", engine=name, timeout=_STATISTICS_LIMIT_S)
         except shmring.EngineDeadError:
             return None
         return counts
@@ -211,20 +216,22 @@ class _Driver:
 
     async def happen(self, event: Event) -> None:
         """Makes one fault happen, when what happens to that process before is over."""
-        member = self.engine if event.fault in (Fault.KILL_ENGINE, Fault.STOP_ENGINE) else self.frontends[event.frontend]
+        of_engine = event.fault in (Fault.KILL_ENGINE, Fault.STOP_ENGINE)
+        member = self.engines[event.engine] if of_engine else self.frontends[event.frontend]
         async with member.lock:
-            pid, began_ns, engine_waited_ns = member.now.pid, time.monotonic_ns(), 0
+            pid, began_ns = member.now.pid, time.monotonic_ns()
+            engines_waited_ns: dict[int, int] = {}
             self.progress(f"{event.fault.value}: {member.title}, pid {pid}")
             match event.fault:
                 case Fault.KILL_ENGINE | Fault.KILL_FRONTEND:
-                    began_ns, engine_waited_ns = await self.kill(member, event)
+                    began_ns, engines_waited_ns = await self.kill(member, event)
                 case Fault.STOP_ENGINE | Fault.STOP_FRONTEND:
                     await self.stop(member, event)
                 case Fault.HANG_UP:
                     member.now.tell(control.HangUp())
                     await asyncio.sleep(event.duration_s)
                     self.seen.happened.append(Happened(Fault.HANG_UP, pid, began_ns, time.monotonic_ns()))
-                    began_ns, engine_waited_ns = await self.kill(member, event)
+                    began_ns, engines_waited_ns = await self.kill(member, event)
                 case Fault.LEAVE:
                     member.now.dying = True
                     member.now.tell(control.Leave())
@@ -239,23 +246,23 @@ class _Driver:
                             each.child.tell(control.Flood(event.duration_s))
                     await asyncio.sleep(event.duration_s)
             fault = Fault.KILL_FRONTEND if event.fault is Fault.HANG_UP else event.fault
-            self.seen.happened.append(Happened(fault, pid, began_ns, time.monotonic_ns(), engine_waited_ns))
+            self.seen.happened.append(Happened(fault, pid, began_ns, time.monotonic_ns(), engines_waited_ns))
 
-    async def kill(self, member: _Member, event: Event) -> tuple[int, int]:
-        engine_waited_ns = waited_ns(self.engine.now.pid)
+    async def kill(self, member: _Member, event: Event) -> tuple[int, dict[int, int]]:
+        engines_waited_ns = {engine.now.pid: waited_ns(engine.now.pid) for engine in self.engines if engine.now.lives}
         killed_ns = await member.now.kill()
         pause = event if event.fault is not Fault.HANG_UP else msgspec.structs.replace(event, duration_s=0.0)
         await self.replace(member, pause, "killed")
-        return killed_ns, engine_waited_ns
+        return killed_ns, engines_waited_ns
 
     async def replace(self, member: _Member, event: Event, end: str) -> None:
         """Starts the next incarnation of a process that has ended."""
         self.bury(member, end)
         await asyncio.sleep(event.duration_s)
-        if member is self.engine:
-            await self.start_engine()
+        if member in self.engines:
+            await self.start_engine(self.engines.index(member))
             assert self.observer is not None
-            await self.observer.wait_connected(_STATISTICS_LIMIT_S)
+            await self.observer.wait_connected(_STATISTICS_LIMIT_S, engine=member.title)
             member.first_descriptors = 0  # other frontends attach at the same time: known when they have closed
         else:
             await self.start_frontend(self.frontends.index(member))
@@ -277,24 +284,30 @@ class _Driver:
         reports = [answer for answer in await asyncio.gather(*asked) if isinstance(answer, control.QuietReport)]
         lost = sum(len(report.unfinished) for report in reports)
         held = sum(report.slots_in_use + report.replies_held for report in reports)
-        counts = await self.settled(lambda now: _in_use(now) == 0 and now["reply_free_nbytes"] == now["reply_nbytes"])
-        held += _in_use(counts)
+        for name in self.names:
+            counts = await self.settled(name, lambda now: _in_use(now) == 0 and now["reply_free_nbytes"] == now["reply_nbytes"])
+            held += _in_use(counts)
         await asyncio.gather(*(member.now.ask(control.Close()) for member in self.frontends))
-        assert self.observer is not None
-        own = self.observer.statistics().leased_nbytes
-        counts = await self.settled(lambda now: now["free_nbytes"] + own == now["leasable_nbytes"])
-        leaked = counts["leasable_nbytes"] - counts["free_nbytes"] - own + counts["reply_nbytes"] - counts["reply_free_nbytes"]
-        segments = list(SHM_DIRECTORY.glob(f"{NAME_PREFIX}-*-{self.name}-*"))
+        leaked = sum([await self.leaked_nbytes(name) for name in self.names])
+        segments = [path for name in self.names for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}-*-{name}-*")]
         return QuietLook(lost, held, leaked, await self.leaked_descriptors(), len(segments))
 
-    async def settled(self, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
-        """Asks the engine until a condition is true, or has had time enough to become so; returns what it said last."""
+    async def leaked_nbytes(self, name: str) -> int:
+        """Counts what of an engine's slab is not free again."""
+        assert self.observer is not None
+        own = self.observer.engines[name].statistics().leased_nbytes
+        counts = await self.settled(name, lambda now: now["free_nbytes"] + own == now["leasable_nbytes"])
+        unreturned = counts["reply_nbytes"] - counts["reply_free_nbytes"]
+        return counts["leasable_nbytes"] - counts["free_nbytes"] - own + unreturned
+
+    async def settled(self, name: str, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+        """Asks an engine until a condition is true, or has had time enough to become so; returns what it said last."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + min(_SETTLE_LIMIT_S, self.plan.quiet_limit_s)
         while True:
-            counts = await self.statistics()
+            counts = await self.statistics(name)
             if counts is None:
-                raise ChildError("the engine died when nothing happened to it")
+                raise ChildError(f"{name} died when nothing happened to it")
             if condition(counts) or loop.time() > ends:
                 return counts
             await asyncio.sleep(_SETTLE_POLL_S)
@@ -302,9 +315,9 @@ class _Driver:
     async def leaked_descriptors(self) -> int:
         """Counts descriptors beyond those that each process had before there was a client."""
         loop = asyncio.get_running_loop()
-        members = [*self.frontends, self.engine]
-        if not self.engine.first_descriptors:
-            self.engine.first_descriptors = self.engine.now.descriptors()
+        members = [*self.frontends, *self.engines]
+        for engine in self.engines:
+            engine.first_descriptors = engine.first_descriptors or engine.now.descriptors()
         ends = loop.time() + min(_SETTLE_LIMIT_S, self.plan.quiet_limit_s)
         while True:
             leaked = sum(max(0, member.now.descriptors() - member.first_descriptors) for member in members)

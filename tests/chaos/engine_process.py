@@ -37,9 +37,10 @@ _LOOK_INTERVAL_S = 0.02  # of a step on a thread at its input
 
 
 class EngineAssignment(msgspec.Struct, frozen=True):
-    """What an engine process is told: the run's plan, its own number among the engines, and where things are."""
+    """What an engine process is told: the run's plan, which engine it is, for the how manyeth time, and where things are."""
 
     plan: Plan
+    index: int
     life: int
     name: str
     socket_dir: str
@@ -56,7 +57,7 @@ class _Engine:
         self.plan = plan
         self.pid = os.getpid()
         self.journal = Journal(Path(assignment.journal))
-        self.source = cargo.Source(random.Random(f"{plan.seed}/engine/{assignment.life}"))
+        self.source = cargo.Source(random.Random(f"{plan.seed}/engine/{assignment.index}/{assignment.life}"))
         self.answers = 0
         self.seen: set[tuple[int, int]] = set()
         self.kept: set[asyncio.TimerHandle] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import random
@@ -37,7 +38,7 @@ class FrontendAssignment(msgspec.Struct, frozen=True):
     plan: Plan
     index: int
     life: int
-    name: str
+    names: tuple[str, ...]
     socket_dir: str
     journal: str
 
@@ -49,12 +50,12 @@ class _Frontend:
         self.plan = plan
         self.chance = random.Random(f"{plan.seed}/frontend/{assignment.index}/{assignment.life}")
         self.journal = Journal(Path(assignment.journal))
-        self.load = Load(plan, self.chance, self.journal, Path(assignment.socket_dir, f"{assignment.name}.lock"))
+        self.load = Load(plan, self.chance, self.journal, Path(assignment.socket_dir))
         self.load.observe_releases()
         self.sending = asyncio.Event()
         self.ended = False
         self.tasks: set[asyncio.Task[None]] = set()
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[shmring.Slot] = []
 
     def start(self, coroutine: Coroutine[Any, Any, None], name: str = "") -> None:
         task = asyncio.create_task(coroutine, name=name)
@@ -83,13 +84,12 @@ class _Frontend:
 
     async def open(self) -> None:
         self.load.client = await shmring.connect(
-            self.assignment.name,
+            self.assignment.names,
             socket_dir=self.assignment.socket_dir,
             lease_nbytes=self.plan.lease_nbytes,
             connect_timeout_s=60.0,
             lease_idle_s=0.5,
             inline_nbytes="1KiB",  # what is put to the test is slots
-            reconnect=True,
             reconnect_max_s=0.1,
         )
         self.sending.set()
@@ -119,17 +119,19 @@ class _Frontend:
     async def hang_up(self) -> None:
         """Drops the connection, and goes on writing to a slot of before: nobody else may have that memory."""
         client = self.load.client
-        if client is None or client._session is None:
+        if client is None:
             return
-        try:
-            slot = client.slot_nowait(_SCRIBBLED_NBYTES)
-        except shmring.WouldBlock:
-            client._session.link.abort()
-            return
-        view = slot.tensor((_SCRIBBLED_NBYTES,), torch.uint8)
-        client._session.link.abort()
-        while True:
-            view.add_(1)
+        views = []
+        for engine in client.engines.values():
+            with contextlib.suppress(shmring.WouldBlock):
+                slot = engine.slot_nowait(_SCRIBBLED_NBYTES)
+                views.append(slot.tensor((_SCRIBBLED_NBYTES,), torch.uint8))
+                self.kept.append(slot)
+            if engine.session is not None:
+                engine.session.link.abort()
+        while views:
+            for view in views:
+                view.add_(1)
             await asyncio.sleep(_SCRIBBLE_INTERVAL_S)
 
     async def quiet(self, limit_s: float) -> control.QuietReport:
@@ -150,8 +152,9 @@ class _Frontend:
 
     def report(self) -> control.QuietReport:
         assert self.load.client is not None
-        counts = self.load.client.statistics()
-        return control.QuietReport(sorted(self.load.unfinished), counts.slots_in_use, counts.reply_slots_held)
+        counts = self.load.client.statistics().values()
+        slots_in_use, replies_held = sum(each.slots_in_use for each in counts), sum(each.reply_slots_held for each in counts)
+        return control.QuietReport(sorted(self.load.unfinished), slots_in_use, replies_held)
 
     async def close(self) -> None:
         self.sending.clear()

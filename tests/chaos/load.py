@@ -70,7 +70,7 @@ class Load:
         plan: of the run.
         chance: draws everything.
         journal: where it is written down.
-        engine_lock: the lock of the engine's name.
+        socket_dir: where the locks of the engines' names are.
 
     Attributes:
         client: the connection; requests wait where it waits.
@@ -79,8 +79,8 @@ class Load:
         closing: whether the client is being closed in the middle of its requests.
     """
 
-    def __init__(self, plan: Plan, chance: random.Random, journal: Journal, engine_lock: Path) -> None:
-        self._engine_lock = engine_lock
+    def __init__(self, plan: Plan, chance: random.Random, journal: Journal, socket_dir: Path) -> None:
+        self._socket_dir = socket_dir
         self._plan = plan
         self._chance = chance
         self._journal = journal
@@ -88,8 +88,8 @@ class Load:
         self._pid = os.getpid()
         self._number = 0
         self._stormed: set[int] = set()
-        self._waiting_for_release: dict[tuple[ClientBook, int], int] = {}
-        self.client: shmring.RingClient | None = None
+        self._waiting_for_release: dict[tuple[ClientBook, int], tuple[int, str]] = {}  # to the request and its engine
+        self.client: shmring.RoutingClient | None = None
         self.unfinished: set[int] = set()
         self.floods = 0
         self.closing = False
@@ -130,7 +130,8 @@ class Load:
             if isinstance(error, shmring.AbortedError) and (number in self._stormed or kind == "aborted"):
                 return "aborted"
             if isinstance(error, shmring.EngineDeadError):
-                self._waiting_for_release.clear()  # the memory has gone with its engine
+                waiting = self._waiting_for_release  # the memory has gone with its engine
+                self._waiting_for_release = {key: of for key, of in waiting.items() if of[1] != error.engine}
             name = type(error).__name__
             if not self._is_expected(kind, error):
                 self._journal.wrong("violation", f"request {number} ({kind}) of process {self._pid} failed: {name}: {error}")
@@ -195,14 +196,19 @@ class Load:
     # -- requests that are seen to their end -------------------------------------------------------------------------------
 
     @property
-    def _connected(self) -> shmring.RingClient:
+    def _connected(self) -> shmring.RoutingClient:
         assert self.client is not None, "requests are sent while there is a client"
         return self.client
 
     async def _request(self, order: Order) -> Outcome:
-        answer = await self._connected.request(order, reply_type=Answer, request_id=str(order.number))
+        options: dict[str, Any] = {"retry": self._chance.randrange(3), "key": self._key()}
+        answer = await self._connected.request(order, reply_type=Answer, request_id=str(order.number), **options)
         await self._checked(order.number, 0, answer)
         return "answered"
+
+    def _key(self) -> str | None:
+        """Every third request is of a session."""
+        return f"session-{self._chance.randrange(8)}" if self._chance.randrange(3) == 0 else None
 
     async def _copied(self, number: int) -> Outcome:
         return await self._request(await self._drawn(number))
@@ -220,7 +226,7 @@ class Load:
     async def _written(self, number: int) -> AsyncIterator[tuple[torch.Tensor, int]]:
         """A slot with a content, written piece by piece."""
         content, checksum = await asyncio.to_thread(self._source.content, number, self._nbytes())
-        async with self._connected.slot(content.numel()) as slot:
+        async with self._connected.slot(content.numel(), key=self._key()) as slot:
             view = slot.tensor((content.numel(),), torch.uint8)
             for start in range(0, content.numel(), _PIECE_NBYTES):
                 view[start : start + _PIECE_NBYTES] = content[start : start + _PIECE_NBYTES]
@@ -254,7 +260,7 @@ class Load:
     async def _stream(self, number: int) -> Outcome:
         order = await self._drawn(number, replies=self._chance.randrange(0, 12))
         index = 0
-        async for answer in self._connected.stream(order, reply_type=Answer, request_id=str(number)):
+        async for answer in self._connected.stream(order, reply_type=Answer, request_id=str(number), key=self._key()):
             await self._checked(number, index, answer)
             index += 1
         if index != order.replies:
@@ -300,15 +306,16 @@ class Load:
         end: _ObservedEnd = submission.end  # type: ignore[assignment] # since observe_releases()
         book = end.book
         held = [record.generation for record in end.slots_of[submission.request_id] if record.state is ClientSlot.SUBMITTED]
-        self._waiting_for_release.update(((book, generation), number) for generation in held)
+        self._waiting_for_release.update(((book, generation), (number, submission.engine)) for generation in held)
         if held:
-            self._journal.write(Aborted(number, time.monotonic_ns(), waited_ns(self._pid), waited_ns(self._engine_pid())))
+            engine_pid = self._engine_pid(submission.engine)
+            self._journal.write(Aborted(number, time.monotonic_ns(), waited_ns(self._pid), waited_ns(engine_pid)))
         submission.abort()
         return "aborted"
 
-    def _engine_pid(self) -> int:
-        """The engine's pid, which it has written into its lock."""
-        pid, *_ = self._engine_lock.read_text().split() or ["0"]
+    def _engine_pid(self, engine: str) -> int:
+        """An engine's pid, which it has written into its lock."""
+        pid, *_ = (self._socket_dir / f"{engine}.lock").read_text().split() or ["0"]
         return int(pid)
 
     def storm(self) -> None:
@@ -332,17 +339,18 @@ class Load:
 
     def _released(self, book: ClientBook, generations: Collection[int]) -> None:
         for generation in generations:
-            number = self._waiting_for_release.pop((book, generation), None)
-            if number is not None:
+            waiting = self._waiting_for_release.pop((book, generation), None)
+            if waiting is not None:
+                number, engine = waiting
                 now_ns = time.monotonic_ns()
-                self._journal.write(Reusable(number, now_ns, waited_ns(self._pid), waited_ns(self._engine_pid())))
+                self._journal.write(Reusable(number, now_ns, waited_ns(self._pid), waited_ns(self._engine_pid(engine))))
 
     def check_book(self) -> None:
-        """Checks the client's own book."""
-        session = self.client._session if self.client is not None else None
-        if session is None:
-            return
-        try:
-            session.book.check()
-        except AssertionError as error:
-            self._journal.wrong("violation", f"the book of process {self._pid}: {error}")
+        """Checks the client's own books."""
+        for engine in () if self.client is None else self.client.engines.values():
+            if engine.session is None:
+                continue
+            try:
+                engine.session.book.check()
+            except AssertionError as error:
+                self._journal.wrong("violation", f"the book of process {self._pid} for {engine.name}: {error}")

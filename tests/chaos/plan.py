@@ -24,9 +24,9 @@ class Fault(enum.Enum):
     """What can happen to a process."""
 
     KILL_FRONTEND = "a frontend is killed"
-    KILL_ENGINE = "the engine is killed, and starts again"
+    KILL_ENGINE = "an engine is killed, and starts again"
     STOP_FRONTEND = "a frontend is stopped for a while"
-    STOP_ENGINE = "the engine is stopped for a while"
+    STOP_ENGINE = "an engine is stopped for a while"
     HANG_UP = "a frontend hangs up, writes on, and is killed"
     LEAVE = "a frontend leaves in the middle of its requests"
     ABORT_STORM = "a frontend aborts all it has in flight, often"
@@ -64,13 +64,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         minutes: how long, the quiet ends of the phases included.
         seed: of everything that is drawn.
+        engines: that requests are divided between.
         frontends: processes that send.
         workers: requests that each of them has under way.
         pause_s: mean pause of a worker between two requests. It keeps the machine below saturation, where latencies would
             measure the queue for a core.
         phase_s: length of a phase; a short run has shorter ones, so that there are always some.
         fault_interval_s: mean time between two faults.
-        slab_nbytes, reply_nbytes: of the engine. Small, so that it fills up, and large enough that it is not always full.
+        slab_nbytes, reply_nbytes: of each engine. Small, so that it fills up, and large enough that it is not always full.
         lease_nbytes: of a frontend, so that further leases come and go all the time.
         quiet_limit_s: until everything that was asked must have ended, once nothing happens any more.
         sabotage: what to break on purpose.
@@ -78,13 +79,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     minutes: float
     seed: int
+    engines: int = 2
     frontends: int = 3
     workers: int = 6
     pause_s: float = 0.08
     phase_s: float = 15.0
     fault_interval_s: float = 0.9
-    slab_nbytes: int = 48 << 20
-    reply_nbytes: int = 6 << 20
+    slab_nbytes: int = 24 << 20
+    reply_nbytes: int = 4 << 20
     lease_nbytes: int = 2 << 20
     quiet_limit_s: float = 30.0
     sabotage: Sabotage = ""
@@ -96,7 +98,7 @@ class Event(msgspec.Struct, frozen=True):
     Attributes:
         at_s: seconds after the start of its phase.
         fault: what.
-        frontend: to which, where it happens to one.
+        frontend, engine: to which, where it happens to one.
         duration_s: for how long.
     """
 
@@ -104,6 +106,7 @@ class Event(msgspec.Struct, frozen=True):
     fault: Fault
     frontend: int
     duration_s: float
+    engine: int = 0
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -126,6 +129,7 @@ def _events(plan: Plan, number: int, seconds: float) -> list[Event]:
     at_s = chance.expovariate(1 / plan.fault_interval_s)
     while at_s < seconds:
         fault = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
-        events.append(Event(at_s, fault, chance.randrange(plan.frontends), chance.uniform(*_DURATIONS[fault])))
+        frontend, engine = chance.randrange(plan.frontends), chance.randrange(plan.engines)
+        events.append(Event(at_s, fault, frontend, chance.uniform(*_DURATIONS[fault]), engine))
         at_s += chance.expovariate(1 / plan.fault_interval_s)
     return events

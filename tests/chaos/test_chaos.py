@@ -121,7 +121,7 @@ def test_latencies_count_beyond_the_step_and_without_stops(tmp_path: Path) -> No
         {},
     )
     observations.happened = [
-        Happened(Fault.KILL_FRONTEND, 3, 400 * MS, 450 * MS),
+        Happened(Fault.KILL_FRONTEND, 3, 400 * MS, 450 * MS, {1: 0}),
         Happened(Fault.STOP_FRONTEND, 2, 550 * MS, 650 * MS),
     ]
     findings = settle(observations)

@@ -85,7 +85,7 @@ async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, 
     ):
         with pytest.raises(shmring.EngineDeadError):
             await call()
-    assert "the engine closed the connection, or died" in str(client.dead_error)
+    assert "the engine 'engine' closed the connection, or died" in str(client.dead_error)
     await client.abort("anything")
 
 

@@ -40,7 +40,7 @@ async def observe(metrics: FrontendMetrics, app: Any, exchange: Exchange) -> Non
 
 
 async def test_a_request_is_counted_timed_and_named() -> None:
-    metrics, exchange = FrontendMetrics(), Exchange([(b"x-request-id", b"mine")])
+    metrics, exchange = FrontendMetrics(["test"]), Exchange([(b"x-request-id", b"mine")])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert request_id_of(scope) == "mine"
@@ -56,7 +56,7 @@ async def test_a_request_is_counted_timed_and_named() -> None:
 
 
 async def test_a_request_without_an_answer_hung_up() -> None:
-    metrics, exchange = FrontendMetrics(), Exchange()
+    metrics, exchange = FrontendMetrics(["test"]), Exchange()
 
     async def leave(scope: Any, receive: Any, send: Any) -> None:
         return
@@ -67,7 +67,7 @@ async def test_a_request_without_an_answer_hung_up() -> None:
 
 
 async def test_an_answer_that_is_not_complete_hung_up() -> None:
-    metrics, exchange = FrontendMetrics(), Exchange()
+    metrics, exchange = FrontendMetrics(["test"]), Exchange()
 
     async def leave(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -79,7 +79,7 @@ async def test_an_answer_that_is_not_complete_hung_up() -> None:
 
 
 async def test_a_bug_is_counted_and_comes_through() -> None:
-    metrics, exchange = FrontendMetrics(), Exchange()
+    metrics, exchange = FrontendMetrics(["test"]), Exchange()
 
     async def break_down(scope: Any, receive: Any, send: Any) -> None:
         raise KeyError("bug")
@@ -91,7 +91,7 @@ async def test_a_bug_is_counted_and_comes_through() -> None:
 
 
 async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
-    metrics, exchange = FrontendMetrics(), Exchange()
+    metrics, exchange = FrontendMetrics(["test"]), Exchange()
     entered = asyncio.Event()
 
     async def wait(scope: Any, receive: Any, send: Any) -> None:
@@ -109,7 +109,7 @@ async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
 
 
 async def test_a_shutdown_during_an_answer_breaks_it_off() -> None:
-    metrics, exchange = FrontendMetrics(), Exchange()
+    metrics, exchange = FrontendMetrics(["test"]), Exchange()
     entered = asyncio.Event()
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
@@ -126,7 +126,7 @@ async def test_a_shutdown_during_an_answer_breaks_it_off() -> None:
 
 
 async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
-    metrics, exchange = FrontendMetrics(), Exchange()
+    metrics, exchange = FrontendMetrics(["test"]), Exchange()
     entered = asyncio.Event()
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
@@ -154,5 +154,5 @@ async def test_what_is_no_request_passes_through() -> None:
 
     exchange = Exchange()
     exchange.scope["type"] = "lifespan"
-    await observe(FrontendMetrics(), app, exchange)
+    await observe(FrontendMetrics(["test"]), app, exchange)
     assert types == ["lifespan"]

@@ -40,9 +40,8 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_without_options_all_is_as_it_is_by_itself(options_of: Any) -> None:
     options = options_of()
-    assert options.engine == EngineSettings(
-        log_level="warning", ring=RingConfig(slab_nbytes=1 << 30, max_payload_nbytes=16 << 20)
-    )
+    [engine] = options.engines
+    assert engine == EngineSettings(log_level="warning", ring=RingConfig(slab_nbytes=1 << 30, max_payload_nbytes=16 << 20))
     assert options.frontend == ProcessSettings(log_level="warning", connect_timeout_s=600.0)
     assert (options.frontends, options.start_timeout_s, options.heartbeat_timeout_s) == (2, 600, 30)
 
@@ -67,7 +66,7 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--profiler-dir": "/traces",
     }
     assert set(options_given) == {option.opts[0] for option in ENGINE_OPTIONS}
-    engine = options_of(*(f"{option}={value}" for option, value in options_given.items())).engine
+    [engine] = options_of(*(f"{option}={value}" for option, value in options_given.items())).engines
     assert engine == EngineSettings(
         executor="mine:Executor",
         executor_path=str(tmp_path),
@@ -89,11 +88,24 @@ def test_frontends_get_theirs_and_what_both_ends_must_agree_on(options_of: Any) 
     options = options_of(
         "--name=x", "--log-level=error", "--socket-dir=/run/x", "--request-timeout=7", "--max-image-nbytes=1MiB"
     )
-    for settings in (options.engine, options.frontend):
+    for settings in (options.engines[0], options.frontend):
         assert (settings.name, settings.log_level) == ("x", "error")
-    assert options.engine.ring.socket_dir == options.frontend.socket_dir == "/run/x"
+    assert options.engines[0].ring.socket_dir == options.frontend.socket_dir == "/run/x"
     http = options.frontend.http
     assert (http.request_timeout_s, http.media_limits.max_image_nbytes) == (7, 1 << 20)
+
+
+def test_several_engines_have_names_of_their_own_and_frontends_know_of_them(options_of: Any) -> None:
+    options = options_of("--name=x", "--data-parallel-size=3", "--engine-retries=2")
+    assert [engine.name for engine in options.engines] == ["x-0", "x-1", "x-2"]
+    assert {engine.data_parallel_size for engine in options.engines} == {3}
+    assert (options.frontend.name, options.frontend.data_parallel_size) == ("x", 3)
+    assert options.frontend.http.engine_retries == 2
+    [engine] = options_of("--name=x", "--data-parallel-size=1").engines
+    assert engine.name == "x"
+    result = CliRunner().invoke(main, ["serve", f"--name={'x' * 63}", "--data-parallel-size=2"])
+    assert result.exit_code == 2
+    assert "can't name an engine" in result.output
 
 
 def test_keys_reach_frontends_and_are_not_shown(options_of: Any, tmp_path: Path) -> None:
@@ -141,13 +153,13 @@ def model(tmp_path: Path) -> str:
 def test_a_model_alone_is_served(options_of: Any, model: str) -> None:
     for arguments in ([model], ["--model", model], [model, "--model", model]):
         options = options_of(*arguments)
-        assert (options.engine.executor, options.engine.model, options.notice) == ("transformers", model, "")
-    assert options_of("Qwen/Qwen2-VL-2B-Instruct").engine.executor == "transformers"
+        assert (options.engines[0].executor, options.engines[0].model, options.notice) == ("transformers", model, "")
+    assert options_of("Qwen/Qwen2-VL-2B-Instruct").engines[0].executor == "transformers"
 
 
 def test_without_a_model_a_notice_says_what_is_served_and_how_to_serve_a_model(options_of: Any) -> None:
     options = options_of()
-    assert options.engine.executor == "fingerprints"
+    assert options.engines[0].executor == "fingerprints"
     assert "fingerprints of media and texts are served" in options.notice
     assert "to serve a model: shmring serve PATH_OR_HUB_NAME" in options.notice
     assert options_of("--executor=fingerprints").notice == ""

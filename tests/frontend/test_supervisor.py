@@ -50,7 +50,7 @@ def with_shutdown_timeout(shutdown_timeout_s: float) -> ProcessSettings:
 
 def options(**changes: Any) -> ServeOptions:
     fields: dict[str, Any] = {
-        "engine": EngineSettings(name="test"),
+        "engines": [EngineSettings(name="test")],
         "frontend": SETTINGS,
         "frontends": 1,
         "start_timeout_s": 60.0,
@@ -76,13 +76,13 @@ def test_an_address_that_is_not_ours_is_one_clear_message() -> None:
 
 def test_a_name_that_can_not_be_is_one_clear_message() -> None:
     with pytest.raises(ServeError, match="can't name an engine"):
-        serve(options(engine=EngineSettings(name="../elsewhere")))
+        serve(options(engines=[EngineSettings(name="../elsewhere")]))
 
 
 async def test_a_name_that_a_living_engine_has_is_one_clear_message(serve: Any, socket_dir: Path) -> None:
     await serve()  # a ring named "test"
     with pytest.raises(ServeError, match=rf"an engine named 'test' listens at {socket_dir}/test.sock already"):
-        supervisor.serve(options(engine=EngineSettings(name="test", ring=RingConfig(socket_dir=str(socket_dir)))))
+        supervisor.serve(options(engines=[EngineSettings(name="test", ring=RingConfig(socket_dir=str(socket_dir)))]))
 
 
 def test_the_listening_socket_can_be_taken_over_at_once() -> None:
@@ -220,7 +220,7 @@ class Supervised(supervisor._Supervisor):
 
     def pids(self) -> list[int]:
         """All children there are."""
-        return [child.pid for child in (self._engine, *self._frontends.values()) if child is not None]
+        return [child.pid for child in (*self._engines.values(), *self._frontends.values())]
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ async def test_a_frontend_that_can_not_start_ends_the_server(supervise: Any) -> 
 async def test_an_engine_that_ends_ends_the_server(supervise: Any, eventually: Any) -> None:
     server, running = supervise(frontends=2)
     await eventually(lambda: all(ready.is_set() for ready in server._ready), 30)
-    os.kill(server._engine.pid, signal.SIGKILL)
+    os.kill(server._engines[0].pid, signal.SIGKILL)
     with pytest.raises(ServeError, match=r"the engine \(pid \d+\) was killed by signal 9 \(Killed\)$"):
         await asyncio.wait_for(running, 30)
 
@@ -406,7 +406,7 @@ async def test_a_second_signal_kills(
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(ServeError, match="told twice to stop"):
         await asyncio.wait_for(running, 30)
-    assert [child.process.returncode for child in (server._frontends[0], server._engine)] == [-9, -9]
+    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, -9]
 
 
 async def test_who_does_not_end_is_killed_when_the_time_is_up(
@@ -423,7 +423,7 @@ async def test_who_does_not_end_is_killed_when_the_time_is_up(
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 30)
     assert 0.4 <= asyncio.get_running_loop().time() - started < 10
-    assert [child.process.returncode for child in (server._frontends[0], server._engine)] == [-9, -9]
+    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, -9]
 
 
 async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: Any) -> None:
@@ -431,7 +431,7 @@ async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: A
     await eventually(lambda: len(server.pids()) == 2, 30)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(running, 30)
-    assert [child.process.returncode for child in (server._frontends[0], server._engine)] == [-15, -15]
+    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-15, -15]
 
 
 # -- settings and states for children -----------------------------------------------------------------------------------
@@ -450,7 +450,7 @@ async def test_settings_come_through_the_socket_and_not_where_others_can_read_th
         settings=settings,
         heartbeat_timeout_s=5.0,
     )
-    await eventually(lambda: server._ready[0].is_set() and server._engine.ready.is_set(), 30)
+    await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
     orders = msgspec.json.decode(paths[1].read_bytes(), type=Orders[ProcessSettings])
     assert orders.heartbeat_s == 0.5
     assert dataclasses.replace(orders.settings, listen_fd=None) == settings
@@ -511,8 +511,8 @@ async def test_a_stopped_frontend_is_replaced_and_the_others_learn_its_state(
 
 async def test_a_stopped_engine_ends_the_server(supervise: Any, eventually: Any) -> None:
     server, running = supervise(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=1.0)
-    await eventually(lambda: server._ready[0].is_set() and server._engine.ready.is_set(), 30)
-    os.kill(server._engine.pid, signal.SIGSTOP)
+    await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
+    os.kill(server._engines[0].pid, signal.SIGSTOP)
     expected = r"the engine \(pid \d+\) showed no sign of life for 1 s \(--heartbeat-timeout\) and was killed"
     with pytest.raises(ServeError, match=expected):
         await asyncio.wait_for(running, 30)
@@ -533,9 +533,75 @@ async def test_a_process_that_is_not_ready_need_not_show_that_it_lives(start: An
 async def test_heartbeats_that_were_not_waited_for_are_not_missed(supervise: Any, eventually: Any) -> None:
     """A supervisor that was stopped must not take the others for dead when it goes on."""
     server, running = supervise(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=0.5)
-    await eventually(lambda: server._ready[0].is_set() and server._engine.ready.is_set(), 30)
+    await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
     time.sleep(1.0)  # the loop stands still for longer than anybody may be silent
     for _ in range(20):
         await asyncio.sleep(0)
-    assert max(child.silent_heartbeats for child in (server._engine, server._frontends[0])) <= 1
+    assert max(child.silent_heartbeats for child in (server._engines[0], server._frontends[0])) <= 1
+    assert not running.done()
+
+
+# -- several engines ----------------------------------------------------------------------------------------------------
+
+ENGINES = [EngineSettings(name=f"test-{rank}", data_parallel_size=2) for rank in range(2)]
+
+
+async def test_one_of_several_engines_that_ends_is_started_again_and_the_rest_goes_on(
+    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, running = supervise(engine=GET_READY, engines=ENGINES)
+    await eventually(lambda: "serving on" in capsys.readouterr().out, 30)
+    first, second, frontend = server.pids()
+    for _ in range(2):
+        await _replaced(server, signal.SIGKILL, eventually)
+    assert first not in server.pids()
+    assert {second, frontend} <= set(server.pids())
+    assert not running.done()
+
+
+async def _replaced(server: Supervised, number: signal.Signals, eventually: Any) -> Child:
+    """Sends the first engine a signal, and waits until there is another one; returns what it was."""
+    victim = server._engines[0]
+    os.kill(victim.pid, number)
+    await eventually(lambda: server._engines[0] is not victim and server._engines[0].ready.is_set(), 30)
+    return victim
+
+
+async def test_the_engines_and_their_pids_are_named(
+    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, _ = supervise(engine=GET_READY, engines=ENGINES)
+    said = ""
+
+    def is_ready() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return "serving on" in said
+
+    await eventually(is_ready, 30)
+    first, second, frontend = server.pids()
+    assert f"(engines pids {first} {second}, frontends pids {frontend})" in said
+    assert [child.title for child in server._engines.values()] == ["the engine test-0", "the engine test-1"]
+
+
+async def test_one_of_several_engines_that_was_never_ready_ends_everything(supervise: Any, tmp_path: Path) -> None:
+    one_fails = f"import os\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept FileExistsError: raise SystemExit(3)\n"
+    _, running = supervise(engine=one_fails + GET_READY, engines=ENGINES)
+    with pytest.raises(ServeError, match=r"the engine test-. \(pid \d+\) ended with exit code 3 before the server was ready"):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_a_server_is_not_ready_before_all_of_several_engines_are(supervise: Any) -> None:
+    _, running = supervise(engine=SLEEP, engines=ENGINES, start_timeout_s=0.5)
+    with pytest.raises(ServeError, match=r"the engine test-0 .* is still starting"):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_one_of_several_engines_that_hangs_is_killed_and_replaced(supervise: Any, eventually: Any) -> None:
+    server, running = supervise(engine=BEAT, frontend=BEAT, engines=ENGINES, heartbeat_timeout_s=1.0)
+    await eventually(lambda: all(child.ready.is_set() for child in server._engines.values()) and len(server._engines) == 2, 30)
+    other = server._engines[1]
+    victim = await _replaced(server, signal.SIGSTOP, eventually)
+    assert "showed no sign of life" in victim.describe_end()
+    assert server._engines[1] is other
     assert not running.done()

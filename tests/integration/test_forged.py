@@ -50,7 +50,7 @@ class Forger:
         self.socket = engine.socket
         self._pidfd = engine.pidfd
         self.incoming, self.outgoing = map_rings(engine.ring_fds, self.welcome.message_ring_nbytes)
-        for fd in engine.ring_fds:
+        for fd in (*engine.ring_fds, engine.load_fd):
             os.close(fd)
         self.reader = RecordReader(self.incoming, self.socket.fileno())
         self.writer = RecordWriter(self.outgoing, self.socket.fileno())
@@ -400,10 +400,10 @@ async def test_who_gives_up_while_it_attaches_keeps_nothing(ring: shmring.Ring, 
 async def test_nobody_can_truncate_what_the_engine_reads(ring: shmring.Ring, socket_dir: Path) -> None:
     path = socket_path("honest", str(socket_dir))
     engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, "forger"), frozenset({os.getuid()}))
-    for fd in engine.ring_fds:
+    for fd in (*engine.ring_fds, engine.load_fd):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)
-    for fd in (*engine.ring_fds, *engine.slab_fds, engine.pidfd):
+    for fd in (*engine.ring_fds, *engine.slab_fds, engine.load_fd, engine.pidfd):
         os.close(fd)
     engine.socket.close()
 

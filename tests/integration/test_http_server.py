@@ -39,7 +39,7 @@ MODEL = "shmring-fingerprints"
 # Processes that import torch, again and again.
 pytestmark = pytest.mark.slow
 
-READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), frontends pids (?P<frontends>[\d ]+)\)")
+READY = re.compile(r"serving on (?P<url>\S+) \(engines? pids? (?P<engines>[\d ]+), frontends pids (?P<frontends>[\d ]+)\)")
 
 
 @dataclass
@@ -48,9 +48,14 @@ class Server:
 
     process: subprocess.Popen[str]
     url: str
-    engine: int
+    engines: list[int]
     frontends: list[int]
     metrics_dir: Path
+
+    @property
+    def engine(self) -> int:
+        [engine] = self.engines
+        return engine
 
     @property
     def port(self) -> int:
@@ -98,9 +103,10 @@ def serving(socket_dir: Path, *options: str) -> Iterator[Server]:
         line = process.stdout.readline()
         match = READY.search(line)
         assert match is not None, line or process.communicate()[1]
-        pids = [int(match["engine"]), *map(int, match["frontends"].split())]
+        engines, frontends = ([int(pid) for pid in match[kind].split()] for kind in ("engines", "frontends"))
+        pids = [*engines, *frontends]
         [metrics_dir] = socket_dir.glob("shmring-metrics-*")
-        yield Server(process, match["url"], pids[0], pids[1:], metrics_dir)
+        yield Server(process, match["url"], engines, frontends, metrics_dir)
     finally:
         if process.poll() is None:
             pids += children_of(process.pid)

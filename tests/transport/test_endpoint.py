@@ -321,6 +321,7 @@ class Engine:
         self.listener = listener
         self.slab_fds = (os.memfd_create("slab"), os.memfd_create("replies"))
         self.ring_fds = sealed_rings(1 << 16)
+        self.load_fd = os.memfd_create("load")
         self.peers: list[Peer] = []
         self.connections: list[socket.socket] = []
 
@@ -336,10 +337,10 @@ class Engine:
         return peer
 
     async def welcome(self) -> None:
-        send_welcome(await self.greet(), WELCOME, self.slab_fds, self.ring_fds)
+        send_welcome(await self.greet(), WELCOME, self.slab_fds, self.ring_fds, self.load_fd)
 
     def close(self) -> None:
-        for fd in (*self.slab_fds, *self.ring_fds):
+        for fd in (*self.slab_fds, *self.ring_fds, self.load_fd):
             os.close(fd)
         for peer in self.peers:
             os.close(peer.pidfd)
@@ -357,14 +358,17 @@ async def engine(listener: Listener) -> AsyncIterator[Engine]:
 def let_go(attached: AttachedEngine) -> None:
     attached.socket.close()
     os.close(attached.pidfd)
-    for fd in (*attached.slab_fds, *attached.ring_fds):
+    for fd in (*attached.slab_fds, *attached.ring_fds, attached.load_fd):
         os.close(fd)
 
 
 async def test_a_handshake_passes_the_slab_and_says_who_is_there(engine: Engine, path: Path) -> None:
     _, attached = await asyncio.gather(engine.welcome(), attach_engine(path, HELLO, ME))
     assert attached.welcome == WELCOME
-    received, sent = (*attached.slab_fds, *attached.ring_fds), (*engine.slab_fds, *engine.ring_fds)
+    received, sent = (
+        (*attached.slab_fds, *attached.ring_fds, attached.load_fd),
+        (*engine.slab_fds, *engine.ring_fds, engine.load_fd),
+    )
     for ours, theirs in zip(received, sent, strict=True):
         assert os.path.sameopenfile(ours, theirs)
         assert not os.get_inheritable(ours)
@@ -493,6 +497,7 @@ async def test_surplus_descriptors_are_closed(engine: Engine, path: Path) -> Non
     engine.peers.clear()
     engine.connections.clear()
     engine.slab_fds, engine.ring_fds = sealed_rings(1 << 16), sealed_rings(1 << 16)
+    engine.load_fd = os.memfd_create("load")
     assert descriptors() == before
 
 
@@ -506,7 +511,7 @@ async def test_a_process_without_room_for_the_descriptors_is_told_so(engine: Eng
         room = os.dup(0)  # the lowest number that is free, and then only this one and the next are
         os.close(room)
         resource.setrlimit(resource.RLIMIT_NOFILE, (room + 2, limits[1]))
-        send_welcome(peer, WELCOME, engine.slab_fds, engine.ring_fds)
+        send_welcome(peer, WELCOME, engine.slab_fds, engine.ring_fds, engine.load_fd)
 
     try:
         _, attempt = await asyncio.gather(answer(), attach_engine(path, HELLO, ME), return_exceptions=True)
@@ -520,13 +525,14 @@ async def test_a_process_without_room_for_the_descriptors_is_told_so(engine: Eng
     engine.peers.clear()
     engine.connections.clear()
     engine.slab_fds, engine.ring_fds = sealed_rings(1 << 16), sealed_rings(1 << 16)
+    engine.load_fd = os.memfd_create("load")
     assert descriptors() == before
 
 
 async def test_an_answer_may_come_in_pieces(engine: Engine, path: Path) -> None:
     async def answer() -> None:
         peer = await engine.greet()
-        socket.send_fds(peer.socket, [WELCOME_FRAME[:1]], [*engine.slab_fds, *engine.ring_fds])
+        socket.send_fds(peer.socket, [WELCOME_FRAME[:1]], [*engine.slab_fds, *engine.ring_fds, engine.load_fd])
         for byte in WELCOME_FRAME[1:]:
             await asyncio.sleep(0)
             peer.socket.send(bytes([byte]))
@@ -577,7 +583,7 @@ async def test_welcoming_one_that_is_gone_says_so(engine: Engine, path: Path) ->
         client.sendall(handshake_frame(HELLO))
         peer = await engine.greet()
     with pytest.raises(PeerLostError):
-        send_welcome(peer, WELCOME, engine.slab_fds, engine.ring_fds)
+        send_welcome(peer, WELCOME, engine.slab_fds, engine.ring_fds, engine.load_fd)
 
 
 # -- what killed engines leave ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import shmring
 
 async def handle(claim: shmring.Claim) -> None:
     mode, tensor = claim.payload["mode"], claim.payload["x"]
-    answer = {"sum": int(tensor.sum()), "n": tensor.numel(), "x": tensor}
+    answer = {"sum": int(tensor.sum()), "n": tensor.numel(), "x": tensor, "pid": os.getpid()}
     del tensor
     if mode == "hold":
         await asyncio.Event().wait()

@@ -1,0 +1,77 @@
+"""An engine's load, in a page that the engine writes and its frontends read: how much is in flight there, for who chooses an engine.
+
+The engine stores two numbers whenever one of them changes, and sends nothing. A frontend loads them when it has a request to send. They
+are hints: the two need not be of the same moment, and whatever stands there, only the choice of an engine depends on it.
+
+A page has one writer, the engine, whose thread is the loop's: the stores need no order.
+"""
+
+cimport cython
+from cpython.exc cimport PyErr_SetFromErrno
+from libc.stdint cimport uint8_t, uint64_t
+
+cdef extern from "<sys/mman.h>" nogil:
+    void* mmap(void*, size_t, int, int, int, long)
+    int munmap(void*, size_t)
+    int madvise(void*, size_t, int)
+    void* MAP_FAILED
+    enum:
+        PROT_READ
+        PROT_WRITE
+        MAP_SHARED
+        MAP_POPULATE
+        MADV_DONTFORK
+
+cdef extern from "atomics.h" nogil:
+    uint64_t load_relaxed_u64(const void* at)
+    void store_relaxed_u64(void* at, uint64_t value)
+
+cdef enum:
+    _AT_IN_FLIGHT = 0
+    _AT_WAITING = 8
+    _NBYTES = 4096
+
+#: Of the page.
+LOAD_PAGE_NBYTES = _NBYTES
+
+
+@cython.final
+cdef class LoadPage:
+    """The page, mapped. It is unmapped when nothing has it any more; forked children do not have it.
+
+    Args:
+        fd: of :data:`LOAD_PAGE_NBYTES` bytes; it may be closed afterwards.
+        writable: whether this is the engine.
+
+    Raises:
+        OSError: it can't be mapped. The kernel refuses to map it for writing once it is sealed against that.
+    """
+
+    def __cinit__(self, fd: int, *, writable: bool) -> None:
+        cdef int protection = PROT_READ | PROT_WRITE if writable else PROT_READ
+        self._is_writable = writable
+        self._at = <uint8_t*>mmap(NULL, _NBYTES, protection, MAP_SHARED | MAP_POPULATE, fd, 0)
+        if self._at == <uint8_t*>MAP_FAILED:
+            self._at = NULL
+            PyErr_SetFromErrno(OSError)
+        if madvise(self._at, _NBYTES, MADV_DONTFORK):
+            PyErr_SetFromErrno(OSError)
+
+    def __dealloc__(self) -> None:
+        if self._at != NULL:
+            munmap(self._at, _NBYTES)
+
+    cdef void put(self, uint64_t in_flight, uint64_t waiting) noexcept nogil:
+        if self._is_writable:
+            store_relaxed_u64(self._at + _AT_IN_FLIGHT, in_flight)
+            store_relaxed_u64(self._at + _AT_WAITING, waiting)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the engine has and that have not ended."""
+        return load_relaxed_u64(self._at + _AT_IN_FLIGHT)
+
+    @property
+    def waiting(self) -> int:
+        """Of these, those that it has not claimed yet."""
+        return load_relaxed_u64(self._at + _AT_WAITING)

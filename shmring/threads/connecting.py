@@ -1,0 +1,64 @@
+"""Opening a frontend's end without an event loop: ``shmring.threads.connect``, of one engine or of several."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from shmring.client.routing import Route
+from shmring.config import ClientConfig, configured
+from shmring.threads.client import Client
+from shmring.threads.routing_client import RoutingClient
+
+__all__ = ["connect"]
+
+
+@overload
+def connect(
+    name: str,
+    config: ClientConfig | None = None,
+    *,
+    reconnect: bool | None = None,
+    description: str = "",
+    **overrides: Any,
+) -> Client: ...
+
+
+@overload
+def connect(
+    name: list[str] | tuple[str, ...],
+    config: ClientConfig | None = None,
+    *,
+    route: Route = "least_loaded",
+    reconnect: bool | None = None,
+    description: str = "",
+    **overrides: Any,
+) -> RoutingClient: ...
+
+
+def connect(
+    name: str | list[str] | tuple[str, ...],
+    config: ClientConfig | None = None,
+    *,
+    route: Route | None = None,
+    reconnect: bool | None = None,
+    description: str = "",
+    **overrides: Any,
+) -> Client | RoutingClient:
+    """Opens a frontend's end of a ring: ``with shmring.threads.connect("vision") as client``.
+
+    Args:
+        name: the engine's name, or a list of names: each request then goes to one of them.
+        config: limits and sizes; ``overrides`` are fields of it.
+        route, reconnect: as of :func:`shmring.connect`.
+        description: what the engine's log calls this client.
+
+    Raises:
+        EngineDeadError: no engine of that name (none of these names) answers within ``connect_timeout_s``.
+        RemoteProtocolError, PermissionError, SlabError, ValueError, TypeError: as :func:`shmring.connect`.
+    """
+    settled = configured(ClientConfig, config, overrides)
+    if isinstance(name, str):
+        if route is not None:
+            raise TypeError(f"route={route!r} is for several engines: connect([...], route=...)")
+        return Client(name, settled, bool(reconnect), description)
+    return RoutingClient(tuple(name), settled, route or "least_loaded", reconnect is None or reconnect, description)

@@ -1,0 +1,558 @@
+"""One client of several engines: where requests go, what slots decide, and what happens when engines come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+
+pytestmark = pytest.mark.both_loops
+
+NAMES = ["vision-0", "vision-1"]
+
+
+class Engines:
+    """Rings that answer with their name, and hold requests for as long as they are told to."""
+
+    def __init__(self, serve: Any) -> None:
+        self._serve = serve
+        self.rings: dict[str, shmring.Ring] = {}
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def start(self, *names: str, **options: Any) -> None:
+        for name in names:
+            self.rings[name] = await self._serve(lambda claim, name=name: self._answer(claim, name), name=name, **options)
+
+    async def _answer(self, claim: shmring.Claim, name: str) -> None:
+        payload = claim.payload
+        for _ in range(payload.get("first", 0)):
+            await claim.reply(name)
+        await self.go_on.wait()
+        total = float(payload["x"].float().sum()) if "x" in payload else 0.0
+        del payload
+        await claim.reply([name, total])
+
+    async def stop(self, name: str) -> None:
+        await self.rings.pop(name).close()
+
+
+@pytest.fixture
+async def engines(serve: Any) -> AsyncIterator[Engines]:
+    engines = Engines(serve)
+    await engines.start(*NAMES)
+    yield engines
+    engines.go_on.set()
+
+
+Connect = Callable[..., Awaitable[shmring.RoutingClient]]
+
+
+@pytest.fixture
+async def connect_to(socket_dir: Path) -> AsyncIterator[Connect]:
+    clients: list[shmring.RoutingClient] = []
+
+    async def open_client(names: list[str] | None = None, **options: Any) -> shmring.RoutingClient:
+        settings: dict[str, Any] = {
+            "lease_nbytes": "64KiB",
+            "inline_nbytes": "1KiB",
+            "socket_dir": str(socket_dir),
+            "reconnect_initial_s": 0.001,
+            "reconnect_max_s": 0.01,
+        }
+        client = await shmring.connect(NAMES if names is None else names, **(settings | options))
+        clients.append(client)
+        return client
+
+    yield open_client
+    for client in clients:
+        await client.close()
+
+
+@pytest.fixture
+async def client(engines: Engines, connect_to: Connect) -> shmring.RoutingClient:
+    return await connect_to()
+
+
+def tensor(nbytes: int = 8192) -> torch.Tensor:
+    return torch.ones(nbytes, dtype=torch.uint8)
+
+
+# -- where requests go ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_burst_is_spread_over_the_engines(client: shmring.RoutingClient, engines: Engines) -> None:
+    engines.go_on.clear()
+    requests = [asyncio.create_task(client.request({"x": tensor()})) for _ in range(10)]
+    while sum(load.in_flight for load in client.loads().values()) < 10:
+        await asyncio.sleep(0)
+    assert {name: load.in_flight for name, load in client.loads().items()} == {"vision-0": 5, "vision-1": 5}
+    engines.go_on.set()
+    answers = await asyncio.gather(*requests)
+    assert Counter(name for name, _ in answers) == {"vision-0": 5, "vision-1": 5}
+    assert {total for _, total in answers} == {8192.0}
+
+
+async def test_what_other_clients_have_in_flight_counts(
+    client: shmring.RoutingClient, engines: Engines, connect_to: Connect, eventually: Any
+) -> None:
+    other = await connect_to()
+    engines.go_on.clear()
+    submissions = [await other.submit({}, engine="vision-0") for _ in range(6)]
+    await eventually(lambda: client.loads()["vision-0"].in_flight == 6)
+    sent = [await client.submit({}) for _ in range(6)]
+    assert {submission.engine for submission in sent} == {"vision-1"}
+    engines.go_on.set()
+    for submission in submissions + sent:
+        assert (await submission.result())[0] == submission.engine
+    await eventually(lambda: {load.in_flight for load in client.loads().values()} == {0})
+
+
+async def test_requests_take_turns_where_that_is_the_route(engines: Engines, connect_to: Connect) -> None:
+    client = await connect_to(route="round_robin")
+    answers = [(await client.request({}))[0] for _ in range(6)]
+    assert set(answers[::2]) | set(answers[1::2]) == set(NAMES)
+    assert len(set(answers[::2])) == len(set(answers[1::2])) == 1
+
+
+async def test_all_requests_of_a_key_go_to_one_engine(client: shmring.RoutingClient, connect_to: Connect) -> None:
+    other = await connect_to(NAMES[::-1], route="round_robin")
+    for number in range(10):
+        owners = {(await each.request({}, key=f"session-{number}"))[0] for each in (client, other) for _ in range(3)}
+        async with client.slot(100, key=f"session-{number}") as slot:
+            assert {slot.engine} == owners
+    with pytest.raises(TypeError, match="str or bytes"):
+        await client.request({}, key=7)  # type: ignore[arg-type]
+
+
+async def test_a_request_goes_to_the_engine_that_is_named(client: shmring.RoutingClient) -> None:
+    for name in NAMES:
+        assert await client.request({}, engine=name) == [name, 0.0]
+        assert [reply async for reply in client.stream({}, engine=name)] == [[name, 0.0]]
+        submission = client.submit_nowait({}, engine=name)
+        assert submission.engine == name
+        assert await submission.result() == [name, 0.0]
+    with pytest.raises(ValueError, match="'vision-0', 'vision-1'"):
+        await client.request({}, engine="vision-2")
+    with pytest.raises(ValueError, match="leaves no other engine"):
+        await client.request({}, engine="vision-0", retry=1)
+    with pytest.raises(ValueError, match="sent again"):
+        await client.request({}, retry=-1)
+
+
+async def test_calls_and_statistics_are_of_one_engine(serve: Any, connect_to: Connect) -> None:
+    async def who(name: str) -> str:
+        return name
+
+    await serve(name="a", calls={"who": lambda: who("a")})
+    await serve(name="b", calls={"who": lambda: who("b")})
+    client = await connect_to(["a", "b"])
+    assert [await client.call("who", engine=name) for name in client.names] == ["a", "b"]
+    assert set(client.statistics()) == {"a", "b"}
+    assert client.engines["a"].client_id == 1
+    with pytest.raises(ValueError, match="no engine 'c'"):
+        await client.call("who", engine="c")
+
+
+async def test_aborting_by_name_finds_the_request_wherever_it_is(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    engines.go_on.clear()
+    requests = [asyncio.create_task(client.request({}, request_id=f"r{number % 2}")) for number in range(4)]
+    await eventually(lambda: sum(each.in_flight for each in client.statistics().values()) == 4)
+    assert client.abort("r1") == 2
+    assert client.abort("other") == 0
+    for number, request in enumerate(requests):
+        if number % 2:
+            with pytest.raises(shmring.AbortedError):
+                await request
+    engines.go_on.set()
+    assert len(await asyncio.gather(*requests[::2])) == 2
+
+
+async def test_cancelling_a_request_aborts_it(client: shmring.RoutingClient, engines: Engines, settled: Any) -> None:
+    engines.go_on.clear()
+    requests = [asyncio.create_task(client.request({"x": tensor()})) for _ in range(4)]
+    await asyncio.wait(requests, timeout=0.01)
+    for request in requests:
+        request.cancel()
+    await asyncio.wait(requests)
+    assert all(request.cancelled() for request in requests)
+    with pytest.raises(TimeoutError, match=r"at 'vision-[01]': the engine's reply"):
+        await client.request({}, timeout=0.01)
+    await client.close()
+    for ring in engines.rings.values():
+        await settled(ring)
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_goes_to_the_engine_of_its_slot_whatever_else_is_said(client: shmring.RoutingClient) -> None:
+    for name in NAMES:
+        async with client.slot(8192, engine=name) as slot:
+            view = slot.tensor((8192,), torch.uint8).fill_(2)
+            for options in ({}, {"key": "any"}, {"key": "other"}, {"engine": name}, {"retry": 1}):
+                assert await client.request({"x": view}, **options) == [name, 16384.0]  # type: ignore[arg-type]
+            submission = client.submit_nowait({"x": view})
+            assert submission.engine == name
+            await submission.result()
+    statistics = client.statistics().values()
+    assert sum(each.in_place for each in statistics) == 12
+    assert sum(each.copies for each in statistics) == 0
+
+
+async def test_a_slot_and_its_request_can_not_be_at_two_engines(client: shmring.RoutingClient) -> None:
+    async with client.slot(8192, engine="vision-0") as first, client.slot(8192, engine="vision-1") as second:
+        one, other = first.tensor((8192,), torch.uint8).fill_(1), second.tensor((8192,), torch.uint8).fill_(1)
+        for ask in (client.request, client.submit):
+            with pytest.raises(shmring.LocalProtocolError, match="lie in a slot of engine 'vision-0'"):
+                await ask({"x": one}, engine="vision-1")
+            with pytest.raises(shmring.LocalProtocolError, match="slots of two engines, 'vision-0' and 'vision-1'"):
+                await ask({"x": one, "y": other})
+        with pytest.raises(shmring.LocalProtocolError):
+            client.submit_nowait({"x": [one, {"y": other}]})
+        assert await client.request({"x": one, "y": other.clone()}) == ["vision-0", 8192.0]
+        assert await client.request({"x": other}) == ["vision-1", 8192.0]
+
+
+async def test_slots_that_are_held_count_as_load(client: shmring.RoutingClient) -> None:
+    slots = [await client.slot(100) for _ in range(6)]
+    assert Counter(slot.engine for slot in slots) == {"vision-0": 3, "vision-1": 3}
+    for slot in slots:
+        slot.close()
+    assert {load.in_flight for load in client.loads().values()} == {0}
+
+
+async def test_what_does_not_wait_goes_where_there_is_space(client: shmring.RoutingClient) -> None:
+    slots = [client.slot_nowait(16 << 10, ask=False) for _ in range(6)]
+    with pytest.raises(shmring.WouldBlock):
+        client.slot_nowait(16 << 10, ask=False)
+    found = Counter(slot.engine for slot in slots)
+    assert found["vision-0"] == found["vision-1"] > 0
+    for slot in slots:
+        if slot.engine == "vision-1":
+            slot.close()
+    for _ in range(2):
+        submission = client.submit_nowait({"x": tensor(16 << 10)}, ask=False)
+        assert submission.engine == "vision-1"
+        await submission.result()
+    with pytest.raises(shmring.WouldBlock):
+        client.submit_nowait({"x": tensor(16 << 10)}, engine="vision-0", ask=False)
+    for slot in slots:
+        slot.close()
+
+
+async def test_what_can_never_fit_is_an_error(client: shmring.RoutingClient) -> None:
+    client.check_capacity(1000)
+    with pytest.raises(shmring.CapacityError):
+        client.check_capacity(1 << 30)
+    with pytest.raises(shmring.CapacityError):
+        await client.slot(1 << 30)
+    with pytest.raises(ValueError, match="negative"):
+        client.slot(-1)
+
+
+# -- engines that come and go -----------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_an_engine_that_dies_fail_and_name_it(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    engines.go_on.clear()
+    requests = {name: asyncio.create_task(client.request({}, engine=name)) for name in NAMES}
+    await eventually(lambda: {each.in_flight for each in client.statistics().values()} == {1})
+    await engines.stop("vision-0")
+    with pytest.raises(shmring.EngineDeadError, match="'vision-0'") as caught:
+        await requests["vision-0"]
+    assert caught.value.engine == "vision-0"
+    engines.go_on.set()
+    assert await requests["vision-1"] == ["vision-1", 0.0]
+    assert client.connected
+    assert {(await client.request({}, key=f"s{number}"))[0] for number in range(8)} == {"vision-1"}
+    assert list(client.loads()) == ["vision-1"]
+
+
+async def test_an_engine_that_is_back_is_used_again_and_has_its_keys_back(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    keys = [f"session-{number}" for number in range(20)]
+    before = {key: (await client.request({}, key=key))[0] for key in keys}
+    await engines.stop("vision-0")
+    await eventually(lambda: not client.engines["vision-0"].connected)
+    assert {(await client.request({}, key=key))[0] for key in keys} == {"vision-1"}
+    await engines.start("vision-0")
+    await client.wait_connected(5, engine="vision-0")
+    assert {key: (await client.request({}, key=key))[0] for key in keys} == before
+    assert client.statistics()["vision-0"].reconnections == 1
+    assert client.statistics()["vision-1"].reconnections == 0
+
+
+async def test_requests_that_may_be_sent_again_are_answered_elsewhere(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    engines.go_on.clear()
+    slot = await client.slot(8192, engine="vision-0")
+    view = slot.tensor((8192,), torch.uint8).fill_(3)
+    requests = [
+        asyncio.create_task(client.request({"x": view}, retry=1)),
+        asyncio.create_task(client.request({"x": tensor()}, retry=2)),
+        asyncio.create_task(anext(client.stream({"x": tensor()}, retry=1))),
+        asyncio.create_task(client.request({"x": tensor()}, key="any", retry=1)),
+    ]
+    await eventually(lambda: sum(each.in_flight for each in client.statistics().values()) == 4)
+    lost = client.statistics()["vision-0"].in_flight
+    assert lost >= 1
+    await engines.stop("vision-0")
+    await eventually(lambda: client.statistics()["vision-1"].in_flight == 4)
+    engines.go_on.set()
+    answers = await asyncio.gather(*requests)
+    assert answers == [["vision-1", 3 * 8192.0]] + [["vision-1", 8192.0]] * 3
+    assert client.resent == lost
+    assert await client.request({"x": view}) == ["vision-1", 3 * 8192.0], "its engine has gone, its bytes have not"
+    slot.close()
+
+
+async def test_what_has_been_answered_in_part_is_not_sent_again(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    engines.go_on.clear()
+    stream = client.stream({"first": 1}, key="a", retry=3)
+    owner = await anext(stream)
+    request = asyncio.create_task(client.request({"first": 1}, key="a", retry=3))
+    await eventually(lambda: client.statistics()[owner].replies == 2)
+    await engines.stop(owner)
+    for waiting in (anext(stream), request):
+        with pytest.raises(shmring.EngineDeadError, match=owner):
+            await waiting
+    assert client.resent == 0
+
+
+async def test_retries_are_as_many_as_were_allowed(client: shmring.RoutingClient, engines: Engines, eventually: Any) -> None:
+    engines.go_on.clear()
+    request = asyncio.create_task(client.request({}, retry=1))
+    for left in (1, 0):
+        await eventually(lambda: any(each.in_flight for each in client.statistics().values()))
+        [owner] = [name for name, each in client.statistics().items() if each.in_flight]
+        await engines.stop(owner)
+        if left:
+            await eventually(lambda: client.resent == 1)
+    with pytest.raises(shmring.EngineDeadError):
+        await request
+
+
+async def test_a_slot_that_is_waited_for_at_an_engine_that_dies_comes_from_another_one(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    held = [await client.slot(400 << 10, engine=name) for name in NAMES for _ in range(2)]
+    slots = [asyncio.ensure_future(_acquired(client, 400 << 10)) for _ in range(2)]
+    await eventually(lambda: {each.waiting for each in client.statistics().values()} == {1})
+    named = asyncio.ensure_future(_acquired(client, 400 << 10, engine="vision-0"))
+    await eventually(lambda: client.statistics()["vision-0"].waiting == 2)
+    await engines.stop("vision-0")
+    with pytest.raises(shmring.EngineDeadError, match="vision-0"):
+        await named
+    await eventually(lambda: client.statistics()["vision-1"].waiting == 2)
+    for slot in held:
+        slot.close()
+    for slot in await asyncio.gather(*slots):
+        assert slot.engine == "vision-1"
+        slot.close()
+
+
+async def _acquired(client: shmring.RoutingClient, nbytes: int, **options: Any) -> shmring.Slot:
+    return await client.slot(nbytes, **options)
+
+
+async def test_while_no_engine_is_there_requests_wait_for_one(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    for name in NAMES:
+        await engines.stop(name)
+    await eventually(lambda: not client.connected)
+    assert isinstance(client.lost_error, shmring.EngineDeadError)
+    with pytest.raises(TimeoutError, match="one of the engines 'vision-0', 'vision-1' to be attached"):
+        await client.request({}, timeout=0.02)
+    with pytest.raises(TimeoutError, match="to be attached"):
+        await client.slot(100, timeout=0.02)
+    for attempt in (lambda: client.submit_nowait({}), lambda: client.slot_nowait(1), lambda: client.check_capacity(1)):
+        with pytest.raises(shmring.WouldBlock, match="none of the engines"):
+            attempt()
+    waiting = [asyncio.create_task(client.request({}, request_id=f"r{number}")) for number in range(3)]
+    waiting.append(asyncio.create_task(client.request({}, key="a")))
+    waiting.append(asyncio.create_task(client.wait_connected()))
+    await asyncio.wait(waiting, timeout=0.01)
+    assert client.abort("r2") == 1
+    with pytest.raises(shmring.AbortedError, match="before it was sent"):
+        await waiting[2]
+    waiting[1].cancel()
+    await engines.start("vision-1")
+    assert await waiting[0] == await waiting[3] == ["vision-1", 0.0]
+    await waiting[4]
+    assert waiting[1].cancelled()
+
+
+async def test_who_does_not_reconnect_is_told_when_all_have_gone(
+    engines: Engines, connect_to: Connect, eventually: Any
+) -> None:
+    client = await connect_to(reconnect=False)
+    await engines.stop("vision-0")
+    await eventually(lambda: not client.engines["vision-0"].connected)
+    assert await client.request({}) == ["vision-1", 0.0]
+    with pytest.raises(shmring.EngineDeadError, match="'vision-0' has gone"):
+        await client.request({}, engine="vision-0")
+    await engines.stop("vision-1")
+    await eventually(lambda: not client.connected)
+    for attempt in (client.request({}), client.submit({}), client.wait_connected(), client.wait_prefaulted()):
+        with pytest.raises(shmring.EngineDeadError, match="all of the engines"):
+            await attempt
+    for attempt_now in (lambda: client.submit_nowait({}), lambda: client.slot_nowait(1)):
+        with pytest.raises(shmring.EngineDeadError, match="all of the engines"):
+            attempt_now()
+
+
+async def test_one_engine_that_answers_is_enough_and_others_are_found_later(
+    serve: Any, connect_to: Connect, eventually: Any
+) -> None:
+    engines = Engines(serve)
+    await engines.start("vision-1")
+    client = await connect_to(["vision-0", "vision-1", "vision-2"])
+    assert list(client.loads()) == ["vision-1"]
+    assert await client.request({}) == ["vision-1", 0.0]
+    await engines.start("vision-0")
+    await client.wait_connected(5, engine="vision-0")
+    assert await client.request({}, engine="vision-0") == ["vision-0", 0.0]
+    assert client.statistics()["vision-0"].reconnections == 0
+
+
+async def test_without_any_engine_connecting_fails_in_time_and_waits_until_then(serve: Any, connect_to: Connect) -> None:
+    with pytest.raises(shmring.EngineDeadError, match="none of the engines 'vision-0', 'vision-1' answered within"):
+        await connect_to(connect_timeout_s=0.05)
+    connecting = asyncio.create_task(connect_to(connect_timeout_s=30))  # type: ignore[arg-type]
+    await asyncio.wait([connecting], timeout=0.05)
+    engines = Engines(serve)
+    await engines.start("vision-1")
+    assert await (await connecting).request({}) == ["vision-1", 0.0]
+
+
+async def test_an_engine_that_refuses_is_no_error_while_another_one_does_not(
+    serve: Any, connect_to: Connect, connect: Any
+) -> None:
+    engines = Engines(serve)
+    await engines.start("vision-0", max_clients=1)
+    await connect("vision-0")
+    with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
+        await connect_to(["vision-0"])
+    await engines.start("vision-1")
+    assert await (await connect_to()).request({}) == ["vision-1", 0.0]
+
+
+async def test_an_engine_that_does_not_answer_holds_nobody_up(
+    serve: Any, connect_to: Connect, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.client.routing_client._OTHERS_S", 0.01)
+    engines = Engines(serve)
+    await engines.start("vision-1")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(socket_dir / "vision-0.sock"))
+        silent.listen()
+        client = await connect_to(connect_timeout_s=30)
+        assert await client.request({}) == ["vision-1", 0.0]
+        await client.close()
+
+
+async def test_a_client_that_is_closed_does_nothing_more(engines: Engines, connect_to: Connect, settled: Any) -> None:
+    client = await connect_to()
+    engines.go_on.clear()
+    request = asyncio.create_task(client.request({}))
+    await asyncio.wait([request], timeout=0.01)
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        await request
+    await client.close()
+    assert client.closed
+    engines.go_on.set()
+    for attempt in (client.request({}), client.submit({}), client.call("x", engine="vision-0"), client.wait_connected()):
+        with pytest.raises(shmring.ClosedError):
+            await attempt
+    for attempt_now in (lambda: client.submit_nowait({}), lambda: client.slot_nowait(1)):
+        with pytest.raises(shmring.ClosedError):
+            attempt_now()
+    for ring in engines.rings.values():
+        await settled(ring)
+
+
+async def test_a_forked_child_can_not_use_it(client: shmring.RoutingClient) -> None:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            client.submit_nowait({})
+        except shmring.ClosedError:
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert status == 0
+    assert (await client.request({}))[0] in NAMES
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "error"),
+    [
+        ([], {}, "1 to 256 engines"),
+        (["a", "a"], {}, "named twice"),
+        (["a", "../b"], {}, "can't name an engine"),
+        (["a"], {"route": "fastest"}, "'least_loaded', 'round_robin'"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(
+    names: list[str], options: dict[str, Any], error: str, connect_to: Connect
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        await connect_to(names, **options)
+
+
+async def test_a_route_is_for_several_engines(socket_dir: Path) -> None:
+    with pytest.raises(TypeError, match="several engines"):
+        shmring.connect("vision-0", route="round_robin", socket_dir=str(socket_dir))  # type: ignore[call-overload]
+
+
+# -- the load that an engine publishes --------------------------------------------------------------------------------------
+
+
+async def test_an_engine_publishes_what_it_has(
+    client: shmring.RoutingClient, serve: Any, connect_to: Connect, eventually: Any
+) -> None:
+    ring: shmring.Ring = await serve(name="slow")
+    watcher, sender = await connect_to(["slow"]), await connect_to(["slow"])
+
+    def published() -> tuple[int, int]:
+        load = watcher.loads()["slow"]
+        return load.in_flight, load.waiting
+
+    requests = [asyncio.create_task(sender.request({})) for _ in range(5)]
+    await eventually(lambda: published() == (5, 5))
+    claims = [await ring.claim() for _ in range(3)]
+    assert published() == (5, 2)
+    claims[0].finish()
+    assert published() == (4, 2)
+    claims[1].fail(ValueError("no"))
+    assert published() == (3, 2)
+    requests[4].cancel()
+    await eventually(lambda: published() == (2, 1))
+    requests[2].cancel()
+    await eventually(lambda: published() == (1, 1))
+    await sender.close()
+    await eventually(lambda: published() == (0, 0))
+    claims[2].release()
+    await asyncio.gather(*requests, return_exceptions=True)
