@@ -96,6 +96,8 @@ cdef class ClientEnd:
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
     cpdef object hold_now(self, object nbytes, bint drain)
     cdef int _leave(self, SlotEnd slot) except -1
+    cdef double _now(self) except -1
+    cdef int _follow(self, list effects) except -1
     cdef int _take_back(self, tuple released) except -1
     cdef int _done(self, Done done) except -1
     cdef int _deliver(self, uint64_t request_id, Content content) except -1

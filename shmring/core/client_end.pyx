@@ -26,6 +26,7 @@ from libc.string cimport memcmp, memcpy
 from shmring.core.awaiting cimport Awaited, may_be_awaited, nothing_more, owned
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
+from shmring.core.instances cimport new_instance
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
@@ -405,7 +406,7 @@ cdef class ClientEnd:
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
         """Hands a slot in host memory, which was acquired, to a caller."""
-        cdef SlotEnd slot = self._slot_type.__new__(self._slot_type)
+        cdef SlotEnd slot = new_instance(self._slot_type, ())
         slot.end = self
         slot.record = record
         slot.nbytes = record.nbytes
@@ -419,7 +420,6 @@ cdef class ClientEnd:
 
     cdef int _leave(self, SlotEnd slot) except -1:
         cdef Lent* region = slot._region
-        cdef list effects
         self.held.leave(slot._address)
         slot._region = NULL
         if region == NULL:
@@ -435,8 +435,15 @@ cdef class ClientEnd:
             self.shell.slot_is_viewed(slot.record)
         elif not slot._drain:
             drop_region(region)
-        effects = self.book.give_slot_up(slot.record, self._clock())
-        if effects or self.book.earliest_expiry() != INFINITY:
+        return self._follow(self.book.give_slot_up(slot.record, self._now()))
+
+    cdef double _now(self) except -1:
+        """The time, where it matters: the book asks for how long further leases have been empty, and for nothing else."""
+        return self._clock() if self.book.has_further_leases() else 0.0
+
+    cdef int _follow(self, list effects) except -1:
+        """Carries out what follows from a slot that came back."""
+        if effects or (self.book.has_further_leases() and self.book.earliest_expiry() != INFINITY):
             self.shell.carry_out(effects or [])
         return 0
 
@@ -566,7 +573,7 @@ cdef class ClientEnd:
         for record in in_place:
             if not record.is_submittable():
                 return None
-        submission = self._submission_type.__new__(self._submission_type)
+        submission = new_instance(self._submission_type, ())
         if count > _FEW:
             numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
             if numbers == NULL:
@@ -583,7 +590,7 @@ cdef class ClientEnd:
             submission.name = name
             self.pending[request_id] = submission
             # The ring may be full after all: what has run since may have written to it.
-            if put_submit(self._writer, packed, self.epoch, request_id, name, fence, numbers, count):
+            if put_submit(self._writer, nbytes, packed, self.epoch, request_id, name, fence, numbers, count):
                 self._writer.wake_reader()
                 if self._writer.told:
                     self.shell.link.published()
@@ -650,18 +657,14 @@ cdef class ClientEnd:
         return 0
 
     cdef int _take_back(self, tuple released) except -1:
-        cdef list effects
         cdef double now
         if self.has_device:
             self.shell.take_released(released)
             return 0
-        now = self._clock()
+        now = self._now()
         for generation in released:
             self.stale_releases += not self.book.release_generation(generation, now)
-        effects = self.book.serve()
-        if effects or self.book.earliest_expiry() != INFINITY:
-            self.shell.carry_out(effects or [])
-        return 0
+        return self._follow(self.book.serve())
 
     cpdef SubmissionEnd forget(self, uint64_t request_id):
         """A request has ended; returns its submission.

@@ -25,6 +25,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
 from shmring.core.engine_book cimport EngineBook
+from shmring.core.instances cimport new_instance
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
 from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
@@ -347,7 +348,7 @@ cdef class EngineEnd:
             )
         if self._device is not None or content.fence:
             self.shell.check_fence(submit)
-        claim = self._claim_type.__new__(self._claim_type)
+        claim = new_instance(self._claim_type, ())
         claim.request = self.book.submit_slots(frontend.record, submit.request_id, content.slot_numbers, content.slot_count)
         claim.end = self
         claim.frontend = frontend

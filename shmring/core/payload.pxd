@@ -71,7 +71,7 @@ cdef bytes submit_record(
     Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
 )
 cdef bint put_submit(
-    RecordWriter writer, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
+    RecordWriter writer, uint64_t nbytes, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
 ) except -1
 cdef uint64_t reply_nbytes(Packed packed, uint64_t request_id) except 0
 cdef bytes reply_record(Packed packed, uint64_t request_id, SlotNumbers* slot)

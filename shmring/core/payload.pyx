@@ -432,12 +432,17 @@ cdef void _put_submit(
 
 
 cdef bint put_submit(
-    RecordWriter writer, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
+    RecordWriter writer, uint64_t nbytes, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
 ) except -1:
-    """Writes a ``Submit``; returns False if the ring is full. ``slots``: those in place, then that of region 0 if it has one."""
+    """Writes a ``Submit``; returns False if the ring is full.
+
+    Args:
+        nbytes: what :func:`submit_nbytes` says.
+        slots: those in place, then that of region 0 if it has one.
+    """
     cdef Py_ssize_t name_nbytes = 0
     cdef const char* text = PyUnicode_AsUTF8AndSize(name, &name_nbytes)
-    cdef uint8_t* to = writer.reserve(<uint32_t>submit_nbytes(packed, epoch, request_id, name, fence, count))
+    cdef uint8_t* to = writer.reserve(<uint32_t>nbytes)
     if to == NULL:
         return False
     _put_submit(to, packed, epoch, request_id, text, name_nbytes, fence, slots, count)
@@ -552,7 +557,8 @@ def write_submit(writer: RecordWriter, packed: Packed, epoch: int, request_id: i
         raise MemoryError
     try:
         _slot_numbers(slots, numbers)
-        return put_submit(writer, packed, epoch, request_id, name, fence, numbers, <uint32_t>len(slots))
+        nbytes = submit_nbytes(packed, epoch, request_id, name, fence, <uint32_t>len(slots))
+        return put_submit(writer, nbytes, packed, epoch, request_id, name, fence, numbers, <uint32_t>len(slots))
     finally:
         free(numbers)
 
