@@ -75,6 +75,9 @@ cdef class Done:
 
 
 cdef bint read_tensor(const uint8_t* data, uint64_t nbytes, TensorNumbers* tensor) noexcept nogil
+cdef uint8_t* put_tensor(
+    uint8_t* to, uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, int ndim, const int64_t* shape
+) noexcept nogil
 cdef bytes tensor_extension(
     uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
 )

@@ -93,14 +93,11 @@ cdef bint read_tensor(const uint8_t* data, uint64_t nbytes, TensorNumbers* tenso
     return nbytes <= MAX_SPELLING_NBYTES and (nbytes == 0) == (tensor.dtype != 0)
 
 
-cdef bytes tensor_extension(
-    uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
-):
-    """Returns the content of a tensor's extension."""
-    cdef Py_ssize_t spelling_nbytes = PyBytes_GET_SIZE(spelling)
+cdef uint8_t* put_tensor(
+    uint8_t* to, uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, int ndim, const int64_t* shape
+) noexcept nogil:
+    """Writes the content of a tensor's extension, but for a dtype that is spelled; returns where it ends."""
     cdef int i
-    cdef bytes data = PyBytes_FromStringAndSize(NULL, TENSOR_HEAD_NBYTES + 8 * ndim + spelling_nbytes)
-    cdef uint8_t* to = <uint8_t*>PyBytes_AS_STRING(data)
     to = put_little_endian(to, region, 2)
     to[0] = dtype
     to[1] = <uint8_t>ndim
@@ -108,6 +105,16 @@ cdef bytes tensor_extension(
     to = put_little_endian(to, nbytes, 8)
     for i in range(ndim):
         to = put_little_endian(to, <uint64_t>shape[i], 8)
+    return to
+
+
+cdef bytes tensor_extension(
+    uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
+):
+    """Returns the content of a tensor's extension."""
+    cdef Py_ssize_t spelling_nbytes = PyBytes_GET_SIZE(spelling)
+    cdef bytes data = PyBytes_FromStringAndSize(NULL, TENSOR_HEAD_NBYTES + 8 * ndim + spelling_nbytes)
+    cdef uint8_t* to = put_tensor(<uint8_t*>PyBytes_AS_STRING(data), region, offset, nbytes, dtype, ndim, shape)
     memcpy(to, PyBytes_AS_STRING(spelling), spelling_nbytes)
     return data
 
