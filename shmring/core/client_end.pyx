@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
@@ -28,11 +29,12 @@ from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.instances cimport new_instance
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
+from shmring.core.msgpack cimport Cursor, read_unsigned
 from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_region_viewed, leave_region, lend_bytes
-from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_engine_record
+from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_hot_record, read_plain_done
 
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SLOT_MAGIC
@@ -305,7 +307,7 @@ cdef class SlotEnd:
         self.close()
 
 
-cdef class ClientEnd:
+cdef class ClientEnd(RecordTaker):
     """A frontend's end.
 
     Args:
@@ -630,27 +632,47 @@ cdef class ClientEnd:
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
+    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        """A record came from the engine. As :meth:`take_record`, for what this end does itself; else False."""
+        cdef Cursor released
+        cdef uint64_t request_id, generation = 0, count, i
+        cdef double now
+        if self.has_device or not read_plain_done(record, nbytes, &request_id, &released, &count):
+            return self._take_message(read_hot_record(record, nbytes, self._max_tensors, True))
+        if count:
+            now = self._now()
+            for i in range(count):
+                read_unsigned(&released, &generation)
+                self.stale_releases += not self.book.release_generation(generation, now)
+            self._follow(self.book.serve())
+        self._finished(request_id)
+        return True
+
     def take_record(self, bytes record not None) -> None:
         """A record came from the engine.
 
         Raises:
             RemoteProtocolError: it broke the rules.
         """
-        message = read_engine_record(record, self._max_tensors)
+        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
+            self.shell.take_message(record)
+
+    cdef bint _take_message(self, object message) except -1:
         if type(message) is Done:
             self._done(<Done>message)
         elif type(message) is Reply:
             self._deliver((<Reply>message).request_id, (<Reply>message).content)
-        else:
-            self.shell.take_message(record)
+        return message is not None
 
     cdef int _done(self, Done done) except -1:
-        cdef SubmissionEnd submission
         if done.released:
             self._take_back(done.released)
         if done.content is not None:
             self._deliver(done.request_id, done.content)
-        submission = self.forget(done.request_id)
+        return self._finished(done.request_id)
+
+    cdef int _finished(self, uint64_t request_id) except -1:
+        cdef SubmissionEnd submission = self.forget(request_id)
         if not submission.ended:  # else it was aborted here before its end came
             self.finished += 1
             submission._end(None)

@@ -1,19 +1,17 @@
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Self
-from weakref import ReferenceType
 
 from shmring.core.effects import EngineEffect
 from shmring.core.engine_book import EngineBook
 from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter
+from shmring.core.message_ring import RecordReader, RecordTaker, RecordWriter
 from shmring.core.messages import SlotRef
 from shmring.core.payload import Packed
 from shmring.core.received import ContentRegions, PayloadDecoder
 from shmring.core.views import Regions
 from shmring.core.wire import Submit
 
-class FrontendEnd:
+class FrontendEnd(RecordTaker):
     link: Any
     @property
     def end(self) -> EngineEnd: ...
@@ -73,9 +71,10 @@ class EngineEnd:
     @property
     def regions(self) -> Regions: ...
     @property
-    def waiting(self) -> OrderedDict[tuple[int, int], Any]: ...
+    def waiting(self) -> int: ...
     @property
-    def claims(self) -> dict[tuple[int, int], ReferenceType[Any]]: ...
+    def running(self) -> int: ...
+    def forget_waiting(self, client_id: int, request_id: int) -> None: ...
     def forget_claim(self, client_id: int, request_id: int) -> Any: ...
     @property
     def epoch(self) -> int: ...

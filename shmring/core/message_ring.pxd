@@ -40,6 +40,10 @@ cdef class RecordWriter:
     cdef uint64_t _needed(self, uint32_t nbytes) noexcept nogil
 
 
+cdef class RecordTaker:
+    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1
+
+
 cdef class RecordReader:
     cdef readonly uint64_t bells
     cdef object _memory
@@ -51,6 +55,7 @@ cdef class RecordReader:
     cdef readonly bint late
     cdef readonly bint stopped
     cdef bint _is_ending
+    cdef uint8_t* _copy         # of the record that a RecordTaker has; NULL: none had one
     cdef uint64_t _left_nbytes  # that are delivered before the end
 
     cdef bint has_news(self) noexcept nogil

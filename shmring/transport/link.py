@@ -30,7 +30,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
+from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordTaker, RecordWriter, take_bells
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.forks import Origin
@@ -288,7 +288,8 @@ class Link:
         now_s = deadline_s - LINK_S
         self._reading = True
         try:
-            count = reader.deliver(self._owner.take_record, self._records_left, time.perf_counter, deadline_s)
+            take = self._owner if isinstance(self._owner, RecordTaker) else self._owner.take_record
+            count = reader.deliver(take, self._records_left, time.perf_counter, deadline_s)
             self._records_left = 0 if reader.late else self._records_left - count
             if reader.stopped and not self._deaf:  # those were the last words
                 self._deaf = True

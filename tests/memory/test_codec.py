@@ -37,7 +37,7 @@ class Point(msgspec.Struct):
     y: float
 
 
-Header = namedtuple("Header", ["sequence", "phase"])  # noqa: PYI024 # a tuple is what is tested
+Header = namedtuple("Header", ["sequence", "phase"])  # a tuple is what is tested
 
 _NUMBERS = st.one_of(
     st.integers(-(1 << 63), (1 << 64) - 1),
@@ -127,7 +127,7 @@ def _same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, float) and isinstance(other, float):
-        return one == other and math.copysign(1, one) == math.copysign(1, other) or (one != one and other != other)
+        return (one == other and math.copysign(1, one) == math.copysign(1, other)) or (one != one and other != other)
     if isinstance(one, dict) and isinstance(other, dict):
         return _same(list(one.items()), list(other.items()))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
