@@ -383,7 +383,11 @@ cdef class ClientEnd(RecordTaker):
     cdef int hear(self) except -1:
         """Takes in what has come: slots that the engine has released may be used again, and replies may be there."""
         if self.reader is not None and self.is_usable() and self.reader.has_news():  # a forked child has no rings
-            self.shell.link.poll()
+            try:
+                if not self.reader.hear(self):
+                    self.shell.link.poll()
+            except RemoteProtocolError as error:
+                self.shell.link.violated(error)
         return 0
 
     cdef PayloadDecoder decoder_of(self, reply_type):

@@ -337,9 +337,16 @@ cdef class EngineEnd:
     cdef int hear(self) except -1:
         """Takes in what frontends have sent: sooner than the loop would."""
         cdef FrontendEnd frontend
-        for frontend in tuple(self._frontends):  # which may be fewer afterwards
+        cdef Py_ssize_t place = 0
+        while place < len(self._frontends):  # which may be fewer meanwhile
+            frontend = self._frontends[place]
+            place += 1
             if frontend._reader is not None and frontend._reader.has_news():
-                frontend.link.poll()
+                try:
+                    if not frontend._reader.hear(frontend):
+                        frontend.link.poll()
+                except RemoteProtocolError as error:
+                    frontend.link.violated(error)
         return 0
 
     cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:

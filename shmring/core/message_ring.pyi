@@ -34,6 +34,10 @@ class RecordTaker:
     def __call__(self, record: bytes, /) -> None: ...
 
 class RecordReader:
+    awake: bool
+    is_reading: bool
+    heard: bool
+    records_left: int
     @property
     def bells(self) -> int: ...
     @property

@@ -367,6 +367,10 @@ cdef class RecordReader:
         bells: how often it has rung.
         late: whether the last :meth:`deliver` ended because of the time.
         stopped: whether nothing more is delivered.
+        awake: whether somebody gives this end a turn again and again, who says so.
+        is_reading: whether records are being delivered at the moment.
+        records_left: how many may be delivered until the next turn.
+        heard: whether some were, other than in a turn, since that was last looked at.
     """
 
     def __init__(self, memory, bell: int) -> None:
@@ -411,10 +415,7 @@ cdef class RecordReader:
         cdef RecordTaker taker = take if isinstance(take, RecordTaker) else None
         if taker is not None:
             take = taker.take_record
-            if self._copy == NULL:
-                self._copy = <uint8_t*>malloc(self._largest_record_nbytes)
-                if self._copy == NULL:
-                    raise MemoryError
+            self._make_copy()
         self.late = False
         while count < limit and not self.stopped and self.next_nbytes(&nbytes):
             if self._is_ending:
@@ -438,6 +439,42 @@ cdef class RecordReader:
                 self.late = True
                 break
         return count
+
+    cdef int _make_copy(self) except -1:
+        """Makes room for a copy of a record."""
+        if self._copy == NULL:
+            self._copy = <uint8_t*>malloc(self._largest_record_nbytes)
+            if self._copy == NULL:
+                raise MemoryError
+        return 0
+
+    cdef bint hear(self, RecordTaker taker) except -1:
+        """Takes what has come, sooner than the next turn would, and within what is left of this one.
+
+        Returns:
+            False if whoever gives this end its turns has to do that: it is asleep, in the middle of it, or at its end.
+
+        Raises:
+            RemoteProtocolError: as :meth:`read`, or from the taker.
+        """
+        cdef uint32_t nbytes
+        cdef bint is_hot = True
+        if not self.awake or self.is_reading or self.stopped or self._is_ending:
+            return False
+        self._make_copy()
+        self.is_reading = True
+        try:
+            while is_hot and self.records_left and not self.stopped and self.next_nbytes(&nbytes):
+                self.records_left -= 1
+                self.heard = True
+                self.take(self._copy, nbytes)
+                is_hot = taker.take_hot(self._copy, nbytes)
+                if not is_hot:  # which may be long work: what is behind it waits for the next call, or turn
+                    taker.take_record(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
+        finally:
+            self.is_reading = False
+        self.wake_writer()
+        return True
 
     def has_more(self) -> bool:
         """Whether something was published that was not read yet."""
