@@ -174,7 +174,7 @@ cdef class AcquiringSlot(Awaited):
         return self
 
     def __aexit__(self, kind, error, traceback):
-        self.slot.close()
+        self.slot._close()
         return done
 
 

@@ -36,6 +36,7 @@ cdef class SlotEnd:
     cdef bint _drain
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1
+    cdef int _close(self) except -1
 
 
 cdef class ClientEnd(RecordTaker):

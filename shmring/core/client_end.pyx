@@ -295,16 +295,20 @@ cdef class SlotEnd:
 
         Views of it must not be used any more. Twice is once.
         """
+        self._close()
+
+    cdef int _close(self) except -1:
         cdef ClientEnd end = self.end
         if end is not None:
             self.end = self.device_memory = None
             end._leave(self)
+        return 0
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.close()
+        self._close()
 
 
 cdef class ClientEnd(RecordTaker):

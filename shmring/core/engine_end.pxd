@@ -43,6 +43,8 @@ cdef class ClaimEnd:
     cdef ClaimEnd _after     # that waits behind it
     cdef PyObject* _before   # that waits before it; Py_None: none does
 
+    cdef int _finish(self) except -1
+
 
 cdef class EngineEnd:
     cdef readonly object shell

@@ -162,7 +162,7 @@ cdef class ClaimEnd:
 
     def __exit__(self, kind, error, traceback) -> bool:
         if error is None:
-            self.finish()
+            self._finish()
             return False
         self.fail(error)
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.submit.request_id
@@ -188,10 +188,14 @@ cdef class ClaimEnd:
 
     def finish(self) -> None:
         """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
+        self._finish()
+
+    cdef int _finish(self) except -1:
         if self.ended:
             self.end.shell.carry_out(self.release_slots())
         else:
             self.end._finish(self, None, NULL)
+        return 0
 
     def send_reply(self, Packed reply not None, slot) -> bool:
         """Sends a reply.
