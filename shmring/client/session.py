@@ -213,7 +213,7 @@ class Session:
             debug=config.debug,
         )
         self.end.reader = self.link.reader
-        self.take_record = self.end.take_record
+        self.take_record = self.end
         self._watch = watch
         self.loop.add_reader(regions.bell, self._collect_deaths)
 

@@ -1,4 +1,4 @@
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,3 +13,8 @@ class Awaited(Coroutine[Any, Any, _Result]):
         self, kind: type[BaseException] | BaseException, value: object = None, traceback: TracebackType | None = None, /
     ) -> Any: ...
     def close(self) -> None: ...
+
+class Done(Awaitable[None]):
+    def __await__(self) -> Generator[Any]: ...
+
+done: Done

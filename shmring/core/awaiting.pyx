@@ -129,6 +129,22 @@ cdef class Awaited:
             PyErr_Restore(kind, value, traceback)
 
 
+cdef class Done:
+    """What has happened already, for who awaits it."""
+
+    def __await__(self):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+
+done = Done()
+
+
 cdef int _send(PyObject* self, PyObject* value, PyObject** result) except -1:
     """The type's ``am_send``, which ``await`` calls: it needs no exception to return a result."""
     cdef Awaited awaited = <Awaited>self

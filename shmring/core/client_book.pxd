@@ -63,6 +63,7 @@ cdef class ClientBook:
     cdef bint release_generation(self, uint64_t generation, double now) except -1
     cdef list give_slot_up(self, ClientSlotRecord slot, double now)
     cdef list view_gone(self, ClientSlotRecord slot, double now)
+    cdef bint has_further_leases(self) noexcept
     cdef double earliest_expiry(self) noexcept
     cdef list serve(self)
     cdef bint _takes(self, HeldLease lease, uint64_t blocks) noexcept

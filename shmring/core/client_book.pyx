@@ -158,6 +158,14 @@ cdef class ClientBook:
         cdef double first = self.earliest_expiry()
         return None if first == INFINITY else first
 
+    cdef bint has_further_leases(self) noexcept:
+        """Whether there is a lease beside the base lease, which alone may expire."""
+        cdef HeldLease lease
+        if len(self.leases) != 1:
+            return len(self.leases) > 1
+        for lease in self.leases.values():
+            return not lease.is_base
+
     cdef double earliest_expiry(self) noexcept:
         """As :meth:`next_expiry`; infinite if nothing is spare."""
         cdef HeldLease lease

@@ -10,6 +10,8 @@ from cpython.object cimport PyObject
 from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
 from shmring.core.client_end cimport ClientEnd, SlotEnd
 
+from shmring.core.awaiting import done
+
 cdef str _HOST = "cpu"
 
 
@@ -87,7 +89,8 @@ cdef class ClientCalls:
             ValueError: ``nbytes`` is negative, or ``device`` another GPU than that of the device slab.
         """
         cdef AcquiringSlot acquiring
-        check_nbytes(nbytes)
+        if type(nbytes) is not int or nbytes < 0:
+            check_nbytes(nbytes)
         where = None if device is _HOST or device == _HOST else self.resolve_device(device)
         acquiring = AcquiringSlot.__new__(AcquiringSlot)
         acquiring.client = self
@@ -171,21 +174,9 @@ cdef class AcquiringSlot(Awaited):
         return self
 
     def __aexit__(self, kind, error, traceback):
-        cdef _Leaving leaving = _Leaving.__new__(_Leaving)
-        leaving.slot = self.slot
-        return leaving
+        self.slot._close()
+        return done
 
 
-@cython.final
-cdef class _Leaving(Awaited):
-    """What ``async with client.slot(nbytes)`` awaits at its end."""
-
-    cdef SlotEnd slot
-
-    cdef PyObject* happen(self) except NULL:
-        self.slot.close()
-        return owned(None)
-
-
-for _kind in (Submitting, AcquiringSlot, _Leaving):
+for _kind in (Submitting, AcquiringSlot):
     may_be_awaited(_kind)

@@ -5,7 +5,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport PayloadDecoder
 from shmring.core.views cimport Lent, Regions, TensorMaker
@@ -36,9 +36,10 @@ cdef class SlotEnd:
     cdef bint _drain
 
     cdef int _take(self, uint64_t nbytes, uint64_t* offset) except -1
+    cdef int _close(self) except -1
 
 
-cdef class ClientEnd:
+cdef class ClientEnd(RecordTaker):
     cdef readonly object shell
     cdef readonly ClientBook book
     cdef readonly HeldSlots held
@@ -96,6 +97,10 @@ cdef class ClientEnd:
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
     cpdef object hold_now(self, object nbytes, bint drain)
     cdef int _leave(self, SlotEnd slot) except -1
+    cdef double _now(self) except -1
+    cdef int _follow(self, list effects) except -1
     cdef int _take_back(self, tuple released) except -1
+    cdef bint _take_message(self, object message) except -1
     cdef int _done(self, Done done) except -1
+    cdef int _finished(self, uint64_t request_id) except -1
     cdef int _deliver(self, uint64_t request_id, Content content) except -1

@@ -8,7 +8,7 @@ from shmring.core.awaiting import Awaited
 from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.held_slots import HeldSlots
 from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RecordReader, RecordWriter
+from shmring.core.message_ring import RecordReader, RecordTaker, RecordWriter
 from shmring.core.payload import Packed, Packer
 from shmring.core.received import PayloadDecoder
 from shmring.core.views import RegionBytes, Regions, TensorMaker
@@ -59,7 +59,7 @@ class SlotEnd:
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
 
-class ClientEnd:
+class ClientEnd(RecordTaker):
     crowded: bool
     is_open: bool
     has_device: bool

@@ -17,21 +17,24 @@ from typing import Any
 import msgspec
 
 cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy
 
 from shmring.core.awaiting cimport Awaited, may_be_awaited, nothing_more, owned
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
+from shmring.core.instances cimport new_instance
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
+from shmring.core.msgpack cimport Cursor, read_unsigned
 from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_region_viewed, leave_region, lend_bytes
-from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_engine_record
+from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_hot_record, read_plain_done
 
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SLOT_MAGIC
@@ -297,19 +300,23 @@ cdef class SlotEnd:
 
         Views of it must not be used any more. Twice is once.
         """
+        self._close()
+
+    cdef int _close(self) except -1:
         cdef ClientEnd end = self.end
         if end is not None:
             self.end = self.device_memory = None
             end._leave(self)
+        return 0
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.close()
+        self._close()
 
 
-cdef class ClientEnd:
+cdef class ClientEnd(RecordTaker):
     """A frontend's end.
 
     Args:
@@ -385,7 +392,11 @@ cdef class ClientEnd:
     cdef int hear(self) except -1:
         """Takes in what has come: slots that the engine has released may be used again, and replies may be there."""
         if self.reader is not None and self.is_usable() and self.reader.has_news():  # a forked child has no rings
-            self.shell.link.poll()
+            try:
+                if not self.reader.hear(self):
+                    self.shell.link.poll()
+            except RemoteProtocolError as error:
+                self.shell.link.violated(error)
         return 0
 
     cdef PayloadDecoder decoder_of(self, reply_type):
@@ -410,7 +421,7 @@ cdef class ClientEnd:
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
         """Hands a slot in host memory, which was acquired, to a caller."""
-        cdef SlotEnd slot = self._slot_type.__new__(self._slot_type)
+        cdef SlotEnd slot = new_instance(self._slot_type, ())
         slot.end = self
         slot.record = record
         slot.nbytes = record.nbytes
@@ -424,7 +435,6 @@ cdef class ClientEnd:
 
     cdef int _leave(self, SlotEnd slot) except -1:
         cdef Lent* region = slot._region
-        cdef list effects
         self.held.leave(slot._address)
         slot._region = NULL
         if region == NULL:
@@ -440,8 +450,15 @@ cdef class ClientEnd:
             self.shell.slot_is_viewed(slot.record)
         elif not slot._drain:
             drop_region(region)
-        effects = self.book.give_slot_up(slot.record, self._clock())
-        if effects or self.book.earliest_expiry() != INFINITY:
+        return self._follow(self.book.give_slot_up(slot.record, self._now()))
+
+    cdef double _now(self) except -1:
+        """The time, where it matters: the book asks for how long further leases have been empty, and for nothing else."""
+        return self._clock() if self.book.has_further_leases() else 0.0
+
+    cdef int _follow(self, list effects) except -1:
+        """Carries out what follows from a slot that came back."""
+        if effects or (self.book.has_further_leases() and self.book.earliest_expiry() != INFINITY):
             self.shell.carry_out(effects or [])
         return 0
 
@@ -571,7 +588,7 @@ cdef class ClientEnd:
         for record in in_place:
             if not record.is_submittable():
                 return None
-        submission = self._submission_type.__new__(self._submission_type)
+        submission = new_instance(self._submission_type, ())
         if count > _FEW:
             numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
             if numbers == NULL:
@@ -588,7 +605,7 @@ cdef class ClientEnd:
             submission.name = name
             self.pending[request_id] = submission
             # The ring may be full after all: what has run since may have written to it.
-            if put_submit(self._writer, packed, self.epoch, request_id, name, fence, numbers, count):
+            if put_submit(self._writer, nbytes, packed, self.epoch, request_id, name, fence, numbers, count):
                 self._writer.wake_reader()
                 if self._writer.told:
                     self.shell.link.published()
@@ -628,45 +645,61 @@ cdef class ClientEnd:
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
+    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        """A record came from the engine. As :meth:`take_record`, for what this end does itself; else False."""
+        cdef Cursor released
+        cdef uint64_t request_id, generation = 0, count, i
+        cdef double now
+        if self.has_device or not read_plain_done(record, nbytes, &request_id, &released, &count):
+            return self._take_message(read_hot_record(record, nbytes, self._max_tensors, True))
+        if count:
+            now = self._now()
+            for i in range(count):
+                read_unsigned(&released, &generation)
+                self.stale_releases += not self.book.release_generation(generation, now)
+            self._follow(self.book.serve())
+        self._finished(request_id)
+        return True
+
     def take_record(self, bytes record not None) -> None:
         """A record came from the engine.
 
         Raises:
             RemoteProtocolError: it broke the rules.
         """
-        message = read_engine_record(record, self._max_tensors)
+        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
+            self.shell.take_message(record)
+
+    cdef bint _take_message(self, object message) except -1:
         if type(message) is Done:
             self._done(<Done>message)
         elif type(message) is Reply:
             self._deliver((<Reply>message).request_id, (<Reply>message).content)
-        else:
-            self.shell.take_message(record)
+        return message is not None
 
     cdef int _done(self, Done done) except -1:
-        cdef SubmissionEnd submission
         if done.released:
             self._take_back(done.released)
         if done.content is not None:
             self._deliver(done.request_id, done.content)
-        submission = self.forget(done.request_id)
+        return self._finished(done.request_id)
+
+    cdef int _finished(self, uint64_t request_id) except -1:
+        cdef SubmissionEnd submission = self.forget(request_id)
         if not submission.ended:  # else it was aborted here before its end came
             self.finished += 1
             submission._end(None)
         return 0
 
     cdef int _take_back(self, tuple released) except -1:
-        cdef list effects
         cdef double now
         if self.has_device:
             self.shell.take_released(released)
             return 0
-        now = self._clock()
+        now = self._now()
         for generation in released:
             self.stale_releases += not self.book.release_generation(generation, now)
-        effects = self.book.serve()
-        if effects or self.book.earliest_expiry() != INFINITY:
-            self.shell.carry_out(effects or [])
-        return 0
+        return self._follow(self.book.serve())
 
     cpdef SubmissionEnd forget(self, uint64_t request_id):
         """A request has ended; returns its submission.

@@ -1,11 +1,12 @@
 """The C interface of :mod:`shmring.core.engine_end`."""
 
-from libc.stdint cimport uint32_t, uint64_t
+from cpython.object cimport PyObject
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from shmring.core.engine_book cimport EngineBook
 from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.payload cimport Packed
 from shmring.core.received cimport ContentRegions, PayloadDecoder
 from shmring.core.records cimport ClientRecord, RequestRecord
@@ -13,7 +14,7 @@ from shmring.core.views cimport Regions
 from shmring.core.wire cimport Content, SlotNumbers, Submit
 
 
-cdef class FrontendEnd:
+cdef class FrontendEnd(RecordTaker):
     cdef readonly EngineEnd end
     cdef readonly uint64_t client_id
     cdef ClientRecord record
@@ -36,14 +37,26 @@ cdef class ClaimEnd:
     cdef list _end_callbacks
     cdef object __weakref__
     cdef bint _is_in_hands   # it was taken up
+    cdef bint _is_known      # to the end, by these two
+    cdef uint64_t _client_id
+    cdef uint64_t _request_id
+    cdef PyObject* _other    # in the same list of the table
+    cdef ClaimEnd _after     # that waits behind it
+    cdef PyObject* _before   # that waits before it; Py_None: none does
+
+    cdef int _finish(self) except -1
 
 
 cdef class EngineEnd:
     cdef readonly object shell
     cdef readonly EngineBook book
     cdef readonly Regions regions
-    cdef readonly object waiting
-    cdef readonly dict claims   # weak references
+    cdef readonly uint64_t waiting
+    cdef ClaimEnd _first     # of those that wait
+    cdef ClaimEnd _last
+    cdef PyObject** _claims  # those that wait, and those that were taken up and have not ended
+    cdef uint64_t _lists     # of them
+    cdef uint64_t _known     # claims in them
     cdef public bint is_awaited
     cdef public bint is_crowded
     cdef public bint is_open
@@ -67,9 +80,16 @@ cdef class EngineEnd:
     cdef bint _debug
     cdef object _device      # whether there is a device slab; None: there is not
 
+    cdef int _append(self, ClaimEnd claim) except -1
+    cdef int _withdraw(self, ClaimEnd claim) noexcept
+    cdef int _know(self, ClaimEnd claim) except -1
+    cdef int _spread(self, uint64_t lists) except -1
+    cdef PyObject** _list_of(self, uint64_t client_id, uint64_t request_id) noexcept
+    cdef ClaimEnd _find(self, uint64_t client_id, uint64_t request_id)
+    cdef void _unknow(self, ClaimEnd claim) noexcept
     cdef bint is_usable(self) noexcept
     cdef int hear(self) except -1
-    cpdef int publish_load(self) except -1
+    cdef void _publish_load(self) noexcept
     cpdef object take_next(self)
     cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1
     cdef ClaimEnd _take_up(self, ClaimEnd claim)

@@ -14,20 +14,18 @@ slot that is none, fails that one request. What came through a frontend's own ri
 Invariants: a request is in ``waiting`` or in ``claims`` or has ended; a claim releases its slots once, and ends its request once.
 """
 
-from collections import OrderedDict
-
-import msgspec
-
-from cpython.bytes cimport PyBytes_FromStringAndSize
-from cpython.weakref cimport PyWeakref_NewRef
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy
 
 from shmring.core.engine_book cimport EngineBook
+from shmring.core.instances cimport new_instance
 from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter, forks
 from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.records cimport ClientRecord, RequestRecord
@@ -43,6 +41,7 @@ from shmring.errors import AbortedError, LocalProtocolError, RemoteProtocolError
 cdef enum:
     _HEADER_NBYTES = 64
     _FEW = 4
+    _FIRST_LISTS = 64  # of claims; a power of two, doubled when there are more claims than that
     _MANY = 64  # released slots in the record of an end; more go in records of their own
 
 assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
@@ -54,7 +53,7 @@ cdef int _RUNNING = list(Request).index(Request.RUNNING)
 cdef object _RELEASED = object()
 
 
-cdef class FrontendEnd:
+cdef class FrontendEnd(RecordTaker):
     """A frontend, as far as every message needs it; the shell's frontend is a subclass.
 
     Args:
@@ -94,17 +93,23 @@ cdef class FrontendEnd:
         Raises:
             RemoteProtocolError: it broke the rules.
         """
-        cdef Submit submit = read_submit_record(record, self.end._max_tensors)
-        if submit is None:
+        if not self.take_hot(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record)):
             self.take_message(record)
-        else:
+
+    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        """As :meth:`take_record`, for a submission; else False."""
+        cdef Submit submit = read_submit_record(record, nbytes, self.end._max_tensors)
+        if submit is not None:
             self.end._submit(self, submit)
+        return submit is not None
 
     def take_message(self, bytes record) -> None:
         """A record came that is no submission; for the subclass."""
         raise NotImplementedError
 
 
+@cython.no_gc_clear
+@cython.trashcan(True)
 cdef class ClaimEnd:
     """A request, from its submission to its end; the shell's claim is a subclass.
 
@@ -158,7 +163,7 @@ cdef class ClaimEnd:
 
     def __exit__(self, kind, error, traceback) -> bool:
         if error is None:
-            self.finish()
+            self._finish()
             return False
         self.fail(error)
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.submit.request_id
@@ -166,6 +171,10 @@ cdef class ClaimEnd:
     def fail(self, error) -> None:
         """For the subclass."""
         raise NotImplementedError
+
+    def __dealloc__(self) -> None:
+        if self._is_known:  # so its end is there: nothing clears a claim's references before this
+            self.end._unknow(self)
 
     def __del__(self) -> None:
         if not self._is_in_hands or (self.ended and self.released) or not self.end.is_usable():
@@ -180,10 +189,14 @@ cdef class ClaimEnd:
 
     def finish(self) -> None:
         """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
+        self._finish()
+
+    cdef int _finish(self) except -1:
         if self.ended:
             self.end.shell.carry_out(self.release_slots())
         else:
             self.end._finish(self, None, NULL)
+        return 0
 
     def send_reply(self, Packed reply not None, slot) -> bool:
         """Sends a reply.
@@ -311,8 +324,10 @@ cdef class EngineEnd:
         self._max_payload_nbytes = max_payload_nbytes
         self._debug = debug
         self._load = load
-        self.waiting = OrderedDict()
-        self.claims = {}
+        self._lists = _FIRST_LISTS
+        self._claims = <PyObject**>calloc(self._lists, sizeof(PyObject*))
+        if self._claims == NULL:
+            raise MemoryError
         self.is_open = True
         self._frontends = []
         self._forks = forks()
@@ -330,9 +345,16 @@ cdef class EngineEnd:
     cdef int hear(self) except -1:
         """Takes in what frontends have sent: sooner than the loop would."""
         cdef FrontendEnd frontend
-        for frontend in tuple(self._frontends):  # which may be fewer afterwards
+        cdef Py_ssize_t place = 0
+        while place < len(self._frontends):  # which may be fewer meanwhile
+            frontend = self._frontends[place]
+            place += 1
             if frontend._reader is not None and frontend._reader.has_news():
-                frontend.link.poll()
+                try:
+                    if not frontend._reader.hear(frontend):
+                        frontend.link.poll()
+                except RemoteProtocolError as error:
+                    frontend.link.violated(error)
         return 0
 
     cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:
@@ -351,44 +373,142 @@ cdef class EngineEnd:
             )
         if self._device is not None or content.fence:
             self.shell.check_fence(submit)
-        claim = self._claim_type.__new__(self._claim_type)
+        claim = new_instance(self._claim_type, ())
         claim.request = self.book.submit_slots(frontend.record, submit.request_id, content.slot_numbers, content.slot_count)
         claim.end = self
         claim.frontend = frontend
         claim.submit = submit
+        claim._client_id, claim._request_id = frontend.client_id, submit.request_id
         for i in range(content.slot_count):
             claim.nbytes += content.slot_numbers[i].nbytes
         self.submitted += 1
         self.received_nbytes += claim.nbytes
-        self.waiting[frontend.client_id, submit.request_id] = claim
-        self.publish_load()
+        self._append(claim)
         if self.is_awaited:
             self.shell.request_arrived()
         return 0
 
-    cpdef int publish_load(self) except -1:
-        """Says how much is in flight here; owed whenever ``waiting`` or ``claims`` has changed."""
-        cdef uint64_t waiting
+    cdef void _publish_load(self) noexcept:
+        """Says how much is in flight here."""
         if self._load is not None:
-            waiting = len(self.waiting)
-            self._load.put(waiting + len(self.claims), waiting)
-        return 0
+            self._load.put(self._known, self.waiting)
 
     cpdef object take_next(self):
         """Takes the next request up that is worth a claim; None if none is waiting."""
         cdef ClaimEnd claim
-        while self.waiting:
-            claim = self._take_up(<ClaimEnd>self.waiting.popitem(False)[1])
-            self.publish_load()
+        while self._first is not None:
+            claim = self._first
+            self._withdraw(claim)
+            claim = self._take_up(claim)
             if claim is not None:
                 return claim
         return None
 
+    cdef int _append(self, ClaimEnd claim) except -1:
+        """A request waits, behind the others."""
+        self._know(claim)
+        claim._before = <PyObject*>self._last
+        if self._last is None:
+            self._first = claim
+        else:
+            self._last._after = claim
+        self._last = claim
+        self.waiting += 1
+        self._publish_load()
+        return 0
+
+    cdef int _withdraw(self, ClaimEnd claim) noexcept:
+        """A request waits no more."""
+        cdef ClaimEnd before = <ClaimEnd>claim._before, after = claim._after
+        if before is None:
+            self._first = after
+        else:
+            before._after = after
+        if after is None:
+            self._last = before
+        else:
+            after._before = <PyObject*>before
+        claim._after, claim._before = None, <PyObject*>None
+        self.waiting -= 1
+        self._unknow(claim)
+        return 0
+
+    def forget_waiting(self, client_id: int, request_id: int) -> None:
+        """A request has ended that was not taken up, and will not be."""
+        cdef ClaimEnd claim = self._find(client_id, request_id)
+        if claim is None:
+            raise KeyError((client_id, request_id))
+        self._withdraw(claim)
+
     def forget_claim(self, client_id: int, request_id: int):
         """A request that was taken up has ended; returns its claim, or None if there is none (any more)."""
-        weakly = self.claims.pop((client_id, request_id), None)
-        self.publish_load()
-        return None if weakly is None else weakly()
+        cdef ClaimEnd claim = self._find(client_id, request_id)
+        if claim is not None:
+            self._unknow(claim)
+        return claim
+
+    # Claims by client and request: a table of lists, without references. A claim that is dropped takes itself out.
+
+    cdef int _know(self, ClaimEnd claim) except -1:
+        cdef PyObject** place
+        if self._known >= self._lists:
+            self._spread(2 * self._lists)
+        place = self._list_of(claim._client_id, claim._request_id)
+        claim._other, place[0] = place[0], <PyObject*>claim
+        claim._is_known = True
+        self._known += 1
+        self._publish_load()
+        return 0
+
+    cdef int _spread(self, uint64_t lists) except -1:
+        cdef PyObject** former = self._claims
+        cdef PyObject** place
+        cdef PyObject* claim
+        cdef uint64_t i, former_lists = self._lists
+        self._claims = <PyObject**>calloc(lists, sizeof(PyObject*))
+        if self._claims == NULL:
+            self._claims = former
+            raise MemoryError
+        self._lists = lists
+        for i in range(former_lists):
+            while former[i] != NULL:
+                claim = former[i]
+                former[i] = (<ClaimEnd>claim)._other
+                place = self._list_of((<ClaimEnd>claim)._client_id, (<ClaimEnd>claim)._request_id)
+                (<ClaimEnd>claim)._other, place[0] = place[0], claim
+        free(former)
+        return 0
+
+    cdef PyObject** _list_of(self, uint64_t client_id, uint64_t request_id) noexcept:
+        return &self._claims[(31 * client_id + request_id) & (self._lists - 1)]
+
+    cdef ClaimEnd _find(self, uint64_t client_id, uint64_t request_id):
+        cdef PyObject* claim = self._list_of(client_id, request_id)[0]
+        while claim != NULL:
+            if (<ClaimEnd>claim)._request_id == request_id and (<ClaimEnd>claim)._client_id == client_id:
+                return <ClaimEnd>claim
+            claim = (<ClaimEnd>claim)._other
+        return None
+
+    cdef void _unknow(self, ClaimEnd claim) noexcept:
+        cdef PyObject** place
+        if not claim._is_known:
+            return
+        claim._is_known = False
+        self._known -= 1
+        place = self._list_of(claim._client_id, claim._request_id)
+        while place[0] != <PyObject*>claim:
+            place = &(<ClaimEnd>place[0])._other
+        place[0] = claim._other
+        self._publish_load()
+
+    def __dealloc__(self) -> None:
+        free(self._claims)
+
+    @property
+    def running(self) -> int:
+        """Requests that were taken up and have not ended, whose claim somebody has."""
+        return self._known - self.waiting
 
     cdef ClaimEnd _take_up(self, ClaimEnd claim):
         cdef Content content = claim.submit.content
@@ -409,7 +529,7 @@ cdef class EngineEnd:
         except Exception as error:
             self.shell.take_up_failed(claim, error, breaks_rules=False)
             return None
-        self.claims[claim.frontend.client_id, claim.submit.request_id] = PyWeakref_NewRef(claim, None)
+        self._know(claim)
         claim._is_in_hands = True
         return claim
 
@@ -530,8 +650,7 @@ cdef class EngineEnd:
                 raise MemoryError
         try:
             claim.ended = True
-            self.claims.pop((frontend.client_id, claim.submit.request_id), None)
-            self.publish_load()
+            self._unknow(claim)
             effects = self._release(claim, False, released, &count)
             if count > _MANY or (count and claim.request.state_number != _RUNNING):
                 self.shell.send_release(frontend, [released[i] for i in range(count)])

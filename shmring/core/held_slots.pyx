@@ -3,12 +3,29 @@
 A tensor of a payload whose bytes lie in one of them is sent from there. Slots that the engine has at the moment do not count: reading
 them is safe, so the tensor is copied, but submitting them twice is not.
 
-Invariant: no two of them overlap.
+Mostly a slot is held for as long as it takes to fill and to submit it, and few are at a time. So the last few are in a list that is
+gone through; those that they push out are found by their addresses in order.
+
+Invariant: no two of them overlap; each is in one of the two places.
 """
 
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memmove
 
+from shmring.core.client_book cimport ClientSlotRecord
 from shmring.core.sorted_keys cimport SortedKeys
+
+cdef extern from "Python.h":
+    void _drop "Py_DECREF"(PyObject*) noexcept
+    Py_ssize_t Py_REFCNT(object) noexcept
+
+
+cdef bint _is_submittable(object record) except -1:
+    if type(record) is ClientSlotRecord:
+        return (<ClientSlotRecord>record).is_submittable()
+    return record.is_submittable()
 
 
 cdef class HeldSlots:
@@ -19,13 +36,21 @@ cdef class HeldSlots:
         self._slots = {}
         self.found = []
 
+    def __dealloc__(self) -> None:
+        cdef uint32_t i
+        for i in range(self._recent_count):
+            _drop(self._recent[i].record)
+
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._slots) + self._recent_count
 
     def __iter__(self):
         """Yields the records."""
-        for record, _ in self._slots.values():
-            yield record
+        cdef uint32_t i
+        records = [record for record, _ in self._slots.values()]
+        for i in range(self._recent_count):
+            records.append(<object>self._recent[i].record)
+        return iter(records)
 
     cpdef int hold(self, object record, uint64_t address, uint64_t nbytes) except -1:
         """A caller holds a slot.
@@ -34,20 +59,42 @@ cdef class HeldSlots:
             record: of the slot; ``is_submittable()`` says whether it may be submitted now.
             address, nbytes: of its content.
         """
-        self._addresses.make_ready()
-        self._slots[address] = (record, nbytes)
-        self._addresses.insert(address)
+        cdef Held* held
+        if self._recent_count == RECENT:
+            held = self._recent
+            self._addresses.make_ready()
+            self._slots[held.address] = (<object>held.record, held.nbytes)
+            self._addresses.insert(held.address)
+            self._forget_recent(0)
+        held = &self._recent[self._recent_count]
+        self._recent_count += 1
+        held.address, held.nbytes, held.record = address, nbytes, <PyObject*>record
+        Py_INCREF(record)
         return 0
 
     cpdef int leave(self, uint64_t address) except -1:
         """A caller has left the slot at this address."""
+        cdef uint32_t i
+        for i in range(self._recent_count):
+            if self._recent[i].address == address:
+                self._forget_recent(i)
+                return 0
         del self._slots[address]
         self._addresses.remove(address)
         return 0
 
+    cdef void _forget_recent(self, uint32_t place) noexcept:
+        cdef PyObject* record = self._recent[place].record
+        self._recent_count -= 1
+        memmove(&self._recent[place], &self._recent[place + 1], (self._recent_count - place) * sizeof(Held))
+        _drop(record)
+
     cpdef int forget(self) except -1:
         """Begins a new list of what was found."""
-        self.found = []  # not the same one: who has packed a payload may still have that
+        if Py_REFCNT(self.found) > 1:  # who has packed a payload still has that
+            self.found = []
+        elif self.found:
+            self.found.clear()
         return 0
 
     cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
@@ -58,16 +105,27 @@ cdef class HeldSlots:
             region: set to the number of the slot in ``found``, from 1 on.
             offset: set to where they are in its content.
         """
-        cdef uint64_t start
-        cdef uint64_t content_nbytes
-        if not self._slots or not self._addresses.last_below(address + 1, &start):
+        cdef uint64_t start, content_nbytes
+        cdef object record = None
+        cdef Held* held
+        cdef uint32_t i
+        for i in range(self._recent_count):
+            held = &self._recent[i]
+            if address - held.address < held.nbytes:  # else it lies before or behind it: the numbers have no sign
+                start, content_nbytes, record = held.address, held.nbytes, <object>held.record
+                break
+        else:
+            if not self._slots or not self._addresses.last_below(address + 1, &start):
+                return False
+            record, slot_nbytes = self._slots[start]
+            content_nbytes = slot_nbytes
+        if address - start > content_nbytes or nbytes > content_nbytes - (address - start) or not _is_submittable(record):
             return False
-        record, slot_nbytes = self._slots[start]
-        content_nbytes = slot_nbytes
-        if address - start > content_nbytes or nbytes > content_nbytes - (address - start) or not record.is_submittable():
-            return False
-        if record not in self.found:
-            self.found.append(record)
-        region[0] = <uint32_t>(self.found.index(record) + 1)
         offset[0] = address - start
+        for i in range(<uint32_t>len(self.found)):
+            if self.found[i] is record:
+                region[0] = i + 1
+                return True
+        self.found.append(record)
+        region[0] = <uint32_t>len(self.found)
         return True

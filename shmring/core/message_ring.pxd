@@ -40,6 +40,10 @@ cdef class RecordWriter:
     cdef uint64_t _needed(self, uint32_t nbytes) noexcept nogil
 
 
+cdef class RecordTaker:
+    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1
+
+
 cdef class RecordReader:
     cdef readonly uint64_t bells
     cdef object _memory
@@ -48,11 +52,18 @@ cdef class RecordReader:
     cdef uint64_t _head       # what this end has taken; never read from the ring
     cdef uint32_t _largest_record_nbytes
     cdef int _bell
+    cdef public bint awake
+    cdef public bint is_reading
+    cdef public bint heard
+    cdef public uint32_t records_left
     cdef readonly bint late
     cdef readonly bint stopped
     cdef bint _is_ending
+    cdef uint8_t* _copy         # of the record that a RecordTaker has; NULL: none had one
     cdef uint64_t _left_nbytes  # that are delivered before the end
 
+    cdef int _make_copy(self) except -1
+    cdef bint hear(self, RecordTaker taker) except -1
     cdef bint has_news(self) noexcept nogil
     cdef int next_nbytes(self, uint32_t* nbytes) except -1
     cdef void take(self, uint8_t* to, uint32_t nbytes) noexcept nogil

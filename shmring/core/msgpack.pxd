@@ -235,3 +235,59 @@ cdef inline uint8_t* put_extension_head(uint8_t* to, uint8_t type, uint8_t nbyte
     to[1] = nbytes
     to[2] = type
     return to + 3
+
+
+cdef inline uint8_t* put_count(uint8_t* to, uint64_t count, uint8_t few, uint8_t many) noexcept nogil:
+    """The head of an array or a map of less than 2**32 members, as short as it can be. ``few``, ``many``: its codes."""
+    if count < 16:
+        to[0] = <uint8_t>(few | count)
+        return to + 1
+    if count < 1 << 16:
+        to[0] = many
+        return put_big_endian(to + 1, count, 2)
+    to[0] = many + 1
+    return put_big_endian(to + 1, count, 4)
+
+
+cdef inline uint8_t* put_sized_head(uint8_t* to, uint64_t nbytes, uint8_t code) noexcept nogil:
+    """The head of less than 4 GiB of bytes or text, as short as it can be. ``code``: that of the shortest."""
+    if nbytes < 1 << 8:
+        to[0] = code
+        to[1] = <uint8_t>nbytes
+        return to + 2
+    if nbytes < 1 << 16:
+        to[0] = code + 1
+        return put_big_endian(to + 1, nbytes, 2)
+    to[0] = code + 2
+    return put_big_endian(to + 1, nbytes, 4)
+
+
+cdef inline uint8_t* put_int(uint8_t* to, int64_t number) noexcept nogil:
+    """A number, as short as it can be."""
+    cdef uint64_t bits = <uint64_t>number
+    if -32 <= number < 128:
+        to[0] = <uint8_t>bits
+        return to + 1
+    if number >= 0:
+        if bits < 1 << 8:
+            to[0] = 0xCC
+            return put_big_endian(to + 1, bits, 1)
+        if bits < 1 << 16:
+            to[0] = 0xCD
+            return put_big_endian(to + 1, bits, 2)
+        if bits < <uint64_t>1 << 32:
+            to[0] = 0xCE
+            return put_big_endian(to + 1, bits, 4)
+        to[0] = 0xCF
+        return put_big_endian(to + 1, bits, 8)
+    if number >= -(1 << 7):
+        to[0] = 0xD0
+        return put_big_endian(to + 1, bits, 1)
+    if number >= -(1 << 15):
+        to[0] = 0xD1
+        return put_big_endian(to + 1, bits, 2)
+    if number >= -(<int64_t>1 << 31):
+        to[0] = 0xD2
+        return put_big_endian(to + 1, bits, 4)
+    to[0] = 0xD3
+    return put_big_endian(to + 1, bits, 8)

@@ -9,6 +9,15 @@ from shmring.core.message_ring cimport RecordWriter
 from shmring.core.wire cimport SlotNumbers
 
 
+cdef struct Growing:
+    # Bytes that are being written, and are moved to the heap when they are too many for where they begin.
+    uint8_t* start
+    uint8_t* at
+    uint8_t* end
+    bint is_on_heap
+    bint is_foreign    # whether msgspec wrote some of them
+
+
 @cython.final
 cdef class Part:
     cdef readonly object source
@@ -64,6 +73,15 @@ cdef class Packer:
 
     cpdef Packed pack(self, object payload, uint64_t inline_nbytes, uint64_t largest_record_nbytes, HeldSlots held=*)
     cdef Part _tensor(self, tensor, DLTensor* described)
+    cdef int _place(self, Part part) except -1
+    cdef int _put(self, Growing* out, object value, int depth) except -1
+    cdef int _put_foreign(self, Growing* out, object value) except -1
+    cdef int _put_text(self, Growing* out, str value) except -1
+    cdef int _put_int(self, Growing* out, object value) except -1
+    cdef int _put_dict(self, Growing* out, dict value, int depth) except -1
+    cdef int _put_list(self, Growing* out, list value, int depth) except -1
+    cdef int _put_tuple(self, Growing* out, tuple value, int depth) except -1
+    cdef int _put_tensor(self, Growing* out, object value) except -1
 
 
 cdef uint64_t submit_nbytes(Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, uint32_t count) except 0
@@ -71,7 +89,7 @@ cdef bytes submit_record(
     Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
 )
 cdef bint put_submit(
-    RecordWriter writer, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
+    RecordWriter writer, uint64_t nbytes, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
 ) except -1
 cdef uint64_t reply_nbytes(Packed packed, uint64_t request_id) except 0
 cdef bytes reply_record(Packed packed, uint64_t request_id, SlotNumbers* slot)

@@ -1,9 +1,11 @@
 """Payloads that are sent: encoding them, finding their tensors, and writing the record.
 
-Theory of operation. msgspec encodes a payload and asks for each value that it does not know; a tensor becomes an extension that
-says where its bytes will be, which is known at once: in a slot of the caller in which they lie already, or at the next cache line
-of region 0. Nothing is copied yet, so that a payload that can't be sent has changed nothing. :class:`Packed` then says how many
-bytes of a slot it needs, and writes the record when it has been given them; small tensors are copied straight into the record.
+Theory of operation. What payloads mostly are is encoded here: dicts, lists and tuples of text, bytes, numbers and tensors. Any
+other value in them is encoded by msgspec, which asks for what it does not know. Both write the same bytes for the same value. A
+tensor becomes an extension that says where its bytes will be, which is known at once: in a slot of the caller in which they lie
+already, or at the next cache line of region 0. Nothing is copied yet, so that a payload that can't be sent has changed nothing.
+:class:`Packed` then says how many bytes of a slot it needs, and writes the record when it has been given them; small tensors are
+copied straight into the record.
 
 What torch and numpy are is not known here: tensors of exactly the given type are described by their own methods, everything else
 by a function that is handed in, and which also copies what is not contiguous.
@@ -19,27 +21,37 @@ from msgspec.msgpack import Ext
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_Next
+from cpython.float cimport PyFloat_AS_DOUBLE
+from cpython.list cimport PyList_GET_SIZE
+from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.tuple cimport PyTuple_Check, PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 from shmring.core.dlpack cimport ON_CPU, DLPackExchangeAPI, DLTensor
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.message_ring cimport RecordWriter
 from shmring.core.msgpack cimport (
-    array_nbytes, binary_nbytes, put_array, put_binary_head, put_extension_head, put_little_endian, put_nil, put_text, put_unsigned,
-    text_nbytes, unsigned_nbytes,
+    array_nbytes, binary_nbytes, put_array, put_big_endian, put_binary_head, put_count, put_extension_head, put_int, put_little_endian,
+    put_nil, put_sized_head, put_text, put_unsigned, text_nbytes, unsigned_nbytes,
 )
 from shmring.core.wire cimport (
-    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, SlotNumbers, TensorNumbers,
-    check_tensor, read_tensor, tensor_extension,
+    DONE, MAX_DIMENSIONS, REPLY, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES, SUBMIT, TENSOR_EXTENSION, TENSOR_HEAD_NBYTES, SlotNumbers,
+    TensorNumbers, check_tensor, put_tensor, read_tensor, tensor_extension,
 )
 
 from shmring.core.messages import TORCH_ITEM_NBYTES
 from shmring.core.wire import DTYPES, check_payload
 from shmring.errors import CapacityError, RemoteProtocolError
+
+cdef extern from "Python.h":
+    PyObject* PyList_GET_ITEM(list, Py_ssize_t) noexcept
+    PyObject* PyTuple_GET_ITEM(tuple, Py_ssize_t) noexcept
+    int64_t PyLong_AsLongLongAndOverflow(object, int*) except? -1
 
 cdef enum:
     _COMPLEX = 5   # DLPack's number
@@ -49,7 +61,13 @@ cdef enum:
     _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
     _LONG_NBYTES = 4 << 20      # copies that are for a function that is handed in, which goes past the cache
     _WITHOUT_LOCK_NBYTES = 256 << 10  # a copy of so much lets other threads run; handing the lock over costs some microseconds
+    _FEW_NBYTES = 1024          # a payload that is longer is encoded on the heap
+    _MOST_NESTED = 200          # what is nested more deeply is for msgspec, and for the check of what it writes
+    _PLAIN_DIMENSIONS = 8       # a tensor of no more, and of less than 1 TiB, is nothing that a peer would refuse
     _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
+
+cdef Py_ssize_t _TOO_LONG_NBYTES = <Py_ssize_t>1 << 32  # for msgpack: msgspec says so
+cdef uint64_t _PLAIN_NBYTES = <uint64_t>1 << 40
 
 #: The wire's number of a dtype, by DLPack's code and the bytes of an item; 0: none.
 cdef uint8_t _NUMBERS[16][17]
@@ -71,6 +89,39 @@ cdef dict _DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES) i
 
 cdef inline uint64_t _align(uint64_t nbytes) noexcept nogil:
     return (nbytes + _LINE_NBYTES - 1) & ~<uint64_t>(_LINE_NBYTES - 1)
+
+
+cdef int _grow(Growing* out, uint64_t nbytes) except -1:
+    cdef uint64_t used = out.at - out.start, capacity = max(2 * <uint64_t>(out.end - out.start), used + nbytes)
+    cdef uint8_t* larger = <uint8_t*>(realloc(out.start, capacity) if out.is_on_heap else malloc(capacity))
+    if larger == NULL:
+        raise MemoryError
+    if not out.is_on_heap:
+        memcpy(larger, out.start, used)
+    out.start, out.at, out.end, out.is_on_heap = larger, larger + used, larger + capacity, True
+    return 0
+
+
+cdef inline int make_room(Growing* out, uint64_t nbytes) except -1:
+    """Makes sure that so many bytes can be written."""
+    if <uint64_t>(out.end - out.at) < nbytes:
+        return _grow(out, nbytes)
+    return 0
+
+
+cdef inline int put_bytes(Growing* out, const char* data, uint64_t nbytes) noexcept:
+    memcpy(out.at, data, nbytes)
+    out.at += nbytes
+    return 0
+
+
+cdef int _put_float(Growing* out, double value) except -1:
+    cdef uint64_t bits
+    make_room(out, 9)
+    memcpy(&bits, &value, 8)
+    out.at[0] = 0xCB
+    out.at = put_big_endian(out.at + 1, bits, 8)
+    return 0
 
 
 @cython.final
@@ -146,6 +197,8 @@ cdef class Packer:
         cdef Packed packed = Packed.__new__(Packed)
         cdef Packed outer = self._packed
         cdef HeldSlots outer_held = self._held
+        cdef Growing out
+        cdef uint8_t few[_FEW_NBYTES]
         packed.parts = []
         packed._copy_strided = self._copy_strided
         packed._copy_long = self._copy_long
@@ -153,24 +206,33 @@ cdef class Packer:
         if held is not None:
             held.forget()
         self._packed, self._held = packed, held
+        out.start = out.at = few
+        out.end = few + sizeof(few)
+        out.is_on_heap = out.is_foreign = False
         try:
-            packed.payload = self._encode(payload)
+            self._put(&out, payload, 0)
+            packed.payload = PyBytes_FromStringAndSize(<const char*>out.start, out.at - out.start)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise self._explain(payload, error) from None
         finally:
             self._packed, self._held = outer, outer_held
+            if out.is_on_heap:
+                free(out.start)
         cdef uint32_t count = len(packed.parts)
         if count > self._max_tensors:
             raise CapacityError(
                 f"the payload holds {count} tensors, the engine takes {self._max_tensors} (max_tensors)",
                 needed=count, capacity=self._max_tensors,
             )
-        try:
-            tensors = check_payload(packed.payload, self._max_tensors)
-        except RemoteProtocolError as error:
-            raise TypeError(f"payload can't be sent: {error}") from None
-        if tensors != count:
-            raise TypeError(f"payload can't be sent: its extensions of type {TENSOR_EXTENSION} stand for tensors; use another type")
+        if out.is_foreign:
+            try:
+                tensors = check_payload(packed.payload, self._max_tensors)
+            except RemoteProtocolError as error:
+                raise TypeError(f"payload can't be sent: {error}") from None
+            if tensors != count:
+                raise TypeError(
+                    f"payload can't be sent: its extensions of type {TENSOR_EXTENSION} stand for tensors; use another type"
+                )
         packed.lay_out(inline_nbytes, largest_record_nbytes, 0 if held is None else <uint32_t>len(held.found))
         return packed
 
@@ -185,9 +247,139 @@ cdef class Packer:
         finally:
             self._packed = outer
 
+    cdef int _put(self, Growing* out, object value, int depth) except -1:
+        """Encodes a value as msgspec does, or has msgspec do it."""
+        kind = type(value)
+        if kind is str:
+            return self._put_text(out, <str>value)
+        if kind is int:
+            return self._put_int(out, value)
+        if kind is float:
+            return _put_float(out, PyFloat_AS_DOUBLE(value))
+        if kind is dict:
+            return self._put_dict(out, <dict>value, depth)
+        if kind is list:
+            return self._put_list(out, <list>value, depth)
+        # A named tuple is a tuple; what has a metaclass may be something else to msgspec.
+        if kind is tuple or (PyTuple_Check(value) and type(kind) is type):
+            return self._put_tuple(out, <tuple>value, depth)
+        if value is None or kind is bool:
+            make_room(out, 1)
+            out.at[0] = 0xC0 if value is None else 0xC3 if value is True else 0xC2
+            out.at += 1
+            return 0
+        if kind is bytes and PyBytes_GET_SIZE(value) < _TOO_LONG_NBYTES:
+            make_room(out, 5 + <uint64_t>PyBytes_GET_SIZE(value))
+            out.at = put_sized_head(out.at, PyBytes_GET_SIZE(value), 0xC4)
+            return put_bytes(out, PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value))
+        if self._table != NULL and kind in self._tensor_types:
+            return self._put_tensor(out, value)
+        return self._put_foreign(out, value)
+
+    cdef int _put_foreign(self, Growing* out, object value) except -1:
+        """Has msgspec encode a value. What it writes is looked at afterwards: it may be nested deeply, and hold extensions."""
+        cdef bytes encoded = self._encode(value)
+        out.is_foreign = True
+        make_room(out, PyBytes_GET_SIZE(encoded))
+        return put_bytes(out, PyBytes_AS_STRING(encoded), PyBytes_GET_SIZE(encoded))
+
+    cdef int _put_text(self, Growing* out, str value) except -1:
+        cdef Py_ssize_t nbytes = 0
+        cdef const char* text = PyUnicode_AsUTF8AndSize(value, &nbytes)
+        if nbytes >= _TOO_LONG_NBYTES:
+            return self._put_foreign(out, value)
+        make_room(out, 5 + <uint64_t>nbytes)
+        if nbytes < 32:
+            out.at[0] = <uint8_t>(0xA0 | nbytes)
+            out.at += 1
+        else:
+            out.at = put_sized_head(out.at, nbytes, 0xD9)
+        return put_bytes(out, text, nbytes)
+
+    cdef int _put_int(self, Growing* out, object value) except -1:
+        cdef int overflow = 0
+        cdef int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if overflow:
+            return self._put_foreign(out, value)
+        make_room(out, 9)
+        out.at = put_int(out.at, number)
+        return 0
+
+    cdef int _put_dict(self, Growing* out, dict value, int depth) except -1:
+        cdef Py_ssize_t place = 0, left = len(value)
+        cdef PyObject* key
+        cdef PyObject* member
+        if depth >= _MOST_NESTED:
+            return self._put_foreign(out, value)
+        while PyDict_Next(value, &place, &key, &member):
+            if type(<object>key) is not str:
+                return self._put_foreign(out, value)
+        make_room(out, 5)
+        out.at = put_count(out.at, left, 0x80, 0xDE)
+        place = 0
+        while PyDict_Next(value, &place, &key, &member):
+            name, inner = <object>key, <object>member  # held, since a tensor may be asked what it is
+            self._put_text(out, <str>name)
+            self._put(out, inner, depth + 1)
+            left -= 1
+        if left:
+            raise TypeError("a dict changed while it was encoded")
+        return 0
+
+    cdef int _put_list(self, Growing* out, list value, int depth) except -1:
+        cdef Py_ssize_t count = PyList_GET_SIZE(value), place = 0
+        if depth >= _MOST_NESTED:
+            return self._put_foreign(out, value)
+        make_room(out, 5)
+        out.at = put_count(out.at, count, 0x90, 0xDC)
+        while place < PyList_GET_SIZE(value):
+            inner = <object>PyList_GET_ITEM(value, place)
+            self._put(out, inner, depth + 1)
+            place += 1
+        if place != count:
+            raise TypeError("a list changed while it was encoded")
+        return 0
+
+    cdef int _put_tuple(self, Growing* out, tuple value, int depth) except -1:
+        cdef Py_ssize_t count = PyTuple_GET_SIZE(value), place
+        if depth >= _MOST_NESTED:
+            return self._put_foreign(out, value)
+        make_room(out, 5)
+        out.at = put_count(out.at, count, 0x90, 0xDC)
+        for place in range(count):
+            self._put(out, <object>PyTuple_GET_ITEM(value, place), depth + 1)
+        return 0
+
+    cdef int _put_tensor(self, Growing* out, object value) except -1:
+        cdef DLTensor tensor
+        cdef Part part = self._tensor(value, &tensor)
+        if part is None or tensor.ndim > _PLAIN_DIMENSIONS or not 0 < part.nbytes < _PLAIN_NBYTES:
+            return self._put_foreign(out, value)
+        self._place(part)
+        make_room(out, 3 + TENSOR_HEAD_NBYTES + 8 * _PLAIN_DIMENSIONS)
+        out.at = put_extension_head(out.at, TENSOR_EXTENSION, <uint8_t>(TENSOR_HEAD_NBYTES + 8 * tensor.ndim))
+        out.at = put_tensor(out.at, part.region, part.offset, part.nbytes, part.dtype, tensor.ndim, tensor.shape)
+        return 0
+
+    cdef int _place(self, Part part) except -1:
+        """Decides where the bytes of a part will be."""
+        cdef Packed packed = self._packed
+        packed.parts.append(part)
+        if not part.nbytes:
+            return 0
+        if part.location and self._held is not None and self._held.find(part.location, part.nbytes, &part.region, &part.offset):
+            part.is_in_place = True
+            packed.in_place += 1
+            packed.in_place_nbytes += part.nbytes
+            return 0
+        part.offset = _align(packed.region_nbytes)
+        packed.region_nbytes = part.offset + part.nbytes
+        packed.copied += 1
+        packed.copied_nbytes += part.nbytes
+        return 0
+
     def _encode_foreign(self, value):
         cdef Part part
-        cdef Packed packed = self._packed
         cdef DLTensor tensor
         kind = type(value)
         part = None
@@ -199,26 +391,15 @@ cdef class Packer:
             if type(described) is not Part:
                 return described
             part = <Part>described
-        if part.nbytes:
-            if part.location and self._held is not None \
-                    and self._held.find(part.location, part.nbytes, &part.region, &part.offset):
-                part.is_in_place = True
-                packed.in_place += 1
-                packed.in_place_nbytes += part.nbytes
-            else:
-                part.offset = _align(packed.region_nbytes)
-                packed.region_nbytes = part.offset + part.nbytes
-                packed.copied += 1
-                packed.copied_nbytes += part.nbytes
+        self._place(part)
         if described is None:
             data = tensor_extension(part.region, part.offset, part.nbytes, part.dtype, b"", tensor.ndim, tensor.shape)
-            is_plain = tensor.ndim <= 8
+            is_plain = tensor.ndim <= _PLAIN_DIMENSIONS
         else:
             data = _described_extension(part)
-            is_plain = len(part.shape) <= 8
-        if not is_plain or not 0 < part.nbytes < <uint64_t>1 << 40:
+            is_plain = len(part.shape) <= _PLAIN_DIMENSIONS
+        if not is_plain or not 0 < part.nbytes < _PLAIN_NBYTES:
             _check_extension(data)
-        packed.parts.append(part)
         return Ext(TENSOR_EXTENSION, data)
 
     cdef Part _tensor(self, tensor, DLTensor* described):
@@ -432,12 +613,17 @@ cdef void _put_submit(
 
 
 cdef bint put_submit(
-    RecordWriter writer, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
+    RecordWriter writer, uint64_t nbytes, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
 ) except -1:
-    """Writes a ``Submit``; returns False if the ring is full. ``slots``: those in place, then that of region 0 if it has one."""
+    """Writes a ``Submit``; returns False if the ring is full.
+
+    Args:
+        nbytes: what :func:`submit_nbytes` says.
+        slots: those in place, then that of region 0 if it has one.
+    """
     cdef Py_ssize_t name_nbytes = 0
     cdef const char* text = PyUnicode_AsUTF8AndSize(name, &name_nbytes)
-    cdef uint8_t* to = writer.reserve(<uint32_t>submit_nbytes(packed, epoch, request_id, name, fence, count))
+    cdef uint8_t* to = writer.reserve(<uint32_t>nbytes)
     if to == NULL:
         return False
     _put_submit(to, packed, epoch, request_id, text, name_nbytes, fence, slots, count)
@@ -552,7 +738,8 @@ def write_submit(writer: RecordWriter, packed: Packed, epoch: int, request_id: i
         raise MemoryError
     try:
         _slot_numbers(slots, numbers)
-        return put_submit(writer, packed, epoch, request_id, name, fence, numbers, <uint32_t>len(slots))
+        nbytes = submit_nbytes(packed, epoch, request_id, name, fence, <uint32_t>len(slots))
+        return put_submit(writer, nbytes, packed, epoch, request_id, name, fence, numbers, <uint32_t>len(slots))
     finally:
         free(numbers)
 

@@ -1,11 +1,17 @@
 """The C interface of :mod:`shmring.core.received`."""
 
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from shmring.core.mapping cimport Mapping
+from shmring.core.msgpack cimport Cursor
 from shmring.core.views cimport Lent, Regions, TensorMaker
-from shmring.core.wire cimport Content
+from shmring.core.wire cimport Content, TensorNumbers
+
+cdef enum:
+    _KEPT_KEYS = 64
+    _KEPT_KEY_NBYTES = 32
 
 
 @cython.final
@@ -29,6 +35,8 @@ cdef ContentRegions regions_of(Content content, uint64_t client_id, Regions regi
 
 @cython.final
 cdef class PayloadDecoder:
+    cdef bint _is_plain
+    cdef PyObject* _keys[_KEPT_KEYS]  # texts that were keys, each owned; NULL: none yet
     cdef object _decode
     cdef TensorMaker _maker
     cdef object _other
@@ -37,4 +45,9 @@ cdef class PayloadDecoder:
     cdef ContentRegions _content_regions
     cdef object _place
 
+    cdef object _value(self, ContentRegions regions, Cursor* cursor, int depth)
+    cdef object _map(self, ContentRegions regions, Cursor* cursor, uint64_t count, int depth)
+    cdef object _array(self, ContentRegions regions, Cursor* cursor, uint64_t count, int depth)
+    cdef object _key(self, const uint8_t* data, uint64_t nbytes)
+    cdef object _tensor(self, ContentRegions regions, TensorNumbers* tensor)
     cdef object decode(self, ContentRegions regions, object place)

@@ -1,7 +1,8 @@
 """Payloads that came: decoding them, and views of the regions that their tensors are in.
 
-msgspec decodes a payload and asks for each extension; a tensor becomes a view of its region, which is opened with the first view
-of it. :class:`ContentRegions` are the regions of one content: who is done with it leaves each of its slots, and learns whether
+What payloads mostly are is decoded here: maps with keys of text, arrays, numbers, text, bytes and tensors. A payload that has
+something else in it, or that is decoded into a type of msgspec's, is msgspec's, which asks for each extension; both make the same of
+what both decode. A tensor becomes a view of its region, which is opened with the first view of it. :class:`ContentRegions` are the regions of one content: who is done with it leaves each of its slots, and learns whether
 views of that slot are still alive. Everything was checked when the content came (:mod:`.wire`); a content that has not been
 checked must not come here.
 
@@ -9,32 +10,48 @@ What torch and numpy are is not known here: torch tensors are made by the maker 
 without content, dtypes that DLPack does not carry) by a function that is handed in.
 """
 
+from typing import Any
+
 import msgspec
 from msgspec.msgpack import Ext
 
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING
-from cpython.ref cimport PyObject
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.dict cimport PyDict_SetItem
+from cpython.list cimport PyList_New, PyList_SET_ITEM
+from cpython.long cimport PyLong_FromUnsignedLongLong
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memset
+from libc.string cimport memcmp, memcpy, memset
 
 from shmring.core.mapping cimport Mapping
-from shmring.core.msgpack cimport read_little_endian
+from shmring.core.msgpack cimport (
+    ARRAY, BINARY, EXTENSION, MAP, NIL, OTHER, TEXT, UNSIGNED, Cursor, Kind, Value, read_big_endian, read_little_endian, read_value,
+)
 from shmring.core.views cimport Lent, RegionBytes, Regions, TensorMaker, copy_region, drop_region, is_region_viewed, leave_region, lend_bytes
 from shmring.core.wire cimport MAX_DIMENSIONS, TENSOR_EXTENSION, Content, SlotNumbers, TensorNumbers, read_tensor, tensor_ref
 
 from shmring.core.messages import SLOT_HEADER_NBYTES
+from shmring.core.wire import MAX_DEPTH as _MAX_DEPTH
 from shmring.errors import RemoteProtocolError
 
 cdef extern from "Python.h":
     Py_buffer* PyMemoryView_GET_BUFFER(object view)
+    Py_ssize_t PyUnicode_GET_LENGTH(object) noexcept
+    const void* PyUnicode_DATA(object) noexcept
+    bint PyUnicode_IS_ASCII(object) noexcept
 
 cdef enum:
     _SLOT_HEADER_NBYTES = 64
     _FEW = 2
 
 assert _SLOT_HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+cdef int MAX_DEPTH = _MAX_DEPTH
+
+cdef object _OTHERWISE = object()
 
 
 @cython.final
@@ -110,6 +127,35 @@ cdef ContentRegions regions_of(Content content, uint64_t client_id, Regions regi
     return made
 
 
+cdef object _scalar(uint8_t head, Value* value):
+    """A negative number, a truth value or a float, of which the head is given."""
+    cdef uint64_t bits
+    cdef double number
+    cdef float short_number
+    cdef uint32_t short_bits
+    if head >= 0xE0:
+        return <int64_t><int8_t>head
+    if head == 0xC2:
+        return False
+    if head == 0xC3:
+        return True
+    bits = read_big_endian(value.data, <int>value.nbytes)
+    if head == 0xCB:
+        memcpy(&number, &bits, 8)
+        return number
+    if head == 0xCA:
+        short_bits = <uint32_t>bits
+        memcpy(&short_number, &short_bits, 4)
+        return <double>short_number
+    if value.nbytes == 1:
+        return <int64_t><int8_t>bits
+    if value.nbytes == 2:
+        return <int64_t><int16_t>bits
+    if value.nbytes == 4:
+        return <int64_t><int32_t>bits
+    return <int64_t>bits
+
+
 cdef class PayloadDecoder:
     """Decodes payloads into plain objects, or into a msgspec type.
 
@@ -123,6 +169,7 @@ cdef class PayloadDecoder:
     """
 
     def __init__(self, payload_type, convert, TensorMaker maker not None, dtypes, other) -> None:
+        self._is_plain = payload_type is Any
         self._decode = msgspec.msgpack.Decoder(payload_type, ext_hook=self._decode_extension, dec_hook=convert).decode
         self._maker = maker
         self._other = other
@@ -143,6 +190,13 @@ cdef class PayloadDecoder:
         """
         cdef ContentRegions outer = self._content_regions
         cdef object outer_place = self._place
+        cdef Cursor cursor
+        if self._is_plain and place is None:
+            cursor.at = <const uint8_t*>PyBytes_AS_STRING(regions.content.payload)
+            cursor.end = cursor.at + PyBytes_GET_SIZE(regions.content.payload)
+            decoded = self._value(regions, &cursor, 0)
+            if decoded is not _OTHERWISE:
+                return decoded
         self._content_regions, self._place = regions, place
         try:
             return self._decode(regions.content.payload)
@@ -161,13 +215,97 @@ cdef class PayloadDecoder:
         """
         return self.decode(regions, place)
 
+    cdef object _value(self, ContentRegions regions, Cursor* cursor, int depth):
+        """Decodes the next value; returns ``_OTHERWISE`` if there is something in it that is for msgspec."""
+        cdef Value value
+        cdef TensorNumbers tensor
+        cdef uint8_t head
+        cdef Kind kind
+        if depth > MAX_DEPTH or cursor.at >= cursor.end:
+            return _OTHERWISE
+        head = cursor.at[0]
+        kind = read_value(cursor, &value)
+        if kind == UNSIGNED:
+            return PyLong_FromUnsignedLongLong(value.number)
+        if kind == TEXT:
+            try:
+                return PyUnicode_DecodeUTF8(<const char*>value.data, value.nbytes, NULL)
+            except UnicodeDecodeError:
+                return _OTHERWISE
+        if kind == MAP:
+            return self._map(regions, cursor, value.number, depth)
+        if kind == ARRAY:
+            return self._array(regions, cursor, value.number, depth)
+        if kind == EXTENSION:
+            if value.type != TENSOR_EXTENSION or not read_tensor(value.data, value.nbytes, &tensor):
+                return _OTHERWISE
+            return self._tensor(regions, &tensor)
+        if kind == NIL:
+            return None
+        if kind == BINARY:
+            return PyBytes_FromStringAndSize(<const char*>value.data, value.nbytes)
+        if kind == OTHER:
+            return _scalar(head, &value)
+        return _OTHERWISE
+
+    cdef object _map(self, ContentRegions regions, Cursor* cursor, uint64_t count, int depth):
+        cdef Value value
+        cdef uint64_t i
+        made = {}
+        for i in range(count):
+            if read_value(cursor, &value) != TEXT:
+                return _OTHERWISE
+            key = self._key(value.data, value.nbytes)
+            if key is None:
+                return _OTHERWISE
+            member = self._value(regions, cursor, depth + 1)
+            if member is _OTHERWISE:
+                return _OTHERWISE
+            PyDict_SetItem(made, key, member)
+        return made
+
+    cdef object _array(self, ContentRegions regions, Cursor* cursor, uint64_t count, int depth):
+        cdef uint64_t i
+        cdef list made
+        if count > <uint64_t>(cursor.end - cursor.at):
+            return _OTHERWISE
+        made = PyList_New(count)
+        for i in range(count):
+            member = self._value(regions, cursor, depth + 1)
+            if member is _OTHERWISE:
+                return _OTHERWISE
+            Py_INCREF(member)
+            PyList_SET_ITEM(made, i, member)
+        return made
+
+    cdef object _key(self, const uint8_t* data, uint64_t nbytes):
+        """The text of a key, which has mostly come before; None if it is not UTF-8."""
+        cdef PyObject** known
+        cdef bint is_kept = 0 < nbytes <= _KEPT_KEY_NBYTES
+        if is_kept:
+            known = &self._keys[(data[0] + 7 * data[nbytes - 1] + 31 * nbytes) % _KEPT_KEYS]
+            if known[0] != NULL and <uint64_t>PyUnicode_GET_LENGTH(<object>known[0]) == nbytes \
+                    and not memcmp(PyUnicode_DATA(<object>known[0]), data, nbytes):
+                return <object>known[0]
+        try:
+            key = PyUnicode_DecodeUTF8(<const char*>data, nbytes, NULL)
+        except UnicodeDecodeError:
+            return None
+        if is_kept and PyUnicode_IS_ASCII(key):  # whose bytes are those of its text
+            Py_INCREF(key)
+            Py_XDECREF(known[0])
+            known[0] = <PyObject*>key
+        return key
+
+    def __dealloc__(self) -> None:
+        cdef int i
+        for i in range(_KEPT_KEYS):
+            Py_XDECREF(self._keys[i])
+
     def _decode_extension(self, int code, data):
         cdef TensorNumbers tensor
-        cdef int64_t shape[MAX_DIMENSIONS]
         cdef Py_buffer* buffer
         cdef ContentRegions regions = self._content_regions
-        cdef Lent* region
-        cdef int i
         if code != TENSOR_EXTENSION:
             return Ext(code, bytes(data))
         buffer = PyMemoryView_GET_BUFFER(data)
@@ -177,11 +315,18 @@ cdef class PayloadDecoder:
             placed = self._place(tensor_ref(&tensor, regions.content))
             if placed is not None:
                 return placed
+        return self._tensor(regions, &tensor)
+
+    cdef object _tensor(self, ContentRegions regions, TensorNumbers* tensor):
+        """A view of a tensor's bytes, where they are."""
+        cdef int64_t shape[MAX_DIMENSIONS]
+        cdef Lent* region
+        cdef int i
         if not tensor.nbytes:
-            return self._other(tensor_ref(&tensor, regions.content), None)
+            return self._other(tensor_ref(tensor, regions.content), None)
         region = regions.region(tensor.region)
         if not tensor.dtype or not self._bits[tensor.dtype]:
-            return self._other(tensor_ref(&tensor, regions.content), lend_bytes(region))
+            return self._other(tensor_ref(tensor, regions.content), lend_bytes(region))
         for i in range(tensor.ndim):
             shape[i] = <int64_t>read_little_endian(tensor.shape + 8 * i, 8)
         return self._maker.view(region, tensor.offset, tensor.ndim, shape, self._codes[tensor.dtype], self._bits[tensor.dtype])

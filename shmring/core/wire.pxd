@@ -75,6 +75,9 @@ cdef class Done:
 
 
 cdef bint read_tensor(const uint8_t* data, uint64_t nbytes, TensorNumbers* tensor) noexcept nogil
+cdef uint8_t* put_tensor(
+    uint8_t* to, uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, int ndim, const int64_t* shape
+) noexcept nogil
 cdef bytes tensor_extension(
     uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
 )
@@ -82,5 +85,5 @@ cdef int check_tensor(TensorNumbers* tensor, uint64_t region_nbytes) except -1
 cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors, bint from_engine)
 cdef int walk(Cursor* cursor, Content content, uint32_t max_tensors, uint32_t* tensors) except -1
 cdef object tensor_ref(TensorNumbers* tensor, Content content)
-cdef Submit read_submit_record(bytes record, uint32_t max_tensors)
-cdef object read_engine_record(bytes record, uint32_t max_tensors)
+cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors)
+cdef bint read_plain_done(const uint8_t* record, uint32_t nbytes, uint64_t* request_id, Cursor* released, uint64_t* count) except -1

@@ -29,7 +29,8 @@ from shmring.core.msgpack cimport (
     put_little_endian, read_array, read_little_endian, read_unsigned, read_value,
 )
 
-from shmring.core.messages import MAX_LISTED, TORCH_ITEM_NBYTES, SlotRef, TensorRef, item_nbytes
+from shmring.core.messages import MAX_LISTED as _MAX_LISTED
+from shmring.core.messages import TORCH_ITEM_NBYTES, SlotRef, TensorRef, item_nbytes
 from shmring.errors import RemoteProtocolError
 
 cdef extern from *:
@@ -51,6 +52,8 @@ cdef enum:
 
 #: No number of a descriptor is larger, so that sums of two of them can't overflow.
 cdef uint64_t _MAX_NUMBER = <uint64_t>1 << 62
+
+cdef uint64_t MAX_LISTED = _MAX_LISTED
 
 cdef uint8_t _ITEM_NBYTES[64]
 cdef int _DTYPE_COUNT = len(DTYPES)
@@ -93,14 +96,11 @@ cdef bint read_tensor(const uint8_t* data, uint64_t nbytes, TensorNumbers* tenso
     return nbytes <= MAX_SPELLING_NBYTES and (nbytes == 0) == (tensor.dtype != 0)
 
 
-cdef bytes tensor_extension(
-    uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
-):
-    """Returns the content of a tensor's extension."""
-    cdef Py_ssize_t spelling_nbytes = PyBytes_GET_SIZE(spelling)
+cdef uint8_t* put_tensor(
+    uint8_t* to, uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, int ndim, const int64_t* shape
+) noexcept nogil:
+    """Writes the content of a tensor's extension, but for a dtype that is spelled; returns where it ends."""
     cdef int i
-    cdef bytes data = PyBytes_FromStringAndSize(NULL, TENSOR_HEAD_NBYTES + 8 * ndim + spelling_nbytes)
-    cdef uint8_t* to = <uint8_t*>PyBytes_AS_STRING(data)
     to = put_little_endian(to, region, 2)
     to[0] = dtype
     to[1] = <uint8_t>ndim
@@ -108,6 +108,16 @@ cdef bytes tensor_extension(
     to = put_little_endian(to, nbytes, 8)
     for i in range(ndim):
         to = put_little_endian(to, <uint64_t>shape[i], 8)
+    return to
+
+
+cdef bytes tensor_extension(
+    uint32_t region, uint64_t offset, uint64_t nbytes, uint8_t dtype, bytes spelling, int ndim, const int64_t* shape
+):
+    """Returns the content of a tensor's extension."""
+    cdef Py_ssize_t spelling_nbytes = PyBytes_GET_SIZE(spelling)
+    cdef bytes data = PyBytes_FromStringAndSize(NULL, TENSOR_HEAD_NBYTES + 8 * ndim + spelling_nbytes)
+    cdef uint8_t* to = put_tensor(<uint8_t*>PyBytes_AS_STRING(data), region, offset, nbytes, dtype, ndim, shape)
     memcpy(to, PyBytes_AS_STRING(spelling), spelling_nbytes)
     return data
 
@@ -442,10 +452,9 @@ cdef Done _read_done(Cursor* cursor, uint64_t members, uint32_t max_tensors):
     cdef Done done = Done.__new__(Done)
     cdef uint64_t count, generation
     cdef uint64_t i
-    if members < 3 or not read_unsigned(cursor, &done.request_id) or not read_array(cursor, &count):
+    if members < 3:
         raise _wrong("an end is of no request")
-    if count > MAX_LISTED:
-        raise _wrong("it lists too many generations")
+    _read_released(cursor, &done.request_id, &count)
     released = []
     for i in range(count):
         if not read_unsigned(cursor, &generation):
@@ -478,20 +487,46 @@ cdef object read_hot_record(const uint8_t* record, uint32_t nbytes, uint32_t max
     return None
 
 
-cdef Submit read_submit_record(bytes record, uint32_t max_tensors):
+cdef bint read_plain_done(const uint8_t* record, uint32_t nbytes, uint64_t* request_id, Cursor* released, uint64_t* count) except -1:
+    """Reads a ``Done`` without a reply; returns False if it is another message.
+
+    Args:
+        request_id: set to what it says.
+        released, count: set to where its generations are, numbers all of them, and to how many there are.
+    """
+    cdef Cursor cursor
+    cdef uint64_t members, tag, generation, i
+    cursor.at = record
+    cursor.end = record + nbytes
+    if not read_array(&cursor, &members) or members != 3 or not read_unsigned(&cursor, &tag) or tag != DONE:
+        return False
+    _read_released(&cursor, request_id, count)
+    released[0] = cursor
+    for i in range(count[0]):
+        if not read_unsigned(&cursor, &generation):
+            raise _wrong("a generation is no number")
+    if cursor.at != cursor.end:
+        raise _wrong("something follows it")
+    return True
+
+
+cdef int _read_released(Cursor* cursor, uint64_t* request_id, uint64_t* count) except -1:
+    if not read_unsigned(cursor, request_id) or not read_array(cursor, count):
+        raise _wrong("an end is of no request")
+    if count[0] > MAX_LISTED:
+        raise _wrong("it lists too many generations")
+    return 0
+
+
+cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors):
     """Returns the submission of a record; None if it is another message."""
     cdef Cursor cursor
     cdef uint64_t members, tag
-    cursor.at = <const uint8_t*>PyBytes_AS_STRING(record)
-    cursor.end = cursor.at + PyBytes_GET_SIZE(record)
+    cursor.at = record
+    cursor.end = record + nbytes
     if read_array(&cursor, &members) and members and read_unsigned(&cursor, &tag) and tag == SUBMIT:
         return _read_submit(&cursor, members, max_tensors)
     return None
-
-
-cdef object read_engine_record(bytes record, uint32_t max_tensors):
-    """Returns the reply or the end of a record; None if it is another message."""
-    return read_hot_record(<const uint8_t*>PyBytes_AS_STRING(record), <uint32_t>PyBytes_GET_SIZE(record), max_tensors, True)
 
 
 def read_record(record: bytes, max_tensors: int, *, from_engine: bool) -> object:

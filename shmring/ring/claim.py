@@ -8,9 +8,10 @@ alive, when the last of them dies.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from shmring.core.awaiting import done
 from shmring.core.engine_end import ClaimEnd
 from shmring.core.states import RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError
@@ -151,7 +152,7 @@ class Claim(ClaimEnd):
         if reply is not _NOTHING:
             return self._done_with(reply)
         self.finish()
-        return _Done()
+        return done
 
     async def _done_with(self, reply: object) -> None:
         self.check_running()
@@ -193,11 +194,3 @@ class Claim(ClaimEnd):
         if self.aborted:
             return AbortedError(f"request {self.request_id} was aborted by its frontend", request_id=self.request_id)
         return LocalProtocolError(f"request {self.request_id} has ended; answer before leaving its claim")
-
-
-class _Done:
-    """What has been done already, for who awaits it."""
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return
-        yield

@@ -659,8 +659,7 @@ class Ring(EngineCalls):
         self._counters.aborted += 1
         self._frontends[effect.client_id].send(Failed(effect.request_id, "aborted", "AbortedError", "aborted"))
         if not effect.was_running:
-            del self._end.waiting[key]
-            self._end.publish_load()
+            self._end.forget_waiting(*key)
             return
         claim = self._end.forget_claim(*key)
         if claim is not None:
@@ -970,8 +969,8 @@ class Ring(EngineCalls):
             clients=connected,
             departed_clients=len(book.clients) - connected,
             lease_requests_waiting=book.waiting_lease_requests,
-            waiting=len(self._end.waiting),
-            running=len(self._end.claims),
+            waiting=self._end.waiting,
+            running=self._end.running,
             slots_published=book.count_slots(EngineSlot.PUBLISHED),
             slots_claimed=book.count_slots(EngineSlot.CLAIMED),
             slots_draining=book.count_slots(EngineSlot.DRAINING),

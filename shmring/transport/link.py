@@ -30,7 +30,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
+from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordTaker, RecordWriter, take_bells
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.forks import Origin
@@ -104,8 +104,7 @@ class Link:
         self._drained = 0  # how often this end has asked for room
         self._awake = False
         self._vigil = Vigil()
-        self._reading = False
-        self._records_left = RECORDS_IN_TURN  # in this turn of the loop
+        self.reader.records_left = RECORDS_IN_TURN
         self._is_ending = False  # the connection has ended; what the peer had published by then is read first
         self._deaf = False  # nothing is delivered any more
         self._closing = False
@@ -140,7 +139,7 @@ class Link:
 
     def break_off(self, error: RemoteProtocolError) -> None:
         """The peer's counts in a ring are impossible: reports it, not within what the owner is doing."""
-        self._loop.call_soon(self._violated, error)
+        self._loop.call_soon(self.violated, error)
 
     def expect_space(self) -> None:
         """What somebody was to send found the ring full: :meth:`drain` waits until the peer has made room."""
@@ -216,7 +215,7 @@ class Link:
         self._block()
         if self._backlog_nbytes > self._max_backlog_nbytes:
             error = RemoteProtocolError(f"the peer left more than {self._max_backlog_nbytes} bytes unread beside a full ring")
-            self._loop.call_soon(self._violated, error)
+            self._loop.call_soon(self.violated, error)
         elif len(self._backlog) == 1:
             self._flush()
 
@@ -247,24 +246,38 @@ class Link:
 
     def poll(self) -> None:
         """Delivers what has come, within this turn's budget: for who would otherwise wait for it to be delivered."""
-        if self._deaf or self._reading or not self._records_left or self._origin.forked or not self.reader.has_more():
+        if self._deaf or self._origin.forked:
+            return
+        reader = self.reader
+        if reader.is_reading or not reader.records_left or not reader.has_more():
             return
         if self._read() and not self._awake:
             self._wake()
 
     def _wake(self) -> None:
         if not self._awake:
-            self._awake = True
+            self._say_awake(True)
             self._poller.wake(self)
+
+    def _say_awake(self, awake: bool) -> None:
+        self._awake = awake
+        if self._open:
+            self.reader.awake = awake
 
     def take_turn(self, deadline_s: float) -> bool:
         """For the poller: delivers what came since; returns whether there was anything."""
-        self._records_left = RECORDS_IN_TURN
         if self._deaf or self._origin.forked:
             return False
+        reader = self.reader
+        reader.records_left = RECORDS_IN_TURN
+        heard, reader.heard = reader.heard, False
         if not self._writable.is_set():
             self._guarded(self._flush)
-        return not self._deaf and self.reader.has_more() and self._read(deadline_s)
+        if not self._deaf and reader.has_more() and self._read(deadline_s):
+            return True
+        if heard:
+            self._came(deadline_s - LINK_S)
+        return heard
 
     def fall_asleep(self, now_s: float) -> bool:
         """For the poller: returns whether this end sleeps now; False if something has come, or may be about to."""
@@ -273,7 +286,7 @@ class Link:
                 self._end()
             elif not self._vigil.is_over(now_s) or not self.reader.sleep():
                 return False
-        self._awake = False
+        self._say_awake(False)
         return True
 
     def _read(self, deadline_s: float | None = None) -> bool:
@@ -285,11 +298,11 @@ class Link:
         reader = self.reader
         if deadline_s is None:
             deadline_s = time.perf_counter() + LINK_S
-        now_s = deadline_s - LINK_S
-        self._reading = True
+        reader.is_reading = True
         try:
-            count = reader.deliver(self._owner.take_record, self._records_left, time.perf_counter, deadline_s)
-            self._records_left = 0 if reader.late else self._records_left - count
+            take = self._owner if isinstance(self._owner, RecordTaker) else self._owner.take_record
+            count = reader.deliver(take, reader.records_left, time.perf_counter, deadline_s)
+            reader.records_left = 0 if reader.late else reader.records_left - count
             if reader.stopped and not self._deaf:  # those were the last words
                 self._deaf = True
                 self._end()
@@ -297,13 +310,17 @@ class Link:
                 reader.ring_bell()
         except RemoteProtocolError as error:
             count = 1
-            self._violated(error)
+            self.violated(error)
         finally:
-            self._reading = False
+            reader.is_reading = False
         if count:
-            self._vigil.begin(now_s)
-            self._poller.extend()
+            self._came(deadline_s - LINK_S)
         return count > 0
+
+    def _came(self, now_s: float) -> None:
+        """A record came: the next one may be about to."""
+        self._vigil.begin(now_s)
+        self._poller.extend()
 
     def _hear(self) -> None:
         """Something came over the socket."""
@@ -312,7 +329,7 @@ class Link:
         heard = take_bells(self._fd)
         if heard and not self._deaf:
             if heard & FOREIGN:
-                self._violated(RemoteProtocolError("what came over the socket is no bell"))
+                self.violated(RemoteProtocolError("what came over the socket is no bell"))
             elif heard & GAVE_UP:
                 self._stop_delivering()
                 self._owner.peer_gave_up()
@@ -338,9 +355,9 @@ class Link:
         try:
             action()
         except RemoteProtocolError as error:
-            self._violated(error)
+            self.violated(error)
 
-    def _violated(self, error: RemoteProtocolError) -> None:
+    def violated(self, error: RemoteProtocolError) -> None:
         if not self._deaf:
             self._stop_delivering()
             self._owner.protocol_violated(error)
@@ -360,8 +377,8 @@ class Link:
         """Delivers all that is there, whatever the budget: the peer's process is dead."""
         if self._open:
             self._expect_the_end()
-        while not (self._deaf or self._reading):
-            self._records_left = RECORDS_IN_TURN
+        while not self._deaf and not self.reader.is_reading:
+            self.reader.records_left = RECORDS_IN_TURN
             if not self._read():
                 break
 

@@ -290,7 +290,7 @@ class _Engine:
                 continue
             key = (effect.client_id, effect.request_id)
             if not effect.was_running:
-                del self.end.waiting[key]
+                self.end.forget_waiting(*key)
             elif (claim := self.end.forget_claim(*key)) is not None:
                 claim.mark_ended(aborted=True)
 
@@ -356,7 +356,7 @@ def books(data: bytes) -> None:
         engine.collect()
         book.check()
     assert not engine.end.waiting
-    assert not engine.end.claims
+    assert not engine.end.running
     assert not book.clients
     assert book.host.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
 
