@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shmring import threads
     from shmring.client.client import RingClient, connect
+    from shmring.client.kept import Kept
     from shmring.client.slot import Slot
     from shmring.client.submission import Submission
     from shmring.config import ClientConfig, RingConfig
@@ -44,6 +45,7 @@ __all__ = [
     "Ring",
     "RingClient",
     "Claim",
+    "Kept",
     "Slot",
     "Submission",
     "nbytes_for",
@@ -73,6 +75,7 @@ _MODULES = {
     "Claim": "shmring.ring.claim",
     "ClientConfig": "shmring.config",
     "ClientStatistics": "shmring.statistics",
+    "Kept": "shmring.client.kept",
     "Ring": "shmring.ring.ring",
     "RingClient": "shmring.client.client",
     "RingConfig": "shmring.config",
