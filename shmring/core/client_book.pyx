@@ -463,7 +463,7 @@ cdef class ClientBook:
     @property
     def leased_nbytes(self):
         """Bytes in leases of this client."""
-        return sum([lease.slots.length for lease in self.leases.values()]) * BLOCK_NBYTES
+        return sum([lease.slots.length - lease.kept_blocks for lease in self.leases.values()]) * BLOCK_NBYTES
 
     @property
     def free_nbytes(self):

@@ -327,6 +327,7 @@ cdef class EngineBook:
                         slot.lease.live.give(slot.start, slot.blocks)
                     else:
                         self.kept.unpin(slot.kept)  # whose client has it pinned
+                        self._next_use -= 1
                 raise
         if records is not None:
             for slot in records:
