@@ -19,9 +19,9 @@ from engine.protocol import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    Medium,
     ModelDescription,
 )
-from shmring.core.client_calls import AcquiringSlot
 
 __all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "GenerateOutput"]
 
@@ -60,7 +60,8 @@ class EngineClientProtocol(Protocol):
     """What a frontend may ask of an engine; frontends are annotated with it, and :class:`EngineClient` is one.
 
     Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``ring``,
-    ``slot``, ``check_capacity``, ``describe`` and ``statistics`` are ours: media travel in slots.
+    ``slots``, ``check_capacity``, ``kept_nbytes``, ``find``, ``keep``, ``describe`` and ``statistics`` are ours: media travel
+    in slots.
     """
 
     @property
@@ -96,11 +97,21 @@ class EngineClientProtocol(Protocol):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Gives requests up."""
 
-    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
-        """Waits for memory of the slab for a request's media."""
+    async def slots(self, sizes: Sequence[int], *, timeout: float | None = None) -> list[shmring.Slot]:
+        """Waits for memory of the slab for a request's media, all at once."""
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Raises :class:`shmring.CapacityError` if there can never be a slot of that size."""
+    def check_capacity(self, *sizes: int) -> None:
+        """Raises :class:`shmring.CapacityError` if there can never be slots of these sizes at once."""
+
+    @property
+    def kept_nbytes(self) -> int:
+        """How much of media the engine keeps at most; 0: nothing."""
+
+    async def find(self, key: bytes) -> shmring.Kept | None:
+        """Returns a medium that the engine keeps under a key; its payload is a :data:`engine.protocol.Medium`."""
+
+    async def keep(self, key: bytes, medium: Medium) -> shmring.Kept:
+        """Gives the engine a medium to keep under a key."""
 
     async def check_health(self, timeout: float = ...) -> None:
         """Raises if the engine is not well."""
@@ -219,26 +230,49 @@ class EngineClient:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot:
-        """Waits for memory of the slab for a request's media; see :meth:`shmring.RingClient.slot`.
+    async def slots(self, sizes: Sequence[int], *, timeout: float | None = None) -> list[shmring.Slot]:
+        """Waits for memory of the slab for a request's media, all at once; see :meth:`shmring.RingClient.slots`.
 
-        Threads copy into it, and go on when their request is cancelled: the slot drains before its memory is used again.
+        Threads copy into it, and go on when their request is cancelled: a slot drains before its memory is used again.
 
         Raises:
             shmring.EngineDeadError: no engine is attached.
         """
         self._check_running()
-        return self.ring.slot(nbytes, timeout=timeout, drain=True)
+        return await self.ring.slots(sizes, timeout=timeout, drain=True)
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Checks that there can be a slot of that size; see :meth:`shmring.RingClient.check_capacity`.
+    @property
+    def kept_nbytes(self) -> int:
+        """How much of media the engine keeps at most; 0: nothing, or no engine is attached."""
+        return self.ring.kept_nbytes
+
+    async def find(self, key: bytes) -> shmring.Kept | None:
+        """Looks for a medium that the engine keeps; see :meth:`shmring.RingClient.find`.
+
+        Raises:
+            shmring.EngineDeadError: no engine is attached.
+        """
+        self._check_running()
+        return await self.ring.find(key, payload_type=Medium)
+
+    async def keep(self, key: bytes, medium: Medium) -> shmring.Kept:
+        """Gives the engine a medium to keep, whose slot is not copied; see :meth:`shmring.RingClient.keep`.
+
+        Raises:
+            shmring.EngineDeadError: no engine is attached.
+        """
+        self._check_running()
+        return await self.ring.keep(key, medium)
+
+    def check_capacity(self, *sizes: int) -> None:
+        """Checks that there can be slots of these sizes at once; see :meth:`shmring.RingClient.check_capacity`.
 
         Raises:
             shmring.CapacityError: it can never fit the slab.
             shmring.EngineDeadError: no engine is attached.
         """
         self._check_running()
-        self.ring.check_capacity(nbytes)
+        self.ring.check_capacity(*sizes)
 
     async def generate(
         self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None

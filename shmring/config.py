@@ -110,9 +110,9 @@ class RingConfig:
         client_quota_nbytes: what one frontend may hold in leases while others are connected; ``None``: three quarters
             of what can be leased, so that a stopped frontend can't starve the rest. Alone, a frontend may hold it all,
             and one lease is always granted however large.
-        kept_nbytes: what of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half of what can be
-            leased; 0: nothing is kept. What nobody has pinned of it is free to whoever asks for a lease. So this bounds what can be
-            pinned: the rest of the slab is always there for requests.
+        kept_nbytes: what of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half of what
+            can be leased; 0: nothing is kept. What nobody has pinned of it is free to whoever asks for a lease. So this bounds
+            what can be pinned: the rest of the slab is always there for requests.
         max_kept: contents that are kept. Each has up to 4 KiB of private memory of the engine beside its part of the slab.
         max_pins: pins of kept content a client may have. More than there are requests in flight need.
         max_clients: connections at a time. Each costs two descriptors; 256 stays below the usual limit of 1,024.
@@ -179,8 +179,8 @@ class RingConfig:
 
     def __post_init__(self) -> None:
         _normalise(
-            self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "kept_nbytes", "message_ring_nbytes",
-            "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes", "copy_offload_nbytes",
+            self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "kept_nbytes",
+            "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes", "copy_offload_nbytes",
         )  # fmt: skip
         _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {self.backing!r}")
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")

@@ -33,7 +33,7 @@ class RingStatistics:
         refused: connections refused in the handshake.
         reclaimed_nbytes: bytes taken back from frontends that had gone.
         kept, kept_nbytes: contents that are kept to be sent again, and their part of the slab.
-        kept_pinned, kept_pinned_nbytes: of them, those that somebody uses. The others' memory is free to whoever asks for a lease.
+        kept_pinned, kept_pinned_nbytes: of them, those that somebody uses. The others' memory is free to whoever asks for it.
         kept_capacity_nbytes: what may be kept.
         kept_hits, kept_misses: how often a frontend looked for content, and it was there or not.
         kept_evictions: contents that have gone, because their memory was wanted.
@@ -124,8 +124,8 @@ class ClientStatistics:
         reply_copies, reply_copied_nbytes: replies that were copied out of the engine's slab, which was short of space for them.
         reply_slots_held: reply slots that living views keep.
         kept_pins: kept contents that this client has pinned.
-        kept_hits, kept_misses: how often :meth:`~shmring.RingClient.find` found something, and how often not. What this client has
-            pinned already it finds without asking the engine.
+        kept_hits, kept_misses: how often :meth:`~shmring.RingClient.find` found something, and how often not. What this
+            client has pinned already it finds without asking the engine.
         stale_releases: releases of slots that were not with the engine (late or doubled).
         reconnections: engines attached to after the first.
         device_slab_nbytes: the engine's device slab, once this client has attached to it. Its leases are in none of the sizes

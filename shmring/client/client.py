@@ -257,8 +257,8 @@ class RingClient(ClientCalls):
     async def find(self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None) -> Kept | None:
         """Looks for content that the engine keeps under a key, whoever gave it. It is pinned until what is returned is left.
 
-        One round trip; none if this client has it pinned already. Don't wait for a slot while holding it, without a timeout: two
-        clients that do could wait for each other.
+        One round trip; none if this client has it pinned already. Don't wait for a slot while holding it, without a timeout:
+        two clients that do could wait for each other.
 
         Args:
             key: 32 bytes.
@@ -281,9 +281,9 @@ class RingClient(ClientCalls):
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None) -> Kept:
         """Gives content to the engine, to be found under a key by every client until its space is wanted for something else.
 
-        If all tensors of the payload lie in one slot of this client, nothing is copied: that slot is the engine's from now on, as
-        a whole, and nobody may write to it any more. Otherwise they are copied to a slot of their own, which is waited for. If
-        something is kept under this key already, that is returned: the first is kept.
+        If all tensors of the payload lie in one slot of this client, nothing is copied: that slot is the engine's from now on,
+        as a whole, and nobody may write to it any more. Otherwise they are copied to a slot of their own, which is waited for.
+        If something is kept under this key already, that is returned: the first is kept.
 
         Args:
             key: 32 bytes that stand for this content and for no other, such as a hash of what it was made of.
@@ -294,7 +294,8 @@ class RingClient(ClientCalls):
             The content, which is pinned until that is left.
 
         Raises:
-            WouldBlock: it can't be kept now, since too much of what is kept is pinned, or somebody waits for that memory. A slot that it
+            WouldBlock: it can't be kept now, since too much of what is kept is pinned, or somebody waits for that memory. A
+            slot that it
                 lies in is the caller's again, to be sent as usual. Nothing is waited for.
             CapacityError: it is larger than all that the engine may keep.
             TypeError, ValueError: it can't be sent, has no tensor, or this is no key.
@@ -325,31 +326,34 @@ class RingClient(ClientCalls):
             CapacityError: together they are more than the engine can lease out.
             TimeoutError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
         """
-        for nbytes in sizes:
-            check_nbytes(nbytes)
-        if not sizes:
-            raise ValueError("slots are at least one")
+        check_sizes(sizes)
         with self._deadlines.within(timeout, self._why_not_sent):
             session = await self._ready()
             record = await session.acquire(nbytes_for_slots(sizes), held=True)
             return [session.hold(part, drain=drain) for part in session.book.split(record, sizes)]
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
+    @property
+    def kept_nbytes(self) -> int:
+        """How much the engine that is attached now may keep (``RingConfig.kept_nbytes``); 0: nothing, or none is attached."""
+        session = self._session
+        return 0 if session is None else session.welcome.kept_nbytes
+
+    def check_capacity(self, *sizes: int) -> None:
+        """Checks that slots of these sizes could be had at once, before the caller makes what they would hold. Takes nothing.
 
         Args:
-            nbytes: as for :meth:`slot`, in host memory.
+            sizes: as for :meth:`slots`; at least one.
 
         Raises:
             CapacityError: more than the engine can lease out.
             WouldBlock: no engine is attached now, and the next one is waited for.
             EngineDeadError, ClosedError: as :meth:`request`.
-            ValueError: ``nbytes`` is negative.
+            ValueError: a size is negative, or there is none.
         """
-        check_nbytes(nbytes)
+        check_sizes(sizes)
         session = self._ready_nowait()
         session.check_alive()
-        session.book.check_capacity(nbytes)
+        session.book.check_capacity(nbytes_for_slots(sizes))
 
     def resolve_device(self, device: torch.device | str) -> torch.device | None:
         """For :meth:`slot`: the GPU that is meant, or None for the host."""
@@ -607,6 +611,14 @@ class RingClient(ClientCalls):
         if len(name) > _MAX_NAME_CHARACTERS:
             raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raises unless these are sizes of slots: at least one, and none of them negative."""
+    for nbytes in sizes:
+        check_nbytes(nbytes)
+    if not sizes:
+        raise ValueError("there is at least one slot")
 
 
 class Connecting:

@@ -1,11 +1,11 @@
 """Content that the engine keeps, at a frontend: finding it, giving it a slot to keep, and the pins that hold it meanwhile.
 
 Theory of operation. What was found is pinned at the engine until this end takes that back. A :class:`_Pin` counts who uses it
-here: callers that hold a :class:`Kept`, the slot that it was, while its caller has not left it, and views that are alive. With the
-last of them the pin goes back. A content is pinned once, however many callers hold it, and found again without asking.
+here: callers that hold a :class:`Kept`, the slot that it was, while its caller has not left it, and views that are alive. With
+the last of them the pin goes back. A content is pinned once, however many callers hold it, and found again without asking.
 
-Its slot stands among the held ones of the session, so a payload with views of it is sent from there. A request that was sent pins
-it at the engine by itself: messages come in order, and the request's is before that which takes the pin back.
+Its slot stands among the held ones of the session, so a payload with views of it is sent from there. A request that was sent
+pins it at the engine by itself: messages come in order, and the request's is before that which takes the pin back.
 
 Invariants: what a :class:`_Pin` stands for is pinned at the engine; it has a user or a view, or is forgotten.
 """
@@ -33,7 +33,8 @@ __all__ = ["Kept", "KeptContents", "check_key"]
 
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
 _WHY_NOT = {
-    "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without keeping it",
+    "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
+    "keeping it",
     "pins": "this client has pinned as much kept content as the engine lets it have (max_pins); leave some of it",
 }
 
@@ -131,9 +132,7 @@ class Kept:
     def __enter__(self) -> Kept:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -209,11 +208,9 @@ class KeptContents:
             raise
         if isinstance(answer, NotKept):
             if answer.reason == "large":
-                raise CapacityError(
-                    f"{packed.slot_nbytes or packed.in_place_nbytes} bytes are more than the engine keeps; raise its kept_nbytes",
-                    needed=packed.slot_nbytes or packed.in_place_nbytes,
-                    capacity=session.welcome.kept_nbytes,
-                )
+                nbytes, capacity = packed.slot_nbytes or packed.in_place_nbytes, session.welcome.kept_nbytes
+                message = f"{nbytes} bytes are more than the {capacity} that the engine keeps; raise its kept_nbytes"
+                raise CapacityError(message, needed=nbytes, capacity=capacity)
             raise WouldBlock(_WHY_NOT[answer.reason])
         return Kept(self, answer, Any)
 

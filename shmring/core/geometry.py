@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from shmring.core.messages import HOST_MEMORY, SLOT_HEADER_NBYTES, Memory
 
@@ -96,8 +96,10 @@ class Geometry:
         return self.LEASABLE_START + self.leasable_blocks
 
 
-def nbytes_for_slots(sizes: Iterable[int]) -> int:
+def nbytes_for_slots(sizes: Sequence[int]) -> int:
     """Returns the content of one slot whose memory is that of slots of these sizes, which it can be split into."""
+    if len(sizes) == 1:
+        return sizes[0]
     return sum(map(slot_blocks, sizes)) * BLOCK_NBYTES - SLOT_HEADER_NBYTES
 
 
@@ -105,8 +107,8 @@ def nbytes_for_slots(sizes: Iterable[int]) -> int:
 class EngineBookLimits:
     """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so.
 
-    ``quota_blocks`` is of the slab, ``device_quota_blocks`` of the device slab; ``max_leases`` holds in each. Of all clients together:
-    ``kept_blocks`` and ``max_kept`` bound what is kept; a client has ``max_pins`` of it pinned at a time.
+    ``quota_blocks`` is of the slab, ``device_quota_blocks`` of the device slab; ``max_leases`` holds in each. Of all clients
+    together: ``kept_blocks`` and ``max_kept`` bound what is kept; a client has ``max_pins`` of it pinned at a time.
     """
 
     max_lease_blocks: int

@@ -363,8 +363,8 @@ class Found(_Message, frozen=True, tag=112):
     payload: KeptPayload
 
 
-#: ``absent``: nothing is kept under the key. ``large``: larger than all that is kept may be. ``full``: what is kept is pinned, or
-#: somebody waits for this memory. ``pins``: the client has pinned as much as it may.
+#: ``absent``: nothing is kept under the key. ``large``: larger than all that is kept may be. ``full``: what is kept is pinned,
+#: or somebody waits for this memory. ``pins``: the client has pinned as much as it may.
 NotKeptReason = Literal["absent", "large", "full", "pins"]
 
 

@@ -830,8 +830,7 @@ class Ring(EngineCalls):
             return
         client = self._book.clients[frontend.client_id]
         named = sum(
-            len(part.kept_lease_ids) + len(part.kept_reply_generations) + len(part.pinned_generations)
-            for part in frontend.kept
+            len(part.kept_lease_ids) + len(part.kept_reply_generations) + len(part.pinned_generations) for part in frontend.kept
         )
         if not len(frontend.kept) <= named <= len(client.leases) + len(client.replies) + len(client.pins):
             raise RemoteProtocolError("a goodbye in parts keeps more than there is, or nothing in one of them")

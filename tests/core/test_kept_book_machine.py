@@ -1,7 +1,7 @@
 """Kept content in the engine's book, compiled and in Python side by side, and what must hold of it whatever happens.
 
-The pair compares every event and the whole state. What is known here besides: who has pinned what, and which slots of requests are
-kept content. What is pinned stays where it is, with its bytes its own; what is not is as good as free to whoever asks for a
+The pair compares every event and the whole state. What is known here besides: who has pinned what, and which slots of requests
+are kept content. What is pinned stays where it is, with its bytes its own; what is not is as good as free to whoever asks for a
 lease. At the end everybody dies: what is left is kept, pinned by nobody, and all of it gives way to one lease.
 """
 
@@ -214,7 +214,11 @@ class KeptBookMachine(RuleBasedStateMachine):
             assert answer == NotKept(token, "pins")
         else:
             assert isinstance(answer, Found)
-            assert (answer.generation, answer.offset, answer.nbytes) == (kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes)
+            assert (answer.generation, answer.offset, answer.nbytes) == (
+                kept.generation,
+                kept.start * BLOCK_NBYTES,
+                kept.nbytes,
+            )
             client.pins[answer.generation] += 1
 
     @precondition(lambda self: self.connected())
@@ -296,7 +300,9 @@ class KeptBookMachine(RuleBasedStateMachine):
         wrong = [ref for ref in refs if not client.pins[ref.generation]]
         wrong += [SlotRef(0, ref.offset, ref.nbytes + 1, ref.generation) for ref in own]
         wrong += [SlotRef(0, ref.offset + BLOCK_NBYTES, ref.nbytes, ref.generation) for ref in own]
-        wrong += [SlotRef(0, ref.offset, ref.nbytes, ref.generation + 1) for ref in own if ref.generation + 1 not in client.pins]
+        wrong += [
+            SlotRef(0, ref.offset, ref.nbytes, ref.generation + 1) for ref in own if ref.generation + 1 not in client.pins
+        ]
         before = [self.draw_from(data, own)] if own and beside else []
         slots = [*before, self.draw_from(data, wrong)]
         self.refuses(lambda: self.book.submit(client_id, client.last_request + 1, slots))
@@ -335,7 +341,9 @@ class KeptBookMachine(RuleBasedStateMachine):
 
     def released(self, client_id: int, effects: Sequence[EngineEffect], number: int) -> None:
         is_kept = number in self.clients[client_id].uses
-        assert not is_kept or not any(isinstance(effect, Released) for effect in effects), "kept content is nobody's to get back"
+        assert not is_kept or not any(isinstance(effect, Released) for effect in effects), (
+            "kept content is nobody's to get back"
+        )
         self.forget_gone(client_id)
         self.carry_out(effects)
 
@@ -380,7 +388,9 @@ class KeptBookMachine(RuleBasedStateMachine):
                 held > 0 and others and held + client.pinned_blocks + want.blocks > self.book.limits.quota_blocks
             )
             mine = window is not None and window.client_id == client_id
-            assert is_over or longest_run(usable if mine else usable - reserved) < want.blocks, f"client {client_id} waits in vain"
+            assert is_over or longest_run(usable if mine else usable - reserved) < want.blocks, (
+                f"client {client_id} waits in vain"
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "book"):

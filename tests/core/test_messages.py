@@ -131,7 +131,9 @@ frontend_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(Call, unsigned, short_text, st.binary(max_size=40)),
     st.builds(Goodbye, many_ids, many_generations, st.booleans(), st.booleans(), many_generations),
     st.builds(Find, unsigned, keys),
-    st.builds(Keep, unsigned, keys, unsigned, unsigned, unsigned, generations, st.booleans(), st.binary(min_size=1, max_size=40)),
+    st.builds(
+        Keep, unsigned, keys, unsigned, unsigned, unsigned, generations, st.booleans(), st.binary(min_size=1, max_size=40)
+    ),
     st.builds(Unpin, many_generations),
 )
 engine_messages: st.SearchStrategy[Any] = st.one_of(
@@ -212,8 +214,8 @@ def test_defaults_may_be_left_out() -> None:
 
 
 def test_the_tags_are_fixed() -> None:
-    assert [plain(message)[0] for message in FRONTEND_MESSAGES] == [1, 3, 4, 5, 6, 7, 8]
-    assert sorted(plain(message)[0] for message in ENGINE_MESSAGES) == [101, 102, *range(105, 110)]
+    assert [plain(message)[0] for message in FRONTEND_MESSAGES] == [1, 3, 4, 5, 6, 7, 8, 12, 13, 14]
+    assert sorted(plain(message)[0] for message in ENGINE_MESSAGES) == [101, 102, *range(105, 110), 112, 113]
     assert {msgspec.msgpack.decode(record)[0] for record in SUBMITS.values()} == {2}
     assert {msgspec.msgpack.decode(record)[0] for record in ENGINE_RECORDS.values()} == {103, 104}
 

@@ -7,7 +7,8 @@ until the request is granted or withdrawn.
 The owner's own leases in its window are not recalled. A request for which nobody waits is a *wish*: granted when there is room,
 with no window. When it comes, and nobody waits, and leases that lie idle would make room for it, those are recalled.
 
-What the engine keeps of a lease is in it no more: the lease is in pieces then. What is kept and not pinned goes when somebody wants its
+What the engine keeps of a lease is in it no more: the lease is in pieces then. What is kept and not pinned goes when somebody
+wants its
 memory: the least recently used first, of which only what lies in the run that comes free; or all that lies in a window.
 """
 
@@ -138,7 +139,7 @@ class Lending:
         self._free.free(kept.start, kept.blocks)
 
     def _make_room(self, blocks: int, client_id: int = 0) -> None:
-        """Lets the least recently used content go that leaves a free run of so many blocks, outside of anybody else's window."""
+        """Lets the least recently used content go that leaves a free run of so many blocks, outside of other windows."""
         free = {block for start, length in self._free.runs() for block in range(start, start + length)}
         if self._window is not None and self._window.client_id != client_id:
             free -= set(range(self._window.start, self._window.end))
@@ -304,8 +305,7 @@ class Lending:
             leases = [
                 lease
                 for lease in client.leases_in(self.memory)
-                if not lease.recalled
-                and any(piece < end and start < piece + length for piece, length in self._pieces(lease))
+                if not lease.recalled and any(piece < end and start < piece + length for piece, length in self._pieces(lease))
             ]
             if client.connected and client.client_id != but_of and leases:
                 for lease in leases:
