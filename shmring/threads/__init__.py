@@ -4,7 +4,7 @@
 errors are those of :mod:`shmring`; what is awaited there blocks here, with a ``timeout`` in seconds. See ``docs/threads.md``.
 """
 
-from shmring.threads.client import Client, Slot, Submission, connect
+from shmring.threads.client import Client, Kept, Slot, Submission, connect
 from shmring.threads.ring import Claim, Ring, serve
 
-__all__ = ["Claim", "Client", "Ring", "Slot", "Submission", "connect", "serve"]
+__all__ = ["Claim", "Client", "Kept", "Ring", "Slot", "Submission", "connect", "serve"]
