@@ -168,13 +168,15 @@ class _Driver:
         return self.seen
 
     async def sample(self) -> None:
-        """Looks at the slab now and then; what is free, leased and quarantined must always be all of it."""
+        """Looks at the slab now and then; what is free, leased, quarantined and kept must always be all of it."""
         while True:
             counts = await self.statistics()
             if counts is not None:
                 free, leased, quarantined = (counts[f"{what}_nbytes"] for what in ("free", "leased", "quarantined"))
-                if free + leased + quarantined != counts["leasable_nbytes"]:
-                    self.seen.violations.append(f"{free} + {leased} + {quarantined} is not {counts['leasable_nbytes']}")
+                kept = counts["kept_nbytes"]
+                if free + leased + quarantined + kept != counts["leasable_nbytes"]:
+                    sizes = f"{free} + {leased} + {quarantined} + {kept}"
+                    self.seen.violations.append(f"{sizes} is not {counts['leasable_nbytes']}")
                 if counts["protocol_errors"]:
                     self.seen.violations.append(f"{counts['protocol_errors']} frontends were said to break the protocol")
                 self.seen.samples.append(Sample(time.monotonic_ns(), free, leased, quarantined, _in_use(counts)))
@@ -282,8 +284,9 @@ class _Driver:
         await asyncio.gather(*(member.now.ask(control.Close()) for member in self.frontends))
         assert self.observer is not None
         own = self.observer.statistics().leased_nbytes
-        counts = await self.settled(lambda now: now["free_nbytes"] + own == now["leasable_nbytes"])
-        leaked = counts["leasable_nbytes"] - counts["free_nbytes"] - own + counts["reply_nbytes"] - counts["reply_free_nbytes"]
+        counts = await self.settled(lambda now: now["free_nbytes"] + now["kept_nbytes"] + own == now["leasable_nbytes"])
+        leaked = counts["leasable_nbytes"] - counts["free_nbytes"] - counts["kept_nbytes"] - own
+        leaked += counts["reply_nbytes"] - counts["reply_free_nbytes"]
         segments = list(SHM_DIRECTORY.glob(f"{NAME_PREFIX}-*-{self.name}-*"))
         return QuietLook(lost, held, leaked, await self.leaked_descriptors(), len(segments))
 
@@ -314,7 +317,8 @@ class _Driver:
 
 
 def _in_use(counts: dict[str, int]) -> int:
-    return counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+    in_slots = counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+    return in_slots + counts["kept_pinned"]
 
 
 async def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Observations], None]) -> None:
