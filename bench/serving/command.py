@@ -68,7 +68,10 @@ def _rate(value: str) -> float | None:
 @click.option("--scale", default=1.0, type=_ABOVE_0, help="Multiplies the preset's requests and their concurrency.")
 @click.option("--url", help="Of a server that runs already.  [default: one is started, and stopped]")
 @click.option("--compare", is_flag=True, help="Start two servers, slab and --disable-mm-shm, and load them in turn.")
-@click.option("--repetitions", type=COUNT, help="Of the load on each server.  [default: 3 with --compare, else 1]")
+@click.option(
+    "--compare-kept", is_flag=True, help="Start two servers, of which one keeps prepared media, and load them in turn."
+)
+@click.option("--repetitions", type=COUNT, help="Of the load on each server.  [default: 3 with a comparison, else 1]")
 @click.option("--num-prompts", "requests", default=100, type=COUNT, help="Requests.")
 @click.option(
     "--request-rate", default="inf", type=_rate, metavar="RATE", help="Requests that become due a second; inf: all at once."
@@ -125,6 +128,7 @@ def _rate(value: str) -> float | None:
 @click.option("--api-servers", default=_SERVER.api_servers, type=COUNT, help="Frontends of the server that is started.")
 @click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
 @click.option("--disable-mm-shm", "copied", is_flag=True, help="The server decodes media into private memory, and copies them.")
+@click.option("--keep-media", "kept", is_flag=True, help="The server keeps what it has prepared, and uses it again.")
 @click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decoders=2.")
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
@@ -145,6 +149,8 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
     if values["url"] is not None and (values["compare"] or values["copied"]):
         raise click.UsageError("--compare and --disable-mm-shm are about servers that are started here; leave --url out")
+    if values["compare_kept"] and (values["url"] is not None or values["compare"] or values["copied"]):
+        raise click.UsageError("--compare-kept starts servers that decode into slots; leave --url and other comparisons out")
     if values["copied"] and values["compare"]:
         raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
     if "none" in values["kinds"] and len(values["kinds"]) > 1:
@@ -153,7 +159,7 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         values["kinds"] = get_args(MediaKind)
     elif "none" in values["kinds"]:
         values["kinds"] = ()
-    values["repetitions"] = values["repetitions"] or (3 if values["compare"] else 1)
+    values["repetitions"] = values["repetitions"] or (3 if values["compare"] or values["compare_kept"] else 1)
     values["media"], values["server"] = _taken(Media, values), _taken(ServerOptions, values)
     values["load"] = _taken(Load, values)
     return _taken(Plan, values)
