@@ -316,6 +316,9 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
         "serve", "two engines whose steps wait 20 ms, two frontends: requests/s of one", "preset engines-wait", ">= 1.9 x"
     ),
     Elsewhere("serve", "two engines whose steps compute: requests/s of one", "preset engines-compute", ">= 1 x"),
+    Elsewhere("serve", "kept content: requests/s of a new picture", "a repeated 12 MP picture through HTTP", ">= 5 x"),
+    Elsewhere("serve", "kept content: bytes copied", "a repeated 12 MP picture through HTTP", "0"),
+    Elsewhere("serve", "kept content: requests/s of without", "a working set twice the slab", ">= 0.97 x"),
     Elsewhere("gpu", "pinned slot: GB/s of pin_memory() memory", "8 MB and above", ">= 0.95 x"),
     Elsewhere("gpu", "pinned slot: GB/s of cloning, then copying", "64 MB", ">= 3 x"),
     Elsewhere("gpu", "device slab: p50 of a hand-over", "any size", "<= 150 us"),

@@ -24,12 +24,11 @@ from engine.protocol import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    Medium,
     ModelDescription,
 )
-from shmring.client.routing_client import AcquiringRoutedSlot
-from shmring.core.client_calls import AcquiringSlot
 
-__all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "EngineState", "GenerateOutput"]
+__all__ = ["EncodeOutput", "EngineClient", "EngineClientProtocol", "EngineState", "GenerateOutput", "MediaMemory"]
 
 #: How an engine is. ``"unhealthy"`` is what it says of itself; one that is ``"down"`` is not attached.
 EngineState: TypeAlias = Literal["running", "paused", "unhealthy", "unresponsive", "down"]
@@ -67,11 +66,57 @@ class GenerateOutput(msgspec.Struct):
     finished: bool
 
 
+class MediaMemory:
+    """The slab of an engine, for the media of one request: all of them lie there, and the request goes to that engine.
+
+    What has to be waited for fails at once, with :class:`shmring.EngineDeadError`, if that engine is not attached: a frontend
+    answers 503, or takes another engine, rather than keep its caller waiting for one that may never come.
+
+    Attributes:
+        name: of the engine.
+    """
+
+    def __init__(self, ring: shmring.RingClient) -> None:
+        self.name = ring.name
+        self._ring = ring
+
+    async def slots(self, sizes: Sequence[int], *, timeout: float | None = None) -> list[shmring.Slot]:
+        """Waits for memory for media, all at once; see :meth:`shmring.RingClient.slots`.
+
+        Threads copy into it, and go on when their request is cancelled: a slot drains before its memory is used again.
+        """
+        self._check_attached()
+        return await self._ring.slots(sizes, timeout=timeout, drain=True)
+
+    def check_capacity(self, *sizes: int) -> None:
+        """Checks that there can be slots of these sizes at once; see :meth:`shmring.RingClient.check_capacity`.
+
+        Raises:
+            shmring.CapacityError: it can never fit the slab.
+        """
+        self._check_attached()
+        self._ring.check_capacity(*sizes)
+
+    async def find(self, key: bytes) -> shmring.Kept | None:
+        """Looks for a medium that is kept (a :data:`engine.protocol.Medium`); see :meth:`shmring.RingClient.find`."""
+        self._check_attached()
+        return await self._ring.find(key, payload_type=Medium)
+
+    async def keep(self, key: bytes, medium: Medium) -> shmring.Kept:
+        """Gives a medium to be kept, whose slot is not copied; see :meth:`shmring.RingClient.keep`."""
+        self._check_attached()
+        return await self._ring.keep(key, medium)
+
+    def _check_attached(self) -> None:
+        if not self._ring.connected and not self._ring.closed:
+            raise shmring.EngineDeadError(f"the engine {self.name!r} has gone; a new one is attached to as soon as it starts")
+
+
 class EngineClientProtocol(Protocol):
     """What a frontend may ask of an engine; frontends are annotated with it, and :class:`EngineClient` is one.
 
-    Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``ring``,
-    ``slot``, ``check_capacity``, ``describe`` and ``statistics`` are ours: media travel in slots.
+    Source: vLLM's ``EngineClient`` protocol; names and meanings are kept where the operation makes sense here. ``engines``,
+    ``copies``, ``kept_nbytes``, ``media_memory``, ``describe``, ``states`` and ``statistics`` are ours: media travel in slots.
     """
 
     @property
@@ -111,11 +156,12 @@ class EngineClientProtocol(Protocol):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Gives requests up."""
 
-    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot | AcquiringRoutedSlot:
-        """Waits for memory of a slab for a request's media."""
+    @property
+    def kept_nbytes(self) -> int:
+        """How much of media an engine keeps at most; 0: nothing."""
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Raises :class:`shmring.CapacityError` if there can never be a slot of that size."""
+    def media_memory(self) -> MediaMemory:
+        """Returns where the media of a request that is about to be made lie."""
 
     async def check_health(self, timeout: float = ...) -> None:
         """Raises if the engine is not well."""
@@ -321,26 +367,21 @@ class EngineClient:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def slot(self, nbytes: int, *, timeout: float | None = None) -> AcquiringSlot | AcquiringRoutedSlot:
-        """Waits for memory of a slab for a request's media; see :meth:`shmring.RingClient.slot`.
+    @property
+    def kept_nbytes(self) -> int:
+        """How much of media an engine keeps at most; 0: nothing, or no engine is attached."""
+        return self.ring.kept_nbytes
 
-        Threads copy into it, and go on when their request is cancelled: the slot drains before its memory is used again.
+    def media_memory(self) -> MediaMemory:
+        """Returns where the media of a request that is about to be made lie: at the least loaded of several engines.
 
         Raises:
             shmring.EngineDeadError: no engine is attached.
         """
         self._check_running()
-        return self.ring.slot(nbytes, timeout=timeout, drain=True)
-
-    def check_capacity(self, nbytes: int) -> None:
-        """Checks that there can be a slot of that size; see :meth:`shmring.RingClient.check_capacity`.
-
-        Raises:
-            shmring.CapacityError: it can never fit the slab.
-            shmring.EngineDeadError: no engine is attached.
-        """
-        self._check_running()
-        self.ring.check_capacity(nbytes)
+        if isinstance(self.ring, shmring.RoutingClient):
+            return MediaMemory(self.engines[self.ring.choose()])
+        return MediaMemory(self.ring)
 
     async def generate(
         self, request: GenerateRequest, *, request_id: str = "", timeout: float | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS
+from engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS, FiniteRange
 from engine.settings import DEFAULT_EXECUTOR, EXECUTORS, EngineSettings
 from shmring.config import BACKINGS, RingConfig
 
@@ -45,6 +45,11 @@ ENGINE_OPTIONS = (
         help="Where the slab lies; auto: in /dev/shm where it fits, else in a memfd.",
     ),
     click.Option(["--reply-nbytes"], type=NBYTES, help="The part of it that is kept for replies.  [default: a sixteenth]"),
+    click.Option(
+        ["--mm-processor-cache-gb"],
+        type=FiniteRange(min=0),
+        help="GiB of the slab that may hold prepared media, to be used again without decoding; 0: none.  [default: half of it]",
+    ),
     click.Option(["--max-num-seqs"], type=COUNT, help="Requests in a step.  [default: what the executor takes]"),
     click.Option(
         ["--max-batch-nbytes"],
@@ -72,11 +77,13 @@ def engine_settings_of(values: dict[str, Any]) -> EngineSettings:
         click.UsageError: they do not.
     """
     model = _model_of(values)
+    cache_gib: float | None = values["mm_processor_cache_gb"]
     try:
         ring = RingConfig(
             slab_nbytes=values["slab_nbytes"],
             backing=values["slab_backing"],
             reply_nbytes=values["reply_nbytes"],
+            kept_nbytes=None if cache_gib is None else int(cache_gib * 2**30),
             max_clients=values["max_clients"],
             max_payload_nbytes=values["max_payload_nbytes"],
             socket_dir=values["socket_dir"],

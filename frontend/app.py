@@ -160,7 +160,7 @@ class _Routes:
         try:
             completed = await self._chats.complete(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
-            self._take_over_counts()
+            self._take_over_gauges()
         return JsonResponse(completed.response, headers=notes | _headers(completed))
 
     async def _stream(self, request: ChatRequest, scope: Scope, notes: dict[str, str]) -> EventStream:
@@ -180,7 +180,7 @@ class _Routes:
         try:
             embedded = await self._embeddings.embed(request, admitted_of(http_request.scope), request_id_of(http_request.scope))
         finally:
-            self._take_over_counts()
+            self._take_over_gauges()
         return JsonResponse(embedded.response, headers=notes | _headers(embedded))
 
     async def list_models(self, _: Request) -> Response:

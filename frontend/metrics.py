@@ -87,6 +87,8 @@ class FrontendMetrics:
                 ("copied_nbytes", "shmring_frontend_copied_bytes", "Bytes of tensors copied for sending."),
                 ("in_place", "shmring_frontend_in_place", "Tensors sent from where they were in the slab."),
                 ("reconnections", "shmring_frontend_reconnections", "Engines attached to after the first."),
+                ("kept_hits", "shmring_frontend_kept_hits", "Lookups of prepared media that found them."),
+                ("kept_misses", "shmring_frontend_kept_misses", "Lookups of prepared media that did not."),
             )
         }
         self._gauges = {
@@ -95,9 +97,12 @@ class FrontendMetrics:
                 ("slots_in_use", "shmring_frontend_slots_in_use", "Slots in any state but free."),
                 ("slots_draining", "shmring_frontend_slots_draining", "Slots left, of which views live."),
                 ("leased_nbytes", "shmring_frontend_leased_bytes", "Bytes of the slab leased."),
+                ("kept_pins", "shmring_frontend_kept_pins", "Prepared media in use that the engine keeps."),
                 ("waiting", "shmring_frontend_slot_waiters", "Requests that wait for space in the slab."),
             )
         }
+        self._decoded = Counter("shmring_frontend_media_decoded", "Media that were decoded.", registry=self.registry)
+        self._decoded_seen = 0
         self._seen = {engine: dict.fromkeys(self._counters, 0) for engine in engines}
         self._decoders = self._gauge("shmring_frontend_decoders", "Processes that frontends may have for decoding media.")
         self._decoders_free = self._gauge("shmring_frontend_decoders_free", "Of these, those that nobody uses.")
@@ -131,6 +136,8 @@ class FrontendMetrics:
 
     def take_over_media(self, statistics: IntakeStatistics) -> None:
         """Updates the gauges of decoders and of decoded media."""
+        self._decoded.inc(statistics.decoded - self._decoded_seen)
+        self._decoded_seen = statistics.decoded
         decoders = statistics.decoders
         self._decoders.set(decoders.total)
         self._decoders_free.set(decoders.free)

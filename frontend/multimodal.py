@@ -2,11 +2,15 @@
 
 The order is this. First, files from other hosts are fetched, which may take long and keeps nobody else waiting. Then the
 request takes a turn, if its files are large. Decoders say how much memory all media need. The request takes that much of
-the memory for decoded media (:mod:`frontend.decoded_memory`), and each medium is decoded into a memory file. Only then one
-slot is acquired for all of them, and they are copied into it. So a slot is held for as long as copying takes, and a clip
+the memory for decoded media (:mod:`frontend.decoded_memory`), and each medium is decoded into a memory file. Only then slots
+are acquired, for all of them at once, and they are copied there. So a slot is held for as long as copying takes, and a clip
 that is decoded for a minute keeps no memory of the slab from others.
 
-The views of the slot are in one list, which the engine's request shares. The list is emptied when the block is left: a slot
+What was prepared is given to the engine to keep, under a hash of its file and of how it was prepared. Whoever sends the same
+file again, through any frontend, finds it there: it is neither decoded nor copied. Two requests with the same new file have it
+decoded once (:mod:`frontend.media.flights`).
+
+The views of the slots are in one list, which the engine's request shares. The list is emptied when the block is left: a slot
 that was left drains until its last view has died, and the answer may go on for minutes. By then the request must have been
 sent.
 """
@@ -16,14 +20,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 import shmring
-from engine.client import EngineClientProtocol
+from engine.client import EngineClientProtocol, MediaMemory
 from engine.protocol import InputSpec, Medium, checksum_of, tensor_of
 from frontend.admission import Admitted
 from frontend.decoded_memory import DecodedMemory
@@ -31,6 +35,8 @@ from frontend.errors import ApiError, unavailable
 from frontend.media.decoder_pool import DecoderStatistics
 from frontend.media.errors import MediaError
 from frontend.media.fetch import Fetcher
+from frontend.media.flights import Flights
+from frontend.media.identity import key_of, preparation_of
 from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
 from frontend.openai.messages import check_counts
 from frontend.settings import FrontendSettings
@@ -46,7 +52,28 @@ _SMALL_NBYTES = 256 << 10
 # Pictures and recordings that are so small together are decoded in some ten milliseconds: two thirds of a megapixel.
 _QUICK_DECODED_NBYTES = 2 << 20
 
+# Hashing so much takes less than handing it to a thread.
+_HASHED_AT_ONCE_NBYTES = 64 << 10
+# How often a request looks for its media before it decodes all of them itself.
+_ATTEMPTS = 3
+
 _Loaded = TypeVar("_Loaded")
+_Source = TypeVar("_Source", "MediaSource", "_File")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _File:
+    """The file of a medium.
+
+    Attributes:
+        key: what the medium is kept under.
+        source: where it came from.
+        data: its bytes.
+    """
+
+    key: bytes
+    source: MediaSource
+    data: bytes = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,11 +84,13 @@ class IntakeStatistics:
         decoders: how busy they are.
         decoded_nbytes: memory of requests whose media are decoded, or being decoded, and not in the slab yet.
         decoded_waiting: requests that wait for such memory.
+        decoded: media that were decoded so far.
     """
 
     decoders: DecoderStatistics
     decoded_nbytes: int
     decoded_waiting: int
+    decoded: int
 
 
 class MediaIntake:
@@ -80,11 +109,14 @@ class MediaIntake:
         self._fetching = asyncio.Semaphore(_MAX_FETCHING)
         self._decoded_memory = DecodedMemory(settings.max_decoded_nbytes, settings.queue_timeout_s)
         self._loader = MediaLoader(settings.decoders, settings.media_limits, settings.media_io_kwargs, self._fetcher)
+        self._flights: dict[str, Flights] = {}  # by engine: each keeps media of its own
+        self._unkept = 0  # media that had to have a key of their own, since nothing is kept
+        self._decoded_media = 0
 
     def statistics(self) -> IntakeStatistics:
         """Returns how busy the decoders are, and how much memory decoded media take."""
         memory = self._decoded_memory
-        return IntakeStatistics(self._loader.statistics(), memory.nbytes, memory.waiting)
+        return IntakeStatistics(self._loader.statistics(), memory.nbytes, memory.waiting, self._decoded_media)
 
     async def close(self) -> None:
         """Starts nothing more."""
@@ -119,62 +151,205 @@ class MediaIntake:
             yield media
             return
         check_counts(sources, self._settings.limit_mm_per_prompt, param)
-        prepared = await self._load(sources, spec, admitted, param)
+        files = await self._load(sources, spec, admitted, param)
         sources.clear()
         async with contextlib.AsyncExitStack() as stack:
-            targets: list[torch.Tensor] = []
             try:
-                async with self._decoded(prepared) as decoded:
-                    targets += await self._acquire(decoded, stack)
-                    media += await self._copy(decoded, targets)
-                targets.clear()
-                if spec.checksum:
-                    await self._add_checksums(media)
+                unique: dict[bytes, _File] = {}
+                for file in files:
+                    unique.setdefault(file.key, file)  # of two that are the same, errors name the first
+                prepared = await self._obtain(unique, spec, stack)
+                unique.clear()
+                media += [prepared[file.key] for file in files]
+                prepared.clear()
+                files.clear()
                 admitted.release_turn()
                 yield media
             finally:
-                targets.clear()  # a slot that is left without views needs not wait for these frames to end
-                media.clear()
+                media.clear()  # a slot that is left without views needs not wait for these frames to end
 
-    async def _load(
-        self, sources: Sequence[MediaSource], spec: InputSpec, admitted: Admitted, param: str
-    ) -> list[PreparedMedium]:
-        """Brings all files, takes a turn to decode them, and returns how much memory each medium needs."""
-        files = _Files(self._settings.max_media_nbytes, param)
+    async def _load(self, sources: Sequence[MediaSource], spec: InputSpec, admitted: Admitted, param: str) -> list[_File]:
+        """Brings all files, and takes a turn to decode them."""
+        sizes = _Sizes(self._settings.max_media_nbytes, param)
 
         async def fetch(source: MediaSource) -> bytes:
-            files.check()  # before another one takes memory
-            return files.count(await self._loader.fetch(source, spec))
+            sizes.check()  # before another one takes memory
+            return sizes.count(await self._loader.fetch(source, spec))
 
-        async def prepare(source: MediaSource) -> PreparedMedium:
+        async def identify(source: MediaSource) -> _File:
             data = fetched.pop(id(source), None)
-            return await self._loader.prepare(source, await fetch(source) if data is None else data, spec)
+            data = await fetch(source) if data is None else data
+            return _File(await self._key_of(source, data, spec), source, data)
 
         elsewhere = [source for source in sources if source.is_elsewhere]
         async with self._fetching if elsewhere else contextlib.nullcontext():
             inline_nbytes = sum(source.inline_nbytes for source in sources)
             fetched = {id(source): data for source, data in zip(elsewhere, await self._each(fetch, elsewhere), strict=True)}
-            if inline_nbytes + files.nbytes > _SMALL_NBYTES:
+            if inline_nbytes + sizes.nbytes > _SMALL_NBYTES:
                 await admitted.take_turn()
-        return await self._each(prepare, sources)
+        return await self._each(identify, sources)
 
-    async def _each(self, load: Callable[[MediaSource], Awaitable[_Loaded]], sources: Sequence[MediaSource]) -> list[_Loaded]:
+    async def _key_of(self, source: MediaSource, data: bytes, spec: InputSpec) -> bytes:
+        """Returns what a medium is kept under; something that nothing else has if nothing is kept."""
+        if not self._keeps():
+            self._unkept += 1
+            return self._unkept.to_bytes(32, "little")
+        limits, io_kwargs = self._settings.media_limits, self._settings.media_io_kwargs
+        preparation = preparation_of(source.kind, spec, limits, io_kwargs)
+        if len(data) <= _HASHED_AT_ONCE_NBYTES:
+            return key_of(preparation, data)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, key_of, preparation, data)
+
+    def _keeps(self) -> bool:
+        return self._engine.kept_nbytes > 0 and not self._settings.disable_mm_shm
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+
+    async def _obtain(
+        self, files: dict[bytes, _File], spec: InputSpec, stack: contextlib.AsyncExitStack
+    ) -> dict[bytes, Medium]:
+        """Returns all media, at one engine: the next one, if that one dies meanwhile."""
+        while True:
+            memory = self._engine.media_memory()
+            try:
+                return await self._obtain_at(memory, files, spec, stack)
+            except shmring.EngineDeadError:
+                if len(self._engine.engines) == 1 or not self._engine.is_running:
+                    raise
+
+    async def _obtain_at(
+        self, memory: MediaMemory, files: dict[bytes, _File], spec: InputSpec, stack: contextlib.AsyncExitStack
+    ) -> dict[bytes, Medium]:
+        """Returns all media: those that are kept from where they lie, the others decoded.
+
+        Nothing is held while something is waited for, neither slots nor what was found, or requests could wait for each other.
+        So what was found may have gone when the rest is there. Then this begins again, and at last it decodes everything
+        itself.
+
+        Args:
+            memory: where they are to lie.
+            files: of the media, by key.
+            spec: what the executor takes.
+            stack: leaves what they lie in, at its end.
+        """
+        flights = self._flights.setdefault(memory.name, Flights())
+        media: dict[bytes, Medium] = {}
+        for _ in range(_ATTEMPTS if self._keeps() else 0):
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    landed = flights.landed
+                    found_nbytes = await self._find(memory, files, media, held)
+                    if len(media) == len(files):
+                        await stack.enter_async_context(held.pop_all())
+                        return media
+                    missing = {key: file for key, file in files.items() if key not in media}
+                    media.clear()
+                    await held.aclose()
+                    others = [key for key in missing if key in flights]
+                    mine = {key: file for key, file in missing.items() if key not in flights}
+                    with flights.lead(mine):
+                        if mine and flights.landed != landed:  # somebody else may have prepared it since
+                            found_nbytes += await self._find(memory, mine, media, held)
+                            mine = {key: file for key, file in mine.items() if key not in media}
+                            media.clear()
+                            await held.aclose()
+                        if mine:
+                            media |= await self._prepare(memory, mine, spec, held, found_nbytes, keeps=True)
+                    if not others:
+                        await self._find(memory, {key: file for key, file in files.items() if key not in media}, media, held)
+                        if len(media) == len(files):
+                            await stack.enter_async_context(held.pop_all())
+                            return media
+                except BaseException:
+                    media.clear()
+                    raise
+                media.clear()
+            await flights.wait(others)
+        return await self._prepare(memory, files, spec, stack, [], keeps=False)
+
+    async def _find(
+        self, memory: MediaMemory, files: Collection[bytes], media: dict[bytes, Medium], stack: contextlib.AsyncExitStack
+    ) -> list[int]:
+        """Adds the media that are kept, which the stack leaves at its end; returns the sizes of their slots."""
+        sizes = []
+        for key in files:
+            try:
+                kept = await memory.find(key)
+            except shmring.WouldBlock:  # too much is pinned: as if it were not there
+                continue
+            if kept is not None:
+                stack.enter_context(kept)
+                media[key] = kept.payload
+                sizes.append(kept.nbytes)
+        return sizes
+
+    async def _prepare(
+        self,
+        memory: MediaMemory,
+        files: dict[bytes, _File],
+        spec: InputSpec,
+        stack: contextlib.AsyncExitStack,
+        found_nbytes: Sequence[int],
+        *,
+        keeps: bool,
+    ) -> dict[bytes, Medium]:
+        """Decodes media into slots, which the stack leaves at its end.
+
+        Args:
+            memory: where they are to lie.
+            files: of the media, by key.
+            spec: what the executor takes.
+            stack: of the caller.
+            found_nbytes: of the slots of the request's other media.
+            keeps: whether they are to be kept.
+        """
+        targets: list[torch.Tensor] = []
+        media: list[Medium] = []
+
+        async def measure(file: _File) -> PreparedMedium:
+            return await self._loader.prepare(file.source, file.data, spec)
+
+        try:
+            prepared = await self._each(measure, list(files.values()))
+            async with self._decoded(memory, prepared, found_nbytes) as decoded:
+                targets += await self._acquire(memory, decoded, stack)
+                media += await self._copy(decoded, targets)
+            targets.clear()
+            if spec.checksum:
+                await self._add_checksums(media)
+            if keeps:
+                for key, medium in zip(files, media, strict=True):
+                    await self._keep(memory, key, medium, stack)
+            return dict(zip(files, media, strict=True))
+        finally:
+            targets.clear()
+            media.clear()
+
+    async def _keep(self, memory: MediaMemory, key: bytes, medium: Medium, stack: contextlib.AsyncExitStack) -> None:
+        """Gives the slot of a medium to the engine to keep, if it can: it is sent from there either way."""
+        with contextlib.suppress(shmring.WouldBlock, shmring.CapacityError):
+            stack.enter_context(await memory.keep(key, medium))
+
+    async def _each(self, load: Callable[[_Source], Awaitable[_Loaded]], sources: Sequence[_Source]) -> list[_Loaded]:
         """Loads all sources, a few at a time: only then is it known whether they are too large together."""
         at_a_time = asyncio.Semaphore(self._settings.decoders)
 
-        async def load_in_turn(source: MediaSource) -> _Loaded:
+        async def load_in_turn(source: _Source) -> _Loaded:
             async with at_a_time:
                 return await load(source)
 
         results = await asyncio.gather(*map(load_in_turn, sources), return_exceptions=True)
-        _raise_first(results, sources)
+        _raise_first(results, [source.source if isinstance(source, _File) else source for source in sources])
         return [result for result in results if not isinstance(result, BaseException)]
 
     @contextlib.asynccontextmanager
-    async def _decoded(self, prepared: Sequence[PreparedMedium]) -> AsyncIterator[list[DecodedMedium]]:
-        """Decodes all media into memory files, which are there for as long as the block lasts."""
+    async def _decoded(
+        self, memory: MediaMemory, prepared: Sequence[PreparedMedium], found_nbytes: Sequence[int]
+    ) -> AsyncIterator[list[DecodedMedium]]:
+        """Decodes media into memory files, which are there for as long as the block lasts."""
         if not self._settings.disable_mm_shm:
-            self._engine.check_capacity(shmring.nbytes_for(*((medium.shape, medium.dtype) for medium in prepared)))
+            sizes = [shmring.nbytes_for((medium.shape, medium.dtype)) for medium in prepared]
+            memory.check_capacity(*found_nbytes, *sizes)
         nbytes = sum(medium.nbytes for medium in prepared)
         is_quick = nbytes <= _QUICK_DECODED_NBYTES and all(medium.kind != "video" for medium in prepared)
         async with self._decoded_memory.take(nbytes, is_quick=is_quick):
@@ -185,21 +360,25 @@ class MediaIntake:
 
                 results = await asyncio.gather(*map(decode, prepared), return_exceptions=True)
                 _raise_first(results, prepared)
+                self._decoded_media += len(results)
                 yield [result for result in results if not isinstance(result, BaseException)]
 
-    async def _acquire(self, decoded: Sequence[DecodedMedium], stack: contextlib.AsyncExitStack) -> list[torch.Tensor]:
-        """Returns memory for each medium, in a slot that the stack leaves at its end."""
+    async def _acquire(
+        self, memory: MediaMemory, decoded: Sequence[DecodedMedium], stack: contextlib.AsyncExitStack
+    ) -> list[torch.Tensor]:
+        """Returns memory for each medium, in a slot of its own that the stack leaves at its end."""
         shapes = [(medium.shape, medium.dtype) for medium in decoded]
         if self._settings.disable_mm_shm:
             return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-        nbytes = shmring.nbytes_for(*shapes)
+        sizes = [shmring.nbytes_for(shape) for shape in shapes]
         try:
-            slot = await self._engine.slot(nbytes, timeout=self._settings.slot_timeout_s)
+            slots = await memory.slots(sizes, timeout=self._settings.slot_timeout_s)
         except TimeoutError:
-            message = f"no space for {nbytes} bytes came free in the slab within {self._settings.slot_timeout_s:g} s"
+            message = f"no space for {sum(sizes)} bytes came free in the slab within {self._settings.slot_timeout_s:g} s"
             raise unavailable(message, "slab_full") from None
-        await stack.enter_async_context(slot)
-        return [slot.tensor(shape, dtype) for shape, dtype in shapes]
+        for slot in slots:
+            stack.enter_context(slot)
+        return [slot.tensor(shape, dtype) for slot, (shape, dtype) in zip(slots, shapes, strict=True)]
 
     async def _copy(self, decoded: Sequence[DecodedMedium], targets: Sequence[torch.Tensor]) -> list[Medium]:
         results = await asyncio.gather(*map(self._loader.copy, decoded, targets), return_exceptions=True)
@@ -218,7 +397,7 @@ class MediaIntake:
             medium.checksum = checksum
 
 
-class _Files:
+class _Sizes:
     """The size of all files of a request together, as far as they have arrived."""
 
     def __init__(self, max_nbytes: int, param: str) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shmring import threads
     from shmring.client.client import RingClient
     from shmring.client.connecting import connect
+    from shmring.client.kept import Kept
     from shmring.client.routing import EngineLoad
     from shmring.client.routing_client import RoutingClient
     from shmring.client.slot import Slot
@@ -48,6 +49,7 @@ __all__ = [
     "RingClient",
     "RoutingClient",
     "Claim",
+    "Kept",
     "Slot",
     "Submission",
     "nbytes_for",
@@ -78,6 +80,7 @@ _MODULES = {
     "Claim": "shmring.ring.claim",
     "ClientConfig": "shmring.config",
     "ClientStatistics": "shmring.statistics",
+    "Kept": "shmring.client.kept",
     "Ring": "shmring.ring.ring",
     "EngineLoad": "shmring.client.routing",
     "RingClient": "shmring.client.client",

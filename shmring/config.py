@@ -110,6 +110,11 @@ class RingConfig:
         client_quota_nbytes: what one frontend may hold in leases while others are connected; ``None``: three quarters
             of what can be leased, so that a stopped frontend can't starve the rest. Alone, a frontend may hold it all,
             and one lease is always granted however large.
+        kept_nbytes: what of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half of what
+            can be leased; 0: nothing is kept. What nobody has pinned of it is free to whoever asks for a lease. So this bounds
+            what can be pinned: the rest of the slab is always there for requests.
+        max_kept: contents that are kept. Each has up to 4 KiB of private memory of the engine beside its part of the slab.
+        max_pins: pins of kept content a client may have. More than there are requests in flight need.
         max_clients: connections at a time. Each costs two descriptors; 256 stays below the usual limit of 1,024.
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
         max_calls: control calls (health, statistics) a client may have in flight.
@@ -149,6 +154,9 @@ class RingConfig:
     reply_nbytes: int | str | None = None
     max_lease_nbytes: int | str | None = None
     client_quota_nbytes: int | str | None = None
+    kept_nbytes: int | str | None = None
+    max_kept: int = 16384
+    max_pins: int = 4096
     max_clients: int = 256
     max_inflight: int = 1024
     max_calls: int = 64
@@ -171,8 +179,9 @@ class RingConfig:
 
     def __post_init__(self) -> None:
         _normalise(
-            self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "message_ring_nbytes",
-            "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes", "copy_offload_nbytes",
+            self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "kept_nbytes",
+            "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
+            "copy_offload_nbytes",
         )  # fmt: skip
         _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {self.backing!r}")
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")
@@ -181,7 +190,7 @@ class RingConfig:
             _CUDA_DEVICE.fullmatch(self.device_slab_device) is not None,
             f"device_slab_device must be 'cuda' or 'cuda:N', not {self.device_slab_device!r}",
         )
-        for field in ("max_clients", "max_inflight", "max_calls", "max_leases", "max_tensors"):
+        for field in ("max_clients", "max_inflight", "max_calls", "max_leases", "max_kept", "max_pins", "max_tensors"):
             _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
         _require(self.handshake_timeout_s > 0, "handshake_timeout_s must be positive")
         _require_busy_poll(self.busy_poll_s)

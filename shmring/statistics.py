@@ -15,7 +15,7 @@ class RingStatistics:
         epoch: identity of this engine's life.
         slab_nbytes: the whole slab.
         shm_nbytes: what of it lies in ``/dev/shm``; the rest lies in memfds.
-        leasable_nbytes: the part that is leased out; ``free`` + ``leased`` + ``quarantined`` add up to it.
+        leasable_nbytes: the part that is leased out; ``free`` + ``leased`` + ``quarantined`` + ``kept`` add up to it.
         clients: frontends connected now.
         departed_clients: frontends that are gone but of which something is still quarantined or being read.
         lease_requests_waiting: frontends that wait for a lease.
@@ -32,6 +32,11 @@ class RingStatistics:
         protocol_errors: connections closed because their frontend broke the rules.
         refused: connections refused in the handshake.
         reclaimed_nbytes: bytes taken back from frontends that had gone.
+        kept, kept_nbytes: contents that are kept to be sent again, and their part of the slab.
+        kept_pinned, kept_pinned_nbytes: of them, those that somebody uses. The others' memory is free to whoever asks for it.
+        kept_capacity_nbytes: what may be kept.
+        kept_hits, kept_misses: how often a frontend looked for content, and it was there or not.
+        kept_evictions: contents that have gone, because their memory was wanted.
         pinned_nbytes, pin_seconds: what of the slab is registered with CUDA (all or nothing), and what that took.
         device_copies, device_copied_nbytes: requests copied to a GPU, and their bytes, small gaps between tensors included.
         device_slab_nbytes: the device slab; 0 if there is none. What is in it is in none of the sizes above, but its slots are.
@@ -76,6 +81,14 @@ class RingStatistics:
     pin_seconds: float
     device_copies: int
     device_copied_nbytes: int
+    kept: int
+    kept_nbytes: int
+    kept_pinned: int
+    kept_pinned_nbytes: int
+    kept_capacity_nbytes: int
+    kept_hits: int
+    kept_misses: int
+    kept_evictions: int
     device_slab_nbytes: int = 0
     device_slab_free_nbytes: int = 0
     device_slab_leased_nbytes: int = 0
@@ -110,6 +123,9 @@ class ClientStatistics:
         replies: replies received.
         reply_copies, reply_copied_nbytes: replies that were copied out of the engine's slab, which was short of space for them.
         reply_slots_held: reply slots that living views keep.
+        kept_pins: kept contents that this client has pinned.
+        kept_hits, kept_misses: how often :meth:`~shmring.RingClient.find` found something, and how often not. What this
+            client has pinned already it finds without asking the engine.
         stale_releases: releases of slots that were not with the engine (late or doubled).
         reconnections: engines attached to after the first.
         device_slab_nbytes: the engine's device slab, once this client has attached to it. Its leases are in none of the sizes
@@ -147,6 +163,9 @@ class ClientStatistics:
     reply_slots_held: int
     stale_releases: int
     reconnections: int
+    kept_pins: int
+    kept_hits: int
+    kept_misses: int
     device_slab_nbytes: int = 0
     device_leased_nbytes: int = 0
     device_free_nbytes: int = 0

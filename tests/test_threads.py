@@ -934,3 +934,27 @@ print("leaving", flush=True)
     assert leaving.first_line == "leaving"
     _, complaints = leaving.communicate(timeout=30)
     assert (leaving.returncode, complaints) == (0, "")
+
+
+def test_kept_content_is_found_by_any_thread(serve: Any, connect: Any) -> None:
+    ring = serve()
+    client = connect()
+    key = bytes(32)
+    assert client.find(key) is None
+    with client.slot(5000) as slot:
+        view = slot.tensor((5000,), torch.uint8).fill_(2)
+        with client.keep(key, {"x": view}) as kept:
+            assert (kept.key, kept.nbytes) == (key, 5000)
+        del view
+    eventually(lambda: ring.statistics().kept_pinned == 0)
+    threads_ = [Thread(client.find, key) for _ in range(8)]
+    for thread in threads_:
+        found = thread.ended()
+        with found:
+            assert int(found.payload["x"].sum()) == 10_000
+        with pytest.raises(shmring.ClosedError):
+            _ = found.payload
+    eventually(lambda: ring.statistics().kept_pinned == 0)
+    assert client.statistics().copies == 0
+    with pytest.raises(ValueError, match="32 bytes"):
+        client.find(b"short")

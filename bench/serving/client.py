@@ -35,7 +35,6 @@ _CODE_LENGTH = 64  # of a code; nothing longer is one
 _KEEP_ALIVE_S = 2.0  # uvicorn closes what was idle for 5 s; a request sent at that very moment would fail
 _GET_TIMEOUT_S = 10.0  # it takes milliseconds
 _METRICS_PERIOD_S = 1.5  # frontends bring their counters up to date every second
-_SLAB_BYTES = "shmring_frontend_slab_bytes_total"
 
 
 class RequestFailedError(Exception):
@@ -138,22 +137,25 @@ class Client:
             raise ServerUnusableError(f"{self._base}/v1/models lists no model; name one with --model")
         return models[0].id
 
-    async def slab_nbytes(self) -> int:
-        """Returns the bytes of slots that an idle server of ours has handed to its engine, ever.
+    async def counted(self, counter: str) -> int:
+        """Returns what the frontends of an idle server of ours have counted, ever.
+
+        Args:
+            counter: ``slab_bytes``, for the bytes of slots that they have handed to their engine; or another.
 
         Raises:
             ServerUnusableError: it does not answer.
         """
         counted = -1
-        while counted != (latest := await self._slab_nbytes()):
+        while counted != (latest := await self._counted(counter)):
             counted = latest
             await asyncio.sleep(_METRICS_PERIOD_S)
         return counted
 
-    async def _slab_nbytes(self) -> int:
+    async def _counted(self, counter: str) -> int:
         families = text_string_to_metric_families((await self._get("/metrics")).decode())
         samples = (sample for family in families for sample in family.samples)
-        return int(sum(sample.value for sample in samples if sample.name == _SLAB_BYTES))
+        return int(sum(sample.value for sample in samples if sample.name == f"shmring_frontend_{counter}_total"))
 
     async def _get(self, path: str) -> bytes:
         url = self._base + path

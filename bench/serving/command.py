@@ -74,6 +74,9 @@ def _rate(value: str) -> float | None:
     type=click.IntRange(2, MAX_ENGINES),
     help="Start two servers, with so many engines and with one, and load them in turn.",
 )
+@click.option(
+    "--compare-kept", is_flag=True, help="Start two servers, of which one keeps prepared media, and load them in turn."
+)
 @click.option("--repetitions", type=COUNT, help="Of the load on each server.  [default: 3 in a comparison, else 1]")
 @click.option("--num-prompts", "requests", default=100, type=COUNT, help="Requests.")
 @click.option(
@@ -131,6 +134,7 @@ def _rate(value: str) -> float | None:
 @click.option("--api-servers", default=_SERVER.api_servers, type=COUNT, help="Frontends of the server that is started.")
 @click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
 @click.option("--disable-mm-shm", "copied", is_flag=True, help="The server decodes media into private memory, and copies them.")
+@click.option("--keep-media", "kept", is_flag=True, help="The server keeps what it has prepared, and uses it again.")
 @click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decoders=2.")
 @json_option
 def serve_command(preset: str | None, json_path: Path | None, **values: Any) -> None:
@@ -150,13 +154,13 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
     elif not _is_default("scale"):
         raise click.UsageError("--scale is for a preset; without one, say --num-prompts and --max-concurrency")
     values["compare_engines"] = values["compare_engines"] or 0
-    compares = values["compare"] or bool(values["compare_engines"])
-    if values["url"] is not None and (compares or values["copied"]):
-        raise click.UsageError(
-            "--compare, --compare-engines and --disable-mm-shm are about servers that are started here; leave --url out"
-        )
-    if values["compare"] and values["compare_engines"]:
-        raise click.UsageError("--compare and --compare-engines are two comparisons; make one after the other")
+    comparisons = [name for name in ("compare", "compare_engines", "compare_kept") if values[name]]
+    if values["url"] is not None and (comparisons or values["copied"]):
+        raise click.UsageError("comparisons and --disable-mm-shm are about servers that are started here; leave --url out")
+    if len(comparisons) > 1:
+        raise click.UsageError("make one comparison after the other")
+    if values["compare_kept"] and values["copied"]:
+        raise click.UsageError("--compare-kept starts servers that decode into slots; leave --disable-mm-shm out")
     if values["copied"] and values["compare"]:
         raise click.UsageError("--compare has both paths; leave --disable-mm-shm out")
     if "none" in values["kinds"] and len(values["kinds"]) > 1:
@@ -165,7 +169,7 @@ def _plan(preset: str | None, scale: float, **values: Any) -> Plan:
         values["kinds"] = get_args(MediaKind)
     elif "none" in values["kinds"]:
         values["kinds"] = ()
-    values["repetitions"] = values["repetitions"] or (3 if compares else 1)
+    values["repetitions"] = values["repetitions"] or (3 if comparisons else 1)
     values["media"], values["server"] = _taken(Media, values), _taken(ServerOptions, values)
     values["load"] = _taken(Load, values)
     return _taken(Plan, values)

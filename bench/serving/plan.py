@@ -55,6 +55,29 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "executor": "fingerprints",
         "compare_engines": 2,
     },
+    # One photograph that everybody asks about.
+    "repeated": {
+        "requests": 40,
+        "max_concurrency": 4,
+        "endpoint": "chat",
+        "kinds": ("picture",),
+        "picture_size": (4000, 3000),
+        "distinct": 1,
+        "output_tokens": 1,
+        "executor": "synthetic",
+    },
+    # 200 pictures of 2.4 MB in turn, on 224 MiB that can be leased: each has gone when it is its turn again.
+    "twice-the-slab": {
+        "requests": 400,
+        "max_concurrency": 8,
+        "endpoint": "chat",
+        "kinds": ("picture",),
+        "picture_size": (1024, 768),
+        "distinct": 200,
+        "output_tokens": 1,
+        "slab_nbytes": "240MiB",
+        "executor": "synthetic",
+    },
 }
 
 
@@ -62,8 +85,8 @@ class Media(msgspec.Struct, frozen=True, kw_only=True):
     """What requests have besides their text: one medium each, of the kinds in turn; none: text alone.
 
     Recordings have one channel of 16 kHz and 16 bits (WAV), clips 10 frames a second (H.264, MP4). Of each kind ``distinct``
-    ones are made, which requests take in turn: the server keeps nothing of a medium beyond its request, so that one seen
-    before costs it no less, and 64 clips of 360p are made in two seconds. A ``directory`` has files to send instead.
+    ones are made, which requests take in turn: unless it keeps them, a server has nothing of a medium beyond its request, so
+    one seen before costs it no less, and 64 clips of 360p are made in two seconds. A ``directory`` has files to send instead.
     """
 
     kinds: tuple[MediaKind, ...] = ("picture",)
@@ -106,6 +129,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engines: that requests are divided between.
         copied: media are decoded into private memory, and copied when they are sent (``--disable-mm-shm``).
+        kept: what was prepared is kept, and used again (``--mm-processor-cache-gb``); else each request's media are prepared.
         start_timeout_s: until it must be ready. Importing torch in each process takes 10 s on a busy machine.
     """
 
@@ -115,6 +139,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     engines: int = 1
     slab_nbytes: str = "1GiB"
     copied: bool = False
+    kept: bool = False
     further: tuple[str, ...] = ()
     start_timeout_s: float = 120.0
 
@@ -128,6 +153,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         api_key: that the server asks for; not stored with the results.
         compare: two servers, slab and copied, with the same load in turn.
         compare_engines: two servers likewise, with so many engines and with one; 0: no such comparison.
+        compare_kept: two servers, of which one keeps what it has prepared, with the same load in turn.
         repetitions: how often each gets the load.
     """
 
@@ -138,12 +164,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerOptions = ServerOptions()
     compare: bool = False
     compare_engines: int = 0
+    compare_kept: bool = False
     repetitions: int = 1
 
     @property
     def compares(self) -> bool:
         """Whether two servers are compared."""
-        return self.compare or bool(self.compare_engines)
+        return self.compare or bool(self.compare_engines) or self.compare_kept
 
 
 def arrival_times(load: Load) -> list[float]:

@@ -20,6 +20,8 @@ from bench.serving.run import LOAD, Results, planned
 
 __all__ = ["report"]
 
+_REPEATED_RATIO = 5.0  # of requests a second about a picture that was sent before to those about a new one
+_LARGE_SET_RATIO = 0.97  # of what can't be kept: no worse than without, within what two equal servers differ by
 _TARGET_RATIO = 1.0  # of requests a second with decoding into slots to those with a copy
 _TARGET_OF_WAITING_ENGINES = 1.9  # of requests a second with two engines to those with one
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
@@ -66,6 +68,9 @@ def _table(results: Results) -> Table:
         rows.append(row)
     if results.slab_nbytes:
         rows.append(["through the slab, bytes/request", *(f"{results.slab_nbytes[variant]:,}" for variant in variants)])
+    if results.plan.compare_kept:
+        rows.append(["media decoded", *(f"{results.decoded[variant]:,}" for variant in variants)])
+        rows.append(["bytes copied for sending", *(f"{results.copied_nbytes[variant]:,}" for variant in variants)])
     return Table(_title(results.plan), columns, [row + [""] * (len(columns) - len(row)) for row in rows])
 
 
@@ -146,6 +151,12 @@ def _notes(results: Results) -> list[str]:
             f"{results.plan.repetitions} repetitions of the same load, {which} in turn; medians, with the least and the "
             f"greatest; ratios within each repetition."
         )
+    if results.plan.compare_kept:
+        lines.append(
+            f"{results.plan.repetitions} repetitions of the same load, on a server that keeps what it has prepared and on one "
+            f"with --mm-processor-cache-gb=0 in turn, of {load.media.distinct} media; medians, with the least and the "
+            "greatest; ratios within each repetition."
+        )
     return [*lines, *_busy_notes(results), *_failure_notes(results)]
 
 
@@ -171,6 +182,8 @@ def _failure_notes(results: Results) -> Iterator[str]:
 
 def _targets(results: Results) -> list[Verdict]:
     """What a comparison says of the targets, if its load is that of one, at any scale."""
+    if results.plan.compare_kept:
+        return _kept_targets(results)
     return [*_target_of_copies(results), *_target_of_engines(results)]
 
 
@@ -207,3 +220,31 @@ def _target_of_copies(results: Results) -> list[Verdict]:
     what, at = "decoded into slots: requests/s of copying there", f"preset of PR 32104, {load.requests:,} requests"
     detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
     return [Verdict(what, at, f">= {_TARGET_RATIO:g} x", f"{ratio.median:.2f} x", ratio.median >= _TARGET_RATIO, detail)]
+
+
+def _kept_targets(results: Results) -> list[Verdict]:
+    """What a comparison with and without kept media says, if its media are those of a preset, at any scale."""
+    load = results.plan.load
+    pairs = zip(*(results.of(variant) for variant in results.variants), strict=True)
+    ratio = Spread.of(kept.requests_per_s / other.requests_per_s for kept, other in pairs if other.requests_per_s)
+    detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
+
+    def is_like(name: str) -> bool:
+        preset = PRESETS[name]
+        media = (load.media.kinds, load.media.picture_size, load.media.distinct)
+        return media == (preset["kinds"], preset["picture_size"], preset["distinct"])
+
+    if is_like("repeated"):
+        what, limit = "kept content: requests/s of a new picture", _REPEATED_RATIO
+        at = f"a repeated picture of 12 MP through HTTP, {load.requests:,} requests"
+        copied = results.copied_nbytes[results.variants[0]]
+        none_copied = Verdict("kept content: bytes copied", at, "0", f"{copied:,}", copied == 0)
+        return [_ratio_verdict(what, at, limit, ratio, detail), none_copied]
+    if is_like("twice-the-slab"):
+        what, at = "kept content: requests/s of without", f"a working set twice the slab, {load.requests:,} requests"
+        return [_ratio_verdict(what, at, _LARGE_SET_RATIO, ratio, detail)]
+    return []
+
+
+def _ratio_verdict(what: str, at: str, limit: float, ratio: Spread, detail: str) -> Verdict:
+    return Verdict(what, at, f">= {limit:g} x", f"{ratio.median:.2f} x", ratio.median >= limit, detail)

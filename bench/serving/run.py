@@ -30,6 +30,8 @@ LOAD = "the load"  # the one case of a run
 COPIED = "copied"
 SLAB = "slab"
 URL = "url"
+KEPT = "kept"
+NOT_KEPT = "not kept"
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -40,6 +42,7 @@ class Results(msgspec.Struct, frozen=True):
         plan: what was asked for, without its key.
         request_nbytes: of the first one's body.
         slab_nbytes: that went through the slab for each request, by server; empty for one that was there before.
+        copied_nbytes, decoded: bytes that were copied for sending, and media that were decoded, likewise, of all requests.
         measurements: every load, in the order in which they were sent.
     """
 
@@ -49,6 +52,8 @@ class Results(msgspec.Struct, frozen=True):
     request_nbytes: int
     slab_nbytes: dict[str, int]
     measurements: list[Measurement]
+    copied_nbytes: dict[str, int] = {}
+    decoded: dict[str, int] = {}
 
     def of(self, variant: str) -> list[Measurement]:
         """Returns the measurements of one server, repetition by repetition."""
@@ -100,10 +105,13 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
                 used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
                 measurements.append(msgspec.structs.replace(measurement, cpu_s=used_s))
         progress("reading the servers' counters")
-        slab_nbytes = await _slab_nbytes(plan, targets)
+        requests = plan.load.warm_up_requests + plan.repetitions * plan.load.requests
+        slab_nbytes = {name: total // requests for name, total in (await _counted("slab_bytes", targets)).items()}
+        copied_nbytes = await _counted("copied_bytes", targets)
+        decoded = await _counted("media_decoded", targets)
     client = f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}"
     stored_plan = msgspec.structs.replace(plan, api_key=None)
-    return Results(Machine.here(), client, stored_plan, request_nbytes, slab_nbytes, measurements)
+    return Results(Machine.here(), client, stored_plan, request_nbytes, slab_nbytes, measurements, copied_nbytes, decoded)
 
 
 def planned(plan: Plan) -> list[Planned]:
@@ -145,14 +153,15 @@ def _wanted(plan: Plan) -> dict[str, ServerOptions | None]:
             f"{count} engine{'s' if count > 1 else ''}": msgspec.structs.replace(plan.server, engines=count)
             for count in (plan.compare_engines, 1)
         }
+    if plan.compare_kept:
+        return {name: msgspec.structs.replace(plan.server, kept=name == KEPT) for name in (KEPT, NOT_KEPT)}
     if plan.compare:
         return {name: msgspec.structs.replace(plan.server, copied=name == COPIED) for name in (SLAB, COPIED)}
     return {COPIED if plan.server.copied else SLAB: plan.server}
 
 
-async def _slab_nbytes(plan: Plan, targets: Mapping[str, _Target]) -> dict[str, int]:
-    """What went through the slab of each server, by request. That one path uses it and the other does not is to be seen."""
+async def _counted(counter: str, targets: Mapping[str, _Target]) -> dict[str, int]:
+    """What the frontends of each server have counted. That one path uses the slab and the other does not is to be seen."""
     ours = {name: target for name, target in targets.items() if target.server is not None}
-    totals = await asyncio.gather(*(target.client.slab_nbytes() for target in ours.values()))
-    requests = plan.load.warm_up_requests + plan.repetitions * plan.load.requests
-    return {name: total // requests for name, total in zip(ours, totals, strict=True)}
+    totals = await asyncio.gather(*(target.client.counted(counter) for target in ours.values()))
+    return dict(zip(ours, totals, strict=True))

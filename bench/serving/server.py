@@ -125,6 +125,8 @@ def _arguments(options: ServerOptions, load: Load, directory: str) -> list[str]:
     if options.executor == "synthetic" and "video" in load.media.kinds:
         # It would take ten frames of each, whatever was sent.
         arguments.append(f'--mm-processor-kwargs={{"num_frames": {load.media.video_frames}}}')
+    if not options.kept:
+        arguments.append("--mm-processor-cache-gb=0")
     if options.copied:
         arguments.append("--disable-mm-shm")
     return [*arguments, *options.further]

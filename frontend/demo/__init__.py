@@ -1,13 +1,14 @@
 """``shmring demo``: pictures, recordings and clips through HTTP, slab and engine.
 
-First, embeddings: altered copies of each find their originals. Then, an answer about a picture, a recording and a clip,
+First, embeddings: altered copies of each find their originals. A large picture is sent again, which costs neither decoding nor
+a copy: the engine has kept it, and any frontend finds it. Then, an answer about a picture, a recording and a clip,
 streamed by the synthetic executor. Everything is what a user would run: ``shmring serve`` with two frontends as a process of
 its own, and the official ``openai`` client. The tables show measured values: the similarity comes from the embeddings, bytes
 and copies from the frontends' counters before and after each request, and the milliseconds from the clock of this process.
 They include encoding and decoding of HTTP.
 
-The demonstration fails, with exit code 1, unless every altered copy finds its original first, no tensor was copied, the
-slab is empty at the end, and nothing is left: no process, nothing in ``/dev/shm``.
+The demonstration fails, with exit code 1, unless every altered copy finds its original first, no tensor was copied, what was
+sent again was not decoded again, the slab is empty at the end, and nothing is left: no process, nothing in ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from frontend.demo.client import COPIES, IN_PLACE, IN_USE, SLAB_BYTES, Answer, Client
-from frontend.demo.media import Kind, Sample, clips, pictures, recordings
+from frontend.demo.media import Kind, Sample, clips, large_picture, pictures, recordings
 from frontend.demo.server import left_behind, serving
 
 __all__ = ["run_demo"]
@@ -51,7 +52,7 @@ def run_demo() -> int:
 
 
 def _arguments(*more: str) -> list[str]:
-    return ["--port=0", "--api-server-count=2", f"--name=demo-{os.getpid()}", "--slab-nbytes=64MiB", *more]
+    return ["--port=0", "--api-server-count=2", f"--name=demo-{os.getpid()}", "--slab-nbytes=128MiB", *more]
 
 
 def _announce(console: Console, arguments: list[str]) -> None:
@@ -72,8 +73,26 @@ def _embed_all(console: Console) -> list[str]:
             table, wrong = _find_originals(client, list(families))
             console.print(table)
             problems += wrong
+        problems += _ask_again(console, client)
         problems += _account(console, client)
     return problems + left_behind(server)
+
+
+def _ask_again(console: Console, client: Client) -> list[str]:
+    """Sends a large picture again and again: the first time it is decoded, and kept. Returns a list of problems."""
+    sample = large_picture()
+    table = Table(title="The same picture again: it is neither decoded nor copied")
+    for heading in (sample.alteration, "size", "bytes in", "decoded", "copies", "ms"):
+        table.add_column(heading, justify="left" if heading == sample.alteration else "right", no_wrap=True)
+    problems = []
+    for turn in ("new", "again", "again"):
+        answer = client.embed(sample)
+        sizes = (sample.size, f"{len(sample.file):,}")
+        table.add_row(turn, *sizes, str(answer.decoded), str(answer.copies), f"{answer.milliseconds:.1f}")
+        if answer.copies or answer.decoded != (turn == "new"):
+            problems.append(f"a picture that is {turn}: {answer.decoded} decoded, {answer.copies} copies")
+    console.print(table)
+    return problems
 
 
 def _find_originals(client: Client, families: Sequence[list[Sample]]) -> tuple[Table, list[str]]:

@@ -16,11 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.demo.media import Sample
 
-__all__ = ["COPIES", "IN_PLACE", "IN_USE", "SLAB_BYTES", "Answer", "Chat", "Client"]
+__all__ = ["COPIES", "DECODED", "IN_PLACE", "IN_USE", "SLAB_BYTES", "Answer", "Chat", "Client"]
 
 SLAB_BYTES = "shmring_frontend_slab_bytes_total"
 COPIES = "shmring_frontend_copies_total"
 IN_PLACE = "shmring_frontend_in_place_total"
+DECODED = "shmring_frontend_media_decoded_total"
 IN_USE = ("shmring_frontend_slots_in_use", "shmring_engine_ring_slots_in_use")
 
 _SETTLE_TIMEOUT_S = 5.0
@@ -34,6 +35,7 @@ class Answer:
     embedding: NDArray[np.float64]
     slab_nbytes: int
     copies: int
+    decoded: int
     milliseconds: float
 
 
@@ -75,6 +77,7 @@ class Client:
             np.array(response.data[0].embedding),
             int(after[SLAB_BYTES] - before[SLAB_BYTES]),
             int(after[COPIES] - before[COPIES]),
+            int(after[DECODED] - before[DECODED]),
             elapsed_s * 1000,
         )
 

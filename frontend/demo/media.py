@@ -18,7 +18,7 @@ from av.audio.resampler import AudioResampler
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 
-__all__ = ["Kind", "Sample", "clips", "pictures", "recordings"]
+__all__ = ["Kind", "Sample", "clips", "large_picture", "pictures", "recordings"]
 
 Kind = Literal["picture", "recording", "video"]
 
@@ -60,6 +60,12 @@ def pictures() -> Iterator[list[Sample]]:
             _picture(name, alteration, file if not alteration else _jpeg(alter(_open(file)), quality))
             for alteration, alter, quality in _PICTURE_ALTERATIONS
         ]
+
+
+def large_picture() -> Sample:
+    """Returns a sample picture as a camera of twelve megapixels would take it."""
+    name, file = next(_files(".jpg"))
+    return _picture(name, "12 megapixels", _jpeg(_open(file).resize((4000, 3000)), 90))
 
 
 def recordings() -> Iterator[list[Sample]]:

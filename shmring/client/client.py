@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from shmring.client.deadlines import Deadlines
+from shmring.client.kept import Kept, check_key
 from shmring.client.preparing import Preparations
 from shmring.client.session import ClientCounters, Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.client_calls import ClientCalls, check_nbytes
+from shmring.core.geometry import nbytes_for_slots
 from shmring.core.states import ClientSlot
 from shmring.errors import (
     ClosedError,
@@ -243,24 +245,108 @@ class RingClient(ClientCalls):
             session = await self._ready()
             return await session.call(method, arguments)
 
-    # -- slots ---------------------------------------------------------------------------------------------------------
+    # -- kept content --------------------------------------------------------------------------------------------------
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
+    async def find(self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None) -> Kept | None:
+        """Looks for content that the engine keeps under a key, whoever gave it. It is pinned until what is returned is left.
+
+        One round trip; none if this client has it pinned already. Don't wait for a slot while holding it, without a timeout:
+        two clients that do could wait for each other.
 
         Args:
-            nbytes: as for :meth:`slot`, in host memory.
+            key: 32 bytes.
+            payload_type: a msgspec type to decode the payload into.
+            timeout: seconds to wait for the engine.
+
+        Returns:
+            The content; None if it is not there.
+
+        Raises:
+            WouldBlock: it is there, and this client has too much pinned (``RingConfig.max_pins``).
+            TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
+            TypeError, ValueError: this is no key.
+        """
+        check_key(key)
+        with self._deadlines.within(timeout, self._why_no_answer):
+            session = self._attached_now() or await self._ready()
+            return await session.kept.find(key, payload_type)
+
+    async def keep(self, key: bytes, payload: object, *, timeout: float | None = None) -> Kept:
+        """Gives content to the engine, to be found under a key by every client until its space is wanted for something else.
+
+        If all tensors of the payload lie in one slot of this client, nothing is copied: that slot is the engine's from now on,
+        as a whole, and nobody may write to it any more. Otherwise they are copied to a slot of their own, which is waited for.
+        If something is kept under this key already, that is returned: the first is kept.
+
+        Args:
+            key: 32 bytes that stand for this content and for no other, such as a hash of what it was made of.
+            payload: any msgspec-encodable object with a torch tensor or numpy array in it; beside them, 4 KiB at most.
+            timeout: seconds for all of it, waiting for space included.
+
+        Returns:
+            The content, which is pinned until that is left.
+
+        Raises:
+            WouldBlock: it can't be kept now, since too much of what is kept is pinned, or somebody waits for that memory. A
+            slot that it
+                lies in is the caller's again, to be sent as usual. Nothing is waited for.
+            CapacityError: it is larger than all that the engine may keep.
+            TypeError, ValueError: it can't be sent, has no tensor, or this is no key.
+            TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
+        """
+        check_key(key)
+        with self._deadlines.within(timeout, self._why_not_sent):
+            session = self._attached_now() or await self._ready()
+            return await session.kept.keep(key, payload)
+
+    def _why_no_answer(self) -> str:
+        """Says what somebody waits for who looks for kept content."""
+        return f"the engine {self.name!r} to be attached, or its answer"
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    async def slots(self, sizes: Sequence[int], *, timeout: float | None = None, drain: bool = False) -> list[Slot]:
+        """Waits in line for several slots at once, in host memory: who acquires them one by one may wait for itself.
+
+        Args:
+            sizes: bytes of tensors of each; at least one.
+            timeout, drain: as of :meth:`slot`.
+
+        Returns:
+            The slots, which the caller leaves one by one.
+
+        Raises:
+            CapacityError: together they are more than the engine can lease out.
+            TimeoutError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
+        """
+        check_sizes(sizes)
+        with self._deadlines.within(timeout, self._why_not_sent):
+            session = await self._ready()
+            record = await session.acquire(nbytes_for_slots(sizes), held=True)
+            return [session.hold(part, drain=drain) for part in session.book.split(record, sizes)]
+
+    @property
+    def kept_nbytes(self) -> int:
+        """How much the engine that is attached now may keep (``RingConfig.kept_nbytes``); 0: nothing, or none is attached."""
+        session = self._session
+        return 0 if session is None else session.welcome.kept_nbytes
+
+    def check_capacity(self, *sizes: int) -> None:
+        """Checks that slots of these sizes could be had at once, before the caller makes what they would hold. Takes nothing.
+
+        Args:
+            sizes: as for :meth:`slots`; at least one.
 
         Raises:
             CapacityError: more than the engine can lease out.
             WouldBlock: no engine is attached now, and the next one is waited for.
             EngineDeadError, ClosedError: as :meth:`request`.
-            ValueError: ``nbytes`` is negative.
+            ValueError: a size is negative, or there is none.
         """
-        check_nbytes(nbytes)
+        check_sizes(sizes)
         session = self._ready_nowait()
         session.check_alive()
-        session.book.check_capacity(nbytes)
+        session.book.check_capacity(nbytes_for_slots(sizes))
 
     def resolve_device(self, device: torch.device | str) -> torch.device | None:
         """For :meth:`slot`: the GPU that is meant, or None for the host."""
@@ -531,6 +617,9 @@ class RingClient(ClientCalls):
             reply_copied_nbytes=counters.reply_copied_nbytes,
             stale_releases=counters.stale_releases,
             reconnections=counters.reconnections,
+            kept_pins=len(session.kept) if session is not None else 0,
+            kept_hits=counters.kept_hits,
+            kept_misses=counters.kept_misses,
             **(device.statistics() if device is not None else {}),
         )
 
@@ -538,3 +627,11 @@ class RingClient(ClientCalls):
         if len(name) > _MAX_NAME_CHARACTERS:
             raise ValueError(f"a name has at most {_MAX_NAME_CHARACTERS} characters, not {len(name)}")
         name.encode()  # raises ValueError (UnicodeEncodeError) for what is no text
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raises unless these are sizes of slots: at least one, and none of them negative."""
+    for nbytes in sizes:
+        check_nbytes(nbytes)
+    if not sizes:
+        raise ValueError("there is at least one slot")

@@ -19,14 +19,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from shmring.client.client import RingClient
+from shmring.client.client import RingClient, check_sizes
 from shmring.client.deadlines import Deadlines
+from shmring.client.kept import Kept
 from shmring.client.preparing import Preparations
 from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
 from shmring.client.session import Session
@@ -331,6 +332,29 @@ class RoutingClient:
         _check_key(key)
         return AcquiringRoutedSlot(lambda: self._acquire(nbytes, timeout, drain, device, key, engine))
 
+    async def slots(
+        self,
+        sizes: Sequence[int],
+        *,
+        timeout: float | None = None,
+        drain: bool = False,
+        key: str | bytes | None = None,
+        engine: str | None = None,
+    ) -> list[Slot]:
+        """Waits in line for several slots at once, at one engine.
+
+        Args:
+            sizes, timeout, drain: as of :meth:`shmring.RingClient.slots`.
+            key, engine: as of :meth:`request`.
+
+        Raises:
+            CapacityError, TimeoutError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
+        """
+        check_sizes(sizes)
+        _check_key(key)
+        with self._deadlines.within(timeout, self._why_not_sent):
+            return await self._at_some_engine(key, engine, lambda client: client.slots(sizes, drain=drain))
+
     async def _acquire(
         self,
         nbytes: int,
@@ -341,13 +365,19 @@ class RoutingClient:
         engine: str | None,
     ) -> Slot:
         with self._deadlines.within(timeout, self._why_not_sent):
-            while True:
-                client = self._pick(key, engine) or await self._pick_in_time(key, "")
-                try:
-                    return await client.slot(nbytes, drain=drain, device=device)
-                except EngineDeadError:
-                    if engine is not None:
-                        raise
+            return await self._at_some_engine(key, engine, lambda client: client.slot(nbytes, drain=drain, device=device))
+
+    async def _at_some_engine(
+        self, key: str | bytes | None, engine: str | None, attempt: Callable[[RingClient], Awaitable[_Result]]
+    ) -> _Result:
+        """Does something at an engine that is chosen; at another one if that dies meanwhile, unless it was named."""
+        while True:
+            client = self._pick(key, engine) or await self._pick_in_time(key, "")
+            try:
+                return await attempt(client)
+            except EngineDeadError:
+                if engine is not None:
+                    raise
 
     def slot_nowait(
         self,
@@ -375,11 +405,11 @@ class RoutingClient:
 
         return _first_that_can(self._candidates(key, engine), take)
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Checks that a slot of that size could be had at the engines that are attached. Takes nothing.
+    def check_capacity(self, *sizes: int) -> None:
+        """Checks that slots of these sizes could be had at once, at each engine that is attached. Takes nothing.
 
         Raises:
-            CapacityError: more than one of them can lease out.
+            CapacityError: more than one of the engines can lease out.
             WouldBlock, EngineDeadError, ClosedError, ValueError: as :meth:`shmring.RingClient.check_capacity`.
         """
         self._check_open()
@@ -387,9 +417,70 @@ class RoutingClient:
         if not attached:
             raise self._none_attached()
         for client in attached:
-            client.check_capacity(nbytes)
+            client.check_capacity(*sizes)
+
+    # -- kept content --------------------------------------------------------------------------------------------------
+
+    async def find(
+        self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None, engine: str | None = None
+    ) -> Kept | None:
+        """Looks for content that an engine keeps. A request with tensors of it goes to that engine.
+
+        Args:
+            key, payload_type, timeout: as of :meth:`shmring.RingClient.find`.
+            engine: where it is looked for; None: at all engines that are attached, the least loaded first.
+
+        Raises:
+            WouldBlock, EngineDeadError, ClosedError, TimeoutError, TypeError, ValueError: as there.
+        """
+        with self._deadlines.within(timeout, self._why_not_sent):
+            if engine is None and not self.connected:
+                await self._some_engine()
+            self._check_open()
+            loads = self.loads()
+            for name in [engine] if engine is not None else sorted(loads, key=lambda name: loads[name].in_flight):
+                try:
+                    kept = await self._given(name).find(key, payload_type=payload_type)
+                except EngineDeadError:
+                    if engine is not None:
+                        raise
+                else:
+                    if kept is not None:
+                        return kept
+        return None
+
+    async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept:
+        """Gives content to an engine: that in whose slot it lies, or the one that is named, or that a request would go to.
+
+        Args:
+            key, payload, timeout: as of :meth:`shmring.RingClient.keep`.
+            engine: as of :meth:`request`.
+
+        Raises:
+            WouldBlock, CapacityError, EngineDeadError, ClosedError, LocalProtocolError, TimeoutError, TypeError, ValueError: as
+                there, and as :meth:`request`.
+        """
+        with self._deadlines.within(timeout, self._why_not_sent):
+            client, _ = self._holder(payload, engine)
+            if client is not None:
+                return await client.keep(key, payload)
+            return await self._at_some_engine(None, engine, lambda client: client.keep(key, payload))
+
+    @property
+    def kept_nbytes(self) -> int:
+        """How much one of the engines that are attached may keep at most; 0: none keeps anything, or none is attached."""
+        return max(client.kept_nbytes for client in self.engines.values())
 
     # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def choose(self, *, key: str | bytes | None = None) -> str:
+        """Returns the engine that a request would go to now, for callers who need several things at one engine.
+
+        Raises:
+            WouldBlock: none is attached now, and one is waited for.
+            EngineDeadError: none is attached, and none is waited for (``reconnect=False``).
+        """
+        return self._candidates(key, None)[0].name
 
     def loads(self) -> dict[str, EngineLoad]:
         """Returns the loads of the engines that are attached, as requests are routed by them now."""

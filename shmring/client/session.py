@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from shmring.cancellation import uninterrupted
+from shmring.client.kept import KeptContents
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
@@ -32,6 +33,7 @@ from shmring.core.client_end import ClientEnd, SubmissionEnd
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.load import LoadPage
+from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
     PROTOCOL_VERSION,
@@ -39,12 +41,14 @@ from shmring.core.messages import (
     Call,
     CallResult,
     Failed,
+    Found,
     Goodbye,
     Hello,
     LeaseGrant,
     LeaseRecall,
     LeaseRequest,
     LeaseReturn,
+    NotKept,
     Refused,
     Release,
     ReplyRelease,
@@ -92,7 +96,7 @@ _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _CLOSED = "this client was closed"
 _READS_SLOWLY = "the engine reads more slowly than it is written to"
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
-_OF_SLOTS, _OF_REPLIES = 0, 1  # what a region is of
+_OF_SLOTS, _OF_REPLIES, _OF_KEPT = 0, 1, 2  # what a region is of
 
 
 @dataclass(slots=True)
@@ -114,6 +118,8 @@ class ClientCounters:
     reply_copied_nbytes: int = 0
     stale_releases: int = 0
     reconnections: int = 0
+    kept_hits: int = 0
+    kept_misses: int = 0
 
     def with_those_of(self, end: ClientEnd) -> ClientCounters:
         """Returns the sum of these and what a session's end has counted."""
@@ -154,7 +160,7 @@ class Session:
         self._cuda = cuda
         self._device_memory = device_memory
         self._slab = slab
-        self._regions = regions  # by _OF_SLOTS and the id of a record, or by _OF_REPLIES and a generation
+        self._regions = regions  # by _OF_SLOTS and the id of a record, or by _OF_REPLIES or _OF_KEPT and a generation
         self._on_lost = on_lost
         self._origin = Origin()
         self.book = ClientBook(
@@ -214,6 +220,7 @@ class Session:
         )
         self.end.reader = self.link.reader
         self.take_record = self.end
+        self.kept = KeptContents(self, _OF_KEPT)
         self._watch = watch
         self.loop.add_reader(regions.bell, self._collect_deaths)
 
@@ -300,6 +307,8 @@ class Session:
                 self.carry_out(self.book.recalled(lease_ids))
                 if self.device is not None:  # neither book minds ids that are the other's
                     self.carry_out(self.device.book.recalled(lease_ids))
+            case Found() | NotKept():
+                self.kept.answered(message)
             case CallResult():
                 self._call_ended(message)
             case Refused(reason):
@@ -357,7 +366,7 @@ class Session:
             if not submission.ended:
                 self.counters.failed += 1
             submission.give_up(self._fresh_error())
-        futures: list[asyncio.Future[Any]] = [*self._slot_waiters.values(), *self._calls.values()]
+        futures: list[asyncio.Future[Any]] = [*self._slot_waiters.values(), *self._calls.values(), *self.kept.lose()]
         for _ in self._calls:
             self._calls_in_flight.release()
         self._slot_waiters.clear()
@@ -370,6 +379,25 @@ class Session:
         if self.device is not None:
             self.device.abandon()
         self._on_lost(self)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process may use this session now."""
+        return self.error is None and not self._closing and not self._origin.forked
+
+    @property
+    def regions(self) -> Regions:
+        """Of what callers view."""
+        return self._regions
+
+    @property
+    def mapping(self) -> Mapping:
+        """The slab's."""
+        return self._slab.mapping
+
+    def next_id(self) -> int:
+        """Returns a number that nothing else of this session has."""
+        return next(self._ids)
 
     def check_alive(self) -> None:
         """Raises unless this process may use this session now.
@@ -431,9 +459,16 @@ class Session:
                 continue
             if self.config.map_leased_only and isinstance(effect.message, LeaseReturn):
                 for lease_id in self._lease_ranges.keys() & set(effect.message.lease_ids):  # none in device memory
-                    self._slab.protect(*self._lease_ranges.pop(lease_id), readable=True, writable=False)
+                    self._protect(*self._lease_ranges.pop(lease_id))
             self._send_effect(effect.message)
         self._plan_expiry()
+
+    def _protect(self, offset: int, nbytes: int) -> None:
+        """A lease goes back, and must not be written from now on; but another may be where a slot of it was kept."""
+        self._slab.protect(offset, nbytes, readable=True, writable=False)
+        for start, length in self._lease_ranges.values():
+            if start < offset + nbytes and offset < start + length:
+                self._slab.protect(start, length, readable=True, writable=True)
 
     def _send_effect(self, message: LeaseRequest | LeaseReturn) -> None:
         if isinstance(message, LeaseReturn):
@@ -532,6 +567,15 @@ class Session:
             self.warn_of_views(record)
         self.carry_out(self.device.leave(record, drain=drain, now=self.loop.time()))
 
+    def can_keep(self, record: ClientSlotRecord) -> bool:
+        """Whether the engine can keep a slot: one in host memory that it does not keep already."""
+        return record.lease is not None and record.offset < self.welcome.slab_nbytes
+
+    def kept_slot_left(self, record: ClientSlotRecord) -> None:
+        """For the end: the caller has left a slot that the engine keeps."""
+        if self.error is None:
+            self.kept.slot_left(record)
+
     def slot_is_viewed(self, record: ClientSlotRecord) -> None:
         """For the end: a slot was left that is kept until the last view of it has died."""
         self._viewed[id(record)] = record
@@ -554,7 +598,12 @@ class Session:
         replies = []
         for kind, key in self._regions.collect():
             if kind == _OF_SLOTS:
-                self.carry_out(self.book.last_view_gone(self._viewed.pop(key), self.loop.time()))
+                record = self._viewed.pop(key)
+                self.carry_out(self.book.last_view_gone(record, self.loop.time()))
+                if record.lease is None:
+                    self.kept.slot_views_gone(record)
+            elif kind == _OF_KEPT:
+                self.kept.views_gone(key)
             else:
                 replies.append(key)
         self.release_replies(replies)
@@ -706,9 +755,9 @@ class Session:
         submission: Submission | None = None
         try:
             if slot is not None:
-                await self._copy(packed, slot)
+                await self.copy(packed, slot)
             while submission is None and all(record.is_submittable() for record in in_place):
-                await self._writable()
+                await self.writable()
                 self.check_alive()
                 fence = self.device.record_fence(in_place, stream) if self.device is not None else None
                 sent = self.end.send(packed, in_place, slot, name, _handle(fence))
@@ -724,7 +773,7 @@ class Session:
         """Frees a slot that was taken for a payload which is not sent."""
         self.carry_out(self.book.give_up(slot, self.loop.time()))
 
-    async def _copy(self, packed: Packed, slot: ClientSlotRecord) -> None:
+    async def copy(self, packed: Packed, slot: ClientSlotRecord) -> None:
         """Copies a payload into a slot; for :meth:`close` to know of."""
         copying = self.loop.create_future()
         self._copies[copying] = slot
@@ -734,7 +783,7 @@ class Session:
             del self._copies[copying]
             copying.set_result(None)
 
-    async def _writable(self) -> None:
+    async def writable(self) -> None:
         """Waits while the engine reads more slowly than it is written to."""
         with contextlib.suppress(PeerLostError):  # the session says why
             await self.link.drain()
@@ -872,7 +921,7 @@ class Session:
             )
         await self._calls_in_flight.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
-            await self._writable()
+            await self.writable()
             self.check_alive()
         except BaseException:
             self._calls_in_flight.release()
@@ -932,6 +981,8 @@ class Session:
             self.link.send(Goodbye(lease_ids, more=True))
         for generations in self.link.split(replies):
             self.link.send(Goodbye((), generations, more=True))
+        for generations in self.link.split(self.kept.in_use()):
+            self.link.send(Goodbye((), (), more=True, pinned_generations=generations))
         self.link.send(Goodbye(maps_device_slab=maps_device_slab))
         self.link.close()
 

@@ -8,7 +8,7 @@ from libc.stdint cimport uint64_t
 from shmring.core.blocks cimport RunAllocator
 
 cdef enum:
-    SLOT_STATES = 5
+    SLOT_STATES = 6
 
 
 cdef class HeldLease:
@@ -17,6 +17,9 @@ cdef class HeldLease:
     cdef public RunAllocator slots
     cdef public double empty_since
     cdef public bint recalled
+    cdef public uint64_t kept_blocks   # of it, that have become the engine's
+
+    cdef bint is_empty(self) noexcept
 
 
 cdef class ClientSlotRecord:

@@ -1,4 +1,4 @@
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from shmring.core.blocks import RunAllocator
 from shmring.core.effects import ClientEffect
@@ -12,9 +12,10 @@ class HeldLease:
     slots: RunAllocator
     empty_since: float
     recalled: bool
+    kept_blocks: int
 
 class ClientSlotRecord:
-    lease: HeldLease
+    lease: HeldLease | None
     start: int
     blocks: int
     nbytes: int
@@ -56,6 +57,8 @@ class ClientBook:
     def takes(self, lease: HeldLease, blocks: int) -> bool: ...
     def submit(self, slot: ClientSlotRecord, numbers: ClientBook | None = None) -> int: ...
     def released(self, generations: Collection[int], now: float) -> tuple[list[ClientEffect], int]: ...
+    def kept(self, generation: int, now: float) -> list[ClientEffect]: ...
+    def split(self, slot: ClientSlotRecord, sizes: Sequence[int]) -> list[ClientSlotRecord]: ...
     def give_up(self, slot: ClientSlotRecord, now: float) -> list[ClientEffect]: ...
     def last_view_gone(self, slot: ClientSlotRecord, now: float) -> list[ClientEffect]: ...
     @property

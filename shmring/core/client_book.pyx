@@ -51,6 +51,8 @@ cdef int RELEASE_VIEWED = ClientSlotEvent.RELEASE_VIEWED
 cdef int EVICT = ClientSlotEvent.EVICT
 cdef int EVICT_VIEWED = ClientSlotEvent.EVICT_VIEWED
 cdef int LAST_VIEW_GONE = ClientSlotEvent.LAST_VIEW_GONE
+cdef int KEPT = ClientSlot.KEPT
+cdef int KEEP = ClientSlotEvent.KEEP
 
 cdef enum:
     # How much of a lease that was sized for one large slot a later one must take, to be worth holding it: nine tenths. By ``bench
@@ -63,6 +65,10 @@ cdef enum:
 @cython.final
 cdef class HeldLease:
     """A lease of ours; in blocks of the slab."""
+
+    cdef bint is_empty(self) noexcept:
+        """Whether no slot is in it."""
+        return self.slots.free_units == self.slots.length - self.kept_blocks
 
 
 @cython.final
@@ -85,8 +91,8 @@ cdef class ClientSlotRecord:
         return self.start * BLOCK_NBYTES
 
     cpdef bint is_submittable(self) noexcept:
-        """Whether its holder may submit it now: the engine does not have it."""
-        return self.held and (self.state_number == WRITING or self.state_number == CACHED)
+        """Whether its holder may submit it now: the engine does not have it, or keeps it for whoever has it pinned."""
+        return self.state_number == KEPT or (self.held and (self.state_number == WRITING or self.state_number == CACHED))
 
     def ref(self):
         """How a message describes it."""
@@ -148,7 +154,7 @@ cdef class ClientBook:
         cdef double deadline = now - self._lease_idle_s
         cdef list idle = [], effects = []
         for lease in self.leases.values():
-            if not lease.is_base and lease.slots.free_units == lease.slots.length and lease.empty_since <= deadline:
+            if not lease.is_base and lease.is_empty() and lease.empty_since <= deadline:
                 idle.append(lease)
         self._return(idle, effects)
         return effects
@@ -171,7 +177,7 @@ cdef class ClientBook:
         cdef HeldLease lease
         cdef double first = INFINITY
         for lease in self.leases.values():
-            if not lease.is_base and lease.slots.free_units == lease.slots.length and lease.empty_since < first:
+            if not lease.is_base and lease.is_empty() and lease.empty_since < first:
                 first = lease.empty_since
         return first if first == INFINITY else first + self._lease_idle_s
 
@@ -293,7 +299,7 @@ cdef class ClientBook:
             effects.append(Acquired(ticket, slot))
         # What is empty can't hold what the first waiter needs, or it would have it.
         for lease in self.leases.values():
-            if lease.slots.free_units == lease.slots.length and (lease.recalled or first is not None):
+            if lease.is_empty() and (lease.recalled or first is not None):
                 spare.append(lease)
         self._return(spare, effects)
         if first is not None:
@@ -352,6 +358,48 @@ cdef class ClientBook:
             unknown += not self.release_generation(generation, now)
         return self.serve() or [], unknown
 
+    def kept(self, uint64_t generation, double now):
+        """The engine keeps what was submitted under this generation: its blocks are in no lease of ours any more.
+
+        Raises:
+            RemoteProtocolError: nothing of ours was.
+        """
+        cdef ClientSlotRecord slot = self._submitted.pop(generation, None)
+        cdef HeldLease lease
+        cdef list effects = []
+        if slot is None:
+            raise RemoteProtocolError(f"the engine keeps slot {generation}, which it does not have")
+        self._move(slot, KEEP)
+        lease, slot.lease = slot.lease, None
+        lease.kept_blocks += slot.blocks
+        lease.empty_since = now
+        if lease.kept_blocks == lease.slots.length:  # nothing is left of it
+            self._return([lease], effects)
+        return effects + (self.serve() or [])
+
+    def split(self, ClientSlotRecord slot not None, sizes):
+        """Makes slots of these sizes out of one that is being written, in its memory and in this order.
+
+        Its ``nbytes`` are those that :func:`~shmring.core.geometry.nbytes_for_slots` says.
+        """
+        cdef ClientSlotRecord part
+        cdef uint64_t start = slot.start
+        cdef list parts = []
+        assert slot.state_number == WRITING and sizes and sum([slot_blocks(nbytes) for nbytes in sizes]) == slot.blocks
+        for nbytes in sizes:
+            part = ClientSlotRecord.__new__(ClientSlotRecord)
+            part.lease, part.start, part.nbytes, part.held = slot.lease, start, nbytes, slot.held
+            part.blocks = slot_blocks(part.nbytes)
+            part.state_number = FREE
+            self._move(part, ACQUIRE)
+            self._others.add(part)
+            start += part.blocks
+            parts.append(part)
+        self._others.discard(slot)
+        self._slots_in[WRITING] -= 1
+        slot.state_number = FREE
+        return parts
+
     cdef bint release_generation(self, uint64_t generation, double now) except -1:
         """Takes back what the engine releases; returns whether it was ours. The caller must then :meth:`serve`."""
         cdef ClientSlotRecord slot = self._submitted.pop(generation, None)
@@ -409,7 +457,7 @@ cdef class ClientBook:
         self._slots_in[slot.state_number] -= slot.state_number != FREE
         self._draining_blocks -= slot.blocks * (slot.state_number == DRAINING)
         slot.state_number = state
-        self._slots_in[state] += state != FREE
+        self._slots_in[state] += state != FREE and state != KEPT
         self._draining_blocks += slot.blocks * (state == DRAINING)
         return state
 
@@ -423,7 +471,7 @@ cdef class ClientBook:
     @property
     def leased_nbytes(self):
         """Bytes in leases of this client."""
-        return sum([lease.slots.length for lease in self.leases.values()]) * BLOCK_NBYTES
+        return sum([lease.slots.length - lease.kept_blocks for lease in self.leases.values()]) * BLOCK_NBYTES
 
     @property
     def free_nbytes(self):
@@ -464,10 +512,10 @@ cdef class ClientBook:
         assert self._draining_blocks == sum(slot.blocks for slot in slots if slot.state is ClientSlot.DRAINING)
         for lease in self.leases.values():
             runs = sorted([(slot.start, slot.blocks) for slot in slots if slot.lease is lease] + lease.slots.runs())
-            assert sum(blocks for _, blocks in runs) == lease.slots.length, "a block is lost"
+            assert sum(blocks for _, blocks in runs) + lease.kept_blocks == lease.slots.length, "a block is lost"
             end = lease.slots.start
             for start, blocks in runs:
-                assert start == end, "slots overlap, or what is free is in a slot"
+                assert start == end or (lease.kept_blocks and start > end), "slots overlap, or what is free is in a slot"
                 end = start + blocks
         for slot in slots:
             assert slot.state_number != FREE

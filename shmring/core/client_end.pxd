@@ -93,7 +93,7 @@ cdef class ClientEnd(RecordTaker):
     cpdef object send_now(self, Packed packed, list in_place, str name, bytes fence)
     cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, bytes fence)
     cpdef SubmissionEnd forget(self, uint64_t request_id)
-    cdef PayloadDecoder decoder_of(self, object reply_type)
+    cpdef PayloadDecoder decoder_of(self, object reply_type)
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
     cpdef object hold_now(self, object nbytes, bint drain)
     cdef int _leave(self, SlotEnd slot) except -1

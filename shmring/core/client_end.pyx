@@ -37,7 +37,7 @@ from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_regi
 from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_hot_record, read_plain_done
 
 from shmring.core.dropped import give_back_soon, warn_of
-from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SLOT_MAGIC
+from shmring.core.messages import COPY_OUT, KEPT_LEASE_ID, SLOT_HEADER_NBYTES, SLOT_MAGIC, SlotRef
 from shmring.errors import CapacityError, LocalProtocolError, RemoteError, RemoteProtocolError, StaleDescriptorError, fresh
 
 cdef extern from *:
@@ -399,7 +399,8 @@ cdef class ClientEnd(RecordTaker):
                 self.shell.link.violated(error)
         return 0
 
-    cdef PayloadDecoder decoder_of(self, reply_type):
+    cpdef PayloadDecoder decoder_of(self, reply_type):
+        """Returns the decoder of payloads of a type, which is made once."""
         decoder = self._decoders.get(reply_type)
         if decoder is None:
             decoder = self._decoders[reply_type] = self.shell.decoder(reply_type)
@@ -450,7 +451,10 @@ cdef class ClientEnd(RecordTaker):
             self.shell.slot_is_viewed(slot.record)
         elif not slot._drain:
             drop_region(region)
-        return self._follow(self.book.give_slot_up(slot.record, self._now()))
+        effects = self.book.give_slot_up(slot.record, self._now())
+        if slot.record.lease is None:
+            self.shell.kept_slot_left(slot.record)
+        return self._follow(effects)
 
     cdef double _now(self) except -1:
         """The time, where it matters: the book asks for how long further leases have been empty, and for nothing else."""
@@ -626,15 +630,28 @@ cdef class ClientEnd(RecordTaker):
 
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1:
         """Makes a slot the engine's, and describes it."""
-        numbers.lease_id = record.lease.lease_id
         numbers.offset = record.start * _BLOCK_NBYTES
         numbers.nbytes = record.nbytes
+        if record.lease is None:  # the engine keeps it, so it changes no hands
+            numbers.lease_id, numbers.generation = KEPT_LEASE_ID, record.generation
+            return 0
+        numbers.lease_id = record.lease.lease_id
         if numbers.offset >= self._mapping.mapped.nbytes:  # where there is no header
             numbers.generation = self.shell.submit_on_device(record)
             return 0
         numbers.generation = self.book.submit_slot(record, self.book)
         self._write_header(numbers.offset, numbers.generation, numbers.nbytes)
         return 0
+
+    def hand_over(self, ClientSlotRecord record not None):
+        """Makes a slot in host memory the engine's, and returns how a message describes it; for the shell."""
+        cdef SlotNumbers numbers
+        self._hand_over(record, &numbers)
+        return SlotRef(numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation)
+
+    def pack_apart(self, payload):
+        """Encodes a payload all of whose tensors are to be copied to one slot; otherwise as :meth:`pack`."""
+        return self._packer.pack(payload, 0, self._writer.largest_record_nbytes)
 
     cdef int _write_header(self, uint64_t offset, uint64_t generation, uint64_t nbytes) noexcept:
         cdef char* header = self._mapping.mapped.address + offset

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shmring.core.messages import LeaseGrant, LeaseRequest, LeaseReturn
+from shmring.core.messages import Found, LeaseGrant, LeaseRequest, LeaseReturn, NotKept
 
 if TYPE_CHECKING:
     from shmring.core.client_book import ClientSlotRecord
 
 __all__ = [
     "Acquired",
+    "Answered",
     "ClientEffect",
     "ClientGone",
     "EngineEffect",
@@ -70,6 +71,13 @@ class RequestAborted(msgspec.Struct, frozen=True, gc=False):
     was_running: bool
 
 
+class Answered(msgspec.Struct, frozen=True, gc=False):
+    """Send the client this answer to what it asked of kept content."""
+
+    client_id: int
+    answer: Found | NotKept
+
+
 class ReplyGranted(msgspec.Struct, frozen=True, gc=False):
     """The waiter that queued with this ticket has its reply slot."""
 
@@ -90,7 +98,7 @@ class ClientGone(msgspec.Struct, frozen=True, gc=False):
     client_id: int
 
 
-EngineEffect = Granted | Recalled | Released | RequestAborted | ReplyGranted | Reclaimed | ClientGone
+EngineEffect = Granted | Recalled | Released | RequestAborted | Answered | ReplyGranted | Reclaimed | ClientGone
 
 
 # -- of a frontend's book ------------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from libc.stdint cimport uint8_t, uint64_t
 
 from shmring.core.blocks cimport RunAllocator
 from shmring.core.lending cimport Lending
-from shmring.core.records cimport ClientRecord, EngineSlotRecord, LeaseRecord, ReplyWant, RequestRecord
+from shmring.core.kept_book cimport KeptBook
+from shmring.core.records cimport ClientRecord, EngineSlotRecord, KeptRecord, LeaseRecord, ReplyWant, RequestRecord
 from shmring.core.wire cimport SlotNumbers
 
 cdef enum:
     GENERATION_BITS = 40       # of :mod:`shmring.core.geometry`
     SLOT_STATES = 4
+    KEPT_LEASE = 0             # lease id of a slot that is kept content
 
 
 cdef class EngineBook:
@@ -22,6 +24,8 @@ cdef class EngineBook:
     cdef public dict clients               # ClientRecord by id
     cdef public Lending host
     cdef public Lending device             # None: there is no device slab
+    cdef readonly KeptBook kept
+    cdef public uint64_t _next_use         # number of the next slot that is kept content
     cdef public uint64_t late_aborts       # of requests that had ended: messages cross
     cdef public uint64_t stale_releases    # of reply slots that had been given back
     cdef public RunAllocator _replies
@@ -32,6 +36,8 @@ cdef class EngineBook:
     cdef uint64_t _reply_reserve_blocks
     cdef uint64_t _slots_in[SLOT_STATES]
     cdef uint64_t _device_slots
+    cdef uint64_t _max_pins
+    cdef bint _owes_service                # to those who wait for a lease: a pin has gone
 
     cdef ClientRecord client_of(self, uint64_t client_id)
     cdef RequestRecord submit_slots(self, ClientRecord client, uint64_t request_id, const SlotNumbers* slots, Py_ssize_t count)
@@ -51,6 +57,13 @@ cdef class EngineBook:
     cdef Lending _lending(self, LeaseRecord lease)
     cdef int _take_back(self, ClientRecord client, LeaseRecord lease) except -1
     cdef int _serve_wants(self, list effects) except -1
+    cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, bint is_there)
+    cdef int _pin(self, ClientRecord client, KeptRecord kept) except -1
+    cdef int _take_pins_back(self, ClientRecord client, generation, uint64_t count) except -1
+    cdef int _drop_pins(self, ClientRecord client, still_pinned) except -1
+    cdef int _unpin(self, KeptRecord kept) except -1
+    cdef list _served(self, list effects)
+    cdef EngineSlotRecord _use(self, ClientRecord client, const SlotNumbers* slot)
     cdef int _release_replies(self, ClientRecord client, generations, list effects) except -1
     cdef int _free_reply(self, ClientRecord client, generation) except -1
     cdef list _sent_replies(self, ClientRecord client)

@@ -3,6 +3,7 @@ from collections.abc import Collection, Sequence
 from shmring.core.blocks import RunAllocator
 from shmring.core.effects import EngineEffect, ReplySlot
 from shmring.core.geometry import EngineBookLimits, Geometry
+from shmring.core.kept_book import KeptBook
 from shmring.core.lending import Lending
 from shmring.core.messages import LeaseGrant, Memory, SlotRef
 from shmring.core.records import ClientRecord, ReplyWant
@@ -16,6 +17,9 @@ class EngineBook:
     clients: dict[int, ClientRecord]
     host: Lending
     device: Lending | None
+    @property
+    def kept(self) -> KeptBook: ...
+    _next_use: int
     late_aborts: int
     stale_releases: int
     _replies: RunAllocator
@@ -24,7 +28,14 @@ class EngineBook:
     _lent_replies: set[int]
     def __init__(self, geometry: Geometry, limits: EngineBookLimits) -> None: ...
     def connect(self, client_id: int, lease_nbytes: int) -> LeaseGrant | None: ...
-    def goodbye(self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int]) -> list[EngineEffect]: ...
+    def goodbye(
+        self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int], still_pinned: Collection[int] = ()
+    ) -> list[EngineEffect]: ...
+    def find(self, client_id: int, token: int, key: bytes) -> list[EngineEffect]: ...
+    def keep(
+        self, client_id: int, token: int, key: bytes, slot: SlotRef, is_copied: bool, payload: bytes
+    ) -> list[EngineEffect]: ...
+    def unpin(self, client_id: int, generations: Sequence[int]) -> list[EngineEffect]: ...
     def disconnect(self, client_id: int) -> list[EngineEffect]: ...
     def died(self, client_id: int) -> list[EngineEffect]: ...
     def request_lease(

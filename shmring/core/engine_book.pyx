@@ -19,6 +19,10 @@ and no generation means two things in one engine's life. Reply slots are numbere
 What happens to every message has an entry in C (the ``.pxd``); the methods for Python do the same by numbers. What the book does
 is said in plain Python, without speed, in ``tests/model/engine_book.py``, and the tests hold the two against each other.
 
+Kept content (:mod:`.kept_book`) is found, pinned and given to keep here: who has pinned what is a number of each client's, and ends with
+its word or its death, as its leases do. A request names kept content as a slot of lease 0. That has a record like any other slot's,
+under a number of the book's own, so that one content is in many requests.
+
 Invariants (:meth:`EngineBook.check` asserts them): free, leased and quarantined blocks add up; every live slot lies inside a lease
 of its client; no two live slots overlap; a client that is gone and whose slots are all released holds nothing.
 """
@@ -27,16 +31,18 @@ from libc.stdint cimport INT64_MAX, int64_t
 from libc.stdlib cimport free, malloc
 
 from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, blocks_for, slot_blocks
-from shmring.core.records cimport DEVICE, HOST, MEMORIES
+from shmring.core.records cimport DEVICE, HOST, MEMORIES, KeptRecord
 from shmring.core.transitions cimport engine_slots, requests
 
-from shmring.core.effects import ClientGone, Reclaimed, Released, ReplyGranted, ReplySlot, RequestAborted
+from shmring.core.effects import Answered, ClientGone, Reclaimed, Released, ReplyGranted, ReplySlot, RequestAborted
 from shmring.core.geometry import GENERATION_BITS as _GENERATION_BITS
+from shmring.core.messages import KEPT_LEASE_ID, Found, NotKept
 from shmring.core.states import EngineSlot, EngineSlotEvent, Lease, LeaseEvent, Request, RequestEvent
 from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
 
 assert _GENERATION_BITS == GENERATION_BITS
 assert len(EngineSlot) == SLOT_STATES
+assert KEPT_LEASE_ID == KEPT_LEASE
 
 cdef enum:
     FEW_SLOTS = 16  # of one request, whose numbers need no memory of their own
@@ -57,6 +63,9 @@ cdef int RETURN = LeaseEvent.RETURN
 cdef int DISCONNECT = LeaseEvent.DISCONNECT
 cdef int PROOF = LeaseEvent.PROOF
 
+#: Numbers of slots that are kept content begin here: no generation of a client is as large.
+cdef uint64_t FIRST_USE = <uint64_t>1 << 63
+
 #: Ids of leases in device memory: nobody grants as many in the slab before.
 cdef uint64_t FIRST_DEVICE_LEASE_ID = <uint64_t>1 << 40
 
@@ -76,12 +85,15 @@ cdef class EngineBook:
     Attributes:
         clients: that are connected, or of which something is still held, by id.
         host, device: the leases of the slab, and of the device slab if there is one.
+        kept: what is kept in the slab.
     """
 
     def __init__(self, geometry, limits):
         self.geometry, self.limits = geometry, limits
         self.clients = {}
-        self.host = Lending(self.clients, limits, HOST, geometry.LEASABLE_START, geometry.leasable_blocks, 1)
+        self.kept = KeptBook(limits)
+        self.host = Lending(self.clients, limits, HOST, geometry.LEASABLE_START, geometry.leasable_blocks, 1, self.kept)
+        self._next_use = FIRST_USE
         if geometry.device_blocks:
             first_lease_id = FIRST_DEVICE_LEASE_ID
             self.device = Lending(
@@ -91,6 +103,7 @@ cdef class EngineBook:
         self._reply_wants, self._lent_replies = {}, set()
         self._next_reply_generation = 1
         self._max_inflight, self._reply_reserve_blocks = limits.max_inflight, geometry.reply_blocks
+        self._max_pins = limits.max_pins
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +128,7 @@ cdef class EngineBook:
         self.clients[client_id] = client
         return self.host.connect(client, min(blocks_for(lease_nbytes), <uint64_t>self.limits.max_lease_blocks))
 
-    def goodbye(self, uint64_t client_id, kept_lease_ids, kept_replies):
+    def goodbye(self, uint64_t client_id, kept_lease_ids, kept_replies, still_pinned=()):
         """A frontend ends, and says that it uses nothing of the slab any more but what it names.
 
         That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
@@ -125,6 +138,7 @@ cdef class EngineBook:
         cdef list effects = []
         self._drop_reply_wants(client)
         kept_leases, kept_replies = frozenset(kept_lease_ids), frozenset(kept_replies)
+        self._drop_pins(client, frozenset(still_pinned))
         for lease in client.leases.values():
             lease.given_up = lease.lease_id not in kept_leases
         self._release_replies(client, [g for g in self._sent_replies(client) if g not in kept_replies], effects)
@@ -152,6 +166,7 @@ cdef class EngineBook:
             self._lending(lease).change(lease, DISCONNECT)
         self._reclaim(client, effects)
         self._serve_wants(effects)
+        self._owes_service = False
         self._serve_reply_wants(effects)
         return 0
 
@@ -176,19 +191,21 @@ cdef class EngineBook:
             return 0
         if client.dead:
             self._release_replies(client, self._sent_replies(client), effects)
+            self._drop_pins(client, frozenset())
         for lease in list(client.leases.values()):
-            if not lease.live.units and (client.dead or lease.given_up):
+            if lease.live.units == lease.kept_blocks and (client.dead or lease.given_up):
                 self._lending(lease).change(lease, PROOF)
-                blocks += lease.blocks
+                blocks += lease.blocks - lease.kept_blocks
                 self._take_back(client, lease)
         if blocks:
             effects.append(Reclaimed(client.client_id, blocks * BLOCK_NBYTES))
-        if not client.leases and not client.replies:
+        if not client.leases and not client.replies and not client.pins and not client.slots:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
             self._serve_reply_wants(effects)  # whoever is alone now has no quota
         if blocks:
             self._serve_wants(effects)
+        self._served(effects)
         return 0
 
     # -- leases ----------------------------------------------------------------------------------------------------
@@ -235,7 +252,7 @@ cdef class EngineBook:
             lease = client.leases.get(lease_id)
             if lease is None:
                 raise RemoteProtocolError(f"lease {lease_id} was returned by client {client_id}, which does not hold it")
-            if lease.live.units:
+            if lease.live.units != lease.kept_blocks:
                 raise RemoteProtocolError(f"lease {lease_id} was returned with a slot in use")
             leases.append(lease)
         for lease in leases:
@@ -292,24 +309,31 @@ cdef class EngineBook:
             raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
         if <uint64_t>len(client.requests) >= self._max_inflight:
             raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
-        if count == 1:
+        if count == 1 and slots.lease_id != KEPT_LEASE:
             records = [self._publish(client, slots, last_generation)]
             last_generation = slots.generation
         elif count:
             records = []
             try:
                 for place in range(count):
+                    if slots[place].lease_id == KEPT_LEASE:
+                        records.append(self._use(client, &slots[place]))
+                        continue
                     records.append(self._publish(client, &slots[place], last_generation))
                     last_generation = slots[place].generation
             except RemoteProtocolError:
                 for slot in records:
-                    slot.lease.live.give(slot.start, slot.blocks)
+                    if slot.kept is None:
+                        slot.lease.live.give(slot.start, slot.blocks)
+                    else:
+                        self.kept.unpin(slot.kept)  # whose client has it pinned
+                        self._next_use -= 1
                 raise
         if records is not None:
             for slot in records:
                 client.slots[slot.generation] = slot
                 self._slots_in[PUBLISHED] += 1
-                self._device_slots += slot.lease.memory == DEVICE
+                self._device_slots += slot.kept is None and slot.lease.memory == DEVICE
         client.last_generation = last_generation
         client.last_request_id = <int64_t>request_id
         request = RequestRecord.__new__(RequestRecord)
@@ -366,6 +390,9 @@ cdef class EngineBook:
             self._slots_in[state] += 1
             return state
         del client.slots[slot.generation]
+        if slot.kept is not None:
+            self._unpin(slot.kept)
+            return state
         self._device_slots -= slot.lease.memory == DEVICE
         was_taken = slot.lease.live.give(slot.start, slot.blocks)
         assert was_taken, "a live slot has no blocks in its lease"
@@ -398,7 +425,7 @@ cdef class EngineBook:
     def abort(self, uint64_t client_id, uint64_t request_id):
         """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
         effects = self.abort_request(self._connected(client_id), request_id)
-        return [] if effects is None else effects
+        return [] if effects is None else self._served(effects)
 
     cdef list abort_request(self, ClientRecord client, uint64_t request_id):
         """As :meth:`abort`, of a connected client."""
@@ -413,7 +440,7 @@ cdef class EngineBook:
         for slot in request.slots or ():
             if slot.state_number == RELEASED:
                 continue  # by its claim already
-            if self._move(client, slot, ABORT_SLOT) == RELEASED:
+            if self._move(client, slot, ABORT_SLOT) == RELEASED and slot.kept is None:
                 released.append(slot.generation)
         if released:
             effects.append(Released(client.client_id, tuple(released)))
@@ -424,10 +451,6 @@ cdef class EngineBook:
         cdef ClientRecord client = <ClientRecord>self.clients[client_id]
         cdef EngineSlotRecord slot
         cdef list slots, released
-        if client.connected and not viewed and len(generations) == 1:
-            for generation in generations:
-                self._move(client, <EngineSlotRecord>client.slots[generation], RELEASE)
-                return [Released(client_id, (generation,))]
         slots, released = [], []
         for generation in generations if len(generations) < 2 else dict.fromkeys(generations):
             slot = <EngineSlotRecord>client.slots[generation]
@@ -438,9 +461,10 @@ cdef class EngineBook:
                 self._move(client, slot, RELEASE_VIEWED)
             else:
                 self._move(client, slot, RELEASE)
-                released.append(slot.generation)
+                if slot.kept is None:
+                    released.append(slot.generation)
         if client.connected:
-            return [Released(client_id, tuple(released))] if released else []
+            return self._served([Released(client_id, tuple(released))] if released else [])
         slots = []
         self._reclaim(client, slots)
         return slots
@@ -468,13 +492,13 @@ cdef class EngineBook:
                 else:
                     self._move(client, slot, RELEASE)
                     released[count[0]] = slot.generation
-                    count[0] += 1
+                    count[0] += slot.kept is None  # its client has it pinned itself, and needs not be told
                 place += 1
         if not client.connected:
             count[0] = 0
             effects = []
             self._reclaim(client, effects)
-        return effects
+        return self._served(effects)
 
     def last_view_gone(self, uint64_t client_id, uint64_t generation):
         """The last view of a draining slot has died."""
@@ -487,10 +511,163 @@ cdef class EngineBook:
         cdef list effects
         self._move(client, slot, LAST_VIEW_GONE)
         if client.connected:
-            return None
+            return None if slot.kept is None else self._served([])
         effects = []
         self._reclaim(client, effects)
         return effects
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+
+    def find(self, uint64_t client_id, uint64_t token, bytes key):
+        """A client looks for kept content: it is pinned once more for it, if it is there."""
+        cdef ClientRecord client = self._connected(client_id)
+        cdef KeptRecord kept = self.kept.by_key.get(key)
+        if kept is None:
+            self.kept.misses += 1
+            return [Answered(client_id, NotKept(token, "absent"))]
+        if client.pin_count >= self._max_pins:
+            return [Answered(client_id, NotKept(token, "pins"))]
+        self.kept.hits += 1
+        self._pin(client, kept)
+        return [Answered(client_id, _found(token, kept))]
+
+    def keep(self, uint64_t client_id, uint64_t token, bytes key, slot, bint is_copied, bytes payload):
+        """A client gives a slot to keep, and has it pinned then. Of two with one key, the first is kept, and both get that.
+
+        Args:
+            token: of the answer.
+            key: to find it by.
+            slot: as a submission describes it.
+            is_copied: which region of ``payload`` it is.
+            payload: that was checked.
+
+        Raises:
+            RemoteProtocolError: it is not a slot that was lent to this client, or it is in device memory. Nothing was changed.
+        """
+        cdef ClientRecord client = self._connected(client_id)
+        cdef SlotNumbers numbers
+        cdef EngineSlotRecord record
+        cdef KeptRecord kept
+        cdef list effects
+        _read_slots((slot,), &numbers)
+        record = self._publish(client, &numbers, client.last_generation)
+        if record.lease.memory == DEVICE:
+            record.lease.live.give(record.start, record.blocks)
+            raise RemoteProtocolError("what is kept is in host memory")
+        client.last_generation = record.generation
+        kept = self.kept.by_key.get(key)
+        reason = self._why_not_kept(client, record, kept is not None)
+        if reason is not None or kept is not None:
+            record.lease.live.give(record.start, record.blocks)
+            effects = [Released(client_id, (record.generation,))]
+            if reason is not None:
+                effects.append(Answered(client_id, NotKept(token, reason)))
+                return effects
+            self._pin(client, kept)
+            effects.append(Answered(client_id, _found(token, kept)))
+            return effects
+        while self.kept.must_give(record.blocks):
+            self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())))
+        kept = KeptRecord.__new__(KeptRecord)
+        kept.generation, kept.key, kept.payload, kept.is_copied = record.generation, key, payload, is_copied
+        kept.start, kept.blocks, kept.nbytes = record.start, record.blocks, numbers.nbytes
+        self.host.carve(client, record.lease, kept)
+        self.kept.unpinned[kept.generation] = kept
+        self.kept.unpinned_blocks += kept.blocks
+        self.kept.add(kept)
+        self._pin(client, kept)
+        effects = [Answered(client_id, _found(token, kept))]
+        self.host.serve(effects)
+        return effects
+
+    cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, bint is_there):
+        """Returns why a slot is not kept, as a message says it; None: it is, or something else is there already."""
+        if client.pin_count >= self._max_pins:
+            return "pins"
+        if is_there:
+            return None
+        if slot.blocks > self.kept.max_blocks:
+            return "large"
+        if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_take(slot.blocks):
+            return "full"
+        return None
+
+    def unpin(self, uint64_t client_id, generations):
+        """A client takes pins back, one for each time that a generation is named.
+
+        Raises:
+            RemoteProtocolError: it has not as many. Nothing was changed.
+        """
+        cdef ClientRecord client = self._connected(client_id)
+        cdef list effects = []
+        cdef dict counts = {}
+        for generation in generations:
+            counts[generation] = counts.get(generation, 0) + 1
+            if counts[generation] > client.pins.get(generation, 0):
+                raise RemoteProtocolError(f"client {client_id} takes back a pin of {generation}, which it does not have")
+        for generation, count in counts.items():
+            self._take_pins_back(client, generation, count)
+        return self._served(effects)
+
+    cdef int _pin(self, ClientRecord client, KeptRecord kept) except -1:
+        """Pins content once more for a client."""
+        count = client.pins.get(kept.generation, 0)
+        client.pins[kept.generation] = count + 1
+        client.pin_count += 1
+        if not count:
+            client.pinned_blocks += kept.blocks
+            self.kept.pin(kept)
+        return 0
+
+    cdef int _take_pins_back(self, ClientRecord client, generation, uint64_t count) except -1:
+        cdef KeptRecord kept = <KeptRecord>self.kept.by_generation[generation]
+        client.pin_count -= count
+        if client.pins[generation] > count:
+            client.pins[generation] -= count
+            return 0
+        del client.pins[generation]
+        client.pinned_blocks -= kept.blocks
+        return self._unpin(kept)
+
+    cdef int _drop_pins(self, ClientRecord client, still_pinned) except -1:
+        """A client has gone, and views nothing any more but this."""
+        for generation, count in list(client.pins.items()):
+            if generation not in still_pinned:
+                self._take_pins_back(client, generation, count)
+        return 0
+
+    cdef int _unpin(self, KeptRecord kept) except -1:
+        """The caller must then see to it that those are served who wait for its memory (:meth:`_served`)."""
+        self.kept.unpin(kept)
+        if not kept.pins and self.host.is_wanted(kept.start, kept.blocks):
+            self.host.evict(kept)
+        self._owes_service = self.host.waiting_lease_requests != 0
+        return 0
+
+    cdef list _served(self, list effects):
+        """Serves those who wait for a lease, if a pin has gone."""
+        if not self._owes_service:
+            return effects
+        self._owes_service = False
+        if effects is None:
+            effects = []
+        self.host.serve(effects)
+        return effects
+
+    cdef EngineSlotRecord _use(self, ClientRecord client, const SlotNumbers* slot):
+        """Returns the record of a slot of a request that is kept content, which is pinned once more with it."""
+        cdef KeptRecord kept = self.kept.by_generation.get(slot.generation)
+        cdef EngineSlotRecord record
+        if kept is None or slot.generation not in client.pins:
+            raise RemoteProtocolError(f"client {client.client_id} sends kept content {slot.generation}, which it has not pinned")
+        if slot.offset != kept.start * BLOCK_NBYTES or slot.nbytes != kept.nbytes:
+            raise RemoteProtocolError(f"kept content {slot.generation} is not {slot.nbytes} bytes at {slot.offset}")
+        self.kept.pin(kept)
+        record = EngineSlotRecord.__new__(EngineSlotRecord)
+        record.generation, record.kept, record.start, record.blocks = self._next_use, kept, kept.start, kept.blocks
+        record.state_number = PUBLISHED
+        self._next_use += 1
+        return record
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
@@ -680,18 +857,30 @@ cdef class EngineBook:
         assert self._replies.free_units + replies == self.geometry.reply_blocks, "a reply block is lost"
         slots = [slot for client in self.clients.values() for slot in client.slots.values()]
         assert list(self._slots_in) == [sum(slot.state is state for slot in slots) for state in EngineSlot]
-        assert self._device_slots == sum(slot.lease.memory == DEVICE for slot in slots)
+        assert self._device_slots == sum(slot.kept is None and slot.lease.memory == DEVICE for slot in slots)
+        for kept in self.kept.by_generation.values():
+            pins = sum(kept.generation in client.pins for client in self.clients.values())
+            assert kept.pins == pins + sum(slot.kept is kept for slot in slots), "a pin is nobody's, or is not counted"
+        assert not self._owes_service, "a pin has gone, and nobody was served"
         for client in self.clients.values():
             assert client.reply_blocks == sum(slot.blocks for slot in client.replies.values())
             assert client.connected or not client.requests, "a request outlives its connection"
+            assert client.pin_count == sum(client.pins.values()) <= self._max_pins
+            assert client.pinned_blocks == sum(self.kept.by_generation[generation].blocks for generation in client.pins)
             for lease in client.leases.values():
                 expected = Lease.LEASED if client.connected else Lease.QUARANTINED
                 assert lease.state is expected, f"lease {lease.lease_id} is {lease.state.name}"
-                in_lease = [slot for slot in client.slots.values() if slot.lease is lease]
-                assert sorted((slot.start, slot.blocks) for slot in in_lease) == lease.live.runs()
+                in_lease = [(slot.start, slot.blocks) for slot in client.slots.values() if slot.lease is lease]
+                assert all(run in lease.live.runs() for run in in_lease), "a live slot has no blocks in its lease"
+                assert lease.live.units == lease.kept_blocks + sum(blocks for _, blocks in in_lease)
             end = 0
-            for slot in sorted(client.slots.values(), key=lambda slot: slot.start):
+            for slot in sorted([slot for slot in client.slots.values() if slot.kept is None], key=lambda slot: slot.start):
                 assert slot.start >= end, f"slot {slot.generation} overlaps another"
                 assert slot.lease.start <= slot.start and slot.start + slot.blocks <= slot.lease.end
                 assert client.leases.get(slot.lease.lease_id) is slot.lease, "a live slot is in no lease of its client"
                 end = slot.start + slot.blocks
+
+
+cdef object _found(uint64_t token, KeptRecord kept):
+    """How a client is told of content."""
+    return Found(token, kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes, kept.is_copied, kept.payload)

@@ -21,14 +21,14 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy
 
-from shmring.core.engine_book cimport EngineBook
+from shmring.core.engine_book cimport KEPT_LEASE, EngineBook
 from shmring.core.instances cimport new_instance
 from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter, forks
 from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
-from shmring.core.records cimport ClientRecord, RequestRecord
+from shmring.core.records cimport ClientRecord, EngineSlotRecord, RequestRecord
 from shmring.core.transitions cimport requests
 from shmring.core.views cimport Regions
 from shmring.core.wire cimport Content, SlotNumbers, Submit, read_submit_record
@@ -381,6 +381,9 @@ cdef class EngineEnd:
         claim._client_id, claim._request_id = frontend.client_id, submit.request_id
         for i in range(content.slot_count):
             claim.nbytes += content.slot_numbers[i].nbytes
+            if content.slot_numbers[i].lease_id == KEPT_LEASE:  # in many requests: the book numbers each use of it
+                content.slot_numbers[i].generation = (<EngineSlotRecord>claim.request.slots[i]).generation
+                self.received_nbytes -= content.slot_numbers[i].nbytes
         self.submitted += 1
         self.received_nbytes += claim.nbytes
         self._append(claim)
@@ -547,8 +550,8 @@ cdef class EngineEnd:
         cdef uint32_t i
         for i in range(claim.submit.content.slot_count):
             slot = claim.submit.content.slot_numbers + i
-            if slot.offset >= self._slab_nbytes:
-                continue  # in device memory stands no header
+            if slot.offset >= self._slab_nbytes or slot.lease_id == KEPT_LEASE:
+                continue  # in device memory stands no header, and what is kept is what the book says
             memcpy(header, self._mapping.mapped.address + slot.offset, 24)
             memcpy(numbers, header + 8, 16)
             if memcmp(header, <const char*>_MAGIC, 8):

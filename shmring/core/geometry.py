@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from shmring.core.messages import HOST_MEMORY, SLOT_HEADER_NBYTES, Memory
 
-__all__ = ["BLOCK_NBYTES", "GENERATION_BITS", "ClientBookLimits", "EngineBookLimits", "Geometry", "blocks_for", "slot_blocks"]
+__all__ = [
+    "BLOCK_NBYTES",
+    "GENERATION_BITS",
+    "ClientBookLimits",
+    "EngineBookLimits",
+    "Geometry",
+    "blocks_for",
+    "nbytes_for_slots",
+    "slot_blocks",
+]
 
 #: The allocation granule: a page, so that a lease can be mapped and advised by itself.
 BLOCK_NBYTES = 4096
@@ -86,11 +96,19 @@ class Geometry:
         return self.LEASABLE_START + self.leasable_blocks
 
 
+def nbytes_for_slots(sizes: Sequence[int]) -> int:
+    """Returns the content of one slot whose memory is that of slots of these sizes, which it can be split into."""
+    if len(sizes) == 1:
+        return sizes[0]
+    return sum(map(slot_blocks, sizes)) * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineBookLimits:
     """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so.
 
-    ``quota_blocks`` is of the slab, ``device_quota_blocks`` of the device slab; ``max_leases`` holds in each.
+    ``quota_blocks`` is of the slab, ``device_quota_blocks`` of the device slab; ``max_leases`` holds in each. Of all clients
+    together: ``kept_blocks`` and ``max_kept`` bound what is kept; a client has ``max_pins`` of it pinned at a time.
     """
 
     max_lease_blocks: int
@@ -98,6 +116,9 @@ class EngineBookLimits:
     max_leases: int
     max_inflight: int
     device_quota_blocks: int = 0
+    kept_blocks: int = 0
+    max_kept: int = 0
+    max_pins: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 from shmring.core.blocks import RunAllocator
 from shmring.core.geometry import EngineBookLimits
+from shmring.core.kept_book import KeptBook
 from shmring.core.messages import Memory
-from shmring.core.records import ClientRecord, LeaseRecord, LeaseWant, Window
+from shmring.core.records import ClientRecord, LeaseWant, Piece, Window
 from shmring.core.states import Lease
 
 class Lending:
@@ -13,8 +14,9 @@ class Lending:
     _free: RunAllocator
     _wants: dict[int, LeaseWant]
     _window: Window | None
-    _kept: list[tuple[int, int]]
-    _by_start: list[LeaseRecord]
+    _apart: list[tuple[int, int]]
+    _by_start: list[Piece]
+    contents: KeptBook | None
     _next_lease_id: int
     def __init__(
         self,
@@ -24,6 +26,7 @@ class Lending:
         start: int,
         blocks: int,
         first_lease_id: int,
+        contents: KeptBook | None = None,
     ) -> None: ...
     @property
     def free_nbytes(self) -> int: ...

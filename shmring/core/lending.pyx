@@ -13,17 +13,22 @@ whoever has them. So idle clients keep nothing from busy ones, and a wish takes 
 The slab is lent out by one :class:`Lending`, a device slab by another. Both count blocks in one address space.
 
 What an event costs: a request that others wait before is tried once, which is one search in the free runs. What is free in the
-window is kept apart from them (``_kept``), so that such a search does not meet it. Leases are recalled at most once for a wish, and
+window is set apart from them (``_apart``), so that such a search does not meet it. Leases are recalled at most once for a wish, and
 once for each grant or withdrawal that ends a window; that takes one pass over the leases by address. What comes back is offered to
 everybody who waits, which costs nanoseconds for each whom it does not suffice. ``tests/model/lending.py`` says the same without any of that.
 
-Invariants (:meth:`Lending.check`): free, kept and lent blocks add up, leases do not overlap, and the counts are true.
+A slot that the engine keeps leaves the lease that it was in (:meth:`Lending.carve`): the lease has a hole from then on, which nothing
+can be put into and which does not come back with it. So what is lent or kept is in *pieces*: ranges that do not overlap. What is kept
+and not pinned is as good as free. Whoever asks for a lease gets the range in which the least recently used of it lies; and it is
+no reason to look for another range for a window. What is pinned there is.
+
+Invariants (:meth:`Lending.check`): free, lent and kept blocks add up, pieces do not overlap, and the counts are true.
 """
 
 from libc.stdint cimport int64_t
 
 from shmring.core.blocks cimport TakenRuns
-from shmring.core.records cimport DEVICE, HOST
+from shmring.core.records cimport DEVICE, HOST, KeptRecord, Piece
 from shmring.core.transitions cimport leases as lease_states
 
 from shmring.core.effects import Granted, Recalled
@@ -41,8 +46,19 @@ cdef int QUARANTINED = Lease.QUARANTINED
 cdef int GRANT = LeaseEvent.GRANT
 
 
-cdef inline bint _is_avoided(LeaseRecord lease, bint idle_only) noexcept:
-    return lease.state_number == QUARANTINED or (idle_only and lease.live.units != 0)
+cdef enum:
+    # Content that is tried, to make room for a lease by letting the least recently used go. Trying one takes half a microsecond.
+    MOST_TRIED = 128
+
+
+cdef inline uint64_t _lent_blocks(LeaseRecord lease) noexcept:
+    return lease.blocks - lease.kept_blocks
+
+
+cdef inline bint _is_avoided(Piece piece, bint idle_only) noexcept:
+    if piece.kept is not None:
+        return piece.kept.pins != 0
+    return piece.lease.state_number == QUARANTINED or (idle_only and piece.lease.live.units != piece.lease.kept_blocks)
 
 
 cdef class Lending:
@@ -54,14 +70,16 @@ cdef class Lending:
         memory: which one.
         start, blocks: the range that is lent out, in blocks of the address space.
         first_lease_id: where its lease ids begin; those of two memories must not meet.
+        contents: what is kept there; None: nothing ever is.
     """
 
-    def __init__(self, dict clients, limits, int memory, uint64_t start, uint64_t blocks, uint64_t first_lease_id):
+    def __init__(self, dict clients, limits, int memory, uint64_t start, uint64_t blocks, uint64_t first_lease_id, KeptBook contents=None):
         self.clients = clients
         self.limits = limits
         self.memory = memory
+        self.contents = contents
         self._free = RunAllocator(start, blocks)
-        self._wants, self._kept, self._by_start = {}, [], []
+        self._wants, self._apart, self._by_start = {}, [], []
         self._next_lease_id = first_lease_id
         self._max_leases = limits.max_leases
         self._quota_blocks = limits.device_quota_blocks if memory == DEVICE else limits.quota_blocks
@@ -69,7 +87,7 @@ cdef class Lending:
     @property
     def free_nbytes(self):
         """Bytes that can be lent out and that nobody holds."""
-        return (self._free.free_units + self._kept_blocks) * BLOCK_NBYTES
+        return (self._free.free_units + self._apart_blocks) * BLOCK_NBYTES
 
     @property
     def waiting_lease_requests(self):
@@ -82,11 +100,11 @@ cdef class Lending:
 
     @property
     def _counts(self):
-        return self._kept_blocks, tuple(self._blocks_in)
+        return self._apart_blocks, tuple(self._blocks_in)
 
     @_counts.setter
     def _counts(self, counts):
-        self._kept_blocks = counts[0]
+        self._apart_blocks = counts[0]
         for state in range(LEASE_STATES):
             self._blocks_in[state] = counts[1][state]
 
@@ -96,6 +114,7 @@ cdef class Lending:
         for want in self._wants.values():
             if want.waits:
                 return None
+        self._make_room(blocks)
         blocks = min(blocks, self._free.largest())
         return self._lend(client, 0, self._free.take(blocks), blocks) if blocks else None
 
@@ -139,20 +158,99 @@ cdef class Lending:
     cdef int change(self, LeaseRecord lease, int event) except -1:
         """Makes a transition of a lease."""
         cdef int state = lease_states.advance(lease.state_number, event)
-        self._blocks_in[lease.state_number] -= lease.blocks
+        self._blocks_in[lease.state_number] -= _lent_blocks(lease)
         lease.state_number = state
-        self._blocks_in[state] += lease.blocks
+        self._blocks_in[state] += _lent_blocks(lease)
         return 0
 
     cdef int take_back(self, ClientRecord client, LeaseRecord lease) except -1:
         """Frees a lease's blocks. The caller must then serve those that wait for blocks."""
         cdef Py_ssize_t place = self._place_of(lease.start)
-        assert self._by_start[place] is lease
-        del self._by_start[place]
+        cdef Piece piece
         del client.leases[lease.lease_id]
-        client.blocks_in[self.memory] -= lease.blocks
+        client.blocks_in[self.memory] -= _lent_blocks(lease)
         client.leases_in[self.memory] -= 1
-        return self._free_run(lease.start, lease.blocks)
+        while place < len(self._by_start):
+            piece = <Piece>self._by_start[place]
+            if piece.start >= lease.start + lease.blocks:
+                break
+            if piece.lease is not lease:  # it lies where something was kept
+                place += 1
+                continue
+            del self._by_start[place]
+            self._free_run(piece.start, piece.blocks)
+        return 0
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+
+    cdef int carve(self, ClientRecord client, LeaseRecord lease, KeptRecord kept) except -1:
+        """A range of a lease, in which nothing else lies, is kept from now on."""
+        cdef Py_ssize_t place = self._place_of(kept.start + 1) - 1
+        cdef Piece piece = <Piece>self._by_start[place]
+        cdef uint64_t end = kept.start + kept.blocks, piece_end = piece.start + piece.blocks
+        cdef list pieces = []
+        assert piece.lease is lease and piece.start <= kept.start and end <= piece_end
+        if piece.start < kept.start:
+            pieces.append(_piece(piece.start, kept.start - piece.start, lease, None))
+        pieces.append(_piece(kept.start, kept.blocks, None, kept))
+        if end < piece_end:
+            pieces.append(_piece(end, piece_end - end, lease, None))
+        self._by_start[place:place + 1] = pieces
+        lease.kept_blocks += kept.blocks
+        client.blocks_in[self.memory] -= kept.blocks
+        self._blocks_in[lease.state_number] -= kept.blocks
+        return 0
+
+    cdef bint is_wanted(self, uint64_t start, uint64_t blocks) noexcept:
+        """Whether somebody waits for a range that has a block of this one."""
+        return (
+            self._window is not None
+            and start < self._window.start + self._window.blocks and self._window.start < start + blocks
+        )
+
+    cdef int evict(self, KeptRecord kept) except -1:
+        """What is kept and not pinned goes. The caller must then serve those that wait for blocks."""
+        self._forget(kept)
+        return self._free_run(kept.start, kept.blocks)
+
+    cdef int _forget(self, KeptRecord kept) except -1:
+        """It has gone: its blocks are the caller's."""
+        cdef Py_ssize_t place = self._place_of(kept.start)
+        assert (<Piece>self._by_start[place]).kept is kept
+        del self._by_start[place]
+        self.contents.forget(kept)
+        return 0
+
+    cdef bint _make_room(self, uint64_t blocks) except -1:
+        """Lets the least recently used content go that leaves a free run of so many blocks; returns whether there is one then.
+
+        That is the first of it, in this order, with which there is such a run; of what comes before it, only what lies in that run.
+        """
+        cdef KeptRecord kept
+        cdef list tried
+        cdef bint is_taken
+        cdef uint64_t start = 0, length = 0
+        if self._free.largest() >= blocks:
+            return True
+        if self.contents is None or self._free.free_units + self.contents.unpinned_blocks < blocks:
+            return False
+        tried = []
+        for kept in self.contents.unpinned.values():
+            self._give(kept.start, kept.blocks)
+            tried.append(kept)
+            if self._free.largest() >= blocks or len(tried) == MOST_TRIED:
+                break
+        if self._free.largest() >= blocks:
+            self._free.run_at_or_behind(kept.start, &start, &length)
+        for kept in tried:
+            if start <= kept.start and kept.start + kept.blocks <= start + length:
+                self._forget(kept)
+            else:
+                is_taken = self._free.take_at(kept.start, kept.blocks)
+                assert is_taken, "what was given back is free"
+        return length != 0
+
+    # -- who gets a lease --------------------------------------------------------------------------------------------
 
     cdef int serve(self, list effects) except -1:
         """Grants what can be granted, in order of arrival; opens a window for the first that can't."""
@@ -165,6 +263,7 @@ cdef class Lending:
                     self._window is not None
                     and self._window.client_id != want.client_id
                     and want.blocks > self._free.largest()
+                    and (self.contents is None or not self.contents.unpinned_blocks)
                 ):
                     continue  # there is no room for it, and somebody else has the window: nothing can be done
                 # When a window was closed: begin again with the first, whom it may have kept out.
@@ -187,6 +286,9 @@ cdef class Lending:
             return self._withdraw(client.client_id)
         if self._window is None and want.waits:
             self._open_window(client, want.blocks, effects)
+            if self._apart_blocks == want.blocks and self._take_run(client, want, &start, &blocks):  # it held nothing but content
+                effects.append(Granted(client.client_id, self._lend(client, want.token, start, blocks)))
+                return self._withdraw(client.client_id)
         return False
 
     cdef object _lend(self, ClientRecord client, uint64_t token, uint64_t start, uint64_t blocks):
@@ -197,7 +299,7 @@ cdef class Lending:
         lease.state_number = lease_states.advance(FREE, GRANT)
         lease.live = TakenRuns()
         self._next_lease_id += 1
-        self._by_start.insert(self._place_of(start), lease)
+        self._by_start.insert(self._place_of(start), _piece(start, blocks, lease, None))
         client.leases[lease.lease_id] = lease
         client.blocks_in[self.memory] += blocks
         client.leases_in[self.memory] += 1
@@ -218,12 +320,19 @@ cdef class Lending:
         return 0
 
     cdef bint _is_over_quota(self, ClientRecord client, uint64_t blocks) except -1:
-        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""
+        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold.
+
+        What it has pinned counts as if it held it.
+        """
         cdef ClientRecord other
         cdef uint64_t held = client.blocks_in[self.memory]
         if client.leases_in[self.memory] >= self._max_leases:
             return True
-        if not held or held + blocks <= self._quota_blocks:
+        if not held:
+            return False
+        if self.memory == HOST:
+            held += client.pinned_blocks
+        if held + blocks <= self._quota_blocks:
             return False
         for other in self.clients.values():
             if other is not client and (other.connected or other.leases):
@@ -238,15 +347,15 @@ cdef class Lending:
             self._put_back()
         has_run = self._take_free_run(client, want, start, blocks)
         if is_owner and not has_run:
-            self._keep()
+            self._set_apart()
         return has_run
 
     cdef bint _take_free_run(self, ClientRecord client, LeaseWant want, uint64_t* start, uint64_t* blocks) except -1:
         cdef int64_t at = -1
         blocks[0] = want.preferred_blocks
-        if not self._is_over_quota(client, want.preferred_blocks):
+        if not self._is_over_quota(client, want.preferred_blocks) and self._make_room(want.preferred_blocks):
             at = self._free.take(want.preferred_blocks)
-        if at < 0 and want.blocks != want.preferred_blocks:
+        if at < 0 and want.blocks != want.preferred_blocks and self._make_room(want.blocks):
             # What it needs is within its quota, what it would prefer may not be.
             blocks[0] = want.blocks
             at = self._free.take(want.blocks)
@@ -254,13 +363,34 @@ cdef class Lending:
         return at >= 0
 
     cdef int _open_window(self, ClientRecord client, uint64_t blocks, list effects) except -1:
-        """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
+        """Closes the range that is cheapest to empty to all but this want: its leases are recalled, what is kept there unpinned goes."""
         cdef uint64_t start
         self._cheapest_range(blocks, False, &start)
         self._window = Window.__new__(Window)
         self._window.client_id, self._window.start, self._window.blocks = client.client_id, start, blocks
-        self._keep()
+        self._evict_range(start, blocks)
+        self._set_apart()
         return self._recall(client, start, blocks, effects)
+
+    cdef int _evict_range(self, uint64_t start, uint64_t blocks) except -1:
+        """What is kept and not pinned goes from a range."""
+        cdef Piece piece
+        if self.contents is None or not self.contents.unpinned_blocks:
+            return 0
+        for piece in self._pieces_in(start, blocks):
+            if piece.kept is not None and not piece.kept.pins:
+                self._forget(piece.kept)
+                self._give(piece.start, piece.blocks)
+        return 0
+
+    cdef list _pieces_in(self, uint64_t start, uint64_t blocks):
+        """Returns the pieces that have a block in a range, by address."""
+        cdef Py_ssize_t first = self._place_of(start), last = self._place_of(start + blocks)
+        cdef Piece before
+        if first:
+            before = <Piece>self._by_start[first - 1]
+            first -= before.start + before.blocks > start
+        return self._by_start[first:last]
 
     cdef int _recall_idle(self, uint64_t blocks, list effects) except -1:
         """Recalls the leases in the cheapest range for a wish, if they are idle."""
@@ -273,18 +403,15 @@ cdef class Lending:
         """Recalls the leases in a range, but those of its owner."""
         cdef ClientRecord holder
         cdef LeaseRecord lease
+        cdef Piece piece
         cdef list recalled
+        cdef set leases = {piece.lease for piece in self._pieces_in(start, blocks)}
         for holder in self.clients.values():
             if holder is owner or not holder.connected or not holder.leases_in[self.memory]:
                 continue
             recalled = []
             for lease in holder.leases.values():
-                if (
-                    lease.memory == self.memory
-                    and not lease.recalled
-                    and lease.start < start + blocks
-                    and start < lease.start + lease.blocks
-                ):
+                if lease in leases and not lease.recalled:
                     lease.recalled = True
                     recalled.append(lease.lease_id)
             if recalled:
@@ -294,42 +421,47 @@ cdef class Lending:
     cdef bint _cheapest_range(self, uint64_t blocks, bint idle_only, uint64_t* best) except -1:
         """Finds where the range of so many blocks begins that is cheapest to empty: the lowest of those.
 
-        A range that is moved up becomes cheaper only where it leaves a lease behind. So the lowest of the cheapest begins where the
-        memory begins, or behind a lease. One pass over those places, and over the leases that a range then enters and has left.
+        A range that is moved up becomes cheaper only where it leaves a piece behind. So the lowest of the cheapest begins where the
+        memory begins, or behind a piece. One pass over those places, and over the pieces that a range then enters and has left.
+        Content that is not pinned counts only between ranges that are equal otherwise.
 
         Returns:
             Whether nothing in it is to be avoided: a quarantined lease, which comes back when a process dies, which may be never;
-            with ``idle_only`` also one that is in use.
+            content that is pinned; with ``idle_only`` also a lease that is in use.
         """
         cdef uint64_t last_start = self._free.start + self._free.length - blocks, start = self._free.start
-        cdef uint64_t leased = 0, avoided = 0, least_leased = 0, least_avoided = 0
+        cdef uint64_t leased = 0, avoided = 0, kept = 0, least_leased = 0, least_avoided = 0, least_kept = 0
         cdef Py_ssize_t count = len(self._by_start), left = 0, entered = 0
-        cdef LeaseRecord lease
+        cdef Piece piece
         best[0] = start
         while True:
             while entered < count:
-                lease = <LeaseRecord>self._by_start[entered]
-                if lease.start >= start + blocks:
+                piece = <Piece>self._by_start[entered]
+                if piece.start >= start + blocks:
                     break
-                leased += lease.blocks
-                avoided += lease.blocks * _is_avoided(lease, idle_only)
+                leased += piece.blocks * (piece.lease is not None)
+                kept += piece.blocks * (piece.lease is None)
+                avoided += piece.blocks * _is_avoided(piece, idle_only)
                 entered += 1
-            if start == self._free.start or avoided < least_avoided or (avoided == least_avoided and leased < least_leased):
-                best[0], least_leased, least_avoided = start, leased, avoided
+            if start == self._free.start or avoided < least_avoided or (
+                avoided == least_avoided and (leased < least_leased or (leased == least_leased and kept < least_kept))
+            ):
+                best[0], least_leased, least_avoided, least_kept = start, leased, avoided, kept
             if left == count:
                 return not least_avoided
-            lease = <LeaseRecord>self._by_start[left]
-            start = lease.start + lease.blocks
+            piece = <Piece>self._by_start[left]
+            start = piece.start + piece.blocks
             if start > last_start:
                 return not least_avoided
             if left == entered:  # there was a gap before it: the range begins behind it without having entered it
                 entered += 1
             else:
-                leased -= lease.blocks
-                avoided -= lease.blocks * _is_avoided(lease, idle_only)
+                leased -= piece.blocks * (piece.lease is not None)
+                kept -= piece.blocks * (piece.lease is None)
+                avoided -= piece.blocks * _is_avoided(piece, idle_only)
             left += 1
 
-    cdef int _keep(self) except -1:
+    cdef int _set_apart(self) except -1:
         """Takes what is free in the window out of the free list."""
         cdef uint64_t at = self._window.start, end = self._window.start + self._window.blocks, start = 0, blocks = 0
         cdef bint is_taken
@@ -339,17 +471,17 @@ cdef class Lending:
             blocks -= start
             is_taken = self._free.take_at(start, blocks)
             assert is_taken, "the free runs changed under us"
-            self._kept.append((start, blocks))
-            self._kept_blocks += blocks
+            self._apart.append((start, blocks))
+            self._apart_blocks += blocks
             at = start + blocks
         return 0
 
     cdef int _put_back(self) except -1:
-        """Undoes :meth:`_keep`."""
-        for start, blocks in self._kept:
+        """Undoes :meth:`_set_apart`."""
+        for start, blocks in self._apart:
             self._give(start, blocks)
-        self._kept.clear()
-        self._kept_blocks = 0
+        self._apart.clear()
+        self._apart_blocks = 0
         return 0
 
     cdef int _free_run(self, uint64_t start, uint64_t blocks) except -1:
@@ -361,8 +493,8 @@ cdef class Lending:
         if inside_start > start:
             self._give(start, inside_start - start)
         if inside_end > inside_start:
-            self._kept.append((inside_start, inside_end - inside_start))
-            self._kept_blocks += inside_end - inside_start
+            self._apart.append((inside_start, inside_end - inside_start))
+            self._apart_blocks += inside_end - inside_start
         if end > inside_end:
             self._give(inside_end, end - inside_end)
         return 0
@@ -373,39 +505,59 @@ cdef class Lending:
         return 0
 
     cdef Py_ssize_t _place_of(self, uint64_t start) except -1:
-        """Returns the place of the first lease, by address, that does not begin before a block."""
+        """Returns the place of the first piece, by address, that does not begin before a block."""
         cdef Py_ssize_t low = 0, high = len(self._by_start), middle
         while low < high:
             middle = (low + high) >> 1
-            if (<LeaseRecord>self._by_start[middle]).start < start:
+            if (<Piece>self._by_start[middle]).start < start:
                 low = middle + 1
             else:
                 high = middle
         return low
 
     def check(self):
-        """Asserts the invariants of this memory: no block is lost, no two leases overlap, and what is counted is true."""
+        """Asserts the invariants of this memory: no block is lost, no two pieces overlap, and what is counted is true."""
         leases = [lease for client in self.clients.values() for lease in client.leases.values() if lease.memory == self.memory]
-        leases.sort(key=lambda lease: lease.start)
-        assert self._by_start == leases, "a lease is not where its address says, or not in its client's hands"
-        lent = sum(lease.blocks for lease in leases)
-        assert self._free.free_units + self._kept_blocks + lent == self._free.length, "a block is lost or counted twice"
-        assert sum(blocks for _, blocks in self._kept) == self._kept_blocks
+        contents = [] if self.contents is None else [*self.contents.by_generation.values()]
+        pieces = [(piece.start, piece.blocks) for piece in self._by_start]
+        kept_blocks = sum(kept.blocks for kept in contents)
+        lent_blocks = sum(lease.blocks - lease.kept_blocks for lease in leases)
+        assert self._free.free_units + self._apart_blocks + lent_blocks + kept_blocks == self._free.length, "a block is lost"
+        assert sum(blocks for _, blocks in self._apart) == self._apart_blocks
+        for lease in leases:
+            own = [piece for piece in self._by_start if piece.lease is lease]
+            assert sum(piece.blocks for piece in own) == lease.blocks - lease.kept_blocks, f"lease {lease.lease_id} lost a piece"
+            assert all(lease.start <= piece.start and piece.start + piece.blocks <= lease.end for piece in own)
+        assert all(piece.lease is None or piece.lease in leases for piece in self._by_start), "a piece outlives its lease"
+        kept = [(piece.kept.start, piece.kept.blocks) for piece in self._by_start if piece.lease is None]
+        assert kept == sorted((kept.start, kept.blocks) for kept in contents), "something kept is not where its piece is"
+        if self.contents is not None:
+            self.contents.check()
         if self._window is None:
-            assert not self._kept, "something is kept for nobody"
+            assert not self._apart, "something is set apart for nobody"
         else:
             assert self._window.client_id in self._wants, "a window is kept for nobody"
-            for start, blocks in [*self._kept]:
+            for start, blocks in [*self._apart]:
                 assert self._window.start <= start and start + blocks <= self._window.end
             for start, blocks in self._free.runs():
                 assert start >= self._window.end or start + blocks <= self._window.start
+            for kept in contents:
+                assert kept.pins or kept.start >= self._window.end or kept.start + kept.blocks <= self._window.start
         end = self._free.start
-        for start, blocks in sorted([(lease.start, lease.blocks) for lease in leases] + self._kept + self._free.runs()):
+        assert pieces == sorted(pieces)
+        for start, blocks in sorted(pieces + self._apart + self._free.runs()):
             assert start >= end, f"what begins at block {start} overlaps something else"
             end = start + blocks
         assert end <= self._free.end
         for state in Lease:
-            assert self.leased_nbytes(state) == sum(lease.blocks for lease in leases if lease.state is state) * BLOCK_NBYTES
+            lent = sum(lease.blocks - lease.kept_blocks for lease in leases if lease.state is state)
+            assert self.leased_nbytes(state) == lent * BLOCK_NBYTES
         for client in self.clients.values():
-            own = [lease.blocks for lease in leases if lease.client_id == client.client_id]
+            own = [lease.blocks - lease.kept_blocks for lease in leases if lease.client_id == client.client_id]
             assert (client.leased_blocks[self.memory], client.lease_counts[self.memory]) == (sum(own), len(own))
+
+
+cdef Piece _piece(uint64_t start, uint64_t blocks, LeaseRecord lease, KeptRecord kept):
+    cdef Piece piece = Piece.__new__(Piece)
+    piece.start, piece.blocks, piece.lease, piece.kept = start, blocks, lease, kept
+    return piece

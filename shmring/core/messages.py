@@ -35,21 +35,32 @@ __all__ = [
     "DeviceHandle",
     "EngineMessage",
     "Failed",
+    "Find",
+    "Found",
     "FrontendMessage",
     "Goodbye",
     "HOST_MEMORY",
     "Hello",
+    "KEPT_LEASE_ID",
+    "KEY_NBYTES",
+    "Keep",
+    "KeptKey",
     "LeaseGrant",
     "LeaseRecall",
     "LeaseRequest",
     "LeaseReturn",
     "MAX_LISTED",
+    "MAX_FINDS",
+    "MAX_KEPT_PAYLOAD_NBYTES",
     "Memory",
+    "NotKept",
+    "NotKeptReason",
     "Refused",
     "Release",
     "ReplyRelease",
     "SlotRef",
     "TensorRef",
+    "Unpin",
     "Welcome",
     "align",
     "decode_engine_message",
@@ -69,6 +80,15 @@ SLOT_HEADER_NBYTES = 64
 #: Lease id of a reply's slot that the frontend is to copy out and give back at once, since the reserve is short; else it is 0.
 COPY_OUT = 1
 SLOT_MAGIC = b"shmrslot"
+
+#: Lease id of a slot that is kept content. Leases are numbered from 1 on.
+KEPT_LEASE_ID = 0
+#: Of the key of kept content: of SHA-256, for one.
+KEY_NBYTES = 32
+#: What is kept beside the tensors, at most: the engine has this much private memory for each content.
+MAX_KEPT_PAYLOAD_NBYTES = 4096
+#: Requests for kept content that a client may have in flight. What answers them take at most has room in any backlog.
+MAX_FINDS = 64
 #: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
 TENSOR_ALIGNMENT = 64
 #: The msgpack extension code that stands for a tensor in a payload.
@@ -93,6 +113,9 @@ Generation = Annotated[int, msgspec.Meta(ge=0)]
 LeaseIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_LISTED)]
 Generations = Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_LISTED)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+
+KeptKey = Annotated[bytes, msgspec.Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
+KeptPayload = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_KEPT_PAYLOAD_NBYTES)]
 
 #: Which memory a lease is wanted in. Where it was granted says its offset: device memory begins where the slab ends.
 Memory = Literal[0, 1]
@@ -212,13 +235,44 @@ class Goodbye(_Message, frozen=True, tag=8):
     """The last message of an orderly end: this frontend writes nowhere any more, but in ``kept_lease_ids``.
 
     ``maps_device_slab``: it could not unmap the device slab, so that must not be freed before this process is dead.
-    ``more``: another follows, which says what else is kept.
+    ``more``: another follows, which says what else is kept. ``pinned_generations``: kept content that it still views.
     """
 
     kept_lease_ids: LeaseIds = ()
     kept_reply_generations: Generations = ()
     maps_device_slab: bool = False
     more: bool = False
+    pinned_generations: Generations = ()
+
+
+class Find(_Message, frozen=True, tag=12):
+    """Looks for kept content, and pins it if it is there: :class:`Found` or :class:`NotKept` with this token answers."""
+
+    token: Unsigned
+    key: KeptKey
+
+
+class Keep(_Message, frozen=True, tag=13):
+    """Gives the engine a slot to keep under a key, with a payload whose tensors are in it. Answered as :class:`Find` is.
+
+    The slot is the engine's. It is :class:`Found` under its own generation if it is kept now. Otherwise it comes back with
+    :class:`Release`, and what is found is another slot that is kept under this key already.
+    """
+
+    token: Unsigned
+    key: KeptKey
+    lease_id: Unsigned
+    offset: Unsigned
+    nbytes: Unsigned
+    generation: Generation
+    is_copied: bool
+    payload: KeptPayload
+
+
+class Unpin(_Message, frozen=True, tag=14):
+    """Takes pins of kept content back, one for each time that a generation is in the list."""
+
+    generations: Generations
 
 
 # engine to frontend
@@ -260,6 +314,7 @@ class Welcome(_Message, frozen=True, tag=102):
     max_tensors: Unsigned
     base_lease: LeaseGrant | None
     device: DeviceHandle | None = None
+    kept_nbytes: Unsigned = 0
 
 
 FailureKind = Literal["error", "aborted", "timed_out", "invalid"]
@@ -294,14 +349,40 @@ class CallResult(_Message, frozen=True, tag=108):
     error: tuple[str, str] | None = None
 
 
+class Found(_Message, frozen=True, tag=112):
+    """Kept content, which is pinned once more for the client that asked. The slot at ``offset`` has ``nbytes`` of content.
+
+    ``is_copied``: whether the tensors of ``payload`` are in region 0, or in region 1.
+    """
+
+    token: Unsigned
+    generation: Generation
+    offset: Unsigned
+    nbytes: Unsigned
+    is_copied: bool
+    payload: KeptPayload
+
+
+#: ``absent``: nothing is kept under the key. ``large``: larger than all that is kept may be. ``full``: what is kept is pinned,
+#: or somebody waits for this memory. ``pins``: the client has pinned as much as it may.
+NotKeptReason = Literal["absent", "large", "full", "pins"]
+
+
+class NotKept(_Message, frozen=True, tag=113):
+    """Answers :class:`Find` and :class:`Keep` where nothing is found or kept."""
+
+    token: Unsigned
+    reason: NotKeptReason
+
+
 class Refused(_Message, frozen=True, tag=109):
     """The engine will not go on with this connection, and closes it."""
 
     reason: str
 
 
-FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | Call | Goodbye
-EngineMessage = Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused
+FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | Call | Goodbye | Find | Keep | Unpin
+EngineMessage = Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused | Found | NotKept
 
 _encoder = msgspec.msgpack.Encoder()
 

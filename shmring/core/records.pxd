@@ -19,7 +19,26 @@ cdef class LeaseRecord:
     cdef public TakenRuns live      # which blocks of it are in live slots
     cdef public bint recalled
     cdef public bint given_up       # by its holder's goodbye
+    cdef public uint64_t kept_blocks  # of its range, that have become the engine's: see :mod:`.kept_book`
     cdef int state_number
+
+
+cdef class KeptRecord:
+    cdef public uint64_t generation  # of the slot that it was
+    cdef public bytes key
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+    cdef public uint64_t nbytes
+    cdef public bint is_copied       # its tensors are in region 0, else in region 1
+    cdef public bytes payload        # msgpack, as the wire has it
+    cdef public uint64_t pins        # clients that have it pinned, and slots of requests that are this
+
+
+cdef class Piece:
+    cdef public uint64_t start
+    cdef public uint64_t blocks
+    cdef public LeaseRecord lease   # None: what is there is kept
+    cdef public KeptRecord kept     # None: what is there is lent
 
 
 cdef class EngineSlotRecord:
@@ -27,6 +46,7 @@ cdef class EngineSlotRecord:
     cdef public LeaseRecord lease
     cdef public uint64_t start
     cdef public uint64_t blocks
+    cdef public KeptRecord kept     # what it is, if that is kept; it is in no lease then
     cdef int state_number
 
 
@@ -61,6 +81,9 @@ cdef class ClientRecord:
     cdef public dict requests       # RequestRecord by id
     cdef public dict replies        # ReplySlot by generation
     cdef public set unsent_replies  # generations: the engine itself is still writing them
+    cdef public dict pins           # how often it has pinned what is kept, by generation
+    cdef public uint64_t pin_count  # of them
+    cdef public uint64_t pinned_blocks
     cdef uint64_t blocks_in[MEMORIES]
     cdef uint64_t leases_in[MEMORIES]
 

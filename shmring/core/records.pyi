@@ -12,12 +12,30 @@ class LeaseRecord:
     live: TakenRuns
     recalled: bool
     given_up: bool
+    kept_blocks: int
     @property
     def end(self) -> int: ...
 
+class KeptRecord:
+    generation: int
+    key: bytes
+    start: int
+    blocks: int
+    nbytes: int
+    is_copied: bool
+    payload: bytes
+    pins: int
+
+class Piece:
+    start: int
+    blocks: int
+    lease: LeaseRecord | None
+    kept: KeptRecord | None
+
 class EngineSlotRecord:
     generation: int
-    lease: LeaseRecord
+    lease: LeaseRecord | None
+    kept: KeptRecord | None
     start: int
     blocks: int
     state: EngineSlot
@@ -54,6 +72,9 @@ class ClientRecord:
     requests: dict[int, RequestRecord]
     replies: dict[int, ReplySlot]
     unsent_replies: set[int]
+    pins: dict[int, int]
+    pin_count: int
+    pinned_blocks: int
 
 class Window:
     client_id: int

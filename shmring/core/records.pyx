@@ -24,6 +24,18 @@ cdef class LeaseRecord:
 
 
 @cython.final
+@cython.no_gc
+cdef class KeptRecord:
+    """Content that the engine keeps."""
+
+
+@cython.final
+@cython.no_gc
+cdef class Piece:
+    """A range that is lent or kept, as a whole."""
+
+
+@cython.final
 @cython.freelist(256)
 @cython.no_gc
 cdef class EngineSlotRecord:
@@ -71,6 +83,7 @@ cdef class ClientRecord:
         self.last_request_id = -1
         self.connected = True
         self.leases, self.slots, self.requests, self.replies, self.unsent_replies = {}, {}, {}, {}, set()
+        self.pins = {}
 
     @property
     def leased_blocks(self):

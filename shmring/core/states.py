@@ -42,6 +42,7 @@ class ClientSlot(enum.IntEnum):
     SUBMITTED = 2
     CACHED = 3  # released by the engine while the frontend still holds it: its content is intact
     DRAINING = 4  # given up, but a view of it is still alive in this process
+    KEPT = 5  # its content is the engine's from now on, and its blocks are in no lease
 
 
 class ClientSlotEvent(enum.IntEnum):
@@ -56,6 +57,7 @@ class ClientSlotEvent(enum.IntEnum):
     EVICT = 8
     EVICT_VIEWED = 9
     LAST_VIEW_GONE = 10
+    KEEP = 11
 
 
 class EngineSlot(enum.IntEnum):
@@ -121,6 +123,7 @@ CLIENT_SLOT: Mapping[ClientSlot, Mapping[ClientSlotEvent, ClientSlot]] = {
         ClientSlotEvent.RELEASE_RETAINED: ClientSlot.CACHED,
         ClientSlotEvent.RELEASE_VIEWED: ClientSlot.DRAINING,
         ClientSlotEvent.ABORT: ClientSlot.SUBMITTED,  # an abort gives nothing back: only the engine's Release does
+        ClientSlotEvent.KEEP: ClientSlot.KEPT,
     },
     ClientSlot.CACHED: {
         ClientSlotEvent.SUBMIT: ClientSlot.SUBMITTED,
@@ -128,6 +131,7 @@ CLIENT_SLOT: Mapping[ClientSlot, Mapping[ClientSlotEvent, ClientSlot]] = {
         ClientSlotEvent.EVICT_VIEWED: ClientSlot.DRAINING,
     },
     ClientSlot.DRAINING: {ClientSlotEvent.LAST_VIEW_GONE: ClientSlot.FREE},
+    ClientSlot.KEPT: {},
 }
 
 ENGINE_SLOT: Mapping[EngineSlot, Mapping[EngineSlotEvent, EngineSlot]] = {

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from shmring.cancellation import uninterrupted
 from shmring.config import RingConfig, configured
 from shmring.core.effects import (
+    Answered,
     ClientGone,
     EngineEffect,
     Granted,
@@ -49,6 +50,7 @@ from shmring.core.engine_book import EngineBook
 from shmring.core.engine_calls import EngineCalls
 from shmring.core.engine_end import EngineEnd, FrontendEnd
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
+from shmring.core.kept_content import check_kept
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
     COPY_OUT,
@@ -60,9 +62,11 @@ from shmring.core.messages import (
     EngineMessage,
     Failed,
     FailureKind,
+    Find,
     FrontendMessage,
     Goodbye,
     Hello,
+    Keep,
     LeaseRecall,
     LeaseRequest,
     LeaseReturn,
@@ -70,6 +74,7 @@ from shmring.core.messages import (
     Release,
     ReplyRelease,
     SlotRef,
+    Unpin,
     Welcome,
     decode_frontend_message,
 )
@@ -218,6 +223,9 @@ class Ring(EngineCalls):
                 max_leases=config.max_leases,
                 max_inflight=config.max_inflight,
                 device_quota_blocks=max(1, geometry.device_blocks * 3 // 4),
+                kept_blocks=_kept_blocks(config.kept_nbytes, leasable),
+                max_kept=config.max_kept,
+                max_pins=config.max_pins,
             ),
         )
         self._record_nbytes = largest_record_nbytes(int(config.message_ring_nbytes))
@@ -639,6 +647,8 @@ class Ring(EngineCalls):
                     self._frontends[client_id].link.send_listed(Release, generations)
                 case Granted(client_id, grant):
                     self._frontends[client_id].send(grant)
+                case Answered(client_id, answer):
+                    self._frontends[client_id].send(answer)
                 case Recalled(client_id, lease_ids):
                     self._frontends[client_id].link.send_listed(LeaseRecall, lease_ids)
                 case RequestAborted():
@@ -786,6 +796,7 @@ class Ring(EngineCalls):
             max_tensors=config.max_tensors,
             base_lease=base_lease,
             device=self._device.handle if self._device is not None else None,
+            kept_nbytes=self._book.kept.max_blocks * BLOCK_NBYTES,
         )
 
     def message_received(self, frontend: _Frontend, message: FrontendMessage) -> None:
@@ -800,6 +811,14 @@ class Ring(EngineCalls):
                 self.carry_out(self._book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
                 self.carry_out(self._book.release_replies(client_id, generations))
+            case Find(token, key):
+                self.carry_out(self._book.find(client_id, token, key))
+            case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
+                check_kept(payload, nbytes, is_copied, self.config.max_tensors)
+                slot = SlotRef(lease_id, offset, nbytes, generation)
+                self.carry_out(self._book.keep(client_id, token, key, slot, is_copied, payload))
+            case Unpin(generations):
+                self.carry_out(self._book.unpin(client_id, generations))
             case Call():
                 self._called(frontend, message)
             case Goodbye():
@@ -813,8 +832,10 @@ class Ring(EngineCalls):
             self.said_goodbye(frontend, *frontend.kept)
             return
         client = self._book.clients[frontend.client_id]
-        named = sum(len(part.kept_lease_ids) + len(part.kept_reply_generations) for part in frontend.kept)
-        if not len(frontend.kept) <= named <= len(client.leases) + len(client.replies):
+        named = sum(
+            len(part.kept_lease_ids) + len(part.kept_reply_generations) + len(part.pinned_generations) for part in frontend.kept
+        )
+        if not len(frontend.kept) <= named <= len(client.leases) + len(client.replies) + len(client.pins):
             raise RemoteProtocolError("a goodbye in parts keeps more than there is, or nothing in one of them")
 
     def said_goodbye(self, frontend: _Frontend, *goodbyes: Goodbye) -> None:
@@ -824,7 +845,8 @@ class Ring(EngineCalls):
             self._device.unmapped(frontend.client_id)
         lease_ids = [lease_id for goodbye in goodbyes for lease_id in goodbye.kept_lease_ids]
         generations = [generation for goodbye in goodbyes for generation in goodbye.kept_reply_generations]
-        self.carry_out(self._book.goodbye(frontend.client_id, lease_ids, generations))
+        pinned = [generation for goodbye in goodbyes for generation in goodbye.pinned_generations]
+        self.carry_out(self._book.goodbye(frontend.client_id, lease_ids, generations, pinned))
         frontend.link.close()
 
     def _called(self, frontend: _Frontend, call: Call) -> None:
@@ -988,6 +1010,14 @@ class Ring(EngineCalls):
             reply_copied_nbytes=self._end.reply_copied_nbytes,
             pinned_nbytes=self._pinned.nbytes,
             pin_seconds=self._pinned.seconds,
+            kept=len(book.kept),
+            kept_nbytes=book.kept.blocks * BLOCK_NBYTES,
+            kept_pinned=len(book.kept) - len(book.kept.unpinned),
+            kept_pinned_nbytes=(book.kept.blocks - book.kept.unpinned_blocks) * BLOCK_NBYTES,
+            kept_capacity_nbytes=book.kept.max_blocks * BLOCK_NBYTES,
+            kept_hits=book.kept.hits,
+            kept_misses=book.kept.misses,
+            kept_evictions=book.kept.evictions,
             device_copies=self._uploads.copies,
             device_copied_nbytes=self._uploads.copied_nbytes,
             **dataclasses.asdict(counters),
@@ -1011,6 +1041,10 @@ class Ring(EngineCalls):
 
 def _blocks(nbytes: int | str | None, default: int) -> int:
     return default if nbytes is None else blocks_for(int(nbytes))
+
+
+def _kept_blocks(nbytes: int | str | None, leasable_blocks: int) -> int:
+    return leasable_blocks // 2 if nbytes is None else min(int(nbytes) // BLOCK_NBYTES, leasable_blocks)
 
 
 def _content_start(slot: ReplySlot) -> int:

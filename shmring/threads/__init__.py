@@ -4,9 +4,9 @@
 errors are those of :mod:`shmring`; what is awaited there blocks here, with a ``timeout`` in seconds. See ``docs/threads.md``.
 """
 
-from shmring.threads.client import Client, Slot, Submission
+from shmring.threads.client import Client, Kept, Slot, Submission
 from shmring.threads.connecting import connect
 from shmring.threads.ring import Claim, Ring, serve
 from shmring.threads.routing_client import RoutingClient
 
-__all__ = ["Claim", "Client", "Ring", "RoutingClient", "Slot", "Submission", "connect", "serve"]
+__all__ = ["Claim", "Client", "Kept", "Ring", "RoutingClient", "Slot", "Submission", "connect", "serve"]

@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+import shmring.client.kept as kept_in_loop
 import shmring.client.slot as slot_in_loop
 import shmring.client.submission as submission_in_loop
 from shmring.client.client import RingClient
@@ -24,7 +25,7 @@ from shmring.errors import ClosedError, ShmringError
 from shmring.statistics import ClientStatistics
 from shmring.threads.loop_thread import LoopThread, within
 
-__all__ = ["BlockingClient", "Client", "Slot", "Submission"]
+__all__ = ["BlockingClient", "Client", "Kept", "Slot", "Submission"]
 
 
 class Submission:
@@ -176,6 +177,54 @@ class Slot:
         self.close()
 
 
+class Kept:
+    """Content that the engine keeps, pinned until this is left. Use it as ``with kept:``, or :meth:`close` it.
+
+    Attributes:
+        key: that it is found by.
+        nbytes: bytes of its slot.
+    """
+
+    __slots__ = ("__weakref__", "_is_left", "_kept", "_thread", "key", "nbytes")
+
+    def __init__(self, thread: LoopThread, kept: kept_in_loop.Kept) -> None:
+        self._thread = thread
+        self._kept = kept
+        self._is_left = False
+        self.key: bytes = kept.key
+        self.nbytes: int = kept.nbytes
+
+    def __repr__(self) -> str:
+        return repr(self._kept)
+
+    @property
+    def payload(self) -> Any:
+        """What was kept, its tensors viewed in place. Write to none of them: every frontend has the same.
+
+        Raises:
+            ClosedError: this was left, or the client closed.
+            EngineDeadError: the engine has gone, and what it kept with it.
+            RemoteError: it is not of ``payload_type``.
+        """
+        if self._is_left:  # which the loop may not have heard of yet
+            raise ClosedError("this content was left; take what you need of its payload inside the block")
+        return self._thread.call(lambda: self._kept.payload)
+
+    def close(self) -> None:
+        """Leaves the content: nobody's space waits for it any more, once the last view has died.
+
+        This never waits; finalisers may call it. Twice is once.
+        """
+        self._is_left = True
+        self._thread.post(self._kept.close)
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
 _InLoop = TypeVar("_InLoop", RingClient, RoutingClient)
 
 
@@ -244,15 +293,32 @@ class BlockingClient(Generic[_InLoop]):
     def _slot_nowait(self, nbytes: int, drain: bool, ask: bool, where: dict[str, Any]) -> Slot:
         return Slot(self._thread, self._client.slot_nowait(nbytes, drain=drain, ask=ask, **where))
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Checks that a slot of that size could be had, before the caller makes what it would hold. Takes nothing.
+    async def _find(self, key: bytes, payload_type: Any, timeout: float | None, where: dict[str, Any]) -> Kept | None:
+        finding = self._client.find(key, payload_type=payload_type, **where)
+        kept = await within(timeout, f"what engine {self._title} keeps", finding)
+        return None if kept is None else Kept(self._thread, kept)
+
+    def _find_blocking(self, key: bytes, payload_type: Any, timeout: float | None, where: dict[str, Any]) -> Kept | None:
+        kept: Kept | None = self._thread.call(self._find, key, payload_type, timeout, where, undo=_leave)
+        return kept
+
+    async def _keep(self, key: bytes, payload: object, timeout: float | None, where: dict[str, Any]) -> Kept:
+        keeping = self._client.keep(key, payload, **where)
+        return Kept(self._thread, await within(timeout, f"space in the slab of engine {self._title}", keeping))
+
+    def _keep_blocking(self, key: bytes, payload: object, timeout: float | None, where: dict[str, Any]) -> Kept:
+        kept: Kept = self._thread.call(self._keep, key, payload, timeout, where, undo=_leave)
+        return kept
+
+    def check_capacity(self, *sizes: int) -> None:
+        """Checks that slots of these sizes could be had at once, before the caller makes what they would hold. Takes nothing.
 
         Raises:
             CapacityError: more than the engine can lease out.
             WouldBlock: no engine is attached now, and the next one is waited for.
             EngineDeadError, ClosedError, LocalProtocolError, ValueError: as :meth:`slot`.
         """
-        self._thread.call(self._client.check_capacity, nbytes)
+        self._thread.call(self._client.check_capacity, *sizes)
 
     # -- the connection --------------------------------------------------------------------------------------------------
 
@@ -432,6 +498,44 @@ class Client(BlockingClient[RingClient]):
         slot: Slot = self._thread.call(self._slot_nowait, nbytes, drain, ask, {}, undo=Slot.close)
         return slot
 
+    def find(self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None) -> Kept | None:
+        """Looks for content that the engine keeps under a key, whoever gave it. It is pinned until what is returned is left.
+
+        Args:
+            key: 32 bytes.
+            payload_type: a msgspec type to decode the payload into.
+            timeout: seconds to wait for the engine.
+
+        Returns:
+            The content; None if it is not there.
+
+        Raises:
+            WouldBlock: it is there, and this client has too much pinned (``RingConfig.max_pins``).
+            TypeError, ValueError: this is no key.
+            TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
+        """
+        return self._find_blocking(key, payload_type, timeout, {})
+
+    def keep(self, key: bytes, payload: object, *, timeout: float | None = None) -> Kept:
+        """Gives content to the engine, to be found under a key by every client until its space is wanted for something else.
+
+        Args:
+            key: 32 bytes that stand for this content and for no other, such as a hash of what it was made of.
+            payload: with a torch tensor or numpy array in it. If all of them lie in one slot of this client, nothing is copied,
+                and that slot is the engine's from now on.
+            timeout: seconds for all of it, waiting for space included.
+
+        Returns:
+            The content, which is pinned until that is left.
+
+        Raises:
+            WouldBlock: it can't be kept now: what is kept is in use, or somebody waits for that memory.
+            CapacityError: it is larger than all that the engine may keep.
+            TypeError, ValueError: it can't be sent, has no tensor, or this is no key.
+            TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.
+        """
+        return self._keep_blocking(key, payload, timeout, {})
+
     # -- the connection --------------------------------------------------------------------------------------------------
 
     @property
@@ -447,3 +551,9 @@ class Client(BlockingClient[RingClient]):
         """
         statistics: ClientStatistics = self._thread.call(self._client.statistics)
         return statistics
+
+
+def _leave(kept: Kept | None) -> None:
+    """What the loop does with content that its caller did not take."""
+    if kept is not None:
+        kept.close()

@@ -12,7 +12,7 @@ from shmring.client.routing_client import check_retry
 from shmring.config import ClientConfig
 from shmring.errors import EngineDeadError
 from shmring.statistics import ClientStatistics
-from shmring.threads.client import BlockingClient, Slot, Submission
+from shmring.threads.client import BlockingClient, Kept, Slot, Submission
 from shmring.threads.loop_thread import within
 
 __all__ = ["RoutingClient"]
@@ -189,6 +189,34 @@ class RoutingClient(BlockingClient[RoutingClientInLoop]):
         where = {"key": key, "engine": engine}
         slot: Slot = self._thread.call(self._slot_nowait, nbytes, drain, ask, where, undo=Slot.close)
         return slot
+
+    # -- kept content --------------------------------------------------------------------------------------------------
+
+    def find(
+        self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None, engine: str | None = None
+    ) -> Kept | None:
+        """Looks for content that an engine keeps: the one that is named, or any.
+
+        Args:
+            key, payload_type, timeout: as of :meth:`Client.find`.
+            engine: as of :meth:`shmring.RoutingClient.find`.
+
+        Raises:
+            ShmringError, TimeoutError, TypeError, ValueError: as of both.
+        """
+        return self._find_blocking(key, payload_type, timeout, {"engine": engine})
+
+    def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept:
+        """Gives content to an engine, to be found under a key.
+
+        Args:
+            key, payload, timeout: as of :meth:`Client.keep`.
+            engine: as of :meth:`shmring.RoutingClient.keep`.
+
+        Raises:
+            ShmringError, TimeoutError, TypeError, ValueError: as of both.
+        """
+        return self._keep_blocking(key, payload, timeout, {"engine": engine})
 
     # -- the connections -----------------------------------------------------------------------------------------------
 

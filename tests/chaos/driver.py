@@ -171,17 +171,17 @@ class _Driver:
         return self.seen
 
     async def sample(self) -> None:
-        """Looks at the slabs now and then; what is free, leased and quarantined must always be all of each."""
+        """Looks at the slabs now and then; what is free, leased, quarantined and kept must always be all of each."""
         while True:
             counts = [each for each in [await self.statistics(name) for name in self.names] if each is not None]
-            parts = [[each[f"{what}_nbytes"] for what in ("free", "leased", "quarantined")] for each in counts]
+            parts = [[each[f"{what}_nbytes"] for what in ("free", "leased", "quarantined", "kept")] for each in counts]
             for each, part in zip(counts, parts, strict=True):
                 if sum(part) != each["leasable_nbytes"]:
                     self.seen.violations.append(f"{' + '.join(map(str, part))} is not {each['leasable_nbytes']}")
                 if each["protocol_errors"]:
                     self.seen.violations.append(f"{each['protocol_errors']} frontends were said to break the protocol")
             if len(counts) == len(self.names):
-                free, leased, quarantined = map(sum, zip(*parts, strict=True))
+                free, leased, quarantined, _ = map(sum, zip(*parts, strict=True))
                 self.seen.samples.append(Sample(time.monotonic_ns(), free, leased, quarantined, sum(map(_in_use, counts))))
             await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
@@ -296,9 +296,9 @@ class _Driver:
         """Counts what of an engine's slab is not free again."""
         assert self.observer is not None
         own = self.observer.engines[name].statistics().leased_nbytes
-        counts = await self.settled(name, lambda now: now["free_nbytes"] + own == now["leasable_nbytes"])
+        counts = await self.settled(name, lambda now: now["free_nbytes"] + now["kept_nbytes"] + own == now["leasable_nbytes"])
         unreturned = counts["reply_nbytes"] - counts["reply_free_nbytes"]
-        return counts["leasable_nbytes"] - counts["free_nbytes"] - own + unreturned
+        return counts["leasable_nbytes"] - counts["free_nbytes"] - counts["kept_nbytes"] - own + unreturned
 
     async def settled(self, name: str, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         """Asks an engine until a condition is true, or has had time enough to become so; returns what it said last."""
@@ -327,7 +327,8 @@ class _Driver:
 
 
 def _in_use(counts: dict[str, int]) -> int:
-    return counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+    in_slots = counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+    return in_slots + counts["kept_pinned"]
 
 
 async def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Observations], None]) -> None:

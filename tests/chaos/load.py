@@ -38,6 +38,7 @@ _USUAL_NBYTES = (2_000, 500_000)
 _LARGE_NBYTES = (1 << 20, 4 << 20)
 _ONE_IN_LARGE = 20
 _REPLY_NBYTES = (16, 200_000)
+_KEYS = 40  # of content that is kept, for all frontends; more than fits
 _PIECE_NBYTES = 100_000  # written at a time into a slot, so that faults happen in the middle
 
 Outcome = str
@@ -98,6 +99,7 @@ class Load:
             "in place": (20, self._in_place),
             "in place, twice": (6, self._in_place_twice),
             "inline": (8, self._inline),
+            "kept": (14, self._kept),
             "stream": (10, self._stream),
             "stream left early": (8, self._stream_left),
             "aborted": (14, self._aborted),
@@ -256,6 +258,27 @@ class Load:
             # The same content under another number, which the engine has not seen. Its start is the first's.
             self._number = again = self._number + 1
             return await self._request(self._order(again, view, checksum))
+
+    async def _kept(self, number: int) -> Outcome:
+        """Sends content that some frontend has given to keep, or gives some; it must be what it was, whoever gave it."""
+        client = self._connected
+        key = self._chance.randrange(_KEYS).to_bytes(32, "little")
+        try:
+            kept = await client.find(key)
+            if kept is None and self._chance.randrange(2):
+                async with self._written(number) as (view, checksum):
+                    kept = await client.keep(key, {"checksum": checksum, "tensor": view})
+            elif kept is None:
+                content, checksum = await asyncio.to_thread(self._source.content, number, self._nbytes())
+                kept = await client.keep(key, {"checksum": checksum, "tensor": content})
+        except shmring.WouldBlock:  # too much is pinned, or somebody waits for the memory
+            return await self._copied(number)
+        with kept:
+            tensor, checksum = kept.payload["tensor"], kept.payload["checksum"]
+            outcome = await self._request(self._order(number, tensor, checksum))
+            await cargo.check_aside(tensor, number, checksum, f"in what is kept, as process {self._pid} sees it")
+            del tensor
+        return outcome
 
     async def _stream(self, number: int) -> Outcome:
         order = await self._drawn(number, replies=self._chance.randrange(0, 12))

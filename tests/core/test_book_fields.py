@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shmring.core import client_book, engine_book, lending, records
+from shmring.core import client_book, engine_book, kept_book, lending, records
 from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
@@ -22,6 +22,7 @@ from tests.model.state import ANSWERS, DERIVED, FIELDS
 BESIDE = {
     "EngineBook": {"geometry", "limits"},
     "Lending": {"limits", "memory"},
+    "KeptBook": {"max_blocks", "max_kept"},
     "ClientBook": {"limits"},
     "LeaseRecord": {"end"},
     "RequestRecord": {"generations"},
@@ -32,7 +33,7 @@ BESIDE = {
 MODEL_RECORDS = [getattr(model_records, name) for name in model_records.__all__]
 MODEL_RECORDS += [model_client_book.HeldLease, model_client_book.ClientSlotRecord, model_client_book.Waiter]
 COMPILED = [
-    *(engine_book.EngineBook, lending.Lending, *[getattr(records, name) for name in model_records.__all__]),
+    *(engine_book.EngineBook, lending.Lending, kept_book.KeptBook, *[getattr(records, name) for name in model_records.__all__]),
     *(client_book.ClientBook, client_book.HeldLease, client_book.ClientSlotRecord, client_book.Waiter),
 ]
 

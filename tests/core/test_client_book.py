@@ -544,7 +544,7 @@ def test_counts_are_by_state() -> None:
     take(book)
     submitted(book)
     submitted(book)
-    assert [book.count(state) for state in ClientSlot] == [0, 1, 2, 0, 0]
+    assert [book.count(state) for state in ClientSlot] == [0, 1, 2, 0, 0, 0]
 
 
 # -- check ---------------------------------------------------------------------------------------------------------------------

@@ -24,18 +24,23 @@ from shmring.core.messages import (
     DeviceHandle,
     EngineMessage,
     Failed,
+    Find,
+    Found,
     FrontendMessage,
     Goodbye,
     Hello,
+    Keep,
     LeaseGrant,
     LeaseRecall,
     LeaseRequest,
     LeaseReturn,
+    NotKept,
     Refused,
     Release,
     ReplyRelease,
     SlotRef,
     TensorRef,
+    Unpin,
     Welcome,
     align,
     decode_engine_message,
@@ -60,7 +65,10 @@ FRONTEND_MESSAGES: list[FrontendMessage] = [
     LeaseReturn((1, 2)),
     ReplyRelease((5, 6)),
     Call(1, "health", b"\xc0"),
-    Goodbye((1,), (5,), True, True),
+    Goodbye((1,), (5,), True, True, (6,)),
+    Find(1, bytes(32)),
+    Keep(1, bytes(32), 1, 4096, 100, 2**40 + 1, True, b"\xc0"),
+    Unpin((5, 5)),
 ]
 ENGINE_MESSAGES: list[EngineMessage] = [
     GRANT,
@@ -81,12 +89,15 @@ ENGINE_MESSAGES: list[EngineMessage] = [
         32,
         GRANT,
         DeviceHandle("GPU-a", bytes(64), 1 << 21),
+        1 << 28,
     ),
     Failed(3, "error", "ValueError", "no such model"),
     Release((1, 2)),
     LeaseRecall((1, 2)),
     CallResult(1, b"\xc0", ("KeyError", "'x'")),
     Refused("full"),
+    Found(1, 2**40 + 1, 4096, 100, False, b"\xc0"),
+    NotKept(1, "absent"),
 ]
 EVERY_MESSAGE = [*FRONTEND_MESSAGES, *ENGINE_MESSAGES]
 
@@ -108,6 +119,7 @@ generations = st.integers(0, 2**64 - 1)
 short_text = st.text(max_size=64)
 many_ids = st.lists(unsigned, max_size=5).map(tuple)
 many_generations = st.lists(generations, max_size=5).map(tuple)
+keys = st.binary(min_size=32, max_size=32)
 devices = st.builds(DeviceHandle, short_text, st.binary(min_size=64, max_size=64), unsigned)
 grants = st.builds(LeaseGrant, unsigned, unsigned, unsigned, unsigned)
 frontend_messages: st.SearchStrategy[Any] = st.one_of(
@@ -117,7 +129,12 @@ frontend_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(LeaseReturn, many_ids),
     st.builds(ReplyRelease, many_generations),
     st.builds(Call, unsigned, short_text, st.binary(max_size=40)),
-    st.builds(Goodbye, many_ids, many_generations, st.booleans(), st.booleans()),
+    st.builds(Goodbye, many_ids, many_generations, st.booleans(), st.booleans(), many_generations),
+    st.builds(Find, unsigned, keys),
+    st.builds(
+        Keep, unsigned, keys, unsigned, unsigned, unsigned, generations, st.booleans(), st.binary(min_size=1, max_size=40)
+    ),
+    st.builds(Unpin, many_generations),
 )
 engine_messages: st.SearchStrategy[Any] = st.one_of(
     grants,
@@ -129,6 +146,8 @@ engine_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(LeaseRecall, many_ids),
     st.builds(CallResult, unsigned, st.binary(max_size=40), st.none() | st.tuples(st.text(), st.text())),
     st.builds(Refused, st.text()),
+    st.builds(Found, unsigned, generations, unsigned, unsigned, st.booleans(), st.binary(min_size=1, max_size=40)),
+    st.builds(NotKept, unsigned, st.sampled_from(["absent", "large", "full", "pins"])),
 )
 
 
@@ -195,8 +214,8 @@ def test_defaults_may_be_left_out() -> None:
 
 
 def test_the_tags_are_fixed() -> None:
-    assert [plain(message)[0] for message in FRONTEND_MESSAGES] == [1, 3, 4, 5, 6, 7, 8]
-    assert sorted(plain(message)[0] for message in ENGINE_MESSAGES) == [101, 102, *range(105, 110)]
+    assert [plain(message)[0] for message in FRONTEND_MESSAGES] == [1, 3, 4, 5, 6, 7, 8, 12, 13, 14]
+    assert sorted(plain(message)[0] for message in ENGINE_MESSAGES) == [101, 102, *range(105, 110), 112, 113]
     assert {msgspec.msgpack.decode(record)[0] for record in SUBMITS.values()} == {2}
     assert {msgspec.msgpack.decode(record)[0] for record in ENGINE_RECORDS.values()} == {103, 104}
 
@@ -273,10 +292,10 @@ def test_a_missing_field_is_refused(message: Any) -> None:
 @pytest.mark.parametrize("forge", [lambda fields: [*fields, 0], lambda fields: fields[:-1]], ids=["extra", "missing"])
 def test_an_extra_or_missing_field_of_a_part_is_refused(forge: Any) -> None:
     welcome = next(plain(message) for message in ENGINE_MESSAGES if isinstance(message, Welcome))
-    *fields, lease, device = welcome
-    assert decode_engine_message(msgspec.msgpack.encode([*fields, lease, device]))
-    refused([*fields, forge(lease), device])
-    refused([*fields, lease, forge(device)])
+    *fields, lease, device, kept_nbytes = welcome
+    assert decode_engine_message(msgspec.msgpack.encode([*fields, lease, device, kept_nbytes]))
+    refused([*fields, forge(lease), device, kept_nbytes])
+    refused([*fields, lease, forge(device), kept_nbytes])
 
 
 @by_writer

@@ -62,7 +62,9 @@ async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, 
     client.ring._path = client.ring._path.with_name("nobody.sock")
     await eventually(lambda: client.errored)
     with pytest.raises(shmring.EngineDeadError):
-        client.slot(100)
+        await client.slots([100])
+    with pytest.raises(shmring.EngineDeadError):
+        await client.find(bytes(32))
     with pytest.raises(shmring.EngineDeadError):
         client.check_capacity(100)
     with pytest.raises(shmring.EngineDeadError):

@@ -160,7 +160,7 @@ async def test_a_full_slab_is_waited_for_and_then_reported(open_engine: Any, ope
     engine = await open_engine(slab_nbytes="1MiB")
     http, patient = await open_app(engine, slot_timeout_s=0.05), await open_app(engine)
     free_nbytes = engine.ring.statistics().leasable_nbytes - (128 << 10)
-    async with engine.client.slot(free_nbytes):
+    async with engine.client.ring.slot(free_nbytes):
         response = await http.post("/v1/embeddings", json=body_of(np.zeros((300, 300, 3), np.uint8)))
         assert error_of(response, 503)["code"] == "slab_full"
         assert int(response.headers["retry-after"]) >= 1

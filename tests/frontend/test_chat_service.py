@@ -186,7 +186,7 @@ async def test_the_deadline_counts_waiting_for_a_turn_and_a_slot(open_core: Any,
     engine = await open_core(slab_nbytes="1MiB")
     http = await open_app(engine, request_timeout_s=0.1, max_concurrent_media=1)
     picture = np.zeros((300, 300, 3), np.uint8)
-    async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
+    async with engine.client.ring.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
         both = await asyncio.gather(*(http.post("/v1/chat/completions", json=chat_of(picture)) for _ in range(2)))
     assert [response.status_code for response in both] == [504, 504]
 

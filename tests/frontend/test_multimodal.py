@@ -30,6 +30,7 @@ from frontend.admission import Admission, Admitted
 from frontend.errors import ApiError
 from frontend.media.fetch import FetchSettings
 from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
+from frontend.media.options import MediaLimits
 from frontend.multimodal import MediaIntake
 from frontend.settings import FrontendSettings, MediaCounts
 
@@ -47,14 +48,14 @@ def wav() -> bytes:
     return file.getvalue()
 
 
-def mp4() -> bytes:
+def mp4(darkest: int = 0) -> bytes:
     """Eight frames of 64 x 48 pixels, each a little lighter."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         for index in range(8):
-            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 30 * index, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), darkest + 30 * index, np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
@@ -91,7 +92,7 @@ def admitted(admission: Admission) -> Admitted:
     return admission.new_request()
 
 
-async def test_all_media_share_one_slot(
+async def test_media_lie_in_the_slab_and_go_back(
     open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, eventually: Any
 ) -> None:
     engine = await open_engine()
@@ -102,10 +103,11 @@ async def test_all_media_share_one_slot(
             assert isinstance(medium, Picture)
             np.testing.assert_array_equal(medium.pixels.numpy(), pixels)
             assert medium.checksum is None
-        assert engine.client.ring.statistics().slots_writing == 1
+        assert engine.ring.statistics().kept_pinned == 3
         del medium
     assert media == []
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+    await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
 
 
 async def test_every_modality_arrives_in_the_slab(open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted) -> None:
@@ -176,7 +178,7 @@ async def test_the_error_about_a_bad_medium_names_its_place(
 ) -> None:
     engine = await open_engine(slab_nbytes="1MiB")
     intake = open_intake(engine, slot_timeout_s=0.01)
-    async with engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
+    async with engine.client.ring.slot(engine.ring.statistics().leasable_nbytes - (128 << 10)):
         sources = [source_of(encoded(LARGE), param="first"), source_of(file, kind, "second")]
         with pytest.raises(ApiError) as raised:  # and not that there is no slot: none was needed yet
             await intake.take(sources, SPEC, admitted, "messages").__aenter__()
@@ -249,7 +251,7 @@ async def test_a_clip_that_is_decoded_slowly_holds_no_slot_and_keeps_no_picture_
     monkeypatch.setattr(MediaLoader, "decode", decode_clips_late)
     engine = await open_engine(slab_nbytes="1MiB")
     intake = open_intake(engine, max_decoded_nbytes=200_000, slot_timeout_s=0.1)
-    clips = [asyncio.create_task(take(source_of(mp4(), "video"))) for _ in range(40)]  # 37 KB each
+    clips = [asyncio.create_task(take(source_of(mp4(darkest), "video"))) for darkest in range(40)]  # 37 KB each
     await eventually(lambda: started == 4)  # in three quarters of that memory
     assert engine.client.ring.statistics().slots_in_use == 0
     assert await take(source_of(encoded(PIXELS[0]))) == PIXELS[0].shape
@@ -268,7 +270,7 @@ async def test_what_can_never_fit_the_slab_is_not_decoded(
 
     monkeypatch.setattr(MediaLoader, "decode", decode)
     intake = open_intake(await open_engine(slab_nbytes="1MiB"))
-    sources = [source_of(encoded(LARGE)) for _ in range(4)]
+    sources = [source_of(encoded(LARGE + light)) for light in np.arange(4, dtype=np.uint8)]
     with pytest.raises(shmring.CapacityError, match="can never fit"):
         await intake.take(sources, SPEC, admitted, "messages").__aenter__()
 
@@ -306,7 +308,7 @@ async def test_cancelling_at_any_moment_gives_everything_back(
             case "waiting for memory":
                 await blocker.enter_async_context(memory.take(1, is_quick=True))
             case "waiting for a slot":
-                slot = engine.client.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
+                slot = engine.client.ring.slot(engine.ring.statistics().leasable_nbytes - (128 << 10))
                 await blocker.enter_async_context(slot)
             case "fetching" | "decoding" | "copying":
                 method = {"fetching": "fetch", "decoding": "decode", "copying": "copy"}[moment]
@@ -338,3 +340,194 @@ async def test_without_shared_memory_it_is_private(
     async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admitted, "messages") as [picture]:
         np.testing.assert_array_equal(tensor_of(picture).numpy(), PIXELS[0])
         assert engine.client.ring.statistics().slots_in_use == 0
+
+
+# -- what is prepared once ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the media that were decoded."""
+    kinds: list[str] = []
+    decode = MediaLoader.decode
+
+    async def count(loader: MediaLoader, prepared: PreparedMedium) -> DecodedMedium:
+        kinds.append(prepared.kind)
+        return await decode(loader, prepared)
+
+    monkeypatch.setattr(MediaLoader, "decode", count)
+    return kinds
+
+
+async def test_what_was_prepared_is_neither_decoded_nor_copied_again(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str]
+) -> None:
+    """By another frontend as well, and with its checksum and times."""
+    engine = await open_engine(slab_nbytes="16MiB")
+    spec = InputSpec(picture=SPEC.picture, sound=SPEC.sound, video=SPEC.video, checksum=True)
+
+    def sources() -> list[MediaSource]:
+        return [source_of(mp4(), "video"), source_of(encoded(PIXELS[0])), source_of(wav(), "audio")]
+
+    first, other = open_intake(engine), open_intake(engine)
+    async with first.take(sources(), spec, admission.new_request(), "messages") as media:
+        expected = [(type(medium), tensor_of(medium).clone(), medium.checksum) for medium in media]
+    before = engine.client.ring.statistics()
+    assert sorted(decoded) == ["audio", "image", "video"]
+    for intake in (first, other):
+        async with intake.take(sources(), spec, admission.new_request(), "messages") as media:
+            for medium, (kind, tensor, checksum) in zip(media, expected, strict=True):
+                assert type(medium) is kind
+                assert medium.checksum == checksum == checksum_of(tensor)
+                np.testing.assert_array_equal(tensor_of(medium).numpy(), tensor.numpy())
+            del medium
+    after = engine.client.ring.statistics()
+    assert len(decoded) == 3
+    assert (after.copies, after.kept_hits - before.kept_hits) == (before.copies, 6)
+    assert after.slots_writing == 0
+
+
+async def test_how_it_is_prepared_and_its_limits_are_part_of_what_is_found(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str]
+) -> None:
+    engine = await open_engine(slab_nbytes="4MiB")
+    intake = open_intake(engine)
+    small = InputSpec(picture=PictureSpec(max_pixels=100))
+    async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages") as [medium]:
+        assert tuple(tensor_of(medium).shape) == PIXELS[0].shape
+        del medium
+    async with intake.take([source_of(encoded(PIXELS[0]))], small, admission.new_request(), "messages") as [medium]:
+        assert tensor_of(medium).shape.numel() <= 300
+        del medium
+    assert decoded == ["image", "image"]
+    strict = open_intake(engine, media_limits=MediaLimits(max_image_pixels=100))
+    with pytest.raises(ApiError, match="pixels"):  # as if nobody had ever sent it
+        await strict.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages").__aenter__()
+
+
+async def test_the_same_picture_twice_in_a_request_is_decoded_once(
+    open_engine: Any, open_intake: Any, encoded: Any, admitted: Admitted, decoded: list[str]
+) -> None:
+    intake = open_intake(await open_engine())
+    sources = [source_of(encoded(PIXELS[index])) for index in (0, 1, 0)]
+    async with intake.take(sources, SPEC, admitted, "messages") as media:
+        for medium, index in zip(media, (0, 1, 0), strict=True):
+            np.testing.assert_array_equal(tensor_of(medium).numpy(), PIXELS[index])
+        del medium
+    assert len(decoded) == 2
+
+
+async def test_two_requests_with_the_same_new_picture_have_it_decoded_once(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str]
+) -> None:
+    intake = open_intake(await open_engine())
+
+    async def take() -> tuple[int, ...]:
+        async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages") as [medium]:
+            return tuple(tensor_of(medium).shape)
+
+    assert await asyncio.gather(*(take() for _ in range(20))) == [PIXELS[0].shape] * 20
+    assert decoded == ["image"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
+    open_engine: Any,
+    open_intake: Any,
+    encoded: Any,
+    admission: Admission,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+) -> None:
+    decode = MediaLoader.decode
+    calls, go_on = 0, asyncio.Event()
+
+    async def fail_first(loader: MediaLoader, prepared: PreparedMedium) -> DecodedMedium:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await go_on.wait()
+            raise RuntimeError("the decoder broke")
+        return await decode(loader, prepared)
+
+    monkeypatch.setattr(MediaLoader, "decode", fail_first)
+    engine = await open_engine()
+    intake = open_intake(engine)
+
+    async def take() -> tuple[int, ...]:
+        async with intake.take([source_of(encoded(PIXELS[0]))], SPEC, admission.new_request(), "messages") as [medium]:
+            return tuple(tensor_of(medium).shape)
+
+    first = asyncio.create_task(take())
+    await eventually(lambda: calls == 1)
+    second = asyncio.create_task(take())
+    await eventually(lambda: intake._flights.waiting == 1)
+    if end == "cancelled":
+        first.cancel()
+    else:
+        go_on.set()
+    with pytest.raises(asyncio.CancelledError if end == "cancelled" else RuntimeError):
+        await first
+    assert await second == PIXELS[0].shape
+    assert calls == 2
+    await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
+
+
+async def test_two_requests_that_share_pictures_in_opposite_order_do_not_wait_for_each_other(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str]
+) -> None:
+    intake = open_intake(await open_engine())
+
+    async def take(*order: int) -> None:
+        sources = [source_of(encoded(PIXELS[index])) for index in order]
+        async with intake.take(sources, SPEC, admission.new_request(), "messages") as media:
+            for medium, index in zip(media, order, strict=True):
+                np.testing.assert_array_equal(tensor_of(medium).numpy(), PIXELS[index])
+            del medium
+
+    await asyncio.wait_for(asyncio.gather(take(0, 1), take(1, 2), take(2, 0), take(2, 1, 0)), 30)
+    assert len(decoded) == 3
+
+
+@pytest.mark.parametrize("kept_nbytes", [0, 4096], ids=["off", "smaller than the picture"])
+async def test_what_is_not_kept_is_decoded_each_time(
+    open_engine: Any,
+    open_intake: Any,
+    encoded: Any,
+    admission: Admission,
+    decoded: list[str],
+    eventually: Any,
+    kept_nbytes: int,
+) -> None:
+    engine = await open_engine(kept_nbytes=kept_nbytes, slab_nbytes="4MiB")
+    intake = open_intake(engine)
+    for _ in range(3):
+        async with intake.take([source_of(encoded(LARGE))], SPEC, admission.new_request(), "messages") as [medium]:
+            np.testing.assert_array_equal(tensor_of(medium).numpy(), LARGE)
+            del medium
+    assert len(decoded) == 3
+    assert engine.ring.statistics().kept == 0
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_more_pictures_than_the_slab_holds_are_answered_one_after_the_other(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, eventually: Any
+) -> None:
+    """Some are kept while others have to go, many at a time, with several in a request."""
+    engine = await open_engine(slab_nbytes="1MiB")
+    intake = open_intake(engine)
+    pictures = [LARGE[:160, :200] + light for light in np.arange(12, dtype=np.uint8)]  # 96 KB each: 1.2 times the slab
+
+    async def take(*order: int) -> None:
+        sources = [source_of(encoded(pictures[index])) for index in order]
+        async with intake.take(sources, SPEC, admission.new_request(), "messages") as media:
+            for medium, index in zip(media, order, strict=True):
+                np.testing.assert_array_equal(tensor_of(medium).numpy(), pictures[index])
+            del medium
+
+    orders = [[(5 * number + step) % 12 for step in range(1 + number % 3)] for number in range(60)]
+    await asyncio.wait_for(asyncio.gather(*(take(*order) for order in orders)), 60)
+    assert engine.ring.statistics().kept_evictions > 0
+    await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)

@@ -26,11 +26,17 @@ class HeldLease:
     slots: RunAllocator
     empty_since: float
     recalled: bool = False
+    kept_blocks: int = 0  # of it, that have become the engine's
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no slot is in it."""
+        return self.slots.free_units == self.slots.length - self.kept_blocks
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ClientSlotRecord:
-    lease: HeldLease
+    lease: HeldLease | None
     start: int
     blocks: int
     nbytes: int
@@ -46,6 +52,7 @@ class ClientSlotRecord:
 
     def ref(self) -> SlotRef:
         """How a message describes it."""
+        assert self.lease is not None
         return SlotRef(self.lease.lease_id, self.offset, self.nbytes, self.generation)
 
 
@@ -107,7 +114,7 @@ class ClientBook:
         return min((lease.empty_since + self.limits.lease_idle_s for lease in self._spare_leases()), default=None)
 
     def _spare_leases(self) -> list[HeldLease]:
-        return [lease for lease in self.leases.values() if lease.slots.is_empty and not lease.is_base]
+        return [lease for lease in self.leases.values() if lease.is_empty and not lease.is_base]
 
     def _return(self, leases: Sequence[HeldLease]) -> list[ClientEffect]:
         for lease in leases:
@@ -190,7 +197,7 @@ class ClientBook:
         first = next(iter(self._waiters.values()), None)
         # What is empty can't hold what the first waiter needs, or it would have it.
         effects += self._return(
-            [lease for lease in self.leases.values() if lease.slots.is_empty and (lease.recalled or first is not None)]
+            [lease for lease in self.leases.values() if lease.is_empty and (lease.recalled or first is not None)]
         )
         needed = self._wish_nbytes if first is None else first.nbytes
         nbytes = slot_blocks(needed) * BLOCK_NBYTES if first is not None or needed else 0
@@ -267,6 +274,35 @@ class ClientBook:
         self._free(slot, advance(CLIENT_SLOT, slot.state, ClientSlotEvent.LAST_VIEW_GONE), now)
         return self._serve_waiters()
 
+    def kept(self, generation: int, now: float) -> list[ClientEffect]:
+        """The engine keeps what was submitted under this generation: its blocks are in no lease of ours any more.
+
+        Raises:
+            RemoteProtocolError: nothing of ours was.
+        """
+        slot = self._submitted.pop(generation, None)
+        if slot is None:
+            raise RemoteProtocolError(f"the engine keeps slot {generation}, which it does not have")
+        slot.state = advance(CLIENT_SLOT, slot.state, ClientSlotEvent.KEEP)
+        lease, slot.lease = slot.lease, None
+        assert lease is not None
+        lease.kept_blocks += slot.blocks
+        lease.empty_since = now
+        gone = [lease] if lease.kept_blocks == lease.slots.length else []
+        return self._return(gone) + self._serve_waiters()
+
+    def split(self, slot: ClientSlotRecord, sizes: Sequence[int]) -> list[ClientSlotRecord]:
+        """Makes slots of these sizes out of one that is being written, in its memory and in this order."""
+        starts = itertools.accumulate(map(slot_blocks, sizes), initial=slot.start)
+        parts = [
+            ClientSlotRecord(slot.lease, start, slot_blocks(nbytes), nbytes, ClientSlot.WRITING, slot.held)
+            for start, nbytes in zip(starts, sizes, strict=False)
+        ]
+        self._others.discard(slot)
+        self._others.update(parts)
+        slot.state = ClientSlot.FREE
+        return parts
+
     def _leave(self, slot: ClientSlotRecord, event: ClientSlotEvent, event_viewed: ClientSlotEvent, now: float) -> None:
         state = advance(CLIENT_SLOT, slot.state, event_viewed if slot.viewed else event)
         self._others.discard(slot)
@@ -277,6 +313,7 @@ class ClientBook:
             self._free(slot, state, now)
 
     def _free(self, slot: ClientSlotRecord, state: ClientSlot, now: float) -> None:
+        assert slot.lease is not None
         slot.state = state
         slot.lease.slots.free(slot.start, slot.blocks)
         slot.lease.empty_since = now
@@ -291,7 +328,7 @@ class ClientBook:
     @property
     def leased_nbytes(self) -> int:
         """Bytes in leases of this client."""
-        return sum(lease.slots.length for lease in self.leases.values()) * BLOCK_NBYTES
+        return sum(lease.slots.length - lease.kept_blocks for lease in self.leases.values()) * BLOCK_NBYTES
 
     @property
     def free_nbytes(self) -> int:
@@ -308,7 +345,7 @@ class ClientBook:
 
     def leases_in_use(self) -> tuple[int, ...]:
         """Leases in which this process may still write: those of slots that are viewed."""
-        return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed}))
+        return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed and slot.lease is not None}))
 
     def _slots(self) -> list[ClientSlotRecord]:
         return [*self._submitted.values(), *self._others]
@@ -317,9 +354,11 @@ class ClientBook:
         """Asserts the invariants of the book; for tests, and for closing."""
         for lease in self.leases.values():
             slots = sorted((slot for slot in self._slots() if slot.lease is lease), key=lambda slot: slot.start)
-            assert lease.slots.length - lease.slots.free_units == sum(slot.blocks for slot in slots), "a block is lost"
+            taken = lease.kept_blocks + sum(slot.blocks for slot in slots)
+            assert lease.slots.length - lease.slots.free_units == taken, "a block is lost"
             assert all(a.start + a.blocks <= b.start for a, b in itertools.pairwise(slots)), "slots overlap"
         for slot in self._slots():
             assert slot.state is not ClientSlot.FREE
+            assert slot.lease is not None
             assert self.leases.get(slot.lease.lease_id) is slot.lease, "a slot outlives its lease"
             assert (slot.state is ClientSlot.SUBMITTED) == (self._submitted.get(slot.generation) is slot)

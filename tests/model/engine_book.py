@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shmring.core.effects import (
+    Answered,
     ClientGone,
     EngineEffect,
     Reclaimed,
@@ -24,7 +25,18 @@ from shmring.core.geometry import (
     blocks_for,
     slot_blocks,
 )
-from shmring.core.messages import DEVICE_MEMORY, HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, Memory, SlotRef
+from shmring.core.messages import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    KEPT_LEASE_ID,
+    SLOT_HEADER_NBYTES,
+    Found,
+    LeaseGrant,
+    Memory,
+    NotKept,
+    NotKeptReason,
+    SlotRef,
+)
 from shmring.core.states import (
     ENGINE_SLOT,
     LEASE,
@@ -39,13 +51,16 @@ from shmring.core.states import (
 )
 from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
 from tests.model.blocks import RunAllocator
+from tests.model.kept_book import KeptBook
 from tests.model.lending import Lending
-from tests.model.records import ClientRecord, EngineSlotRecord, LeaseRecord, ReplyWant, RequestRecord
+from tests.model.records import ClientRecord, EngineSlotRecord, KeptRecord, LeaseRecord, ReplyWant, RequestRecord
 
 __all__ = ["EngineBook"]
 
 #: Ids of leases in device memory: nobody grants as many in the slab before.
 _FIRST_DEVICE_LEASE_ID = 1 << 40
+#: Numbers of slots that are kept content: no generation of a client is as large.
+_FIRST_USE = 1 << 63
 
 
 class EngineBook:
@@ -55,7 +70,10 @@ class EngineBook:
         self.geometry = geometry
         self.limits = limits
         self.clients: dict[int, ClientRecord] = {}
-        self.host = Lending(self.clients, limits, HOST_MEMORY, geometry.LEASABLE_START, geometry.leasable_blocks, 1)
+        self.kept = KeptBook(limits)
+        start, blocks = geometry.LEASABLE_START, geometry.leasable_blocks
+        self.host = Lending(self.clients, limits, HOST_MEMORY, start, blocks, 1, self.kept)
+        self._next_use = _FIRST_USE
         self.device: Lending | None = None
         if geometry.device_blocks:
             start, blocks = geometry.device_start, geometry.device_blocks
@@ -75,13 +93,16 @@ class EngineBook:
         client = self.clients[client_id] = ClientRecord(client_id, last_generation=client_id << GENERATION_BITS)
         return self.host.connect(client, min(blocks_for(lease_nbytes), self.limits.max_lease_blocks))
 
-    def goodbye(self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int]) -> list[EngineEffect]:
+    def goodbye(
+        self, client_id: int, kept_lease_ids: Collection[int], kept_replies: Collection[int], still_pinned: Collection[int] = ()
+    ) -> list[EngineEffect]:
         """A frontend ends, and says that it uses nothing of the slab any more but what it names.
 
         That is a release in so many words, so what it does not name needs no proof of death. Disconnects the client.
         """
         client = self._connected(client_id)
         self._drop_reply_wants(client_id)
+        self._drop_pins(client, still_pinned)
         kept_leases, kept_replies = frozenset(kept_lease_ids), frozenset(kept_replies)
         for lease in client.leases.values():
             lease.given_up = lease.lease_id not in kept_leases
@@ -93,7 +114,7 @@ class EngineBook:
         client = self._connected(client_id)
         effects: list[EngineEffect] = []
         for request_id in list(client.requests):
-            effects += self.abort(client_id, request_id)
+            effects += self._abort(client, request_id)
         client.connected = False
         self.host.forget(client_id)
         if self.device is not None:
@@ -120,19 +141,20 @@ class EngineBook:
         effects: list[EngineEffect] = []
         if client.dead:
             effects += self.release_replies(client.client_id, self._sent_replies(client))
+            self._drop_pins(client, ())
         nbytes = 0
         for lease in list(client.leases.values()):
-            if not lease.live.units and (client.dead or lease.given_up):
+            if lease.live.units == lease.kept_blocks and (client.dead or lease.given_up):
                 lease.state = advance(LEASE, lease.state, LeaseEvent.PROOF)
-                nbytes += lease.blocks * BLOCK_NBYTES
+                nbytes += (lease.blocks - lease.kept_blocks) * BLOCK_NBYTES
                 self._take_back(client, lease)
         if nbytes:
             effects.append(Reclaimed(client.client_id, nbytes))
-        if not client.leases and not client.replies:
+        if not client.leases and not client.replies and not client.pins and not client.slots:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
             effects += self._serve_reply_wants()  # whoever is alone now has no quota
-        return effects + (self._serve_wants() if nbytes else [])
+        return effects + self._serve_wants()
 
     def _connected(self, client_id: int) -> ClientRecord:
         client = self.clients[client_id]
@@ -179,7 +201,7 @@ class EngineBook:
             lease = client.leases.get(lease_id)
             if lease is None:
                 raise RemoteProtocolError(f"lease {lease_id} was returned by client {client_id}, which does not hold it")
-            if lease.live.units:
+            if lease.live.units != lease.kept_blocks:
                 raise RemoteProtocolError(f"lease {lease_id} was returned with a slot in use")
             leases.append(lease)
         for lease in leases:
@@ -219,11 +241,15 @@ class EngineBook:
         records: list[EngineSlotRecord] = []
         try:
             for slot in slots:
+                if slot.lease_id == KEPT_LEASE_ID:
+                    records.append(self._use(client, slot))
+                    continue
                 records.append(self._publish(client, slot, last_generation))
                 last_generation = slot.generation
         except RemoteProtocolError:
             for record in records:
-                record.lease.live.remove(record.start, record.blocks)
+                self._give_back(record)
+                self._next_use -= record.kept is not None
             raise
         client.last_generation = last_generation
         client.slots |= {record.generation: record for record in records}
@@ -279,6 +305,10 @@ class EngineBook:
     def abort(self, client_id: int, request_id: int) -> list[EngineEffect]:
         """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
         client = self._connected(client_id)
+        effects = self._abort(client, request_id)
+        return effects + self.host.serve() if effects else []
+
+    def _abort(self, client: ClientRecord, request_id: int) -> list[EngineEffect]:
         request = client.requests.pop(request_id, None)
         if request is None:
             self.late_aborts += 1
@@ -291,11 +321,10 @@ class EngineBook:
                 continue  # by its claim already
             slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.ABORT)
             if slot.state is EngineSlot.RELEASED:
-                self._forget_slot(client, slot)
-                released.append(slot.generation)
-        effects: list[EngineEffect] = [RequestAborted(client_id, request_id, was_running)]
+                released += self._forget_slot(client, slot)
+        effects: list[EngineEffect] = [RequestAborted(client.client_id, request_id, was_running)]
         if released:
-            effects.append(Released(client_id, tuple(released)))
+            effects.append(Released(client.client_id, tuple(released)))
         return effects
 
     def release_slots(self, client_id: int, generations: Sequence[int], viewed: Collection[int]) -> list[EngineEffect]:
@@ -310,8 +339,7 @@ class EngineBook:
         for slot, state in changes:
             slot.state = state
             if state is EngineSlot.RELEASED:
-                self._forget_slot(client, slot)
-                released.append(slot.generation)
+                released += self._forget_slot(client, slot)
         return self._after_release(client, released)
 
     def last_view_gone(self, client_id: int, generation: int) -> list[EngineEffect]:
@@ -319,17 +347,129 @@ class EngineBook:
         client = self.clients[client_id]
         slot = client.slots[generation]
         slot.state = advance(ENGINE_SLOT, slot.state, EngineSlotEvent.LAST_VIEW_GONE)
-        self._forget_slot(client, slot)
-        return self._after_release(client, [generation])
+        return self._after_release(client, self._forget_slot(client, slot))
 
     def _after_release(self, client: ClientRecord, released: Sequence[int]) -> list[EngineEffect]:
         if client.connected:
-            return [Released(client.client_id, tuple(released))] if released else []
-        return self._reclaim(client)
+            return ([Released(client.client_id, tuple(released))] if released else []) + self.host.serve()
+        return self._reclaim(client) + self.host.serve()
 
-    def _forget_slot(self, client: ClientRecord, slot: EngineSlotRecord) -> None:
+    def _forget_slot(self, client: ClientRecord, slot: EngineSlotRecord) -> list[int]:
+        """Returns what its client is to be told of: the generation, unless the engine keeps it."""
         del client.slots[slot.generation]
-        slot.lease.live.remove(slot.start, slot.blocks)
+        self._give_back(slot)
+        return [slot.generation] if slot.kept is None else []
+
+    def _give_back(self, slot: EngineSlotRecord) -> None:
+        if slot.kept is not None:
+            self._unpin(slot.kept)
+        else:
+            assert slot.lease is not None
+            slot.lease.live.remove(slot.start, slot.blocks)
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+
+    def find(self, client_id: int, token: int, key: bytes) -> list[EngineEffect]:
+        """A client looks for kept content: it is pinned once more for it, if it is there."""
+        client = self._connected(client_id)
+        kept = self.kept.by_key.get(key)
+        if kept is None:
+            self.kept.misses += 1
+            return [Answered(client_id, NotKept(token, "absent"))]
+        if sum(client.pins.values()) >= self.limits.max_pins:
+            return [Answered(client_id, NotKept(token, "pins"))]
+        self.kept.hits += 1
+        return [Answered(client_id, self._pinned(client, token, kept))]
+
+    def keep(
+        self, client_id: int, token: int, key: bytes, slot: SlotRef, is_copied: bool, payload: bytes
+    ) -> list[EngineEffect]:
+        """A client gives a slot to keep, and has it pinned then. Of two with one key, the first is kept, and both get that.
+
+        Raises:
+            RemoteProtocolError: it is not a slot that was lent to this client, or it is in device memory. Nothing was changed.
+        """
+        client = self._connected(client_id)
+        record = self._publish(client, slot, client.last_generation)
+        lease = record.lease
+        assert lease is not None
+        if lease.memory == DEVICE_MEMORY:
+            self._give_back(record)
+            raise RemoteProtocolError("what is kept is in host memory")
+        client.last_generation = slot.generation
+        there = self.kept.by_key.get(key)
+        reason = self._why_not_kept(client, record, there)
+        if reason is not None or there is not None:
+            self._give_back(record)
+            answer = NotKept(token, reason) if reason is not None or there is None else self._pinned(client, token, there)
+            return [Released(client_id, (slot.generation,)), Answered(client_id, answer)]
+        while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_key) >= self.kept.max_kept:
+            self.host.evict(next(iter(self.kept.unpinned.values())))
+        kept = KeptRecord(slot.generation, key, record.start, record.blocks, slot.nbytes, is_copied, payload)
+        self.host.carve(lease, kept)
+        self.kept.add(kept)
+        return [Answered(client_id, self._pinned(client, token, kept)), *self.host.serve()]
+
+    def _why_not_kept(self, client: ClientRecord, slot: EngineSlotRecord, there: KeptRecord | None) -> NotKeptReason | None:
+        if sum(client.pins.values()) >= self.limits.max_pins:
+            return "pins"
+        if there is not None:
+            return None
+        if slot.blocks > self.kept.max_blocks:
+            return "large"
+        pinned = [kept for kept in self.kept.by_key.values() if kept.pins]
+        is_full = len(pinned) >= self.kept.max_kept
+        is_full = is_full or sum(kept.blocks for kept in pinned) + slot.blocks > self.kept.max_blocks
+        return "full" if is_full or self.host.is_wanted(slot.start, slot.blocks) else None
+
+    def _pinned(self, client: ClientRecord, token: int, kept: KeptRecord) -> Found:
+        """Pins content once more for a client; returns what that is told."""
+        client.pins[kept.generation] = client.pins.get(kept.generation, 0) + 1
+        if client.pins[kept.generation] == 1:
+            self.kept.pin(kept)
+        return Found(token, kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes, kept.is_copied, kept.payload)
+
+    def unpin(self, client_id: int, generations: Sequence[int]) -> list[EngineEffect]:
+        """A client takes pins back, one for each time that a generation is named.
+
+        Raises:
+            RemoteProtocolError: it has not as many. Nothing was changed.
+        """
+        client = self._connected(client_id)
+        left = dict(client.pins)
+        for generation in generations:
+            if not left.get(generation, 0):
+                raise RemoteProtocolError(f"client {client_id} takes back a pin of {generation}, which it does not have")
+            left[generation] -= 1
+        for generation in dict.fromkeys(generations):
+            client.pins[generation] = left[generation]
+            if not left[generation]:
+                del client.pins[generation]
+                self._unpin(self.kept.by_generation[generation])
+        return self.host.serve()
+
+    def _drop_pins(self, client: ClientRecord, still_pinned: Collection[int]) -> None:
+        for generation in [generation for generation in client.pins if generation not in still_pinned]:
+            del client.pins[generation]
+            self._unpin(self.kept.by_generation[generation])
+
+    def _unpin(self, kept: KeptRecord) -> None:
+        self.kept.unpin(kept)
+        if not kept.pins and self.host.is_wanted(kept.start, kept.blocks):
+            self.host.evict(kept)
+
+    def _use(self, client: ClientRecord, slot: SlotRef) -> EngineSlotRecord:
+        """A slot of a request that is kept content, which is pinned once more with it."""
+        kept = self.kept.by_generation.get(slot.generation)
+        if kept is None or slot.generation not in client.pins:
+            raise RemoteProtocolError(
+                f"client {client.client_id} sends kept content {slot.generation}, which it has not pinned"
+            )
+        if slot.offset != kept.start * BLOCK_NBYTES or slot.nbytes != kept.nbytes:
+            raise RemoteProtocolError(f"kept content {slot.generation} is not {slot.nbytes} bytes at {slot.offset}")
+        self.kept.pin(kept)
+        use, self._next_use = self._next_use, self._next_use + 1
+        return EngineSlotRecord(use, None, kept.start, kept.blocks, EngineSlot.PUBLISHED, kept)
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
@@ -459,7 +599,8 @@ class EngineBook:
 
     def count_device_slots(self) -> int:
         """Slots in device memory that the engine holds in any state."""
-        return sum(slot.lease.memory == DEVICE_MEMORY for client in self.clients.values() for slot in client.slots.values())
+        slots = [slot for client in self.clients.values() for slot in client.slots.values()]
+        return sum(slot.lease is not None and slot.lease.memory == DEVICE_MEMORY for slot in slots)
 
     def verify(self, generation_in_slab: int, nbytes_in_slab: int, slot: SlotRef) -> None:
         """Compares a slot's header, as it stands in shared memory, with the descriptor that was accepted for it.
@@ -488,9 +629,11 @@ class EngineBook:
                 expected = Lease.LEASED if client.connected else Lease.QUARANTINED
                 assert lease.state is expected, f"lease {lease.lease_id} is {lease.state.name}"
                 slots = [slot for slot in client.slots.values() if slot.lease is lease]
-                assert lease.live.units == sum(slot.blocks for slot in slots)
+                assert lease.live.units == lease.kept_blocks + sum(slot.blocks for slot in slots)
             end = 0
             for slot in sorted(client.slots.values(), key=lambda slot: slot.start):
+                if slot.lease is None:
+                    continue
                 assert slot.start >= end, f"slot {slot.generation} overlaps another"
                 assert slot.lease.start <= slot.start
                 assert slot.start + slot.blocks <= slot.lease.end

@@ -6,6 +6,10 @@ until the request is granted or withdrawn.
 
 The owner's own leases in its window are not recalled. A request for which nobody waits is a *wish*: granted when there is room,
 with no window. When it comes, and nobody waits, and leases that lie idle would make room for it, those are recalled.
+
+What the engine keeps of a lease is in it no more: the lease is in pieces then. What is kept and not pinned goes when somebody
+wants its
+memory: the least recently used first, of which only what lies in the run that comes free; or all that lies in a window.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from shmring.core.messages import DEVICE_MEMORY, LeaseGrant, Memory
 from shmring.core.states import LEASE, Lease, LeaseEvent, advance
 from shmring.errors import RemoteProtocolError
 from tests.model.blocks import RunAllocator, TakenRuns
-from tests.model.records import ClientRecord, LeaseRecord, LeaseWant, Window
+from tests.model.kept_book import KeptBook
+from tests.model.records import ClientRecord, KeptRecord, LeaseRecord, LeaseWant, Window
 
 __all__ = ["Lending"]
+
+MOST_TRIED = 128
 
 
 class Lending:
@@ -34,6 +41,7 @@ class Lending:
         start: int,
         blocks: int,
         first_lease_id: int,
+        contents: KeptBook | None = None,
     ) -> None:
         self.clients = clients
         self.limits = limits
@@ -42,6 +50,8 @@ class Lending:
         self._wants: dict[int, LeaseWant] = {}  # by client, in order of arrival
         self._window: Window | None = None
         self._next_lease_id = first_lease_id
+        self._contents = contents
+        self._carved: dict[int, list[tuple[int, int]]] = {}  # what is in a lease no more, by lease
 
     @property
     def free_nbytes(self) -> int:
@@ -55,12 +65,15 @@ class Lending:
 
     def leased_nbytes(self, state: Lease) -> int:
         """Bytes in leases of this state."""
-        return sum(lease.blocks for lease in self._lent() if lease.state is state) * BLOCK_NBYTES
+        return sum(lease.blocks - lease.kept_blocks for lease in self._lent() if lease.state is state) * BLOCK_NBYTES
 
     def connect(self, client: ClientRecord, blocks: int) -> LeaseGrant | None:
         """Returns a base lease, smaller than asked for where less is free; None if nothing is, or somebody waits for it."""
+        if any(want.waits for want in self._wants.values()):
+            return None
+        self._make_room(blocks)
         blocks = min(blocks, self._free.largest_run)
-        if not blocks or any(want.waits for want in self._wants.values()):
+        if not blocks:
             return None
         start = self._free.allocate(blocks)
         assert start is not None
@@ -95,7 +108,56 @@ class Lending:
     def take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
         """Frees a lease's blocks. The caller must then serve those that wait for blocks."""
         del client.leases[lease.lease_id]
-        self._free.free(lease.start, lease.blocks)
+        for start, blocks in self._pieces(lease):
+            self._free.free(start, blocks)
+        self._carved.pop(lease.lease_id, None)
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+
+    def carve(self, lease: LeaseRecord, kept: KeptRecord) -> None:
+        """A range of a lease, in which nothing else lies, is kept from now on."""
+        self._carved.setdefault(lease.lease_id, []).append((kept.start, kept.blocks))
+        lease.kept_blocks += kept.blocks
+
+    def _pieces(self, lease: LeaseRecord) -> list[tuple[int, int]]:
+        pieces = []
+        start = lease.start
+        for hole, blocks in [*sorted(self._carved.get(lease.lease_id, [])), (lease.end, 0)]:
+            if hole > start:
+                pieces.append((start, hole - start))
+            start = hole + blocks
+        return pieces
+
+    def is_wanted(self, start: int, blocks: int) -> bool:
+        """Whether somebody waits for a range that has a block of this one."""
+        return self._window is not None and self._window.overlaps(start, start + blocks)
+
+    def evict(self, kept: KeptRecord) -> None:
+        """What is kept and not pinned goes. The caller must then serve those that wait for blocks."""
+        assert self._contents is not None
+        self._contents.forget(kept)
+        self._free.free(kept.start, kept.blocks)
+
+    def _make_room(self, blocks: int, client_id: int = 0) -> None:
+        """Lets the least recently used content go that leaves a free run of so many blocks, outside of other windows."""
+        free = {block for start, length in self._free.runs() for block in range(start, start + length)}
+        if self._window is not None and self._window.client_id != client_id:
+            free -= set(range(self._window.start, self._window.end))
+        if self._contents is None or any(set(range(start, start + blocks)) <= free for start in free):
+            return
+        oldest = list(self._contents.unpinned.values())[:MOST_TRIED]
+        for count, kept in enumerate(oldest, 1):
+            free |= set(range(kept.start, kept.start + kept.blocks))
+            first = last = kept.start
+            while first - 1 in free:
+                first -= 1
+            while last + 1 in free:
+                last += 1
+            if last + 1 - first >= blocks:
+                for older in oldest[:count]:
+                    if first <= older.start <= last:
+                        self.evict(older)
+                return
 
     def _lend(self, client: ClientRecord, token: int, start: int, blocks: int) -> LeaseGrant:
         """Writes a lease down whose blocks are taken; returns what its holder is told."""
@@ -128,9 +190,18 @@ class Lending:
                         break
                 elif self._window is None and want.waits:
                     effects += self._open_window(client_id, want.blocks)
+                    if self._is_window_free() and (taken := self._take_run(client, want)) is not None:
+                        effects.append(Granted(client_id, self._lend(client, want.token, *taken)))
+                        self._withdraw(client_id)
+                        break
             else:
                 return effects
             # A window was closed: begin again with the first, whom it may have kept out.
+
+    def _is_window_free(self) -> bool:
+        window = self._window
+        assert window is not None
+        return any(start <= window.start and window.end <= start + length for start, length in self._free.runs())
 
     def _withdraw(self, client_id: int) -> bool:
         self._wants.pop(client_id, None)
@@ -144,19 +215,28 @@ class Lending:
         return True
 
     def _is_over_quota(self, client: ClientRecord, blocks: int) -> bool:
-        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold."""
+        """Whether the client must first return something. Alone it may hold everything; one lease it may always hold.
+
+        What it has pinned counts as if it held it.
+        """
         leases = client.leases_in(self.memory)
         if len(leases) >= self.limits.max_leases:
             return True
         quota = self.limits.device_quota_blocks if self.memory == DEVICE_MEMORY else self.limits.quota_blocks
         others = [other for other in self.clients.values() if other is not client and (other.connected or other.leases)]
-        return bool(others and leases) and sum(lease.blocks for lease in leases) + blocks > quota
+        held = sum(lease.blocks - lease.kept_blocks for lease in leases)
+        if self._contents is not None:
+            pinned = sum(self._contents.by_generation[generation].blocks for generation in client.pins)
+        else:
+            pinned = 0
+        return bool(others and held) and held + pinned + blocks > quota
 
     def _take_run(self, client: ClientRecord, want: LeaseWant) -> tuple[int, int] | None:
         """Takes a run for a want from the free list, outside the window of anybody else."""
         for blocks in dict.fromkeys((want.preferred_blocks, want.blocks)):
             if self._is_over_quota(client, blocks):
                 continue  # what it needs is within its quota, what it would prefer is not
+            self._make_room(blocks, client.client_id)
             if self._window is None or self._window.client_id == client.client_id:
                 start = self._free.allocate(blocks)
             else:
@@ -184,6 +264,9 @@ class Lending:
         """Keeps the range that is cheapest to empty for this want, and recalls the leases in it."""
         start, _ = self._cheapest_range(blocks, idle_only=False)
         self._window = Window(client_id, start, blocks)
+        for kept in [] if self._contents is None else [*self._contents.unpinned.values()]:
+            if self._window.overlaps(kept.start, kept.start + kept.blocks):
+                self.evict(kept)
         return self._recall(start, start + blocks, but_of=client_id)
 
     def _recall_idle(self, blocks: int) -> list[EngineEffect]:
@@ -197,12 +280,22 @@ class Lending:
         That is a quarantined one, which comes back when a process dies, which may be never; or one that is in use.
         """
 
-        def cost(start: int) -> tuple[int, int, int]:
-            leases = [lease for lease in self._lent() if lease.start < start + blocks and start < lease.end]
-            avoided = [lease for lease in leases if lease.state is Lease.QUARANTINED or (idle_only and lease.live.units)]
-            return sum(lease.blocks for lease in avoided), sum(lease.blocks for lease in leases), start
+        def is_avoided(lease: LeaseRecord) -> bool:
+            return lease.state is Lease.QUARANTINED or (idle_only and lease.live.units != lease.kept_blocks)
 
-        avoided, _, start = min(cost(start) for start in range(self._free.start, self._free.end - blocks + 1))
+        contents = [] if self._contents is None else [*self._contents.by_generation.values()]
+        lent = [(*piece, is_avoided(lease)) for lease in self._lent() for piece in self._pieces(lease)]
+        kept = [(kept.start, kept.blocks, kept.pins > 0) for kept in contents]
+
+        def in_range(pieces: list[tuple[int, int, bool]], start: int) -> list[tuple[int, int, bool]]:
+            return [piece for piece in pieces if piece[0] < start + blocks and start < piece[0] + piece[1]]
+
+        def cost(start: int) -> tuple[int, int, int, int]:
+            leased, content = in_range(lent, start), in_range(kept, start)
+            avoided = sum(length for _, length, is_avoided in leased + content if is_avoided)
+            return avoided, sum(length for _, length, _ in leased), sum(length for _, length, _ in content), start
+
+        avoided, *_, start = min(cost(start) for start in range(self._free.start, self._free.end - blocks + 1))
         return start, avoided > 0
 
     def _recall(self, start: int, end: int, *, but_of: int | None = None) -> list[EngineEffect]:
@@ -212,7 +305,7 @@ class Lending:
             leases = [
                 lease
                 for lease in client.leases_in(self.memory)
-                if lease.start < end and start < lease.end and not lease.recalled
+                if not lease.recalled and any(piece < end and start < piece + length for piece, length in self._pieces(lease))
             ]
             if client.connected and client.client_id != but_of and leases:
                 for lease in leases:
@@ -226,10 +319,13 @@ class Lending:
 
     def check(self) -> None:
         """Asserts the invariants of this memory: no block is lost, and no two leases overlap."""
-        lent = sum(lease.blocks for lease in self._lent())
-        assert self._free.free_units + lent == self._free.length, "a block is lost or counted twice"
-        ends = self._free.start
-        for lease in sorted(self._lent(), key=lambda lease: lease.start):
-            assert lease.start >= ends, f"lease {lease.lease_id} overlaps another"
-            ends = lease.end
-        assert ends <= self._free.end
+        contents = [] if self._contents is None else [*self._contents.by_generation.values()]
+        taken = [piece for lease in self._lent() for piece in self._pieces(lease)]
+        taken += [(kept.start, kept.blocks) for kept in contents]
+        free = self._free.free_units
+        assert free + sum(blocks for _, blocks in taken) == self._free.length, "a block is lost or counted twice"
+        end = self._free.start
+        for start, blocks in sorted(taken):
+            assert start >= end, f"what begins at block {start} overlaps something else"
+            end = start + blocks
+        assert end <= self._free.end

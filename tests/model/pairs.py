@@ -21,12 +21,13 @@ ENGINE_EVENTS = (
     *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases"),
     *("submit", "claim", "end", "abort", "release_slots", "last_view_gone"),
     *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply", "verify"),
+    *("find", "keep", "unpin"),
 )
 
 CLIENT_EVENTS = (
     *("granted", "recalled", "expire"),
     *("acquire", "queue", "prefetch", "cancel"),  # which check capacity themselves
-    *("submit", "released", "give_up", "last_view_gone"),
+    *("submit", "released", "give_up", "last_view_gone", "kept", "split"),
 )
 
 

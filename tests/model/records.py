@@ -8,7 +8,7 @@ from shmring.core.effects import ReplySlot
 from shmring.core.states import EngineSlot, Lease, Request
 from tests.model.blocks import TakenRuns
 
-__all__ = ["ClientRecord", "EngineSlotRecord", "LeaseRecord", "LeaseWant", "ReplyWant", "RequestRecord", "Window"]
+__all__ = ["ClientRecord", "EngineSlotRecord", "KeptRecord", "LeaseRecord", "LeaseWant", "ReplyWant", "RequestRecord", "Window"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -22,6 +22,7 @@ class LeaseRecord:
     live: TakenRuns  # which blocks of it are in live slots
     recalled: bool = False
     given_up: bool = False  # by its holder's goodbye
+    kept_blocks: int = 0  # of its range, that have become the engine's
 
     @property
     def end(self) -> int:
@@ -29,12 +30,25 @@ class LeaseRecord:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class KeptRecord:
+    generation: int
+    key: bytes
+    start: int
+    blocks: int
+    nbytes: int
+    is_copied: bool
+    payload: bytes
+    pins: int = 0  # clients that have it pinned, and slots of requests that are this
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class EngineSlotRecord:
     generation: int
-    lease: LeaseRecord
+    lease: LeaseRecord | None
     start: int
     blocks: int
     state: EngineSlot
+    kept: KeptRecord | None = None  # what it is, if that is kept; it is in no lease then
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -75,6 +89,7 @@ class ClientRecord:
     requests: dict[int, RequestRecord] = dataclasses.field(default_factory=dict)
     replies: dict[int, ReplySlot] = dataclasses.field(default_factory=dict)
     unsent_replies: set[int] = dataclasses.field(default_factory=set)  # the engine itself is still writing them
+    pins: dict[int, int] = dataclasses.field(default_factory=dict)  # how often it has pinned what is kept, by generation
 
     def leases_in(self, memory: int) -> list[LeaseRecord]:
         """Its leases in this memory."""

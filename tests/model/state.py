@@ -19,15 +19,28 @@ __all__ = ["DERIVED", "FIELDS", "plain"]
 FIELDS: dict[str, tuple[str, ...]] = {
     "EngineBook": (
         *("clients", "host", "device", "late_aborts", "stale_releases"),
-        *("_replies", "_reply_wants", "_next_reply_generation", "_lent_replies"),
+        *("_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "kept", "_next_use"),
     ),
     "Lending": ("_free", "_wants", "_window", "_next_lease_id"),
     "ClientRecord": (
         *("client_id", "last_generation", "last_request_id", "connected", "dead"),
-        *("leases", "slots", "requests", "replies", "unsent_replies"),
+        *("leases", "slots", "requests", "replies", "unsent_replies", "pins"),
     ),
-    "LeaseRecord": ("lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up"),
-    "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state"),
+    "LeaseRecord": (
+        "lease_id",
+        "client_id",
+        "memory",
+        "start",
+        "blocks",
+        "state",
+        "live",
+        "recalled",
+        "given_up",
+        "kept_blocks",
+    ),
+    "KeptBook": ("by_key", "by_generation", "unpinned", "hits", "misses", "evictions"),
+    "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"),
+    "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state", "kept"),
     "RequestRecord": ("request_id", "slots", "state"),
     "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits"),
     "ReplyWant": ("client_id", "blocks"),
@@ -36,27 +49,28 @@ FIELDS: dict[str, tuple[str, ...]] = {
         *("leases", "_waiters", "_submitted", "_others"),
         *("_token", "_requested_nbytes", "_request_waits", "_wish_nbytes", "_next_generation"),
     ),
-    "HeldLease": ("lease_id", "is_base", "slots", "empty_since", "recalled"),
+    "HeldLease": ("lease_id", "is_base", "slots", "empty_since", "recalled", "kept_blocks"),
     "ClientSlotRecord": ("lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"),
     "Waiter": ("nbytes", "held"),
 }
 DERIVED: dict[str, tuple[str, ...]] = {
     "EngineBook": ("_counts",),
-    "Lending": ("clients", "_kept", "_by_start", "_counts"),
-    "ClientRecord": ("reply_blocks", "leased_blocks", "lease_counts"),
+    "Lending": ("clients", "contents", "_apart", "_by_start", "_counts"),
+    "ClientRecord": ("reply_blocks", "leased_blocks", "lease_counts", "pin_count", "pinned_blocks"),
     "ClientBook": ("_counts",),
 }
 #: What a book answers about itself; its counts of slots and leases by state come beside.
 ANSWERS: dict[str, tuple[str, ...]] = {
     "EngineBook": ("waiting_lease_requests", "reply_free_nbytes"),
     "Lending": ("free_nbytes", "waiting_lease_requests"),
+    "KeptBook": ("blocks", "unpinned_blocks"),
     "ClientBook": ("waiting", "leased_nbytes", "free_nbytes"),
 }
 
 
 def plain(value: Any) -> Any:
     """Returns a deep, comparable copy, in which the order of dicts counts."""
-    if value is None or isinstance(value, int | float | str | enum.Enum | msgspec.Struct):
+    if value is None or isinstance(value, int | float | str | bytes | enum.Enum | msgspec.Struct):
         return value
     if isinstance(value, dict):
         return [(key, plain(item)) for key, item in value.items()]
@@ -75,7 +89,7 @@ def plain(value: Any) -> Any:
         items.append(("slots", [value.count(state) for state in ClientSlot]))
         items += [("draining", value.draining_nbytes()), ("in use", value.leases_in_use()), ("expiry", value.next_expiry())]
     if name == "Lending":
-        items[0] = ("_free", _joined([*value._free.runs(), *getattr(value, "_kept", ())]))
+        items[0] = ("_free", _joined([*value._free.runs(), *getattr(value, "_apart", ())]))
         items.append(("leased", [value.leased_nbytes(state) for state in Lease]))
     if name == "RequestRecord":
         items[1] = ("slots", plain(value.slots or []))

@@ -62,6 +62,7 @@ def _own(engine: Engine, client_id: int, generation: int, state: EngineSlot, own
     require(slot is not None and slot.state is state, f"a slot that is {state.name} is something else in the book")
     assert client is not None
     assert slot is not None
+    assert slot.lease is not None
     lease = client.leases.get(slot.lease.lease_id)
     require(
         lease is not None and lease.start <= slot.start and slot.start + slot.blocks <= lease.end,
@@ -75,6 +76,7 @@ def _own(engine: Engine, client_id: int, generation: int, state: EngineSlot, own
 def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int, int]]) -> None:
     client = engine.book.clients.get(session.client_id)
     for slot in session.slots:
+        assert slot.lease is not None
         lease = client.leases.get(slot.lease.lease_id) if client is not None else None
         require(
             lease is not None and lease.start <= slot.start and slot.start + slot.blocks <= lease.end,

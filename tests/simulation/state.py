@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from shmring.core.client_book import ClientSlotRecord
 from shmring.core.messages import (
     Abort,
     Failed,
@@ -30,7 +31,7 @@ from shmring.core.messages import (
     decode_engine_message,
     decode_frontend_message,
 )
-from shmring.core.records import ClientRecord
+from shmring.core.records import ClientRecord, EngineSlotRecord
 from shmring.core.states import ClientSlot
 from shmring.core.wire import Done, Reply, Submit, read_record
 from tests.simulation.engine import Claim, Engine, ReplyWaiter
@@ -119,7 +120,7 @@ class _Encoding:
     def _reach(self, session: Session) -> list[Any]:
         slots = [
             [
-                self._leases[slot.lease.lease_id],
+                self._leases[_lease_of(slot)],
                 slot.start,
                 slot.blocks,
                 slot.state,
@@ -236,7 +237,7 @@ class _Encoding:
                 for lease in client.leases.values()
             ],
             [
-                [self._generations[slot.generation], self._leases[slot.lease.lease_id], slot.start, slot.blocks, slot.state]
+                [self._generations[slot.generation], self._leases[_lease_of(slot)], slot.start, slot.blocks, slot.state]
                 for slot in client.slots.values()
             ],
             [
@@ -284,3 +285,8 @@ def duplicate(simulation: Simulation) -> Simulation:
     for action in simulation.trace:
         copied.happen(action)
     return copied
+
+
+def _lease_of(slot: ClientSlotRecord | EngineSlotRecord) -> int:
+    assert slot.lease is not None, "nothing is kept here"
+    return slot.lease.lease_id

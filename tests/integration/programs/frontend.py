@@ -9,6 +9,10 @@ flood        stops itself; continued, it sends until the ring to the engine is f
 torn         has half written a message that it has not published
 pauses       sends small requests with pauses of all lengths between them, and says when it is through
 disconnect   has ended its connection, and lives
+keep         has given content to keep, which it holds
+keeping      gives content to keep all the time
+finding      looks for content and sends it, again and again, and says after each twenty
+pinned       has kept content in a request that the engine holds, and has left it
 fork         has forked a child that holds its socket; prints the child's pid
 """
 
@@ -157,6 +161,52 @@ async def disconnect(client: shmring.RingClient) -> None:
         while True:
             view.add_(1)
             await asyncio.sleep(0.001)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+async def keep(client: shmring.RingClient) -> None:
+    kept = await client.keep(key(1), {"x": tensor(500_000, 1)})
+    say("kept")
+    await asyncio.Event().wait()
+    kept.close()
+
+
+async def keeping(client: shmring.RingClient) -> None:
+    for number in range(1 << 30):
+        async with client.slot(300_000) as slot:
+            view = slot.tensor((300_000,), torch.uint8)
+            view.fill_(number % 251)
+            with await client.keep(key(1000 + number % 40), {"x": view}):
+                answer = await client.request({"mode": "answer", "x": view}, timeout=30)
+                assert answer["sum"] == 300_000 * (number % 251), "a wrong answer"
+            del view
+        if number == 20:
+            say("keeping")
+
+
+async def finding(client: shmring.RingClient) -> None:
+    done = 0
+    while True:
+        number = done % 30
+        kept = await client.find(key(number))
+        if kept is None:
+            kept = await client.keep(key(number), {"x": tensor(200_000, number)})
+        with kept:
+            answer = await client.request({"mode": "answer", "x": kept.payload["x"]}, timeout=30)
+            assert torch.equal(answer["x"], tensor(200_000, number)), "what is kept has changed"
+        done += 1
+        if done % 20 == 0:
+            say(done)
+
+
+async def pinned(client: shmring.RingClient) -> None:
+    with await client.keep(key(1), {"x": tensor(500_000, 1)}) as kept:
+        submission = await client.submit({"mode": "hold", "x": kept.payload["x"]})
+    say("pinned")
+    await submission.result()
 
 
 async def fork(client: shmring.RingClient) -> None:

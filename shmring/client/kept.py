@@ -1,0 +1,373 @@
+"""Content that the engine keeps, at a frontend: finding it, giving it a slot to keep, and the pins that hold it meanwhile.
+
+Theory of operation. What was found is pinned at the engine until this end takes that back. A :class:`_Pin` counts who uses it
+here: callers that hold a :class:`Kept`, the slot that it was, while its caller has not left it, and views that are alive. With
+the last of them the pin goes back. A content is pinned once, however many callers hold it, and found again without asking.
+
+Its slot stands among the held ones of the session, so a payload with views of it is sent from there. A request that was sent
+pins it at the engine by itself: messages come in order, and the request's is before that which takes the pin back.
+
+Invariants: what a :class:`_Pin` stands for is pinned at the engine; it has a user or a view, or is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shmring.core.client_book import ClientSlotRecord
+from shmring.core.dropped import give_back_soon, warn_of
+from shmring.core.kept_content import KeptContent, kept_slot
+from shmring.core.messages import KEY_NBYTES, MAX_FINDS, MAX_KEPT_PAYLOAD_NBYTES, Find, Found, Keep, NotKept, Unpin
+from shmring.core.states import ClientSlot
+from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, WouldBlock
+
+if TYPE_CHECKING:
+    from shmring.client.session import Session
+
+__all__ = ["Kept", "KeptContents", "check_key"]
+
+_KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
+_WHY_NOT = {
+    "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
+    "keeping it",
+    "pins": "this client has pinned as much kept content as the engine lets it have (max_pins); leave some of it",
+}
+
+
+def check_key(key: bytes) -> None:
+    """Raises unless this can be a key.
+
+    Raises:
+        TypeError, ValueError: it is no ``bytes``, or has not 32 of them.
+    """
+    if not isinstance(key, bytes):
+        raise TypeError(f"a key is bytes, not {type(key).__name__}")
+    if len(key) != KEY_NBYTES:
+        raise ValueError(f"a key has {KEY_NBYTES} bytes, not {len(key)}: use a hash, such as hashlib.sha256")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Pin:
+    """A content that this client has pinned.
+
+    Attributes:
+        key: of it.
+        found: how the engine describes it.
+        record: of its slot.
+        address: of its content in this process.
+        count: how often it is pinned at the engine.
+        users: callers that hold it, and its slot while it is somebody's.
+        views: of callers that have left it: how many still have some.
+        is_slots: whether the slot's holder has it among the held slots.
+    """
+
+    key: bytes
+    found: Found
+    record: ClientSlotRecord
+    address: int
+    count: int = 0
+    users: int = 0
+    views: int = 0
+    is_slots: bool = False
+
+
+class Kept:
+    """Content that the engine keeps, pinned until this is left. Use it as ``with kept:`` (or call :meth:`close`).
+
+    A payload with views of it is sent from where it lies, any number of times. Views that outlive the block keep the pin.
+
+    Attributes:
+        key: that it is found by.
+        nbytes: bytes of its slot.
+    """
+
+    __slots__ = ("__weakref__", "_content", "_contents", "_payload", "_payload_type", "_pin", "key", "nbytes")
+
+    def __init__(self, contents: KeptContents, pin: _Pin, payload_type: Any) -> None:
+        self.key = pin.key
+        self.nbytes = pin.found.nbytes
+        self._contents = contents
+        self._pin: _Pin | None = pin
+        self._payload_type = payload_type
+        self._payload: list[Any] = []
+        self._content: KeptContent | None = None
+
+    def __repr__(self) -> str:
+        return f"<Kept {self.key.hex()[:16]} of {self.nbytes} bytes, {'left' if self._pin is None else 'pinned'}>"
+
+    @property
+    def payload(self) -> Any:
+        """What was kept, its tensors viewed in place. Write to none of them: every frontend has the same.
+
+        Raises:
+            ClosedError: this was left, or the client closed.
+            EngineDeadError: the engine has gone, and what it kept with it.
+            RemoteError: it is not of ``payload_type``.
+        """
+        if self._pin is None:
+            raise ClosedError("this content was left; take what you need of its payload inside the block")
+        self._contents.session.check_alive()
+        if not self._payload:
+            if self._content is None:
+                self._content = self._contents.open(self._pin)
+            try:
+                self._payload.append(self._content.decode(self._contents.session.end.decoder_of(self._payload_type)))
+            except msgspec.ValidationError as error:
+                raise RemoteError("UnexpectedContent", f"what is kept is not of payload_type: {error}") from error
+        return self._payload[0]
+
+    def close(self) -> None:
+        """Leaves the content: nobody's space waits for it any more, once the last view has died. Twice is once."""
+        pin, self._pin = self._pin, None
+        self._payload.clear()
+        if pin is not None:
+            content, self._content = self._content, None
+            self._contents.leave(pin, content)
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pin", None) is None or not self._contents.session.is_usable:
+            return
+        give_back_soon(self._contents.session.loop, self._give_back)
+
+    def _give_back(self) -> None:
+        """It was dropped, and was not left since."""
+        if self._pin is not None and self._contents.session.is_usable:
+            warn_of(f"kept content of {self.nbytes} bytes was dropped before it was left; use `with kept:`", self)
+            self.close()
+
+
+class KeptContents:
+    """What a session has pinned, and what it asks for.
+
+    Args:
+        session: that it is part of.
+        key_of_regions: the first number of the keys of their regions.
+    """
+
+    def __init__(self, session: Session, key_of_regions: int) -> None:
+        self.session = session
+        self._key_of_regions = key_of_regions
+        self._pins: dict[int, _Pin] = {}  # by generation
+        self._by_key: dict[bytes, _Pin] = {}
+        self._asking = asyncio.Semaphore(MAX_FINDS)
+        self._answers: dict[int, tuple[asyncio.Future[_Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    # -- finding and keeping -----------------------------------------------------------------------------------------------
+
+    async def find(self, key: bytes, payload_type: Any) -> Kept | None:
+        """See :meth:`RingClient.find`."""
+        pin = self._by_key.get(key)
+        if pin is not None:
+            self.session.check_alive()
+            pin.users += 1
+        else:
+            answer = await self._ask(key, None)
+            if isinstance(answer, NotKept):
+                if answer.reason == "absent":
+                    self.session.counters.kept_misses += 1
+                    return None
+                raise WouldBlock(_WHY_NOT[answer.reason])
+            pin = answer
+        self.session.counters.kept_hits += 1
+        return Kept(self, pin, payload_type)
+
+    async def keep(self, key: bytes, payload: object) -> Kept:
+        """See :meth:`RingClient.keep`."""
+        session = self.session
+        session.check_alive()
+        copied: ClientSlotRecord | None = None
+        packed, in_place = session.end.pack(payload)
+        if packed.copied or len(in_place) != 1 or not session.can_keep(in_place[0]):
+            packed = session.end.pack_apart(payload)
+            if not packed.copied_nbytes:
+                raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
+        self._check_payload(packed.payload)
+        if packed.copied:
+            copied = await session.acquire(packed.slot_nbytes, held=False)
+        try:
+            if copied is not None:
+                await session.copy(packed, copied)
+            answer = await self._ask(key, (packed.payload, payload, copied))
+        except BaseException:
+            if copied is not None and copied.state is ClientSlot.WRITING:
+                session.give_up(copied)
+            raise
+        if isinstance(answer, NotKept):
+            if answer.reason == "large":
+                nbytes, capacity = packed.slot_nbytes or packed.in_place_nbytes, session.welcome.kept_nbytes
+                message = f"{nbytes} bytes are more than the {capacity} that the engine keeps; raise its kept_nbytes"
+                raise CapacityError(message, needed=nbytes, capacity=capacity)
+            raise WouldBlock(_WHY_NOT[answer.reason])
+        return Kept(self, answer, Any)
+
+    def _check_payload(self, payload: bytes) -> None:
+        capacity = min(MAX_KEPT_PAYLOAD_NBYTES, self.session.welcome.max_record_nbytes - _KEEP_NBYTES)
+        if len(payload) > capacity:
+            raise CapacityError(
+                f"what is kept beside tensors takes {len(payload)} bytes, and has to fit {capacity}",
+                needed=len(payload),
+                capacity=capacity,
+            )
+
+    async def _ask(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> _Pin | NotKept:
+        """Looks for content, or gives some to keep, and waits for the answer. What is found has one more user.
+
+        Args:
+            key: of the content.
+            given: its payload as msgpack, what that was made of, and the slot that was copied to; None: it is looked for.
+        """
+        session = self.session
+        await self._asking.acquire()  # until the engine has answered, whether or not somebody still waits for it
+        try:
+            await session.writable()
+            session.check_alive()
+            token = session.next_id()
+            record: ClientSlotRecord | None = None
+            if given is None:
+                message: Find | Keep = Find(token, key)
+            else:
+                encoded, payload, record = given
+                is_copied = record is not None
+                if record is None:  # where its tensors are may have changed while this waited
+                    packed, in_place = session.end.pack(payload)
+                    if packed.copied or len(in_place) != 1 or not session.can_keep(in_place[0]):
+                        raise WouldBlock("the slot that this lies in was submitted by somebody else meanwhile")
+                    encoded, record = packed.payload, in_place[0]
+                slot = session.end.hand_over(record)
+                message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
+            future: asyncio.Future[_Pin | NotKept] = session.loop.create_future()
+            self._answers[token] = future, key, record
+            session.link.send(message)
+        except BaseException:
+            self._asking.release()
+            raise
+        try:
+            return await future
+        except BaseException:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                answer = future.result()  # it came as this was cancelled
+                if isinstance(answer, _Pin):
+                    self.leave(answer, None)
+            raise
+        finally:
+            del future  # it holds its error, whose traceback holds this frame
+
+    def answered(self, answer: Found | NotKept) -> None:
+        """The engine answers.
+
+        Raises:
+            RemoteProtocolError: nobody has asked that, or it says what can't be.
+        """
+        asked = self._answers.pop(answer.token, None)
+        if asked is None:
+            raise RemoteProtocolError(f"request {answer.token} for kept content is answered, which is not in flight")
+        future, key, record = asked
+        self._asking.release()
+        result = answer if isinstance(answer, NotKept) else self._pinned(key, answer, record)
+        if not future.done():
+            future.set_result(result)
+        elif isinstance(result, _Pin):  # its caller stopped waiting
+            self.leave(result, None)
+
+    def _pinned(self, key: bytes, found: Found, record: ClientSlotRecord | None) -> _Pin:
+        """Content is pinned once more at the engine; returns its pin, with one more user."""
+        session = self.session
+        pin = self._pins.get(found.generation)
+        if pin is None and record is not None and record.generation == found.generation:
+            session.carry_out(session.book.kept(found.generation, session.loop.time()))
+            pin = _Pin(key, found, record, session.end.content_address(record))
+            if record.held or record.viewed:  # its caller has not left it, or still views it
+                pin.is_slots = record.held
+                pin.users += 1
+        elif pin is None:
+            pin = _Pin(key, found, record := kept_slot(found), 0)
+            KeptContent(found, self._key_of_regions, session.regions, session.mapping, session.welcome.max_tensors)
+            pin.address = session.end.content_address(record)
+        if found.generation not in self._pins:
+            self._pins[found.generation] = self._by_key[key] = pin
+            if not pin.is_slots:
+                session.end.held.hold(pin.record, pin.address, found.nbytes)
+        pin.count += 1
+        pin.users += 1
+        return pin
+
+    def open(self, pin: _Pin) -> KeptContent:
+        """Opens a content for one caller's views."""
+        session = self.session
+        return KeptContent(pin.found, self._key_of_regions, session.regions, session.mapping, session.welcome.max_tensors)
+
+    # -- leaving -------------------------------------------------------------------------------------------------------------
+
+    def leave(self, pin: _Pin, content: KeptContent | None) -> None:
+        """A caller has left a content.
+
+        Args:
+            pin: of it.
+            content: that it had opened.
+        """
+        if self.session.error is not None:
+            return
+        pin.users -= 1
+        if content is not None and content.leave():
+            pin.views += 1
+        self._forget_unused(pin)
+
+    def slot_left(self, record: ClientSlotRecord) -> None:
+        """The caller of a slot that is kept has left it; it may still view it."""
+        pin = self._pins.get(record.generation)
+        if pin is None or not pin.is_slots:
+            return
+        pin.is_slots = False
+        if not record.viewed:
+            pin.users -= 1
+        session = self.session
+        session.end.held.hold(record, pin.address, pin.found.nbytes)  # for who holds the content
+        self._forget_unused(pin)
+
+    def slot_views_gone(self, record: ClientSlotRecord) -> None:
+        """The last view of a slot that is kept, and was left, has died."""
+        pin = self._pins[record.generation]
+        pin.users -= 1
+        self._forget_unused(pin)
+
+    def views_gone(self, generation: int) -> None:
+        """The last view of a content that some caller had has died."""
+        pin = self._pins[generation]
+        pin.views -= 1
+        self._forget_unused(pin)
+
+    def _forget_unused(self, pin: _Pin) -> None:
+        if pin.users or pin.views:
+            return
+        del self._pins[pin.found.generation], self._by_key[pin.key]
+        self.session.end.held.leave(pin.address)
+        pin.record.state = ClientSlot.FREE  # whoever is about to send it packs it again
+        self.session.link.send_listed(Unpin, [pin.found.generation] * pin.count)
+
+    def in_use(self) -> list[int]:
+        """The generations of what is pinned, for a goodbye: those that this process may still view."""
+        return [pin.found.generation for pin in self._pins.values() if pin.users or pin.views]
+
+    def lose(self) -> list[asyncio.Future[Any]]:
+        """The session has ended; returns what somebody waits for."""
+        waiting: list[asyncio.Future[Any]] = [future for future, _, _ in self._answers.values()]
+        for _ in self._answers:
+            self._asking.release()
+        self._answers.clear()
+        self._pins.clear()
+        self._by_key.clear()
+        return waiting

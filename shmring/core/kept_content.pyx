@@ -1,0 +1,99 @@
+"""Kept content at the end that sends it: its payload, views of its slot, and how a slot is known that is in no lease.
+
+Not hot: a content is opened once for each time that it was found. What stands in the payload came from the engine, which has checked
+it against its own book (:func:`check_kept`).
+"""
+
+from libc.stdint cimport uint64_t
+
+from shmring.core.client_book cimport ClientSlotRecord
+from shmring.core.lending cimport slot_blocks
+from shmring.core.mapping cimport Mapping
+from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
+from shmring.core.views cimport Regions
+from shmring.core.wire cimport Content
+
+from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.messages import KEPT_LEASE_ID
+from shmring.core.states import ClientSlot
+from shmring.errors import RemoteProtocolError
+
+
+cdef Content _content_of(bytes payload, uint64_t offset, uint64_t nbytes, uint64_t generation, bint is_copied, max_tensors):
+    cdef Content content = Content.__new__(Content)
+    content.reserve_slots(1)
+    content.slot_numbers.lease_id = KEPT_LEASE_ID
+    content.slot_numbers.offset = offset
+    content.slot_numbers.nbytes = nbytes
+    content.slot_numbers.generation = generation
+    content.slot_count = 1
+    content.is_copied_to_slot = is_copied
+    content.take_payload(payload, max_tensors)
+    return content
+
+
+def check_kept(bytes payload not None, nbytes, bint is_copied, max_tensors) -> None:
+    """Checks the payload of content that is to be kept.
+
+    Args:
+        payload: msgpack with an extension for each tensor.
+        nbytes: of the slot that they are in.
+        is_copied: whether that is region 0; else it is region 1.
+        max_tensors: so many may be in it.
+
+    Raises:
+        RemoteProtocolError: it is no payload of such a slot.
+    """
+    _content_of(payload, 0, nbytes, 0, is_copied, max_tensors)
+
+
+def kept_slot(found) -> ClientSlotRecord:
+    """Returns the record of a slot that the engine keeps and that was not this client's.
+
+    Args:
+        found: the engine's message.
+    """
+    cdef ClientSlotRecord record = ClientSlotRecord.__new__(ClientSlotRecord)
+    record.start, record.nbytes, record.generation = found.offset // BLOCK_NBYTES, found.nbytes, found.generation
+    record.blocks = slot_blocks(record.nbytes)
+    record.state_number = ClientSlot.KEPT
+    return record
+
+
+cdef class KeptContent:
+    """Kept content, as one caller sees it: its views, until they are left.
+
+    Args:
+        found: how the engine described it.
+        key: the first number of its region's key.
+        regions: that tell of the death of its last view.
+        mapping: the slab's.
+        max_tensors: in a payload.
+
+    Raises:
+        RemoteProtocolError: it is no content of the slab.
+    """
+
+    cdef ContentRegions _regions
+    cdef bint _is_left
+
+    def __init__(self, found, key, Regions regions not None, Mapping mapping not None, max_tensors) -> None:
+        cdef Content content
+        if found.offset % BLOCK_NBYTES or found.offset + found.nbytes + BLOCK_NBYTES > mapping.mapped.nbytes:
+            raise RemoteProtocolError(f"kept content at {found.offset} of {found.nbytes} bytes is not in the slab")
+        content = _content_of(found.payload, found.offset, found.nbytes, found.generation, found.is_copied, max_tensors)
+        self._regions = regions_of(content, key, regions, mapping)
+
+    def decode(self, PayloadDecoder decoder not None):
+        """Returns the payload, with its tensors viewed in place.
+
+        Raises:
+            msgspec.ValidationError: it is not of the decoder's type.
+        """
+        return decoder.decode(self._regions, None)
+
+    def leave(self) -> bool:
+        """Makes no further views; returns whether views are alive, of whose death the regions will tell. Once."""
+        assert not self._is_left, "content is left once"
+        self._is_left = True
+        return self._regions.leave(0)

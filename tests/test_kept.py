@@ -1,0 +1,471 @@
+"""Kept content: given to the engine once, found by every frontend, sent again from where it lies, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import shmring
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+SIZE = 50_000
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def pixels(number: int, size: int = SIZE) -> torch.Tensor:
+    return torch.full((size,), number, dtype=torch.uint8)
+
+
+async def total(claim: shmring.Claim) -> None:
+    await claim.reply({name: int(value.sum()) for name, value in claim.payload.items()})
+
+
+@pytest.fixture
+async def ring(serve: Any) -> shmring.Ring:
+    made: shmring.Ring = await serve(total)
+    return made
+
+
+def kept_pinned(ring: shmring.Ring) -> int:
+    return ring.statistics().kept_pinned
+
+
+# -- keeping, finding, sending again ---------------------------------------------------------------------------------------
+
+
+async def test_what_is_kept_in_a_slot_is_found_by_others_and_never_copied(
+    ring: shmring.Ring, connect: Any, eventually: Any
+) -> None:
+    first, other = await connect(), await connect()
+    assert await first.find(key(1)) is None
+    async with first.slot(SIZE) as slot:
+        view = slot.tensor((SIZE,), torch.uint8)
+        view.fill_(3)
+        address = view.data_ptr()
+        kept = await first.keep(key(1), {"size": [SIZE], "pixels": view})
+        assert await first.request({"x": view}) == {"x": 3 * SIZE}  # from the slot, as before
+        del view
+    with kept:
+        assert kept.payload["size"] == [SIZE]
+        assert kept.payload["pixels"].data_ptr() == address
+        assert await first.request({"x": kept.payload["pixels"], "y": kept.payload["pixels"][:10]}) == {"x": 3 * SIZE, "y": 30}
+    found = await other.find(key(1))
+    assert found is not None
+    with found:
+        assert await other.request({"x": found.payload["pixels"]}) == {"x": 3 * SIZE}
+    for client in (first, other):
+        assert client.statistics().copies == 0
+    await eventually(lambda: kept_pinned(ring) == 0)
+    counts = ring.statistics()
+    assert (counts.kept, counts.kept_hits, counts.kept_misses, counts.kept_evictions) == (1, 1, 1, 0)
+    assert counts.kept_nbytes == 53_248
+    assert counts.free_nbytes + counts.leased_nbytes + counts.kept_nbytes == counts.leasable_nbytes
+
+
+@pytest.mark.parametrize("where", ["nowhere", "partly in a slot", "in two slots", "in a slot that the engine keeps"])
+async def test_what_does_not_lie_in_one_slot_is_copied_to_one(ring: shmring.Ring, connect: Any, where: str) -> None:
+    client = await connect()
+    tensors = {"a": pixels(1, 5000), "b": torch.arange(900).view(3, 300)}
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    async with client.slot(20_000) as slot, client.slot(20_000) as second:
+        if where != "nowhere":
+            tensors["a"] = slot.tensor((5000,), torch.uint8).copy_(tensors["a"])
+        if where == "in two slots":
+            tensors["b"] = second.tensor((3, 300), torch.int64).copy_(tensors["b"])
+        if where == "in a slot that the engine keeps":
+            tensors["b"] = slot.tensor((3, 300), torch.int64).copy_(tensors["b"])
+            (await client.keep(key(9), tensors)).close()
+        with await client.keep(key(1), tensors) as kept:
+            for name, tensor in kept.payload.items():
+                assert torch.equal(tensor, expected[name])
+                assert tensor.data_ptr() != tensors[name].data_ptr()
+            del tensor
+        tensors.clear()
+    assert (await client.request({"x": pixels(1)}))["x"] == SIZE  # the slots are as good as before
+
+
+async def test_of_two_with_one_key_the_first_is_kept_and_both_have_it(
+    ring: shmring.Ring, connect: Any, eventually: Any
+) -> None:
+    clients = [await connect(), await connect()]
+    both = await asyncio.gather(*(client.keep(key(1), {"x": pixels(7)}) for client in clients))
+    for client, kept in zip(clients, both, strict=True):
+        with kept:
+            assert await client.request(kept.payload) == {"x": 7 * SIZE}
+    assert ring.statistics().kept == 1
+    await eventually(lambda: all(client.statistics().slots_in_use == 0 for client in clients))
+
+
+async def test_one_pin_serves_all_callers_of_a_client(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+    client = await connect()
+    (await client.keep(key(1), {"x": pixels(2)})).close()
+    await eventually(lambda: kept_pinned(ring) == 0)
+    found = await asyncio.gather(*(client.find(key(1)) for _ in range(200)))
+    assert client.statistics().kept_pins == 1
+    hits = ring.statistics().kept_hits
+    again = await client.find(key(1))
+    assert ring.statistics().kept_hits == hits, "what is pinned already is found without asking"
+    again.close()
+    for kept in found[1:]:
+        kept.close()
+    assert (client.statistics().kept_pins, kept_pinned(ring)) == (1, 1)
+    assert await client.request(found[0].payload) == {"x": 2 * SIZE}
+    found[0].close()
+    found[0].close()
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert client.statistics().kept_pins == 0
+
+
+async def test_a_payload_has_its_type_and_arrays_are_read_only(ring: shmring.Ring, connect: Any) -> None:
+    class Picture(msgspec.Struct):
+        pixels: np.ndarray[Any, Any]
+        taken: str
+
+    client = await connect()
+    with await client.keep(key(1), Picture(np.arange(2000), "today")):
+        kept = await client.find(key(1), payload_type=Picture)
+        with kept:
+            assert isinstance(kept.payload, Picture)
+            assert (kept.payload.taken, int(kept.payload.pixels.sum())) == ("today", 1999 * 1000)
+            with pytest.raises(ValueError, match="read-only"):
+                kept.payload.pixels[0] = 1
+        with await client.find(key(1), payload_type=int) as wrong, pytest.raises(shmring.RemoteError, match="payload_type"):
+            _ = wrong.payload
+
+
+async def test_content_that_was_left_gives_no_views(ring: shmring.Ring, connect: Any) -> None:
+    client = await connect()
+    with await client.keep(key(1), {"x": pixels(1)}) as kept:
+        assert "pinned" in repr(kept)
+    assert "left" in repr(kept)
+    with pytest.raises(shmring.ClosedError, match="was left"):
+        _ = kept.payload
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [("text", TypeError), (b"short", ValueError), (bytes(33), ValueError), (None, TypeError)]
+)
+async def test_what_is_no_key_is_refused(ring: shmring.Ring, connect: Any, wrong: Any, error: type[Exception]) -> None:
+    client = await connect()
+    with pytest.raises(error, match="key"):
+        await client.find(wrong)
+    with pytest.raises(error, match="key"):
+        await client.keep(wrong, {"x": pixels(1)})
+
+
+async def test_what_can_not_be_kept_is_an_error_and_takes_nothing(serve: Any, connect: Any) -> None:
+    ring = await serve(total, kept_nbytes="128KiB")
+    client = await connect()
+    with pytest.raises(ValueError, match="has a tensor"):
+        await client.keep(key(1), {"x": 1})
+    with pytest.raises(TypeError):
+        await client.keep(key(1), {"x": object(), "y": pixels(1)})
+    with pytest.raises(shmring.CapacityError, match="beside tensors"):
+        await client.keep(key(1), {"x": pixels(1), "text": "x" * 5000})
+    with pytest.raises(shmring.CapacityError, match="more than the 131072 that the engine keeps"):
+        await client.keep(key(1), {"x": pixels(1, 200_000)})
+    async with client.slot(200_000) as slot:
+        view = slot.tensor((200_000,), torch.uint8).fill_(1)
+        with pytest.raises(shmring.CapacityError):
+            await client.keep(key(1), {"x": view})
+        assert await client.request({"x": view}) == {"x": 200_000}  # it is the caller's again
+        del view
+    assert client.statistics().slots_in_use == 0
+    assert ring.statistics().kept == 0
+
+
+async def test_with_kept_nbytes_0_nothing_is_kept(serve: Any, connect: Any) -> None:
+    await serve(total, kept_nbytes=0)
+    client = await connect()
+    assert client.kept_nbytes == 0
+    with pytest.raises(shmring.CapacityError, match="raise its kept_nbytes"):
+        await client.keep(key(1), {"x": pixels(1)})
+    assert await client.find(key(1)) is None
+
+
+# -- pins ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_views_that_outlive_the_block_keep_the_pin(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+    client, other = await connect(), await connect()
+    with await client.keep(key(1), {"x": pixels(5)}) as kept:
+        view = kept.payload["x"][10:]
+    for number in range(2, 40):  # many times what is kept
+        (await other.keep(key(number), {"x": pixels(number)})).close()
+    assert kept_pinned(ring) >= 1
+    assert int(view.sum()) == 5 * (SIZE - 10)
+    assert await client.request({"x": view}) == {"x": 5 * (SIZE - 10)}
+    copies = client.statistics().copies
+    with await client.find(key(1)):
+        assert await client.request({"x": view}) == {"x": 5 * (SIZE - 10)}
+    assert client.statistics().copies == copies
+    del view
+    await eventually(lambda: client.statistics().kept_pins == 0)
+    await eventually(lambda: kept_pinned(ring) == 0)
+
+
+async def test_a_slot_that_was_kept_is_pinned_until_it_is_left(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+    """Its caller could still write to it: what replaces it there would be harmed."""
+    client, other = await connect(), await connect()
+    async with client.slot(SIZE, drain=True) as slot:
+        view = slot.tensor((SIZE,), torch.uint8).fill_(1)
+        (await client.keep(key(1), {"x": view})).close()
+        async with other.slot(900_000 - 65536, timeout=5) as large:
+            del large
+        assert kept_pinned(ring) == 1
+    assert client.statistics().kept_pins == 1, "a view that drains may be written to"
+    del view
+    await eventually(lambda: kept_pinned(ring) == 0)
+
+
+async def test_a_request_keeps_what_it_has_after_everybody_left_it(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve()
+    client = await connect()
+    with await client.keep(key(1), {"x": pixels(9)}) as kept:
+        submission = await client.submit(kept.payload)
+    await eventually(lambda: client.statistics().kept_pins == 0)
+    claim = await ring.claim()
+    for number in range(2, 40):
+        (await client.keep(key(number), {"x": pixels(number)})).close()
+    with claim:
+        view = claim.payload["x"]
+        await claim.done({"sum": int(view.sum())})
+    assert await submission.result() == {"sum": 9 * SIZE}
+    await eventually(lambda: kept_pinned(ring) == 1)  # the engine's view keeps it
+    for number in range(40, 80):
+        (await client.keep(key(number), {"x": pixels(number)})).close()
+    assert int(view.sum()) == 9 * SIZE
+    del view
+    await eventually(lambda: kept_pinned(ring) == 0)
+
+
+async def test_an_aborted_request_gives_its_pin_back(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve()
+    client = await connect()
+    with await client.keep(key(1), {"x": pixels(9)}) as kept:
+        submissions = [await client.submit(kept.payload) for _ in range(3)]
+    for submission in submissions:
+        submission.abort()
+    await eventually(lambda: kept_pinned(ring) == 0)
+    await client.close()
+
+
+async def test_a_claim_with_one_content_twice_and_a_copy_beside(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(total)
+    client = await connect()
+    with await client.keep(key(1), {"x": pixels(1)}) as one, await client.keep(key(2), {"x": pixels(2)}) as two:
+        parts = {"a": one.payload["x"], "b": two.payload["x"], "c": one.payload["x"][:10], "d": pixels(3)}
+        assert await client.request(parts) == {"a": SIZE, "b": 2 * SIZE, "c": 10, "d": 3 * SIZE}
+        parts.clear()
+    await eventually(lambda: kept_pinned(ring) == 0)
+
+
+async def test_too_many_pins_are_an_error(serve: Any, connect: Any) -> None:
+    ring = await serve(total, max_pins=2)
+    client, other = await connect(), await connect()
+    with await client.keep(key(1), {"x": pixels(1)}), await client.keep(key(2), {"x": pixels(2)}):
+        with pytest.raises(shmring.WouldBlock, match="max_pins"):
+            await client.keep(key(3), {"x": pixels(3)})
+        (await other.keep(key(3), {"x": pixels(3)})).close()
+        with pytest.raises(shmring.WouldBlock, match="max_pins"):
+            await client.find(key(3))
+        with await client.find(key(1)):  # which it has already
+            pass
+    with await client.find(key(3)):
+        pass
+    assert ring.statistics().protocol_errors == 0
+
+
+async def test_what_is_dropped_comes_back_with_a_warning(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+    client = await connect()
+    with pytest.warns(ResourceWarning, match="kept content of 50000 bytes was dropped before it was left"):  # noqa: PT031
+        await client.keep(key(1), {"x": pixels(1)})
+        gc.collect()
+        await eventually(lambda: kept_pinned(ring) == 0)
+
+
+@pytest.mark.parametrize("turns_before", range(12))
+async def test_cancelling_at_any_moment_leaves_nothing_pinned(
+    ring: shmring.Ring, connect: Any, eventually: Any, turns: Any, turns_before: int
+) -> None:
+    client, other = await connect(), await connect()
+    (await other.keep(key(1), {"x": pixels(1)})).close()
+    for attempt in (client.find(key(1)), client.keep(key(1), {"x": pixels(1)}), client.keep(key(2), {"x": pixels(2)})):
+        task = asyncio.create_task(attempt)
+        for _ in range(turns_before):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            (await task).close()
+        await turns()
+        await eventually(lambda: kept_pinned(ring) == 0)
+        await eventually(lambda: client.statistics().slots_in_use == 0)
+    ring._book.check()
+    assert client._session is not None
+    client._session.book.check()
+
+
+# -- who wants the memory ----------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_kept_gives_way_by_least_recent_use_and_nobody_waits(
+    ring: shmring.Ring, connect: Any, eventually: Any
+) -> None:
+    client = await connect()
+    for number in range(9):
+        (await client.keep(key(number), {"x": pixels(number)})).close()
+    (await client.find(key(0))).close()  # used just now
+    await eventually(lambda: kept_pinned(ring) == 0)
+    (await client.keep(key(9), {"x": pixels(9)})).close()
+    assert [await has(client, number) for number in range(10)] == [True, False, *[True] * 8]
+    async with client.slot(ring.statistics().leasable_nbytes - 64, timeout=5):
+        assert ring.statistics().kept == 0
+    assert not await has(client, 0)
+
+
+async def has(client: shmring.RingClient, number: int) -> bool:
+    kept = await client.find(key(number))
+    if kept is not None:
+        kept.close()
+    return kept is not None
+
+
+async def test_a_window_waits_for_what_is_pinned_and_for_nothing_else(
+    ring: shmring.Ring, connect: Any, eventually: Any
+) -> None:
+    client, other = await connect(), await connect()
+    kept = [await client.keep(key(number), {"x": pixels(number)}) for number in range(4)]
+    for content in kept[1:]:
+        content.close()
+    async with client.slot(10) as slot:
+        view = slot.tensor((10,), torch.uint8).fill_(1)
+        nbytes = ring.statistics().leasable_nbytes - 4096
+        waiting = asyncio.create_task(other.request({"x": torch.ones(nbytes, dtype=torch.uint8)}))
+        await eventually(lambda: ring.statistics().lease_requests_waiting == 1)
+        await eventually(lambda: ring.statistics().kept == 1)
+        assert await client.request(kept[0].payload) == {"x": 0}
+        with pytest.raises(shmring.WouldBlock, match="somebody waits for this memory"):
+            await client.keep(key(5), {"x": view})
+        assert await client.request({"x": view}) == {"x": 10}
+        del view
+    kept[0].close()
+    await asyncio.wait_for(waiting, 5)
+    assert ring.statistics().kept_evictions == 4
+
+
+async def test_what_a_client_pins_counts_as_if_it_held_it(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(total, slab_nbytes="2MiB", client_quota_nbytes="512KiB", kept_nbytes="1MiB")
+    greedy, other = await connect(), await connect()
+    kept = [await greedy.keep(key(number), {"x": pixels(number)}) for number in range(9)]
+    async with greedy.slot(10):  # in its base lease; with no lease at all it would get one
+        waiting = asyncio.create_task(greedy.request({"x": torch.ones(120_000, dtype=torch.uint8)}))
+        await eventually(lambda: ring.statistics().lease_requests_waiting == 1)
+        assert await other.request({"x": torch.ones(120_000, dtype=torch.uint8)}) == {"x": 120_000}
+        assert not waiting.done()
+        for content in kept:
+            content.close()
+        assert await asyncio.wait_for(waiting, 5) == {"x": 120_000}
+
+
+async def test_a_client_whose_leases_are_full_of_what_is_kept_gets_others(
+    ring: shmring.Ring, connect: Any, eventually: Any
+) -> None:
+    client = await connect()
+    for number in range(60):
+        async with client.slot(20_000, timeout=5) as slot:
+            view = slot.tensor((20_000,), torch.uint8).fill_(number)
+            with await client.keep(key(number), {"x": view}) as kept:
+                assert await client.request({"x": kept.payload["x"]}, timeout=5) == {"x": 20_000 * number}
+            del view
+    assert client.statistics().copies == 0
+    await client.close()
+    await eventually(lambda: ring.statistics().clients == 0)
+    counts = ring.statistics()
+    assert counts.free_nbytes + counts.kept_nbytes == counts.leasable_nbytes
+    ring._book.check()
+
+
+async def test_several_slots_are_acquired_at_once(ring: shmring.Ring, connect: Any) -> None:
+    client = await connect()
+    slots = await client.slots([5000, 1, 20_000], timeout=5)
+    assert [slot.nbytes for slot in slots] == [5000, 1, 20_000]
+    views = [slot.tensor((slot.nbytes,), torch.uint8).fill_(number) for number, slot in enumerate(slots)]
+    assert await client.request({"a": views[0], "b": views[1], "c": views[2]}) == {"a": 0, "b": 1, "c": 40_000}
+    assert client.statistics().copies == 0
+    with await client.keep(key(1), {"x": views[2]}):
+        slots[0].close()
+        slots[1].close()
+    views.clear()
+    slots[2].close()
+    assert client.statistics().slots_in_use == 0
+    with pytest.raises(ValueError, match="at least one"):
+        await client.slots([])
+    with pytest.raises(shmring.CapacityError):
+        await client.slots([900_000, 900_000])
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_kept_outlives_who_gave_it(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+    first = await connect()
+    kept = await first.keep(key(1), {"x": pixels(4)})
+    view = kept.payload["x"]
+    await first.close()
+    await eventually(lambda: ring.statistics().clients == 0)
+    assert kept_pinned(ring) == 1, "its process may still view it"
+    assert ring.statistics().departed_clients == 1
+    second = await connect()
+    with await second.find(key(1)) as found:
+        assert await second.request(found.payload) == {"x": 4 * SIZE}
+    with pytest.raises(shmring.ClosedError):
+        _ = kept.payload
+    kept.close()
+    del view
+
+
+async def test_a_polite_client_leaves_no_pins(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+    client = await connect()
+    with await client.keep(key(1), {"x": pixels(4)}):
+        pass
+    await client.close()
+    await eventually(lambda: (kept_pinned(ring), ring.statistics().departed_clients) == (0, 0))
+
+
+async def test_the_next_engine_has_nothing(serve: Any, connect: Any, eventually: Any) -> None:
+    ring = await serve(total)
+    client = await connect(reconnect=True)
+    kept = await client.keep(key(1), {"x": pixels(1)})
+    finding = asyncio.gather(*(client.find(key(2)) for _ in range(100)), return_exceptions=True)
+    await ring.close()
+    assert {type(result) for result in await finding} <= {type(None), shmring.EngineDeadError}
+    await serve(total)
+    assert await client.find(key(1)) is None
+    with pytest.raises(shmring.EngineDeadError):
+        _ = kept.payload
+    kept.close()
+
+
+async def test_map_leased_only_lets_what_is_kept_be_read(ring: shmring.Ring, connect: Any) -> None:
+    """And what is lent to this client where something of its own was kept stays writable when the rest goes back."""
+    client = await connect(map_leased_only=True, lease_idle_s=0.0)
+    for number in range(30):
+        async with client.slot(20_000, timeout=5) as slot:
+            view = slot.tensor((20_000,), torch.uint8).fill_(number)
+            with await client.keep(key(number), {"x": view}) as kept:
+                assert int(kept.payload["x"].sum()) == 20_000 * number
+            del view
+    async with client.slot(700_000, timeout=5) as slot:
+        assert int(slot.tensor((700_000,), torch.uint8).fill_(1).sum()) == 700_000
