@@ -58,15 +58,18 @@ async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, 
     session = client.ring._session
     assert session is not None
     assert client.is_running
+    memory = client.media_memory()
     session.link.abort()  # as if the engine had gone; there is none of that name to attach to afterwards
     client.ring._path = client.ring._path.with_name("nobody.sock")
     await eventually(lambda: client.errored)
     with pytest.raises(shmring.EngineDeadError):
-        await client.slots([100])
+        client.media_memory()
     with pytest.raises(shmring.EngineDeadError):
-        await client.find(bytes(32))
+        await memory.slots([100])
     with pytest.raises(shmring.EngineDeadError):
-        client.check_capacity(100)
+        await memory.find(bytes(32))
+    with pytest.raises(shmring.EngineDeadError):
+        memory.check_capacity(100)
     with pytest.raises(shmring.EngineDeadError):
         await anext(client.encode(REQUEST))
     with pytest.raises(shmring.EngineDeadError):

@@ -133,15 +133,18 @@ async def test_an_engine_that_dies_is_missed_by_nobody(
     assert await client.collective_rpc("load") == [["engine-1", "load"]]
     with pytest.raises(shmring.EngineDeadError, match="engine-0"):
         await client.statistics(engine="engine-0")
-    async with client.slot(100) as slot:
+    memory = client.media_memory()
+    assert memory.name == "engine-1"
+    memory.check_capacity(100)
+    for slot in await memory.slots([100, 200]):
         assert slot.engine == "engine-1"
-    client.check_capacity(100)
+        slot.close()
     await engines[1].ring.close()
     await eventually(lambda: client.errored)
     with pytest.raises(shmring.EngineDeadError):
         await said(client)
     with pytest.raises(shmring.EngineDeadError):
-        client.slot(100)
+        client.media_memory()
 
 
 async def test_one_that_answers_is_asked_what_is_served_and_once(client: EngineClient, engines: list[Engine]) -> None:

@@ -462,7 +462,7 @@ async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
     first = asyncio.create_task(take())
     await eventually(lambda: calls == 1)
     second = asyncio.create_task(take())
-    await eventually(lambda: intake._flights.waiting == 1)
+    await eventually(lambda: sum(flights.waiting for flights in intake._flights.values()) == 1)
     if end == "cancelled":
         first.cancel()
     else:
