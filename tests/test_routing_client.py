@@ -471,6 +471,18 @@ async def test_without_any_engine_connecting_fails_in_time_and_waits_until_then(
     assert await (await connecting).request({}) == ["vision-1", 0.0]
 
 
+async def test_who_does_not_reconnect_waits_for_engines_that_are_starting(serve: Any, connect_to: Connect) -> None:
+    connecting = asyncio.create_task(connect_to(reconnect=False, connect_timeout_s=30))  # type: ignore[arg-type]
+    await asyncio.wait([connecting], timeout=0.02)
+    engines = Engines(serve)
+    await engines.start("vision-1")
+    client = await connecting
+    assert await client.request({}) == ["vision-1", 0.0]
+    await engines.start("vision-0")
+    await client.wait_connected(5, engine="vision-0")
+    assert await client.request({}, engine="vision-0") == ["vision-0", 0.0]
+
+
 async def test_an_engine_that_refuses_is_no_error_while_another_one_does_not(
     serve: Any, connect_to: Connect, connect: Any
 ) -> None:

@@ -100,10 +100,13 @@ class RoutingClient:
         tries = {loop.create_task(client.attach()): client for client in self.engines.values()}
         try:
             pending = set(tries)
-            while pending and not self.connected and (left_s := deadline - loop.time()) > 0:
-                _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            while pending and not self.connected:
+                left_s = max(0.0, deadline - loop.time())
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
             if pending and self.connected:
-                _, pending = await asyncio.wait(pending, timeout=_OTHERS_S)
+                await asyncio.wait(pending, timeout=_OTHERS_S)
         finally:
             for trying in tries:
                 trying.cancel()
