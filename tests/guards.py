@@ -260,8 +260,8 @@ GUARDS = (
     Guard(
         "what has been answered in part is not sent again",
         "shmring/client/routing_client.py",
-        "if not retry or not may_be_resent or submission.has_replied:",
-        "if not retry or not may_be_resent:",
+        "if not retry or submission.has_replied:",
+        "if not retry:",
         "tests/test_routing_client.py::test_what_has_been_answered_in_part_is_not_sent_again",
     ),
     Guard(

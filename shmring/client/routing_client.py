@@ -169,9 +169,9 @@ class RoutingClient:
                 try:
                     return await submission.result(reply_type)
                 except EngineDeadError:
-                    if not retry or not may_be_resent or submission.has_replied:
+                    if not may_be_resent or not self._sends_again(submission, retry):
                         raise
-                    retry, self.resent = retry - 1, self.resent + 1
+                    retry -= 1
                     deadline.waits_for = self._why_not_sent
                 except BaseException:
                     submission.abort()
@@ -210,13 +210,20 @@ class RoutingClient:
                     except StopAsyncIteration:
                         return
                     except EngineDeadError:
-                        if not retry or not may_be_resent or submission.has_replied:
+                        if not may_be_resent or not self._sends_again(submission, retry):
                             raise
-                        retry, self.resent = retry - 1, self.resent + 1
+                        retry -= 1
                         break
                     yield reply.pop()  # or this frame would keep the reply's slot for as long as the caller takes
             finally:
                 submission.abort()
+
+    def _sends_again(self, submission: Submission, retry: int) -> bool:
+        """Whether a request whose engine has died is sent once more."""
+        if not retry or submission.has_replied:
+            return False
+        self.resent += 1
+        return True
 
     async def submit(
         self, payload: object, *, request_id: str = "", key: str | bytes | None = None, engine: str | None = None
