@@ -55,7 +55,7 @@ def test_every_record_of_numbers_has_a_table() -> None:
 
 
 def test_every_number_of_the_decoders_and_of_decoded_media_is_a_metric() -> None:
-    metrics = FrontendMetrics()
+    metrics = FrontendMetrics(["test"])
     decoders = DecoderStatistics(total=2, free=3, waiting=4, waiting_s=5.0)
     metrics.take_over_media(IntakeStatistics(decoders, decoded_nbytes=6, decoded_waiting=7))
     values = {sample.value for family in metrics.registry.collect() for sample in family.samples}
@@ -65,7 +65,9 @@ def test_every_number_of_the_decoders_and_of_decoded_media_is_a_metric() -> None
 
 
 async def test_every_metric_is_in_the_table_with_its_type() -> None:
-    families = prometheus_client.parser.text_string_to_metric_families((await FrontendMetrics().render({})).decode())
+    families = prometheus_client.parser.text_string_to_metric_families(
+        (await FrontendMetrics(["test"]).render({"test": {}})).decode()
+    )
     exposed = {family.name + "_total" * (family.type == "counter"): family.type for family in families}
     exposed = {name: kind for name, kind in exposed.items() if not name.endswith("_created")}
     assert {name: columns[0] for name, columns in rows("`GET /metrics`").items()} == exposed

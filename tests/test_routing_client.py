@@ -337,6 +337,22 @@ async def test_what_has_been_answered_in_part_is_not_sent_again(
     assert client.resent == 0
 
 
+async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(
+    client: shmring.RoutingClient, engines: Engines, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its memory is still there, CUDA does not say."""
+    session = client.engines["vision-0"].session
+    assert session is not None
+    monkeypatch.setattr(session, "find_held", lambda payload: (True, True))
+    engines.go_on.clear()
+    requests = [asyncio.ensure_future(client.request({}, retry=1)), asyncio.ensure_future(anext(client.stream({}, retry=1)))]
+    await eventually(lambda: client.statistics()["vision-0"].in_flight == 2)
+    await engines.stop("vision-0")
+    for request in requests:
+        with pytest.raises(shmring.EngineDeadError, match="vision-0"):
+            await request
+
+
 async def test_retries_are_as_many_as_were_allowed(client: shmring.RoutingClient, engines: Engines, eventually: Any) -> None:
     engines.go_on.clear()
     request = asyncio.create_task(client.request({}, retry=1))
@@ -348,6 +364,17 @@ async def test_retries_are_as_many_as_were_allowed(client: shmring.RoutingClient
             await eventually(lambda: client.resent == 1)
     with pytest.raises(shmring.EngineDeadError):
         await request
+
+
+async def test_a_connection_that_has_ended_and_has_not_said_so_gets_nothing(client: shmring.RoutingClient) -> None:
+    session = client.engines["vision-0"].session
+    assert session is not None
+    session.link.abort()
+    assert client.engines["vision-0"].connected
+    assert list(client.loads()) == ["vision-1"]
+    assert {client.submit_nowait({}, key=f"s{number}").engine for number in range(8)} == {"vision-1"}
+    assert client.submit_nowait({}).engine == "vision-1"
+    await client.wait_connected(5, engine="vision-0")
 
 
 async def test_a_slot_that_is_waited_for_at_an_engine_that_dies_comes_from_another_one(
@@ -442,6 +469,18 @@ async def test_without_any_engine_connecting_fails_in_time_and_waits_until_then(
     engines = Engines(serve)
     await engines.start("vision-1")
     assert await (await connecting).request({}) == ["vision-1", 0.0]
+
+
+async def test_who_does_not_reconnect_waits_for_engines_that_are_starting(serve: Any, connect_to: Connect) -> None:
+    connecting = asyncio.create_task(connect_to(reconnect=False, connect_timeout_s=30))  # type: ignore[arg-type]
+    await asyncio.wait([connecting], timeout=0.02)
+    engines = Engines(serve)
+    await engines.start("vision-1")
+    client = await connecting
+    assert await client.request({}) == ["vision-1", 0.0]
+    await engines.start("vision-0")
+    await client.wait_connected(5, engine="vision-0")
+    assert await client.request({}, engine="vision-0") == ["vision-0", 0.0]
 
 
 async def test_an_engine_that_refuses_is_no_error_while_another_one_does_not(

@@ -462,7 +462,8 @@ class RingClient(ClientCalls):
             raise ClosedError(f"this client of {self.name!r} is closed")
         if self._session is not None:
             return self._session
-        if not self._reconnect:
+        is_attaching = self._reattaching is not None and not self._reattaching.done()
+        if not self._reconnect and not is_attaching:
             why = f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)"
             raise EngineDeadError(why, engine=self.name)
         return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
@@ -101,10 +101,13 @@ class RoutingClient:
         tries = {loop.create_task(client.attach()): client for client in self.engines.values()}
         try:
             pending = set(tries)
-            while pending and not self.connected and (left_s := deadline - loop.time()) > 0:
-                _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            while pending and not self.connected:
+                left_s = max(0.0, deadline - loop.time())
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
             if pending and self.connected:
-                _, pending = await asyncio.wait(pending, timeout=_OTHERS_S)
+                await asyncio.wait(pending, timeout=_OTHERS_S)
         finally:
             for trying in tries:
                 trying.cancel()
@@ -167,10 +170,9 @@ class RoutingClient:
                 try:
                     return await submission.result(reply_type)
                 except EngineDeadError:
-                    if not retry or not may_be_resent or submission.has_replied:
+                    if not may_be_resent or not self._sends_again(submission, retry):
                         raise
                     retry -= 1
-                    self.resent += 1
                     deadline.waits_for = self._why_not_sent
                 except BaseException:
                     submission.abort()
@@ -209,14 +211,20 @@ class RoutingClient:
                     except StopAsyncIteration:
                         return
                     except EngineDeadError:
-                        if not retry or not may_be_resent or submission.has_replied:
+                        if not may_be_resent or not self._sends_again(submission, retry):
                             raise
                         retry -= 1
-                        self.resent += 1
                         break
                     yield reply.pop()  # or this frame would keep the reply's slot for as long as the caller takes
             finally:
                 submission.abort()
+
+    def _sends_again(self, submission: Submission, retry: int) -> bool:
+        """Whether a request whose engine has died is sent once more."""
+        if not retry or submission.has_replied:
+            return False
+        self.resent += 1
+        return True
 
     async def submit(
         self, payload: object, *, request_id: str = "", key: str | bytes | None = None, engine: str | None = None
@@ -484,7 +492,13 @@ class RoutingClient:
 
     def loads(self) -> dict[str, EngineLoad]:
         """Returns the loads of the engines that are attached, as requests are routed by them now."""
-        return {name: self._load(name, client.session) for name, client in self.engines.items() if client.session is not None}
+        return {name: self._load(name, session) for name, session in self._attached()}
+
+    def _attached(self) -> Iterator[tuple[str, Session]]:
+        for name, client in self.engines.items():
+            session = client.session
+            if session is not None and not session.link.lost:  # it may have ended, and will say so in the loop's next turn
+                yield name, session
 
     def _load(self, name: str, session: Session) -> EngineLoad:
         if self._sessions.get(name) is not session:  # another life: nothing of what was seen of the last one holds
@@ -532,7 +546,7 @@ class RoutingClient:
         if engine is not None:
             return self._given(engine)  # which waits for it, if it is to be waited for
         if key is not None:
-            attached = [name for name, client in self.engines.items() if client.connected]
+            attached = [name for name, _ in self._attached()]
             return self.engines[self._router.choose_for(key, attached)] if attached else None
         loads = self.loads()
         return self.engines[self._router.choose(loads)] if loads else None
@@ -557,7 +571,7 @@ class RoutingClient:
             raise self._none_attached()
         if key is not None or engine is not None:
             return [best]
-        return [best, *(client for client in self.engines.values() if client.connected and client is not best)]
+        return [best, *(self.engines[name] for name, _ in self._attached() if name != best.name)]
 
     async def _some_engine(self) -> None:
         """Waits until one of the engines is attached."""

@@ -10,6 +10,8 @@ cimport cython
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport uint8_t, uint64_t
 
+from shmring.core.message_ring cimport forks
+
 cdef extern from "<sys/mman.h>" nogil:
     void* mmap(void*, size_t, int, int, int, long)
     int munmap(void*, size_t)
@@ -37,7 +39,7 @@ LOAD_PAGE_NBYTES = _NBYTES
 
 @cython.final
 cdef class LoadPage:
-    """The page, mapped. It is unmapped when nothing has it any more; forked children do not have it.
+    """The page, mapped. It is unmapped when nothing has it any more. Forked children do not have it: there, all is 0, and stays so.
 
     Args:
         fd: of :data:`LOAD_PAGE_NBYTES` bytes; it may be closed afterwards.
@@ -50,6 +52,7 @@ cdef class LoadPage:
     def __cinit__(self, fd: int, *, writable: bool) -> None:
         cdef int protection = PROT_READ | PROT_WRITE if writable else PROT_READ
         self._is_writable = writable
+        self._forks = forks()
         self._at = <uint8_t*>mmap(NULL, _NBYTES, protection, MAP_SHARED | MAP_POPULATE, fd, 0)
         if self._at == <uint8_t*>MAP_FAILED:
             self._at = NULL
@@ -58,20 +61,20 @@ cdef class LoadPage:
             PyErr_SetFromErrno(OSError)
 
     def __dealloc__(self) -> None:
-        if self._at != NULL:
+        if self._at != NULL and self._forks == forks():  # else something else may be there
             munmap(self._at, _NBYTES)
 
     cdef void put(self, uint64_t in_flight, uint64_t waiting) noexcept nogil:
-        if self._is_writable:
+        if self._is_writable and self._forks == forks():
             store_relaxed_u64(self._at + _AT_IN_FLIGHT, in_flight)
             store_relaxed_u64(self._at + _AT_WAITING, waiting)
 
     @property
     def in_flight(self) -> int:
         """Requests that the engine has and that have not ended."""
-        return load_relaxed_u64(self._at + _AT_IN_FLIGHT)
+        return load_relaxed_u64(self._at + _AT_IN_FLIGHT) if self._forks == forks() else 0
 
     @property
     def waiting(self) -> int:
         """Of these, those that it has not claimed yet."""
-        return load_relaxed_u64(self._at + _AT_WAITING)
+        return load_relaxed_u64(self._at + _AT_WAITING) if self._forks == forks() else 0

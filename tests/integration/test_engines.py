@@ -95,7 +95,8 @@ class Callers:
         wanted = self.answered[pid] + more
         async with asyncio.timeout(60):
             while self.answered[pid] < wanted:
-                assert not any(task.done() for task in self._tasks), "a caller has failed"
+                for task in self._tasks:
+                    assert not task.done(), f"a caller has failed: {task.exception()!r}"
                 await asyncio.sleep(0.001)
 
     async def stop(self) -> None:

@@ -70,3 +70,16 @@ def test_what_is_no_page_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="sealed"):
         map_load_page(fd)
     os.close(fd)
+
+
+def test_a_forked_child_has_no_page(fd: int) -> None:
+    page = map_load_page(fd)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = 0 if (page.in_flight, page.waiting) == (0, 0) else 1
+            del page
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
