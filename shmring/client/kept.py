@@ -359,8 +359,13 @@ class KeptContents:
         self.session.link.send_listed(Unpin, [pin.found.generation] * pin.count)
 
     def in_use(self) -> list[int]:
-        """The generations of what is pinned, for a goodbye: those that this process may still view."""
-        return [pin.found.generation for pin in self._pins.values() if pin.users or pin.views]
+        """The generations of what is pinned, for a goodbye: those that this process may still view.
+
+        What was given to keep and is not answered yet is kept by the time that the goodbye is read, or was refused; and the
+        caller of its slot may still write to it.
+        """
+        given = [record.generation for _, _, record in self._answers.values() if record is not None]
+        return [*self._pins, *given]
 
     def lose(self) -> list[asyncio.Future[Any]]:
         """The session has ended; returns what somebody waits for."""

@@ -186,7 +186,7 @@ class Gate:
 
 async def test_pictures_in_a_slot_are_encoded_without_a_copy(socket_dir: Path) -> None:
     async with engine_and_client(means, socket_dir) as (_, client):
-        async with client.slot(4096) as slot:
+        async with client.ring.slot(4096) as slot:
             pixels = slot.tensor((4096,), torch.uint8)
             pixels.fill_(7)
             assert (await encode(client, EncodeRequest([Picture(pixels)]))).tolist() == [[7.0]]

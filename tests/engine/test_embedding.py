@@ -390,7 +390,7 @@ async def engine_and_client(executor: TransformersExecutor, socket_dir: Path) ->
 
 
 async def encode_in_slot(client: EngineClient, pictures: Sequence[Picture]) -> torch.Tensor:
-    async with client.slot(sum(picture.pixels.nbytes + 64 for picture in pictures)) as slot:
+    async with client.ring.slot(sum(picture.pixels.nbytes + 64 for picture in pictures)) as slot:
         views = []
         for picture in pictures:
             views.append(Picture(slot.tensor(tuple(picture.pixels.shape), torch.uint8)))
