@@ -272,12 +272,13 @@ class KeptContents:
         Raises:
             RemoteProtocolError: nobody has asked that, or it says what can't be.
         """
-        asked = self._answers.pop(answer.token, None)
+        asked = self._answers.get(answer.token)
         if asked is None:
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered, which is not in flight")
         future, key, record = asked
-        self._asking.release()
         result = answer if isinstance(answer, NotKept) else self._pinned(key, answer, record)
+        del self._answers[answer.token]  # not before: whoever waits is told if the answer breaks the rules
+        self._asking.release()
         if not future.done():
             future.set_result(result)
         elif isinstance(result, _Pin):  # its caller stopped waiting
