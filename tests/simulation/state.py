@@ -105,7 +105,7 @@ class _Encoding:
                 lease.slots.length,
                 lease.slots.is_empty and not lease.is_base and lease.empty_since <= ready,
                 lease.recalled,
-                lease.kept_blocks and lease.slots.runs(),
+                [*lease.slots.runs()] if lease.kept_blocks else [],
             ]
             for lease in book.leases.values()
         ]
