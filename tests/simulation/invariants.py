@@ -91,13 +91,15 @@ def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int
         for block in range(slot.start, slot.start + slot.blocks):
             owner = owners.get(block)
             require(owner is None or owner == mine, "memory can be written that somebody else reads or writes")
-            owners[block] = (session.client_id, -1)  # whoever comes next must not have it
+            # Whoever comes next must not have it, but for what the engine keeps already and its giver has not heard of.
+            owners[block] = mine if slot.state is ClientSlot.SUBMITTED else (session.client_id, -1)
     for pin in session.pins:
         content = engine.book.kept.by_generation.get(pin.generation)
         is_there = content is not None and (content.start, content.blocks) == (pin.start, pin.blocks)
         require(is_there and client is not None and pin.generation in client.pins, "what is pinned has gone")
         for block in range(pin.start, pin.start + pin.blocks):
-            require(block not in owners, "what is pinned is somebody's to write")
+            _, generation = owners.get(block, (0, pin.generation))
+            require(generation == pin.generation, "what is pinned is somebody's to write")
     for reply in session.replies:
         require(
             client is not None
