@@ -277,8 +277,10 @@ class MediaIntake:
                 kept = await memory.find(key)
             except shmring.WouldBlock:  # too much is pinned: as if it were not there
                 continue
-            if kept is not None:
-                stack.enter_context(kept)
+            if kept is None:
+                continue
+            stack.enter_context(kept)
+            with contextlib.suppress(shmring.RemoteError):  # something else is kept under this key: as if it were not there
                 media[key] = kept.payload
                 sizes.append(kept.nbytes)
         return sizes

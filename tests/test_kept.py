@@ -436,6 +436,26 @@ async def test_what_is_kept_outlives_who_gave_it(ring: shmring.Ring, connect: An
     del view
 
 
+async def test_a_slot_that_is_given_while_its_client_closes_stays_pinned(
+    ring: shmring.Ring, connect: Any, eventually: Any, hold: Any
+) -> None:
+    """The engine keeps it before it reads the goodbye, and the client has not heard of that: its caller may still write."""
+    client = await connect()
+    slot = await client.slot(SIZE)
+    view = slot.tensor((SIZE,), torch.uint8).fill_(1)
+    hold(client._session.link)
+    keeping = asyncio.create_task(client.keep(key(1), {"x": view}))
+    await eventually(lambda: ring.statistics().kept == 1)
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        await keeping
+    await eventually(lambda: ring.statistics().clients == 0)
+    assert kept_pinned(ring) == 1
+    assert ring.statistics().protocol_errors == 0
+    view.fill_(2)
+    slot.close()
+
+
 async def test_a_polite_client_leaves_no_pins(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
     client = await connect()
     with await client.keep(key(1), {"x": pixels(4)}):

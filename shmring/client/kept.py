@@ -272,12 +272,13 @@ class KeptContents:
         Raises:
             RemoteProtocolError: nobody has asked that, or it says what can't be.
         """
-        asked = self._answers.pop(answer.token, None)
+        asked = self._answers.get(answer.token)
         if asked is None:
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered, which is not in flight")
         future, key, record = asked
-        self._asking.release()
         result = answer if isinstance(answer, NotKept) else self._pinned(key, answer, record)
+        del self._answers[answer.token]  # not before: whoever waits is told if the answer breaks the rules
+        self._asking.release()
         if not future.done():
             future.set_result(result)
         elif isinstance(result, _Pin):  # its caller stopped waiting
@@ -359,8 +360,13 @@ class KeptContents:
         self.session.link.send_listed(Unpin, [pin.found.generation] * pin.count)
 
     def in_use(self) -> list[int]:
-        """The generations of what is pinned, for a goodbye: those that this process may still view."""
-        return [pin.found.generation for pin in self._pins.values() if pin.users or pin.views]
+        """The generations of what is pinned, for a goodbye: those that this process may still view.
+
+        What was given to keep and is not answered yet is kept by the time that the goodbye is read, or was refused; and the
+        caller of its slot may still write to it.
+        """
+        given = [record.generation for _, _, record in self._answers.values() if record is not None]
+        return [*self._pins, *given]
 
     def lose(self) -> list[asyncio.Future[Any]]:
         """The session has ended; returns what somebody waits for."""

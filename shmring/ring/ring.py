@@ -54,6 +54,7 @@ from shmring.core.kept_content import check_kept
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
 from shmring.core.messages import (
     COPY_OUT,
+    MAX_FINDS,
     PROTOCOL_VERSION,
     SLOT_HEADER_NBYTES,
     Abort,
@@ -835,7 +836,8 @@ class Ring(EngineCalls):
         named = sum(
             len(part.kept_lease_ids) + len(part.kept_reply_generations) + len(part.pinned_generations) for part in frontend.kept
         )
-        if not len(frontend.kept) <= named <= len(client.leases) + len(client.replies) + len(client.pins):
+        there = len(client.leases) + len(client.replies) + len(client.pins) + MAX_FINDS  # what was refused may be named as well
+        if not len(frontend.kept) <= named <= there:
             raise RemoteProtocolError("a goodbye in parts keeps more than there is, or nothing in one of them")
 
     def said_goodbye(self, frontend: _Frontend, *goodbyes: Goodbye) -> None:

@@ -531,3 +531,34 @@ async def test_more_pictures_than_the_slab_holds_are_answered_one_after_the_othe
     assert engine.ring.statistics().kept_evictions > 0
     await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_what_somebody_else_keeps_under_a_key_is_not_shown(
+    open_engine: Any, open_intake: Any, encoded: Any, admission: Admission, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no medium at all. The picture is decoded each time, and shown."""
+    engine = await open_engine()
+    intake = open_intake(engine)
+    keys: list[bytes] = []
+    key_of = intake._key_of
+
+    async def remember(*arguments: Any) -> bytes:
+        keys.append(await key_of(*arguments))
+        return keys[-1]
+
+    monkeypatch.setattr(intake, "_key_of", remember)
+    picture = encoded(PIXELS[0])
+    for _ in range(2):
+        async with intake.take([source_of(picture)], SPEC, admission.new_request(), "messages") as [medium]:
+            np.testing.assert_array_equal(tensor_of(medium).numpy(), PIXELS[0])
+            del medium
+        if len(decoded) == 1:
+            await _replace_what_is_kept(engine, keys[-1])
+    assert decoded == ["image", "image"]
+
+
+async def _replace_what_is_kept(engine: Any, key: bytes) -> None:
+    ring = engine.client.ring
+    async with ring.slot(engine.ring.statistics().leasable_nbytes - 64, timeout=5):
+        assert engine.ring.statistics().kept == 0
+    (await ring.keep(key, {"other": np.zeros(100)})).close()

@@ -63,7 +63,8 @@ async def until_whole(observer: shmring.RingClient) -> dict[str, int]:
         slots = counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
         if (
             (slots, counts["waiting"], counts["running"], counts["departed_clients"], counts["clients"]) == (0, 0, 0, 0, 1)
-            and counts["free_nbytes"] + own == counts["leasable_nbytes"]
+            and counts["kept_pinned"] == 0
+            and counts["free_nbytes"] + counts["kept_nbytes"] + own == counts["leasable_nbytes"]
             and counts["reply_free_nbytes"] == counts["reply_nbytes"]
         ):
             return counts

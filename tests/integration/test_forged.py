@@ -259,7 +259,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
     ),
     "a payload twice": (lambda f, r: [f.say(1, copied=f.slot(), lies_at=(0, 9))], "described in another way"),
     "a goodbye that keeps what it does not have": (
-        lambda f, r: [Goodbye(tuple(range(9)), (), more=True)],
+        lambda f, r: [Goodbye(tuple(range(99)), (), more=True)],
         "keeps more than there is",
     ),
     "a goodbye that never ends": (lambda f, r: [Goodbye(more=True)], "nothing in one of them"),

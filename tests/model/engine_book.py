@@ -74,6 +74,7 @@ class EngineBook:
         start, blocks = geometry.LEASABLE_START, geometry.leasable_blocks
         self.host = Lending(self.clients, limits, HOST_MEMORY, start, blocks, 1, self.kept)
         self._next_use = _FIRST_USE
+        self._owes_service = False  # to those who wait for a lease: a pin has gone
         self.device: Lending | None = None
         if geometry.device_blocks:
             start, blocks = geometry.device_start, geometry.device_blocks
@@ -124,7 +125,9 @@ class EngineBook:
             lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
         # Slots that the aborts have just released went to nobody: their client has gone.
         effects = [effect for effect in effects if not isinstance(effect, Released)]
-        return effects + self._reclaim(client) + self._serve_wants() + self._serve_reply_wants()
+        effects += self._reclaim(client) + self._serve_wants()
+        self._owes_service = False
+        return effects + self._serve_reply_wants()
 
     def died(self, client_id: int) -> list[EngineEffect]:
         """The kernel says that the client's process is dead: what no reader of ours holds is free again."""
@@ -154,7 +157,7 @@ class EngineBook:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
             effects += self._serve_reply_wants()  # whoever is alone now has no quota
-        return effects + self._serve_wants()
+        return effects + (self._serve_wants() if nbytes else []) + self._served()
 
     def _connected(self, client_id: int) -> ClientRecord:
         client = self.clients[client_id]
@@ -248,8 +251,11 @@ class EngineBook:
                 last_generation = slot.generation
         except RemoteProtocolError:
             for record in records:
-                self._give_back(record)
-                self._next_use -= record.kept is not None
+                if record.kept is None:
+                    self._give_back(record)
+                else:
+                    self.kept.unpin(record.kept)  # whose client has it pinned
+                    self._next_use -= 1
             raise
         client.last_generation = last_generation
         client.slots |= {record.generation: record for record in records}
@@ -306,7 +312,7 @@ class EngineBook:
         """A client gives a request up. An unknown one has ended already, and that is no error: the messages crossed."""
         client = self._connected(client_id)
         effects = self._abort(client, request_id)
-        return effects + self.host.serve() if effects else []
+        return effects + self._served() if effects else []
 
     def _abort(self, client: ClientRecord, request_id: int) -> list[EngineEffect]:
         request = client.requests.pop(request_id, None)
@@ -351,8 +357,8 @@ class EngineBook:
 
     def _after_release(self, client: ClientRecord, released: Sequence[int]) -> list[EngineEffect]:
         if client.connected:
-            return ([Released(client.client_id, tuple(released))] if released else []) + self.host.serve()
-        return self._reclaim(client) + self.host.serve()
+            return ([Released(client.client_id, tuple(released))] if released else []) + self._served()
+        return self._reclaim(client) + self._served()
 
     def _forget_slot(self, client: ClientRecord, slot: EngineSlotRecord) -> list[int]:
         """Returns what its client is to be told of: the generation, unless the engine keeps it."""
@@ -446,7 +452,12 @@ class EngineBook:
             if not left[generation]:
                 del client.pins[generation]
                 self._unpin(self.kept.by_generation[generation])
-        return self.host.serve()
+        return self._served()
+
+    def _served(self) -> list[EngineEffect]:
+        """Serves those who wait for a lease, if a pin has gone."""
+        owes, self._owes_service = self._owes_service, False
+        return self.host.serve() if owes else []
 
     def _drop_pins(self, client: ClientRecord, still_pinned: Collection[int]) -> None:
         for generation in [generation for generation in client.pins if generation not in still_pinned]:
@@ -457,6 +468,7 @@ class EngineBook:
         self.kept.unpin(kept)
         if not kept.pins and self.host.is_wanted(kept.start, kept.blocks):
             self.host.evict(kept)
+        self._owes_service = self.host.waiting_lease_requests > 0
 
     def _use(self, client: ClientRecord, slot: SlotRef) -> EngineSlotRecord:
         """A slot of a request that is kept content, which is pinned once more with it."""

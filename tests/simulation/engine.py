@@ -16,6 +16,7 @@ import numpy as np
 
 from shmring.core import engine_end
 from shmring.core.effects import (
+    Answered,
     ClientGone,
     EngineEffect,
     Granted,
@@ -33,7 +34,9 @@ from shmring.core.messages import (
     EngineMessage,
     Failed,
     FailureKind,
+    Find,
     Goodbye,
+    Keep,
     LeaseGrant,
     LeaseRecall,
     LeaseRequest,
@@ -42,6 +45,7 @@ from shmring.core.messages import (
     Release,
     ReplyRelease,
     SlotRef,
+    Unpin,
     decode_frontend_message,
 )
 from shmring.core.states import RequestEvent
@@ -255,9 +259,16 @@ class Engine:
                 self.carry_out(self.book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
                 self.carry_out(self.book.release_replies(client_id, generations))
-            case Goodbye(kept_lease_ids, kept_reply_generations):
+            case Find(token, key):
+                self.carry_out(self.book.find(client_id, token, key))
+            case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
+                slot = SlotRef(lease_id, offset, nbytes, generation)
+                self.carry_out(self.book.keep(client_id, token, key, slot, is_copied, payload))
+            case Unpin(generations):
+                self.carry_out(self.book.unpin(client_id, generations))
+            case Goodbye(kept_lease_ids, kept_reply_generations, pinned_generations=pinned):
                 self._ends(client)
-                self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations))
+                self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations, pinned))
 
     # -- for the end ---------------------------------------------------------------------------------------------------------
 
@@ -286,6 +297,8 @@ class Engine:
                     self.clients[client_id].tell(grant)
                 case Recalled(client_id, lease_ids):
                     self.clients[client_id].tell(LeaseRecall(lease_ids))
+                case Answered(client_id, answer):
+                    self.clients[client_id].tell(answer)
                 case RequestAborted():
                     self._request_aborted(effect)
                 case ReplyGranted(ticket, slot):

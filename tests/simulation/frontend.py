@@ -24,18 +24,24 @@ from shmring.core.effects import Acquired, ClientEffect, Send
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.mapping import Mapping
 from shmring.core.messages import (
+    KEY_NBYTES,
     SLOT_HEADER_NBYTES,
     Abort,
     Failed,
+    Find,
+    Found,
     Goodbye,
+    Keep,
     LeaseGrant,
     LeaseRecall,
     LeaseRequest,
     LeaseReturn,
+    NotKept,
     Refused,
     Release,
     ReplyRelease,
     SlotRef,
+    Unpin,
     decode_engine_message,
     encode_message,
 )
@@ -67,6 +73,7 @@ IDLE_TICKS = 1.0
 _UNSUBMITTED = (ClientSlot.WRITING, ClientSlot.CACHED)
 _NO_LEASE = 2**40  # no engine lends so many
 _NO_REPLY = 2**40  # nor sends so many replies
+_MAX_ASKED = 2  # lookups of one session that are not answered
 _OF_SLOTS, _OF_REPLIES = 0, 1  # the first number of the keys of regions
 
 
@@ -92,6 +99,20 @@ class HeldReply:
     start: int
     blocks: int
     view: Any
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class KeptPin:
+    """Content that this process may read; in blocks of the slab."""
+
+    generation: int
+    start: int
+    blocks: int
+
+
+def key_of(number: int) -> bytes:
+    """The key of content."""
+    return number.to_bytes(KEY_NBYTES, "little")
 
 
 if TYPE_CHECKING:
@@ -167,6 +188,9 @@ class Session:
         self.views: list[ClientSlotRecord] = []  # those that were left, and that code can still reach, whatever the book thinks
         self.pending: dict[int, Submission] = self.end.pending  # in flight, whether or not their callers have given them up
         self.replies: list[HeldReply] = []
+        self.asked: dict[int, ClientSlotRecord | None] = {}  # what is given to keep, or None: looked for; by token
+        self.pins: list[KeptPin] = []
+        self.next_token = 1
         self.next_ticket = 1
         self.next_request = 1
         self.last_token = 0
@@ -207,6 +231,10 @@ class Session:
                 effects, unknown = self.book.released(generations, self.now)
                 require(unknown == 0, "the engine released a slot that it did not have")
                 self.carry_out(effects)
+            case Found() as found:
+                self._found(found)
+            case NotKept(token):
+                self.asked.pop(token)  # its slot has come back before
             case Failed(request_id):
                 self.end.forget(request_id).give_up(AbortedError("", request_id=request_id))
             case Refused():
@@ -353,6 +381,43 @@ class Session:
             self.views.append(slot)
         self.carry_out(self.book.give_up(slot, self.now))
 
+    # -- what is kept --------------------------------------------------------------------------------------------------------
+
+    def keep(self, index: int, key: int) -> None:
+        """A caller gives a held slot to the engine to keep."""
+        slot = self.slots[index]
+        self.book.submit(slot)
+        ref = slot.ref()
+        token = self._ask(slot)
+        self.link.send(Keep(token, key_of(key), ref.lease_id, ref.offset, ref.nbytes, ref.generation, False, b"\xc0"))
+
+    def find(self, key: int) -> None:
+        """A caller looks for what is kept."""
+        self.link.send(Find(self._ask(None), key_of(key)))
+
+    def _ask(self, slot: ClientSlotRecord | None) -> int:
+        token, self.next_token = self.next_token, self.next_token + 1
+        self.asked[token] = slot
+        return token
+
+    def _found(self, found: Found) -> None:
+        """The engine has pinned content. A slot that it keeps is left by its caller, and viewed by nobody from now on."""
+        slot = self.asked.pop(found.token)
+        if slot is not None and slot.generation == found.generation:
+            if slot.held:
+                self.end.held.leave(self.end.content_address(slot))
+            if slot in self.views:
+                self.views.remove(slot)
+            self.slots.remove(slot)
+            slot.held = slot.viewed = False
+            self.carry_out(self.book.kept(found.generation, self.now))
+        start, blocks = found.offset // BLOCK_NBYTES, (found.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES
+        self.pins.append(KeptPin(found.generation, start, blocks))
+
+    def unpin(self, index: int) -> None:
+        """A caller leaves content."""
+        self.link.send(Unpin((self.pins.pop(index).generation,)))
+
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was left dies."""
         self.views.remove(self.slots[index])
@@ -391,7 +456,8 @@ class Session:
         require(
             generations == sorted(reply.generation for reply in self.replies), "a goodbye keeps other replies than are viewed"
         )
-        self.link.send(Goodbye(self.book.leases_in_use(), tuple(generations)))
+        given = tuple(slot.generation for slot in self.asked.values() if slot is not None)  # the engine may keep them now
+        self.link.send(Goodbye(self.book.leases_in_use(), tuple(generations), pinned_generations=given))
         self.leave_engine()
 
     def leave_engine(self) -> None:
@@ -400,6 +466,8 @@ class Session:
         self.wire.close_frontend()
         self.waiters.clear()
         self.pending.clear()
+        self.asked.clear()
+        self.pins.clear()  # whoever has hung up reads no content any more; its slots it may still write to
         self.end.detach()
         self.regions.close()
         self.slots = [slot for slot in self.slots if slot.held or slot.state is ClientSlot.WRITING or slot in self.views]
@@ -478,6 +546,13 @@ class Session:
             return  # its callers wait until the engine has read
         for index in range(len(self.replies)):
             yield Action(Kind.DROP_REPLY, pid, index)
+        for index in range(len(self.pins)):
+            yield Action(Kind.UNPIN, pid, index)
+        if self.scenario.kept_blocks and len(self.asked) < _MAX_ASKED:
+            for key in range(self.scenario.keys):
+                yield Action(Kind.FIND, pid, key)
+                for index in self.submittable():
+                    yield Action(Kind.KEEP, pid, index, key)
         for index, submission in enumerate(self.pending.values()):
             if not submission.ended:
                 yield Action(Kind.ABORT, pid, index)

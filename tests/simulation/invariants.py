@@ -82,11 +82,24 @@ def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int
             lease is not None and lease.start <= slot.start and slot.start + slot.blocks <= lease.end,
             "memory was taken back that its process can still write",
         )
+        for kept in engine.book.kept.unpinned.values():
+            require(
+                kept.start + kept.blocks <= slot.start or slot.start + slot.blocks <= kept.start,
+                "content that may go at any time can still be written by who gave it",
+            )
         mine = (session.client_id, slot.generation if slot.state is ClientSlot.SUBMITTED else 0)
         for block in range(slot.start, slot.start + slot.blocks):
             owner = owners.get(block)
             require(owner is None or owner == mine, "memory can be written that somebody else reads or writes")
-            owners[block] = (session.client_id, -1)  # whoever comes next must not have it
+            # Whoever comes next must not have it, but for what the engine keeps already and its giver has not heard of.
+            owners[block] = mine if slot.state is ClientSlot.SUBMITTED else (session.client_id, -1)
+    for pin in session.pins:
+        content = engine.book.kept.by_generation.get(pin.generation)
+        is_there = content is not None and (content.start, content.blocks) == (pin.start, pin.blocks)
+        require(is_there and client is not None and pin.generation in client.pins, "what is pinned has gone")
+        for block in range(pin.start, pin.start + pin.blocks):
+            _, generation = owners.get(block, (0, pin.generation))
+            require(generation == pin.generation, "what is pinned is somebody's to write")
     for reply in session.replies:
         require(
             client is not None
@@ -118,6 +131,7 @@ def check_books(simulation: Simulation) -> None:
     book.check()
     require(book.stale_releases == 0, "a frontend gave a reply slot back twice")
     lent = book.host.leased_nbytes(Lease.LEASED) + book.host.leased_nbytes(Lease.QUARANTINED)
+    lent += book.kept.blocks * BLOCK_NBYTES
     require(book.host.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
     require(book.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
     running = {(claim.client_id, claim.request_id) for claim in engine.claims if not claim.aborted}
@@ -158,6 +172,8 @@ def check_end(simulation: Simulation) -> None:
     require(not book.clients and not engine.clients, "a client that has gone is still in the book")
     in_hand = engine.end.waiting or engine.end.claims or engine.claims or engine.draining
     require(not in_hand, "a request of nobody is still in hand")
-    require(book.host.free_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
+    require(len(book.kept.unpinned) == len(book.kept.by_generation), "what nobody uses is pinned")
+    kept_nbytes = book.kept.blocks * BLOCK_NBYTES
+    require(book.host.free_nbytes + kept_nbytes == scenario.leasable_blocks * BLOCK_NBYTES, "the slab did not come home whole")
     require(book.reply_free_nbytes == scenario.reply_blocks * BLOCK_NBYTES, "the reply reserve did not come home whole")
     require(book.waiting_lease_requests == 0, "a lease request of nobody is waiting")

@@ -45,6 +45,9 @@ class Kind(enum.StrEnum):
     GIVE_UP = "give up"  # [process, slot] is cancelled while it copies
     LEAVE = "leave"  # [process, slot, is viewed] leaves a held slot
     VIEW_DIES = "view dies"  # [process, slot]
+    KEEP = "keep"  # [process, slot, key] gives a held slot to the engine to keep
+    FIND = "find"  # [process, key] looks for what is kept
+    UNPIN = "unpin"  # [process, content] leaves what it has found, or kept
     ABORT = "abort"  # [process, request]
     DROP_REPLY = "drop reply"  # [process, reply] the last view of a reply dies
     EXPIRE = "expire"  # [process] the timer of idle leases fires
@@ -115,6 +118,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         slot_blocks, reply_blocks_wanted: sizes that are asked for; 0 of a reply travels in its message.
         max_slots: slots and waiters of the callers of one session.
         max_queue: messages in one direction at which voluntary ones wait; also the backlog of an end that does not read.
+        kept_blocks: that may hold content which is kept; 0: nothing is.
+        keys: that content is kept under.
+        max_kept, max_pins: contents, and pins of one client.
         max_requests: submissions of one session; None for as many as fit.
         max_replies: to one request.
         max_disturbances: how often something of :data:`DISTURBANCES` happens; None for any number.
@@ -134,6 +140,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     reply_blocks_wanted: tuple[int, ...]
     max_slots: int
     max_queue: int
+    kept_blocks: int = 0
+    keys: int = 3
+    max_kept: int = 3
+    max_pins: int = 3
     max_requests: int | None = None
     max_replies: int = 3  # a second of them can wait for what the first took
     max_disturbances: int | None = None
@@ -145,7 +155,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> EngineBookLimits:
-        return EngineBookLimits(self.max_lease_blocks, self.quota_blocks, self.max_leases, self.max_inflight)
+        return EngineBookLimits(
+            self.max_lease_blocks,
+            self.quota_blocks,
+            self.max_leases,
+            self.max_inflight,
+            kept_blocks=self.kept_blocks,
+            max_kept=self.max_kept,
+            max_pins=self.max_pins,
+        )
 
     @classmethod
     def draw(cls, random: Random) -> Self:
@@ -166,4 +184,5 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             reply_blocks_wanted=tuple(sorted({0, 1, reply})),
             max_slots=random.randint(2, 6),
             max_queue=random.choice((2, 8, 32)),
+            kept_blocks=random.choice((0, (leasable + 1) // 2, leasable)),
         )

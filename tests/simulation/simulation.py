@@ -30,7 +30,7 @@ _FINISHING = frozenset(
     {
         Kind.LET_GO, Kind.FRONTEND_SEES_END, Kind.ENGINE_SEES_END, Kind.PIDFD_FIRES, Kind.TO_ENGINE, Kind.TO_FRONTEND,
         Kind.CANCELLED, Kind.SEND, Kind.LEAVE, Kind.VIEW_DIES, Kind.DROP_REPLY, Kind.CLAIM, Kind.FINISH, Kind.SEND_REPLY,
-        Kind.REPLY_CANCELLED, Kind.ENGINE_VIEW_DIES,
+        Kind.REPLY_CANCELLED, Kind.ENGINE_VIEW_DIES, Kind.UNPIN,
     }
 )  # fmt: skip
 
@@ -285,6 +285,7 @@ class Simulation:
         require(not session.pending, "a request never ended")
         require(not session.slots, "a slot never came back")
         require(not session.replies, "a reply is kept by nobody")
+        require(not session.asked and not session.pins, "somebody waits for content for ever, or has it pinned")
 
 
 _Happening = Callable[[Simulation, Action], None]
@@ -330,6 +331,9 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.LEAVE: _session(lambda session, action: session.leave(action.item, action.detail)),
     Kind.GIVE_UP: _session(lambda session, action: session.leave(action.item, 0)),
     Kind.VIEW_DIES: _session(lambda session, action: session.view_dies(action.item)),
+    Kind.KEEP: _session(lambda session, action: session.keep(action.item, action.detail)),
+    Kind.FIND: _session(lambda session, action: session.find(action.item)),
+    Kind.UNPIN: _session(lambda session, action: session.unpin(action.item)),
     Kind.ABORT: _session(lambda session, action: session.abort(action.item)),
     Kind.DROP_REPLY: _session(lambda session, action: session.drop_reply(action.item)),
     Kind.EXPIRE: _session(lambda session, action: session.expire()),

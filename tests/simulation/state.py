@@ -17,17 +17,23 @@ from typing import Any
 import msgspec
 
 from shmring.core.client_book import ClientSlotRecord
+from shmring.core.engine_book import EngineBook
 from shmring.core.messages import (
     Abort,
     Failed,
+    Find,
+    Found,
     Goodbye,
+    Keep,
     LeaseGrant,
     LeaseRecall,
     LeaseRequest,
     LeaseReturn,
+    NotKept,
     Refused,
     Release,
     ReplyRelease,
+    Unpin,
     decode_engine_message,
     decode_frontend_message,
 )
@@ -65,6 +71,7 @@ class _Encoding:
         self._replies = _Names()
         self._requests = _Names()  # by client and number
         self._tickets = _Names()  # of replies
+        self._asked = _Names()  # tokens of what is asked of kept content, by client and number
 
     def world(self) -> list[Any]:
         """Returns the whole of it: frontends first, so that their order is the one in which clients are named."""
@@ -98,6 +105,7 @@ class _Encoding:
                 lease.slots.length,
                 lease.slots.is_empty and not lease.is_base and lease.empty_since <= ready,
                 lease.recalled,
+                [*lease.slots.runs()] if lease.kept_blocks else [],
             ]
             for lease in book.leases.values()
         ]
@@ -112,6 +120,8 @@ class _Encoding:
             book._wish_nbytes,
             self._reach(session),
             [[self._requests[session.client_id, request], sent.ended] for request, sent in session.pending.items()],
+            [self._asked[session.client_id, token] for token in session.asked],
+            [self._generations[pin.generation] for pin in session.pins],
             0 if self._world.scenario.max_requests is None else session.next_request,
             # Of a living engine it comes with its client.
             self._wire(session.wire, session.client_id, book._token) if client < 0 else None,
@@ -165,8 +175,16 @@ class _Encoding:
                 return [3, *map(self._leases.__getitem__, lease_ids)]
             case ReplyRelease(generations):
                 return [4, *map(self._replies.__getitem__, generations)]
-            case Goodbye(lease_ids, generations):
-                return [5, [*map(self._leases.__getitem__, lease_ids)], [*map(self._replies.__getitem__, generations)]]
+            case Goodbye(lease_ids, generations, pinned_generations=pinned):
+                kept = [*map(self._generations.__getitem__, pinned)]
+                return [5, [*map(self._leases.__getitem__, lease_ids)], [*map(self._replies.__getitem__, generations)], kept]
+            case Find(asked, key):
+                return [6, self._asked[client_id, asked], key]
+            case Keep(asked, key, lease_id, offset, nbytes, generation):
+                slot = [self._leases[lease_id], offset, nbytes, self._generations[generation]]
+                return [7, self._asked[client_id, asked], key, slot]
+            case Unpin(generations):
+                return [8, *map(self._generations.__getitem__, generations)]
         raise TypeError(f"no frontend of a simulation sends a {type(message).__name__}")
 
     def _of_engine(self, record: bytes, client_id: int, token: int) -> list[Any]:
@@ -192,6 +210,10 @@ class _Encoding:
                 return [4, self._requests[client_id, request_id], [], None]
             case Refused():
                 return [5]
+            case Found(asked, generation, offset, nbytes):
+                return [6, self._asked[client_id, asked], self._generations[generation], offset, nbytes]
+            case NotKept(asked, reason):
+                return [7, self._asked[client_id, asked], reason]
         raise TypeError(f"no engine of a simulation sends a {type(message).__name__}")
 
     # -- the engine ----------------------------------------------------------------------------------------------------------
@@ -211,6 +233,7 @@ class _Encoding:
             clients.append([place, client.connected, client.buried, wire, self._client(book.clients[client_id])])
         return [
             clients,
+            self._kept(book),
             [
                 [
                     self._clients[client_id],
@@ -228,12 +251,28 @@ class _Encoding:
             [[self._clients[draining.client_id], self._generations[draining.slot.generation]] for draining in engine.draining],
         ]
 
+    def _kept(self, book: EngineBook) -> list[Any]:
+        names = self._generations
+        contents = [
+            [names[kept.generation], kept.key, kept.start, kept.blocks, kept.pins] for kept in book.kept.by_generation.values()
+        ]
+        return [contents, [names[generation] for generation in book.kept.unpinned]]
+
     def _client(self, client: ClientRecord) -> list[Any]:
         return [
             client.connected,
             client.dead,
+            [[self._generations[generation], count] for generation, count in client.pins.items()],
             [
-                [self._leases[lease.lease_id], lease.start, lease.blocks, lease.state, lease.recalled, lease.given_up]
+                [
+                    self._leases[lease.lease_id],
+                    lease.start,
+                    lease.blocks,
+                    lease.state,
+                    lease.recalled,
+                    lease.given_up,
+                    lease.kept_blocks,
+                ]
                 for lease in client.leases.values()
             ],
             [

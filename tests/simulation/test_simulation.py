@@ -163,24 +163,28 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
     assert {name: set(fields) for name, fields in FIELDS.items()} == {
         "EngineBook": {
             "clients", "host", "device", "_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "late_aborts",
-            "stale_releases",
+            "stale_releases", "kept", "_next_use",
         },
+        "KeptBook": {"by_key", "by_generation", "unpinned", "hits", "misses", "evictions"},
+        "KeptRecord": {"generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"},
         "Lending": {"_free", "_wants", "_window", "_next_lease_id"},
-        "LeaseRecord": {"lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up"},
-        "EngineSlotRecord": {"generation", "lease", "start", "blocks", "state"},
+        "LeaseRecord": {
+            "lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up", "kept_blocks",
+        },
+        "EngineSlotRecord": {"generation", "lease", "start", "blocks", "state", "kept"},
         "RequestRecord": {"request_id", "slots", "state"},
         "LeaseWant": {"client_id", "token", "blocks", "preferred_blocks", "waits"},
         "ReplyWant": {"client_id", "blocks"},
         "Window": {"client_id", "start", "blocks"},
         "ClientRecord": {
             "client_id", "last_generation", "last_request_id", "connected", "dead", "leases", "slots", "requests", "replies",
-            "unsent_replies",
+            "unsent_replies", "pins",
         },
         "ClientBook": {
             "leases", "_waiters", "_submitted", "_others", "_token", "_requested_nbytes", "_request_waits",
             "_wish_nbytes", "_next_generation",
         },
-        "HeldLease": {"lease_id", "is_base", "slots", "empty_since", "recalled"},
+        "HeldLease": {"lease_id", "is_base", "slots", "empty_since", "recalled", "kept_blocks"},
         "ClientSlotRecord": {"lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"},
         "Waiter": {"nbytes", "held"},
     }  # fmt: skip

@@ -54,7 +54,7 @@ def test_a_demonstration_that_is_killed_takes_its_server_and_all_its_processes_a
 
 
 def answer(*embedding: float, copies: int = 0, slab_nbytes: int = 1) -> Answer:
-    return Answer(np.array(embedding), slab_nbytes, copies, 1.0)
+    return Answer(np.array(embedding), slab_nbytes, copies, 1, 1.0)
 
 
 def test_the_nearest_is_the_most_similar() -> None:

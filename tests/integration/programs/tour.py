@@ -160,6 +160,18 @@ async def discarded(client: shmring.RingClient) -> None:
         await until(client, lambda: client.statistics().slots_in_use == 0)
 
 
+async def kept(client: shmring.RingClient) -> None:
+    """A slot that the engine keeps, and the same key again, whose slot comes back."""
+    for number in range(2):
+        async with client.slot(NBYTES) as slot:
+            view = slot.tensor((NBYTES,), torch.uint8).fill_(1)
+            with await client.keep(number.to_bytes(32, "little"), {"x": view}) as content:
+                await client.request(order("answer", content.payload["x"]))
+        del view
+    (await client.keep(bytes(32), {"x": torch.ones(NBYTES)})).close()
+    await until(client, lambda: client.statistics().slots_in_use == 0)
+
+
 async def left_while_submitted(client: shmring.RingClient) -> None:
     """The frontend leaves the slot before the engine has released it, and a view of it lives on."""
     async with client.slot(NBYTES, drain=True) as slot:
@@ -206,6 +218,7 @@ STOPS: tuple[Callable[[shmring.RingClient], Awaitable[None]], ...] = (
     leased,  # first, since no stop but the last may end with a transition that only it has
     copied,
     in_place,
+    kept,
     discarded,
     left_while_submitted,
     aborted,
