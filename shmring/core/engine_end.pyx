@@ -404,7 +404,7 @@ cdef class EngineEnd:
         else:
             self._last._after = claim
         self._last = claim
-        self.waiting += 1
+        self.waiting_count += 1
         return 0
 
     cdef int _withdraw(self, ClaimEnd claim) noexcept:
@@ -420,7 +420,7 @@ cdef class EngineEnd:
             after._before = <PyObject*>before
         claim._after, claim._before = None, <PyObject*>None
         self._unknow(claim)
-        self.waiting -= 1
+        self.waiting_count -= 1
         return 0
 
     def forget_waiting(self, client_id: int, request_id: int) -> None:
@@ -494,9 +494,33 @@ cdef class EngineEnd:
         free(self._claims)
 
     @property
-    def running(self) -> int:
+    def waiting(self) -> dict:
+        """Requests that wait, in order of arrival, by client and request."""
+        cdef ClaimEnd claim = self._first
+        waiting = {}
+        while claim is not None:
+            waiting[claim._client_id, claim._request_id] = claim
+            claim = claim._after
+        return waiting
+
+    @property
+    def claims(self) -> dict:
+        """Those that were taken up and have not ended, by client and request."""
+        cdef PyObject* claim
+        cdef uint64_t i
+        claims = {}
+        for i in range(self._lists):
+            claim = self._claims[i]
+            while claim != NULL:
+                if (<ClaimEnd>claim)._is_in_hands:
+                    claims[(<ClaimEnd>claim)._client_id, (<ClaimEnd>claim)._request_id] = <ClaimEnd>claim
+                claim = (<ClaimEnd>claim)._other
+        return claims
+
+    @property
+    def running_count(self) -> int:
         """Requests that were taken up and have not ended, whose claim somebody has."""
-        return self._known - self.waiting
+        return self._known - self.waiting_count
 
     cdef ClaimEnd _take_up(self, ClaimEnd claim):
         cdef Content content = claim.submit.content
