@@ -412,6 +412,9 @@ cdef class ClientEnd(RecordTaker):
         if not self.is_usable():
             return None
         record = self.book.acquire_slot(nbytes, True)
+        if record is None:
+            self.hear()  # what it needs may have been released
+            record = self.book.acquire_slot(nbytes, True) if self.is_usable() else None
         return None if record is None else self.hold(record, drain)
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
@@ -507,16 +510,22 @@ cdef class ClientEnd(RecordTaker):
             TypeError, CapacityError: as :meth:`pack`.
         """
         cdef Packed packed
+        cdef list in_place
         if self.has_device or not self.is_open or self._writer is None or not self._writer.is_writable():
             return None
+        if self.in_flight >= self._max_inflight:
+            self.hear()
         if self.crowded or self.in_flight >= self._max_inflight:
             return None
         packed = self._packer.pack(payload, self._inline_nbytes, self._writer.largest_record_nbytes, self.held)
+        in_place = self.held.found
+        if packed.slot_nbytes:
+            self.hear()  # what was released just now is still in the cache: that is where to copy to
         if packed.slot_nbytes > most_nbytes or not self.begin():
             return None
         sent = None
         try:
-            sent = self.send_now(packed, self.held.found, name, b"")
+            sent = self.send_now(packed, in_place, name, b"")
         finally:
             if sent is None:
                 self.leave()
