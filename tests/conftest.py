@@ -211,7 +211,8 @@ def hold() -> Callable[[Any], Callable[[], None]]:
     class NothingThere:
         bells = 0
 
-        late = stopped = False
+        late = stopped = awake = heard = is_reading = False
+        records_left = 0
 
         def has_more(self) -> bool:
             return False
@@ -241,8 +242,10 @@ def hold() -> Callable[[Any], Callable[[], None]]:
         loop, reader = asyncio.get_running_loop(), link.reader
         loop.remove_reader(link._fd)
         link.reader = NothingThere()
+        reader.is_reading = True  # so that nobody else takes anything from it
 
         def go_on() -> None:
+            reader.is_reading = False
             link.reader = reader
             loop.add_reader(link._fd, link._hear)
             link._wake()

@@ -146,6 +146,27 @@ GUARDS = (
         "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
     ),
     Guard(
+        "looking for more takes no more than a turn",
+        "shmring/core/message_ring.pyx",
+        "while is_hot and self.records_left and not self.stopped",
+        "while is_hot and not self.stopped",
+        "tests/test_claim.py::test_looking_for_requests_takes_in_no_more_than_a_turn_does",
+    ),
+    Guard(
+        "what msgspec has encoded is looked at before it is sent",
+        "shmring/core/payload.pyx",
+        "        out.is_foreign = True\n",
+        "        out.is_foreign = False\n",
+        "tests/memory/test_codec.py::test_an_extension_that_stands_for_tensors_can_not_be_sent_as_such",
+    ),
+    Guard(
+        "a key that is kept is the key that came",
+        "shmring/core/received.pyx",
+        "and not memcmp(PyUnicode_DATA(<object>known[0]), data, nbytes):",
+        "and True:",
+        "tests/memory/test_codec.py::test_keys_that_came_before_are_not_mistaken_for_others",
+    ),
+    Guard(
         "draining: the engine's views",
         "shmring/core/engine_end.pyx",
         "                viewed[i] = claim.regions.leave(i)\n",
@@ -358,8 +379,8 @@ GUARDS = (
     Guard(
         "a link that sleeps has looked again",
         "shmring/transport/link.py",
-        "            elif not self.reader.sleep():",
-        "            elif not self.reader.sleep() and False:",
+        "not self._vigil.is_over(now_s) or not self.reader.sleep():",
+        "not self._vigil.is_over(now_s) or (not self.reader.sleep() and False):",
         "tests/transport/test_link.py::test_a_link_that_falls_asleep_has_looked_again",
     ),
     Guard(

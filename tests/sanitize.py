@@ -25,6 +25,7 @@ RECORDS = ("wire", "received")
 ENDS = ("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py")
 COMPILED = (
     *(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *RECORDS, *BOOKS)),
+    "tests/memory/test_codec.py",
     *ENDS,
 )
 #: What goes on in several threads of one process.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.transport.polling import RECORDS_IN_TURN
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -548,4 +549,21 @@ async def test_a_frontend_that_goes_aborts_its_claims(serve: Any, connect: Any, 
     assert ring.statistics().free_nbytes < ring.statistics().leasable_nbytes, "the claim may still be reading"
     with claim, pytest.raises(shmring.AbortedError):
         await claim.reply("late")
+    await settled(ring)
+
+
+async def test_looking_for_requests_takes_in_no_more_than_a_turn_does(serve: Any, connect: Any, settled: Any) -> None:
+    ring = await serve(busy_poll_s=0.1)  # so that it is awake, and looks by itself
+    client = await connect()
+    submissions = [await client.submit("first")]
+    (await ring.claim()).done()
+    submissions += [await client.submit(number) for number in range(3 * RECORDS_IN_TURN)]
+    ring.claim_nowait().done()
+    assert ring.statistics().waiting < RECORDS_IN_TURN
+    for _ in submissions[2:]:
+        (await ring.claim()).done()
+    for submission in submissions:
+        with pytest.raises(StopAsyncIteration):
+            await submission.next()
+    await client.close()
     await settled(ring)

@@ -122,7 +122,6 @@ cdef class ClientCalls:
         cdef ClientEnd end = self._end
         if end is None:
             return None
-        end.hear()
         if self._copier.copied_in_turn:
             return None
         return end.submit_now(payload, name, self._copier.short_nbytes)

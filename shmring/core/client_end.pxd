@@ -84,7 +84,6 @@ cdef class ClientEnd(RecordTaker):
     cdef uint32_t _max_tensors
 
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1
-    cdef int _write_header(self, uint64_t offset, uint64_t generation, uint64_t nbytes) noexcept
     cdef bint is_usable(self) noexcept
     cdef int hear(self) except -1
     cpdef object hold(self, ClientSlotRecord record, bint drain)

@@ -22,7 +22,6 @@ from cpython.object cimport PyObject
 from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcmp, memcpy
 
 from shmring.core.awaiting cimport Awaited, may_be_awaited, nothing_more, owned
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
@@ -33,6 +32,7 @@ from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.msgpack cimport Cursor, read_unsigned
 from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
+from shmring.core.slot_header cimport HEADER_NBYTES, put_header, read_header
 from shmring.core.views cimport Lent, Regions, TensorMaker, drop_region, is_region_viewed, leave_region, lend_bytes
 from shmring.core.wire cimport MAX_DIMENSIONS, Content, Done, Reply, SlotNumbers, read_hot_record, read_plain_done
 
@@ -48,11 +48,10 @@ cdef extern from *:
 
 cdef enum:
     _ALIGNMENT = 64
-    _HEADER_NBYTES = 64
     _BLOCK_NBYTES = 4096
     _FEW = 4
 
-assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+assert HEADER_NBYTES == SLOT_HEADER_NBYTES
 
 #: Unread replies of one stream, before it fails: its consumer has stopped.
 MAX_UNREAD_REPLIES = 65536
@@ -418,6 +417,9 @@ cdef class ClientEnd(RecordTaker):
         if not self.is_usable():
             return None
         record = self.book.acquire_slot(nbytes, True)
+        if record is None:
+            self.hear()  # what it needs may have been released
+            record = self.book.acquire_slot(nbytes, True) if self.is_usable() else None
         return None if record is None else self.hold(record, drain)
 
     cpdef object hold(self, ClientSlotRecord record, bint drain):
@@ -428,7 +430,7 @@ cdef class ClientEnd(RecordTaker):
         slot.nbytes = record.nbytes
         slot._drain = drain
         slot._region = self.regions.lend(
-            self._mapping.mapped, record.start * _BLOCK_NBYTES + _HEADER_NBYTES, record.nbytes, self._slot_key, <uintptr_t><void*>record
+            self._mapping.mapped, record.start * _BLOCK_NBYTES + HEADER_NBYTES, record.nbytes, self._slot_key, <uintptr_t><void*>record
         )
         slot._address = <uint64_t>slot._region.address
         self.held.hold(record, slot._address, record.nbytes)
@@ -516,16 +518,22 @@ cdef class ClientEnd(RecordTaker):
             TypeError, CapacityError: as :meth:`pack`.
         """
         cdef Packed packed
+        cdef list in_place
         if self.has_device or not self.is_open or self._writer is None or not self._writer.is_writable():
             return None
+        if self.in_flight >= self._max_inflight:
+            self.hear()
         if self.crowded or self.in_flight >= self._max_inflight:
             return None
         packed = self._packer.pack(payload, self._inline_nbytes, self._writer.largest_record_nbytes, self.held)
+        in_place = self.held.found
+        if packed.slot_nbytes:
+            self.hear()  # what was released just now is still in the cache: that is where to copy to
         if packed.slot_nbytes > most_nbytes or not self.begin():
             return None
         sent = None
         try:
-            sent = self.send_now(packed, self.held.found, name, b"")
+            sent = self.send_now(packed, in_place, name, b"")
         finally:
             if sent is None:
                 self.leave()
@@ -533,7 +541,7 @@ cdef class ClientEnd(RecordTaker):
 
     def content_address(self, ClientSlotRecord slot not None) -> int:
         """Where a slot's content is in this process."""
-        return <uint64_t>self._mapping.mapped.address + slot.start * _BLOCK_NBYTES + _HEADER_NBYTES
+        return <uint64_t>self._mapping.mapped.address + slot.start * _BLOCK_NBYTES + HEADER_NBYTES
 
     cpdef object send_now(self, Packed packed, list in_place, str name, bytes fence):
         """Copies what has to be copied, and sends it.
@@ -640,7 +648,7 @@ cdef class ClientEnd(RecordTaker):
             numbers.generation = self.shell.submit_on_device(record)
             return 0
         numbers.generation = self.book.submit_slot(record, self.book)
-        self._write_header(numbers.offset, numbers.generation, numbers.nbytes)
+        put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
         return 0
 
     def hand_over(self, ClientSlotRecord record not None):
@@ -652,13 +660,6 @@ cdef class ClientEnd(RecordTaker):
     def pack_apart(self, payload):
         """Encodes a payload all of whose tensors are to be copied to one slot; otherwise as :meth:`pack`."""
         return self._packer.pack(payload, 0, self._writer.largest_record_nbytes)
-
-    cdef int _write_header(self, uint64_t offset, uint64_t generation, uint64_t nbytes) noexcept:
-        cdef char* header = self._mapping.mapped.address + offset
-        memcpy(header, <const char*>_MAGIC, 8)
-        memcpy(header + 8, &generation, 8)
-        memcpy(header + 16, &nbytes, 8)
-        return 0
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
@@ -746,7 +747,7 @@ cdef class ClientEnd(RecordTaker):
             )
         if content.slot_count:  # one, since a reply names none but that of its copied bytes
             slot = content.slot_numbers
-            if slot.offset + _HEADER_NBYTES + slot.nbytes > self._mapping.mapped.nbytes:
+            if slot.offset + HEADER_NBYTES + slot.nbytes > self._mapping.mapped.nbytes:
                 raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes exceeds the slab")
         self.replies += 1
         if not submission.ended:
@@ -776,7 +777,6 @@ cdef class ClientEnd(RecordTaker):
         """
         cdef ContentRegions regions
         cdef SlotNumbers* slot = content.slot_numbers
-        cdef char header[24]
         cdef uint64_t numbers[2]
         cdef bint is_viewed = False
         self.shell.check_alive()
@@ -784,13 +784,12 @@ cdef class ClientEnd(RecordTaker):
         regions.is_copied_out = content.slot_count and slot.lease_id == COPY_OUT
         try:
             if content.slot_count:
-                memcpy(header, self._mapping.mapped.address + slot.offset, 24)
-                memcpy(numbers, header + 8, 16)
-                if memcmp(header, <const char*>_MAGIC, 8) or numbers[0] != slot.generation or numbers[1] != slot.nbytes:
+                if not read_header(self._mapping.mapped.address + slot.offset, <const char*>_MAGIC, &numbers[0], &numbers[1]) \
+                        or numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                     raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
                 if content.payload_nbytes:
                     content.take_payload(
-                        (self._mapping.mapped.address + slot.offset + _HEADER_NBYTES + content.payload_offset)
+                        (self._mapping.mapped.address + slot.offset + HEADER_NBYTES + content.payload_offset)
                         [:content.payload_nbytes],
                         self._max_tensors,
                     )

@@ -38,7 +38,7 @@ from shmring.core.effects import Answered, ClientGone, Reclaimed, Released, Repl
 from shmring.core.geometry import GENERATION_BITS as _GENERATION_BITS
 from shmring.core.messages import KEPT_LEASE_ID, Found, NotKept
 from shmring.core.states import EngineSlot, EngineSlotEvent, Lease, LeaseEvent, Request, RequestEvent
-from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
+from shmring.errors import CapacityError, RemoteProtocolError
 
 assert _GENERATION_BITS == GENERATION_BITS
 assert len(EngineSlot) == SLOT_STATES
@@ -833,20 +833,6 @@ cdef class EngineBook:
         self._device_slots = counts[0]
         for state in range(SLOT_STATES):
             self._slots_in[state] = counts[1][state]
-
-    def verify(self, uint64_t generation_in_slab, uint64_t nbytes_in_slab, slot):
-        """Compares a slot's header, as it stands in shared memory, with the descriptor that was accepted for it.
-
-        In device memory there is none to compare: there, that its generation is a new one of its client's is all there is.
-
-        Raises:
-            StaleDescriptorError: they differ.
-        """
-        if generation_in_slab != <uint64_t>slot.generation or nbytes_in_slab != <uint64_t>slot.nbytes:
-            raise StaleDescriptorError(
-                f"the slot at {slot.offset} holds generation {generation_in_slab} with {nbytes_in_slab} bytes, "
-                f"not generation {slot.generation} with {slot.nbytes}"
-            )
 
     def check(self):
         """Asserts the invariants of the book; for tests, and for closing."""

@@ -73,7 +73,7 @@ cdef class EngineCalls:
         cdef EngineEnd end = self._end
         if not end.is_usable() or end.is_crowded:
             return None
-        if not end.waiting:
+        if not end.waiting_count:
             end.hear()
         return end.take_next() if end.is_open else None
 

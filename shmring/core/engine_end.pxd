@@ -51,7 +51,7 @@ cdef class EngineEnd:
     cdef readonly object shell
     cdef readonly EngineBook book
     cdef readonly Regions regions
-    cdef readonly uint64_t waiting
+    cdef readonly uint64_t waiting_count
     cdef ClaimEnd _first     # of those that wait
     cdef ClaimEnd _last
     cdef PyObject** _claims  # those that wait, and those that were taken up and have not ended

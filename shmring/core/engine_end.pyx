@@ -19,7 +19,6 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcmp, memcpy
 
 from shmring.core.engine_book cimport KEPT_LEASE, EngineBook
 from shmring.core.instances cimport new_instance
@@ -29,6 +28,7 @@ from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter, 
 from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.records cimport ClientRecord, EngineSlotRecord, RequestRecord
+from shmring.core.slot_header cimport HEADER_NBYTES, put_header, read_header
 from shmring.core.transitions cimport requests
 from shmring.core.views cimport Regions
 from shmring.core.wire cimport Content, SlotNumbers, Submit, read_submit_record
@@ -39,12 +39,11 @@ from shmring.core.states import Request, RequestEvent
 from shmring.errors import AbortedError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
 
 cdef enum:
-    _HEADER_NBYTES = 64
     _FEW = 4
     _FIRST_LISTS = 64  # of claims; a power of two, doubled when there are more claims than that
     _MANY = 64  # released slots in the record of an end; more go in records of their own
 
-assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+assert HEADER_NBYTES == SLOT_HEADER_NBYTES
 
 cdef bytes _MAGIC = SLOT_MAGIC
 cdef int _FINISH = list(RequestEvent).index(RequestEvent.FINISH)
@@ -394,7 +393,7 @@ cdef class EngineEnd:
     cdef void _publish_load(self) noexcept:
         """Says how much is in flight here."""
         if self._load is not None:
-            self._load.put(self._known, self.waiting)
+            self._load.put(self._known, self.waiting_count)
 
     cpdef object take_next(self):
         """Takes the next request up that is worth a claim; None if none is waiting."""
@@ -416,7 +415,7 @@ cdef class EngineEnd:
         else:
             self._last._after = claim
         self._last = claim
-        self.waiting += 1
+        self.waiting_count += 1
         self._publish_load()
         return 0
 
@@ -432,7 +431,7 @@ cdef class EngineEnd:
         else:
             after._before = <PyObject*>before
         claim._after, claim._before = None, <PyObject*>None
-        self.waiting -= 1
+        self.waiting_count -= 1
         self._unknow(claim)
         return 0
 
@@ -509,9 +508,33 @@ cdef class EngineEnd:
         free(self._claims)
 
     @property
-    def running(self) -> int:
+    def waiting(self) -> dict:
+        """Requests that wait, in order of arrival, by client and request."""
+        cdef ClaimEnd claim = self._first
+        waiting = {}
+        while claim is not None:
+            waiting[claim._client_id, claim._request_id] = claim
+            claim = claim._after
+        return waiting
+
+    @property
+    def claims(self) -> dict:
+        """Those that were taken up and have not ended, by client and request."""
+        cdef PyObject* claim
+        cdef uint64_t i
+        claims = {}
+        for i in range(self._lists):
+            claim = self._claims[i]
+            while claim != NULL:
+                if (<ClaimEnd>claim)._is_in_hands:
+                    claims[(<ClaimEnd>claim)._client_id, (<ClaimEnd>claim)._request_id] = <ClaimEnd>claim
+                claim = (<ClaimEnd>claim)._other
+        return claims
+
+    @property
+    def running_count(self) -> int:
         """Requests that were taken up and have not ended, whose claim somebody has."""
-        return self._known - self.waiting
+        return self._known - self.waiting_count
 
     cdef ClaimEnd _take_up(self, ClaimEnd claim):
         cdef Content content = claim.submit.content
@@ -539,22 +562,19 @@ cdef class EngineEnd:
     cdef bytes _payload_in_slot(self, Content content):
         cdef SlotNumbers* slot = content.slot_numbers + content.slot_count - 1
         return PyBytes_FromStringAndSize(
-            self._mapping.mapped.address + slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes
+            self._mapping.mapped.address + slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes
         )
 
     cdef int _check_headers(self, ClaimEnd claim) except -1:
         """Compares what stands in shared memory with the descriptors that were accepted; each is read once."""
         cdef SlotNumbers* slot
-        cdef char header[24]
         cdef uint64_t numbers[2]
         cdef uint32_t i
         for i in range(claim.submit.content.slot_count):
             slot = claim.submit.content.slot_numbers + i
             if slot.offset >= self._slab_nbytes or slot.lease_id == KEPT_LEASE:
                 continue  # in device memory stands no header, and what is kept is what the book says
-            memcpy(header, self._mapping.mapped.address + slot.offset, 24)
-            memcpy(numbers, header + 8, 16)
-            if memcmp(header, <const char*>_MAGIC, 8):
+            if not read_header(self._mapping.mapped.address + slot.offset, <const char*>_MAGIC, &numbers[0], &numbers[1]):
                 raise StaleDescriptorError(f"at {slot.offset} stands no slot's header, where generation {slot.generation} was to be")
             if numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                 raise StaleDescriptorError(
@@ -567,14 +587,10 @@ cdef class EngineEnd:
 
     cdef int _lend_reply(self, ClaimEnd claim, slot, SlotNumbers* numbers) except -1:
         """A reply slot is its frontend's from now on."""
-        cdef char* header
         if slot is None:
             return 0
         numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation = slot.lease_id, slot.offset, slot.nbytes, slot.generation
-        header = self._mapping.mapped.address + numbers.offset
-        memcpy(header, <const char*>_MAGIC, 8)
-        memcpy(header + 8, &numbers.generation, 8)
-        memcpy(header + 16, &numbers.nbytes, 8)
+        put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
         self.book.reply_sent(claim.frontend.client_id, slot.generation)
         return 0
 

@@ -428,7 +428,7 @@ class Ring(EngineCalls):
 
     def request_arrived(self) -> None:
         """Wakes the first claimer if there is something to claim; it wakes the next."""
-        if not self._end.waiting:
+        if not self._end.waiting_count:
             return
         for future in self._claimers:
             if not future.done():
@@ -993,8 +993,8 @@ class Ring(EngineCalls):
             clients=connected,
             departed_clients=len(book.clients) - connected,
             lease_requests_waiting=book.waiting_lease_requests,
-            waiting=self._end.waiting,
-            running=self._end.running,
+            waiting=self._end.waiting_count,
+            running=self._end.running_count,
             slots_published=book.count_slots(EngineSlot.PUBLISHED),
             slots_claimed=book.count_slots(EngineSlot.CLAIMED),
             slots_draining=book.count_slots(EngineSlot.DRAINING),

@@ -355,8 +355,8 @@ def books(data: bytes) -> None:
         engine.claims.pop().finish()
         engine.collect()
         book.check()
-    assert not engine.end.waiting
-    assert not engine.end.running
+    assert not engine.end.waiting_count
+    assert not engine.end.running_count
     assert not book.clients
     assert book.host.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
 

@@ -155,6 +155,12 @@ def test_payloads_may_be_nested_as_deeply_as_the_peer_takes_it(container: Any) -
         _PACKER.pack(container(value), 0, 1 << 16)
 
 
+@pytest.mark.parametrize("data", [bytes(20), bytes([0, 0, 1, 0, *bytes(8), 1, *bytes(7)]), b"x"])
+def test_an_extension_that_stands_for_tensors_can_not_be_sent_as_such(data: bytes) -> None:
+    with pytest.raises(TypeError, match="extension"):
+        _PACKER.pack([1, msgspec.msgpack.Ext(83, data)], 0, 1 << 16)
+
+
 def test_what_refers_to_itself_can_not_be_sent() -> None:
     value: list[Any] = []
     value.append(value)

@@ -49,7 +49,7 @@ from shmring.core.states import (
     RequestEvent,
     advance,
 )
-from shmring.errors import CapacityError, RemoteProtocolError, StaleDescriptorError
+from shmring.errors import CapacityError, RemoteProtocolError
 from tests.model.blocks import RunAllocator
 from tests.model.kept_book import KeptBook
 from tests.model.lending import Lending
@@ -613,20 +613,6 @@ class EngineBook:
         """Slots in device memory that the engine holds in any state."""
         slots = [slot for client in self.clients.values() for slot in client.slots.values()]
         return sum(slot.lease is not None and slot.lease.memory == DEVICE_MEMORY for slot in slots)
-
-    def verify(self, generation_in_slab: int, nbytes_in_slab: int, slot: SlotRef) -> None:
-        """Compares a slot's header, as it stands in shared memory, with the descriptor that was accepted for it.
-
-        In device memory there is none to compare: there, that its generation is a new one of its client's is all there is.
-
-        Raises:
-            StaleDescriptorError: they differ.
-        """
-        if generation_in_slab != slot.generation or nbytes_in_slab != slot.nbytes:
-            raise StaleDescriptorError(
-                f"the slot at {slot.offset} holds generation {generation_in_slab} with {nbytes_in_slab} bytes, "
-                f"not generation {slot.generation} with {slot.nbytes}"
-            )
 
     def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""

@@ -20,7 +20,7 @@ __all__ = ["PairedClientBook", "PairedEngineBook"]
 ENGINE_EVENTS = (
     *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases"),
     *("submit", "claim", "end", "abort", "release_slots", "last_view_gone"),
-    *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply", "verify"),
+    *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply"),
     *("find", "keep", "unpin"),
 )
 

@@ -205,6 +205,9 @@ class EngineEnd:
         if self.is_awaited:
             self.shell.request_arrived()
 
+    def forget_waiting(self, client_id: int, request_id: int) -> None:
+        del self.waiting[client_id, request_id]
+
     def forget_claim(self, client_id: int, request_id: int) -> ClaimEnd | None:
         return self.claims.pop((client_id, request_id), None)
 

@@ -227,8 +227,10 @@ class Engine:
         self.end.is_open = False
         self.claims.clear()
         self.draining.clear()
-        self.end.waiting.clear()
-        self.end.claims.clear()
+        for key in tuple(self.end.waiting):
+            self.end.forget_waiting(*key)
+        for key in tuple(self.end.claims):
+            self.end.forget_claim(*key)
         self.regions.close()
 
     # -- what comes ----------------------------------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ class Engine:
         key = (effect.client_id, effect.request_id)
         self.clients[effect.client_id].tell(Failed(effect.request_id, "aborted", "AbortedError", ""))
         if not effect.was_running:
-            del self.end.waiting[key]
+            self.end.forget_waiting(*key)
             return
         claim = self.end.forget_claim(*key)
         require(claim is not None, "a request was aborted twice")

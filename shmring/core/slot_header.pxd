@@ -1,0 +1,25 @@
+"""What stands before the content of a slot: magic, generation and bytes, so that a claim can verify what it was promised."""
+
+from libc.stdint cimport uint64_t
+from libc.string cimport memcmp, memcpy
+
+from shmring.core.wire cimport SlotNumbers
+
+cdef enum:
+    HEADER_NBYTES = 64   # of a slot; the rest of it is free
+    MAGIC_NBYTES = 8
+
+
+cdef inline void put_header(char* at, const char* magic, const SlotNumbers* slot) noexcept nogil:
+    memcpy(at, magic, MAGIC_NBYTES)
+    memcpy(at + 8, &slot.generation, 8)
+    memcpy(at + 16, &slot.nbytes, 8)
+
+
+cdef inline bint read_header(const char* at, const char* magic, uint64_t* generation, uint64_t* nbytes) noexcept nogil:
+    """Reads a header once, since anybody may be writing it; returns False if none stands there."""
+    cdef char header[24]
+    memcpy(header, at, 24)
+    memcpy(generation, header + 8, 8)
+    memcpy(nbytes, header + 16, 8)
+    return not memcmp(header, magic, MAGIC_NBYTES)
