@@ -1,12 +1,10 @@
 """The C interface of :mod:`shmring.core.held_slots`."""
 
-cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 
 from shmring.core.sorted_keys cimport SortedKeys
 
 
-@cython.final
 cdef class HeldSlots:
     cdef SortedKeys _addresses
     cdef dict _slots           # (record, bytes of content) by address of content
