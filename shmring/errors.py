@@ -2,7 +2,8 @@
 
 Theory of operation: an error is named by *who* ended or broke something, because that decides what the caller does next.
 Every error carries the values it is about (asked, available, slot, path, errno) as attributes as well as in its text.
-Timeouts are the built-in ``TimeoutError``; cancellation is ``asyncio.CancelledError``; neither is wrapped.
+Timeouts are the built-in ``TimeoutError``, where workers are waited for one that has their ranks; cancellation is
+``asyncio.CancelledError``; neither is wrapped.
 
 ::
 
@@ -17,12 +18,14 @@ Timeouts are the built-in ``TimeoutError``; cancellation is ``asyncio.CancelledE
       AbortedError              the request was aborted
       RemoteError               the engine's executor failed
         WorkerFailedError       a worker failed with a message
-      WorkersBehindError        workers are too far behind; also a TimeoutError
       RankTakenError            a living worker has this rank
       ProtocolError
         LocalProtocolError      we broke the rules
         RemoteProtocolError     they broke the rules
       SlabError                 create, map or pin failed
+
+    TimeoutError                the built-in one
+      WorkersBehindError        ... that says which workers were waited for
 """
 
 from __future__ import annotations
@@ -147,7 +150,7 @@ class WorkerFailedError(RemoteError):
         return f"worker {self.rank}: {super().__str__()}"
 
 
-class WorkersBehindError(ShmringError, TimeoutError):
+class WorkersBehindError(TimeoutError):
     """The time was over before these workers had made room for one more message, or had replied.
 
     Attributes:

@@ -72,6 +72,7 @@ class Worker:
         self._records: deque[bytes] = deque()
         self._receivers: deque[asyncio.Future[None]] = deque()
         self._reason: ShmringError | None = None  # why nothing more will come
+        self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
         self._watch = ProcessWatch(self._loop, joined.pidfd, self._engine_died)
         poller = Poller(self._loop, config.busy_poll_s)
@@ -145,10 +146,12 @@ class Worker:
 
     def _wake(self) -> None:
         """Wakes as many as there is something for; all of them if nothing more will come."""
-        count = len(self._receivers) if self._reason is not None else len(self._records)
-        for future in list(self._receivers)[:count]:
-            if not future.done():
-                future.set_result(None)
+        left = len(self._receivers) if self._reason is not None else len(self._records)
+        for future in self._receivers:
+            if left and not future.cancelled():  # one that was woken before takes a record, too
+                left -= 1
+                if not future.done():
+                    future.set_result(None)
 
     def __aiter__(self) -> Worker:
         return self
@@ -241,8 +244,9 @@ class Worker:
 
     async def close(self) -> None:
         """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once."""
-        if self._origin.forked:
+        if self._origin.forked or self._is_closed:
             return
+        self._is_closed = True
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
         self._watch.close()
         while self._records:
