@@ -24,6 +24,7 @@ from tests.chaos.cores import waited_ns
 from tests.chaos.engine_process import EngineAssignment, run_engine
 from tests.chaos.frontend_process import FrontendAssignment, run_frontend
 from tests.chaos.plan import Event, Fault, Phase, Plan, phases
+from tests.chaos.worker_process import WorkerAssignment, run_worker
 from tests.fleet.fleet import Child, ChildError, Fleet
 
 __all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "Sample", "run"]
@@ -116,9 +117,14 @@ class _Driver:
         self.directory = directory
         self.progress = progress
         self.name = f"chaos-{directory.name}"
-        self.fleet = Fleet(["tests.chaos.engine_process", "tests.chaos.frontend_process"], control.Question, control.Answer)
+        self.fleet = Fleet(
+            ["tests.chaos.engine_process", "tests.chaos.frontend_process", "tests.chaos.worker_process"],
+            control.Question,
+            control.Answer,
+        )
         self.engine = _Member("the engine")
         self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
+        self.readers = [_Member(f"worker {index}") for index in range(plan.readers)]
         self.seen = Observations()
         self.observer: shmring.RingClient | None = None
 
@@ -140,6 +146,13 @@ class _Driver:
         member.child = await self.fleet.start(member.title, run_frontend, assignment)
         member.first_descriptors = member.child.descriptors()
 
+    async def start_reader(self, index: int) -> None:
+        member = self.readers[index]
+        member.lives += 1
+        member.journal = self.directory / f"worker-{index}-{member.lives}.jsonl"
+        assignment = WorkerAssignment(self.plan, index, member.lives, self.name, str(self.directory), str(member.journal))
+        member.child = await self.fleet.start(member.title, run_worker, assignment)
+
     def bury(self, member: _Member, end: str) -> None:
         """Notes how a process has ended."""
         self.seen.incarnations.append(Incarnation(member.now.pid, member is self.engine, member.journal, end))
@@ -148,9 +161,11 @@ class _Driver:
         self.seen.began_ns = time.monotonic_ns()
         await self.start_engine()
         await asyncio.gather(*(self.start_frontend(index) for index in range(self.plan.frontends)))
+        await asyncio.gather(*(self.start_reader(index) for index in range(self.plan.readers)))
         config = shmring.ClientConfig(socket_dir=str(self.directory), lease_nbytes=4096, prefault=False, reconnect_max_s=0.1)
         async with shmring.connect(self.name, config, reconnect=True) as self.observer:
-            self.engine.first_descriptors = self.engine.now.descriptors()  # with its observer
+            await self.settled(lambda now: now["workers"] == self.plan.readers)
+            self.engine.first_descriptors = self.engine.now.descriptors()  # with its observer and its workers
             sampling = asyncio.create_task(self.sample())
             try:
                 for number, phase in enumerate(phases(self.plan), 1):
@@ -159,7 +174,7 @@ class _Driver:
             finally:
                 sampling.cancel()
                 await asyncio.wait([sampling])
-        for member in [*self.frontends, self.engine]:
+        for member in [*self.frontends, *self.readers, self.engine]:
             member.now.dying = True
             member.now.tell(control.Leave())
             await member.now.gone()
@@ -211,14 +226,14 @@ class _Driver:
 
     async def happen(self, event: Event) -> None:
         """Makes one fault happen, when what happens to that process before is over."""
-        member = self.engine if event.fault in (Fault.KILL_ENGINE, Fault.STOP_ENGINE) else self.frontends[event.frontend]
+        member = self.victim(event)
         async with member.lock:
             pid, began_ns, engine_waited_ns = member.now.pid, time.monotonic_ns(), 0
             self.progress(f"{event.fault.value}: {member.title}, pid {pid}")
             match event.fault:
-                case Fault.KILL_ENGINE | Fault.KILL_FRONTEND:
+                case Fault.KILL_ENGINE | Fault.KILL_FRONTEND | Fault.KILL_WORKER:
                     began_ns, engine_waited_ns = await self.kill(member, event)
-                case Fault.STOP_ENGINE | Fault.STOP_FRONTEND:
+                case Fault.STOP_ENGINE | Fault.STOP_FRONTEND | Fault.STOP_WORKER:
                     await self.stop(member, event)
                 case Fault.HANG_UP:
                     member.now.tell(control.HangUp())
@@ -241,6 +256,14 @@ class _Driver:
             fault = Fault.KILL_FRONTEND if event.fault is Fault.HANG_UP else event.fault
             self.seen.happened.append(Happened(fault, pid, began_ns, time.monotonic_ns(), engine_waited_ns))
 
+    def victim(self, event: Event) -> _Member:
+        """To whom a fault happens."""
+        if event.fault in (Fault.KILL_ENGINE, Fault.STOP_ENGINE):
+            return self.engine
+        if event.fault in (Fault.KILL_WORKER, Fault.STOP_WORKER):
+            return self.readers[event.frontend % len(self.readers)]
+        return self.frontends[event.frontend]
+
     async def kill(self, member: _Member, event: Event) -> tuple[int, int]:
         engine_waited_ns = waited_ns(self.engine.now.pid)
         killed_ns = await member.now.kill()
@@ -257,6 +280,8 @@ class _Driver:
             assert self.observer is not None
             await self.observer.wait_connected(_STATISTICS_LIMIT_S)
             member.first_descriptors = 0  # other frontends attach at the same time: known when they have closed
+        elif member in self.readers:
+            await self.start_reader(self.readers.index(member))
         else:
             await self.start_frontend(self.frontends.index(member))
             await member.now.ask(control.Open())
@@ -277,13 +302,23 @@ class _Driver:
         reports = [answer for answer in await asyncio.gather(*asked) if isinstance(answer, control.QuietReport)]
         lost = sum(len(report.unfinished) for report in reports)
         held = sum(report.slots_in_use + report.replies_held for report in reports)
-        counts = await self.settled(lambda now: _in_use(now) == 0 and now["reply_free_nbytes"] == now["reply_nbytes"])
-        held += _in_use(counts)
+        counts = await self.settled(lambda now: _held(now) == 0 and now["reply_free_nbytes"] == now["reply_nbytes"])
+        held += _held(counts)
         await asyncio.gather(*(member.now.ask(control.Close()) for member in self.frontends))
         assert self.observer is not None
         own = self.observer.statistics().leased_nbytes
         counts = await self.settled(lambda now: now["free_nbytes"] + own == now["leasable_nbytes"])
+        counts = await self.settled(
+            lambda now: (
+                now["free_nbytes"] + own == now["leasable_nbytes"]
+                and now["broadcast_free_nbytes"] == now["broadcast_nbytes"]
+                and now["workers"] == self.plan.readers
+            )
+        )
         leaked = counts["leasable_nbytes"] - counts["free_nbytes"] - own + counts["reply_nbytes"] - counts["reply_free_nbytes"]
+        leaked += counts["broadcast_nbytes"] - counts["broadcast_free_nbytes"]
+        if counts["workers"] != self.plan.readers:
+            self.seen.violations.append(f"{counts['workers']} of {self.plan.readers} workers have joined when all is quiet")
         segments = list(SHM_DIRECTORY.glob(f"{NAME_PREFIX}-*-{self.name}-*"))
         return QuietLook(lost, held, leaked, await self.leaked_descriptors(), len(segments))
 
@@ -315,6 +350,10 @@ class _Driver:
 
 def _in_use(counts: dict[str, int]) -> int:
     return counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+
+
+def _held(counts: dict[str, int]) -> int:
+    return _in_use(counts) + counts["broadcasts_outstanding"]
 
 
 async def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Observations], None]) -> None:
