@@ -335,16 +335,23 @@ def join(
 def _run_apart(name: str, rank: int, label: str, config: WorkerConfig) -> Joined:
     """Joins in a loop of its own, on a thread of its own: this one may have a running loop."""
     outcome: list[Joined | BaseException] = []
+    is_left = threading.Event()  # whoever waits here was interrupted
 
     def run() -> None:
         try:
             outcome.append(asyncio.run(join_in_time(name, rank, label, config)))
         except BaseException as error:  # noqa: BLE001 - it is raised where this was called
             outcome.append(error)
+        if is_left.is_set() and isinstance(outcome[0], Joined):
+            outcome[0].close()
 
     thread = threading.Thread(target=run, name=f"shmring join {name!r}", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:
+        is_left.set()
+        raise
     result = outcome.pop()
     if isinstance(result, BaseException):
         try:
