@@ -13,7 +13,6 @@ from bench.allocation.command import allocator_command
 from bench.command_line import DIRECTORY, SETTINGS, console
 from bench.commands import quick_command, transport_command
 from bench.cost import cost_command
-from bench.fan_out import fan_out_command
 from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
@@ -30,7 +29,6 @@ def main() -> None:
 for command in (
     transport_command,
     cost_command,
-    fan_out_command,
     request_command,
     serve_command,
     allocator_command,
