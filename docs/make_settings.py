@@ -40,6 +40,7 @@ def make_page() -> str:
         _command("shmring frontend", frontend_command),
         _record("RingConfig", "the engine's end of the ring, in code", shmring.RingConfig),
         _record("ClientConfig", "a frontend's end of the ring, in code", shmring.ClientConfig),
+        _record("WorkerConfig", "a worker's end of the ring, in code", shmring.WorkerConfig),
         _record("--executor-options", "of the executor `transformers`", TransformersOptions),
         _record("--executor-options", "of the executor `synthetic`", SyntheticOptions),
     ]

@@ -38,6 +38,10 @@ class EngineMetrics:
     running_requests: int = 0
 
     def collect(self, ring: shmring.RingStatistics) -> dict[str, float]:
-        """Returns these counters and the ring's, by name. The epoch is an identity, not a number, and is left out."""
+        """Returns these counters and the ring's, by name; of workers, how many get messages.
+
+        The epoch is an identity, not a number, and is left out.
+        """
         numbers = {f"ring_{name}": value for name, value in dataclasses.asdict(ring).items() if name != "epoch"}
+        numbers["ring_workers"] = sum(worker.is_member for worker in ring.workers)
         return {**dataclasses.asdict(self), **numbers, "ring_slots_in_use": ring.slots_in_use}

@@ -1,7 +1,7 @@
 """shmring: an asyncio shared-memory transport for the tensors of inference servers.
 
-Engine side: :func:`serve`. Frontend side: :func:`connect`. See the README for an example of both. :mod:`shmring.threads` has
-both for code without an event loop.
+Engine side: :func:`serve`. Frontend side: :func:`connect`. Worker side: :func:`join`. See the README for an example.
+:mod:`shmring.threads` has all of them for code without an event loop.
 
 Each name is imported when it is first used. What needs torch takes seconds, so a command line that only wants the configuration
 or the errors answers at once; and every process of a vLLM beside which this is installed imports this file.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shmring.client.routing_client import RoutingClient
     from shmring.client.slot import Slot
     from shmring.client.submission import Submission
-    from shmring.config import ClientConfig, RingConfig
+    from shmring.config import ClientConfig, RingConfig, WorkerConfig
     from shmring.errors import (
         AbortedError,
         CapacityError,
@@ -28,23 +28,29 @@ if TYPE_CHECKING:
         LocalProtocolError,
         PeerLostError,
         ProtocolError,
+        RankTakenError,
         RemoteError,
         RemoteProtocolError,
         ShmringError,
         SlabError,
         StaleDescriptorError,
+        WorkerFailedError,
+        WorkerLostError,
+        WorkersBehindError,
         WouldBlock,
     )
     from shmring.memory.tensors import nbytes_for
     from shmring.ring.claim import Claim
     from shmring.ring.ring import Ring, serve
-    from shmring.statistics import ClientStatistics, RingStatistics
+    from shmring.statistics import ClientStatistics, RingStatistics, WorkerStatistics
+    from shmring.worker.worker import Message, Worker, join
 
 __version__ = "0.1.0"
 
 __all__ = [
     "serve",
     "connect",
+    "join",
     "Ring",
     "RingClient",
     "RoutingClient",
@@ -52,13 +58,17 @@ __all__ = [
     "Kept",
     "Slot",
     "Submission",
+    "Worker",
+    "Message",
     "nbytes_for",
     "threads",
     "RingConfig",
     "ClientConfig",
+    "WorkerConfig",
     "RingStatistics",
     "ClientStatistics",
     "EngineLoad",
+    "WorkerStatistics",
     "ShmringError",
     "ClosedError",
     "PeerLostError",
@@ -72,6 +82,10 @@ __all__ = [
     "LocalProtocolError",
     "RemoteProtocolError",
     "SlabError",
+    "WorkerLostError",
+    "WorkerFailedError",
+    "WorkersBehindError",
+    "RankTakenError",
     "__version__",
 ]
 
@@ -89,7 +103,12 @@ _MODULES = {
     "RoutingClient": "shmring.client.routing_client",
     "Slot": "shmring.client.slot",
     "Submission": "shmring.client.submission",
+    "Message": "shmring.worker.worker",
+    "Worker": "shmring.worker.worker",
+    "WorkerConfig": "shmring.config",
+    "WorkerStatistics": "shmring.statistics",
     "connect": "shmring.client.connecting",
+    "join": "shmring.worker.worker",
     "nbytes_for": "shmring.memory.tensors",
     "serve": "shmring.ring.ring",
     **dict.fromkeys(_ERRORS, "shmring.errors"),

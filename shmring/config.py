@@ -10,7 +10,7 @@ import dataclasses
 import re
 from typing import Any, Literal, TypeVar, get_args
 
-__all__ = ["BACKINGS", "Backing", "ClientConfig", "RingConfig", "parse_nbytes"]
+__all__ = ["BACKINGS", "Backing", "ClientConfig", "RingConfig", "WorkerConfig", "parse_nbytes"]
 
 #: Where a slab lies; see :class:`RingConfig`.
 Backing = Literal["auto", "/dev/shm", "memfd"]
@@ -29,6 +29,9 @@ _MAX_BUSY_POLL_S = 0.1
 _MIN_MESSAGE_RING_NBYTES = 16 << 10  # messages of 4 KiB, which have room for the text of an error and for lists of ids
 _LARGEST_MESSAGE_NBYTES = 64 << 10  # as the core has it
 _MAX_MESSAGE_RING_NBYTES = 16 << 20  # a client takes twice as much, and what lies there is only late
+
+_MOST_WORKERS = 64  # as the core has both: bits of a mask, and stamps in a page
+_LARGEST_BACKLOG = 256
 
 _CUDA_DEVICE = re.compile(r"cuda(:[0-9]{1,3})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -66,7 +69,7 @@ def validate_name(name: str) -> str:
     return name
 
 
-_Config = TypeVar("_Config", "RingConfig", "ClientConfig")
+_Config = TypeVar("_Config", "RingConfig", "ClientConfig", "WorkerConfig")
 
 
 def configured(kind: type[_Config], config: _Config | None, overrides: dict[str, Any]) -> _Config:
@@ -146,6 +149,12 @@ class RingConfig:
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
             microseconds off its latency and costs a core meanwhile. 0: for 60 microseconds, which is what sleeping costs,
             and only while that helps. 200 microseconds cover a reply to a frontend that answers at once.
+        max_workers: workers at a time, those that have gone but may still be reading included; at most 64. Each costs two
+            descriptors and two message rings.
+        worker_backlog: messages that a worker may have that it has not left yet; at most 256. One that has as many holds up
+            further messages to it, and so the engine; nobody else is held up before.
+        broadcast_nbytes: memory for what is copied when it is sent to workers. Reserved when the first worker joins; only the
+            engine can write it. A message can't copy more, and all that workers have not left yet has to fit.
         debug: log where views came from that outlive their claim.
     """
 
@@ -175,13 +184,16 @@ class RingConfig:
     inline_nbytes: int | str = "8KiB"
     copy_offload_nbytes: int | str = "1MiB"
     busy_poll_s: float = 0.0
+    max_workers: int = 64
+    worker_backlog: int = 128
+    broadcast_nbytes: int | str = "256MiB"
     debug: bool = False
 
     def __post_init__(self) -> None:
         _normalise(
             self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "kept_nbytes",
             "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
-            "copy_offload_nbytes",
+            "copy_offload_nbytes", "broadcast_nbytes",
         )  # fmt: skip
         _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {self.backing!r}")
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {self.pin!r}")
@@ -192,6 +204,14 @@ class RingConfig:
         )
         for field in ("max_clients", "max_inflight", "max_calls", "max_leases", "max_kept", "max_pins", "max_tensors"):
             _require(getattr(self, field) >= 1, f"{field} must be at least 1, not {getattr(self, field)}")
+        _require(
+            1 <= self.max_workers <= _MOST_WORKERS, f"max_workers must be from 1 to {_MOST_WORKERS}, not {self.max_workers}"
+        )
+        _require(
+            1 <= self.worker_backlog <= _LARGEST_BACKLOG,
+            f"worker_backlog must be from 1 to {_LARGEST_BACKLOG}, not {self.worker_backlog}",
+        )
+        _require(int(self.broadcast_nbytes) >= 8192, "broadcast_nbytes must be at least 8192")
         _require(self.handshake_timeout_s > 0, "handshake_timeout_s must be positive")
         _require_busy_poll(self.busy_poll_s)
         ring_nbytes = int(self.message_ring_nbytes)
@@ -255,3 +275,28 @@ class ClientConfig:
         _require_busy_poll(self.busy_poll_s)
         for field in ("lease_idle_s", "connect_timeout_s", "reconnect_initial_s", "reconnect_max_s"):
             _require(getattr(self, field) >= 0, f"{field} can't be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """A worker's end.
+
+    Attributes:
+        connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer: it may be starting, and
+            reserves memory when the first worker joins.
+        socket_dir: as in :class:`RingConfig`.
+        engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
+        prefault: map all pages of the engine's memory when joining, so that no message pays for their first use.
+        busy_poll_s: for how long ``receive`` looks for the next message before it sleeps, which takes tens of microseconds off
+            its latency and costs a core meanwhile; other processes run between two looks.
+    """
+
+    connect_timeout_s: float = 5.0
+    socket_dir: str | None = None
+    engine_uids: frozenset[int] | None = None
+    prefault: bool = True
+    busy_poll_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_busy_poll(self.busy_poll_s)
+        _require(self.connect_timeout_s >= 0, "connect_timeout_s can't be negative")

@@ -2,27 +2,35 @@
 
 Theory of operation: an error is named by *who* ended or broke something, because that decides what the caller does next.
 Every error carries the values it is about (asked, available, slot, path, errno) as attributes as well as in its text.
-Timeouts are the built-in ``TimeoutError``; cancellation is ``asyncio.CancelledError``; neither is wrapped.
+Timeouts are the built-in ``TimeoutError``, where workers are waited for one that has their ranks; cancellation is
+``asyncio.CancelledError``; neither is wrapped.
 
 ::
 
     ShmringError
       ClosedError               this end closed it
       PeerLostError             the other end vanished
-        EngineDeadError         ... seen from a frontend
+        EngineDeadError         ... seen from a frontend or a worker
+        WorkerLostError         ... seen from an engine: a worker is dead, was dropped, or never joined
       WouldBlock                a _nowait call would have had to wait
       CapacityError             can never fit; retrying is useless
       StaleDescriptorError      generation or epoch does not match
       AbortedError              the request was aborted
       RemoteError               the engine's executor failed
+        WorkerFailedError       a worker failed with a message
+      RankTakenError            a living worker has this rank
       ProtocolError
         LocalProtocolError      we broke the rules
         RemoteProtocolError     they broke the rules
       SlabError                 create, map or pin failed
+
+    TimeoutError                the built-in one
+      WorkersBehindError        ... that says which workers were waited for
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 __all__ = [
@@ -30,11 +38,15 @@ __all__ = [
     "ClosedError",
     "PeerLostError",
     "EngineDeadError",
+    "WorkerLostError",
     "WouldBlock",
     "CapacityError",
     "StaleDescriptorError",
     "AbortedError",
     "RemoteError",
+    "WorkerFailedError",
+    "WorkersBehindError",
+    "RankTakenError",
     "ProtocolError",
     "LocalProtocolError",
     "RemoteProtocolError",
@@ -67,6 +79,18 @@ class EngineDeadError(PeerLostError):
     def __init__(self, message: str, *, engine: str | None = None) -> None:
         super().__init__(message)
         self.engine = engine
+
+
+class WorkerLostError(PeerLostError):
+    """A worker is dead, was dropped, or is none: it gets nothing, and will not reply.
+
+    Attributes:
+        ranks: of those workers.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class WouldBlock(ShmringError):
@@ -115,6 +139,47 @@ class RemoteError(ShmringError):
         super().__init__(f"{type_name}: {message}")
         self.type_name = type_name
         self.message = message
+
+
+class WorkerFailedError(RemoteError):
+    """A worker failed with a message that the engine had gathered replies to; worker and engine go on.
+
+    Attributes:
+        rank: of the worker.
+        type_name: the name of the exception's type there.
+        message: its text.
+    """
+
+    def __init__(self, type_name: str, message: str, *, rank: int = -1) -> None:
+        super().__init__(type_name, message)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return f"worker {self.rank}: {super().__str__()}"
+
+
+class WorkersBehindError(TimeoutError):
+    """The time was over before these workers had made room for one more message, or had replied.
+
+    Attributes:
+        ranks: of those workers.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class RankTakenError(ShmringError):
+    """A worker can't join: a living one has its rank.
+
+    Attributes:
+        rank: that rank.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class ProtocolError(ShmringError):

@@ -4,7 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["ClientStatistics", "RingStatistics"]
+__all__ = ["ClientStatistics", "RingStatistics", "WorkerStatistics"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatistics:
+    """A worker at one moment, as its engine's books have it.
+
+    Attributes:
+        rank, pid: which one.
+        is_member: whether it gets messages; if not, its connection has ended or it was dropped, and it may still be reading.
+        sent: messages so far.
+        unacknowledged, unacknowledged_nbytes: messages that it has not left, and the memory that they keep.
+    """
+
+    rank: int
+    pid: int
+    is_member: bool
+    sent: int
+    unacknowledged: int
+    unacknowledged_nbytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +63,12 @@ class RingStatistics:
         device_slots_in_use: slots in it that the engine holds in any state.
         device_slots_lost: slots of it that are kept for good, because CUDA failed to say when they are free.
         device_fences: events of frontends that are open in this process.
+        workers: one record for each worker, in order of rank.
+        broadcasts, gathers: messages sent to workers, shared claims among the former.
+        broadcasts_outstanding: of those, messages that some worker has not left.
+        broadcast_nbytes, broadcast_free_nbytes: memory for what is copied to workers, and what of it is free.
+        broadcast_copied_nbytes, broadcast_in_place_nbytes: bytes of tensors copied for workers, and sent from where they were.
+        late_answers: replies of workers for which nobody waited any more.
     """
 
     epoch: int
@@ -96,6 +121,15 @@ class RingStatistics:
     device_slots_in_use: int = 0
     device_slots_lost: int = 0
     device_fences: int = 0
+    workers: tuple[WorkerStatistics, ...] = ()
+    broadcasts: int = 0
+    gathers: int = 0
+    broadcasts_outstanding: int = 0
+    broadcast_nbytes: int = 0
+    broadcast_free_nbytes: int = 0
+    broadcast_copied_nbytes: int = 0
+    broadcast_in_place_nbytes: int = 0
+    late_answers: int = 0
 
     @property
     def slots_in_use(self) -> int:

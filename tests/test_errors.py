@@ -23,6 +23,10 @@ TREE = {
     "LocalProtocolError": "ProtocolError",
     "RemoteProtocolError": "ProtocolError",
     "SlabError": "ShmringError",
+    "WorkerLostError": "PeerLostError",
+    "WorkerFailedError": "RemoteError",
+    "RankTakenError": "ShmringError",
+    "WorkersBehindError": "TimeoutError",
 }
 
 
@@ -43,11 +47,20 @@ def test_the_tree_that_the_module_draws_is_the_tree_it_has() -> None:
     for indent, name in re.findall(r"^    ( *)([A-Z]\w+)(?:  |$)", errors.__doc__.split("::")[1], re.MULTILINE):
         path[len(indent) // 2 + 1 :] = [name]
         drawn[name] = path[-2]
-    assert drawn == TREE
+    assert drawn == TREE | {"TimeoutError": "Exception"}
 
 
-def test_no_error_is_a_timeout_or_an_operating_system_error() -> None:
-    assert not any(issubclass(getattr(errors, name), OSError | TimeoutError) for name in TREE)
+def test_only_the_timeout_that_names_workers_is_a_timeout_and_none_is_an_operating_system_error() -> None:
+    timeouts = {name for name in TREE if issubclass(getattr(errors, name), OSError | TimeoutError)}
+    assert timeouts == {"WorkersBehindError"}
+
+
+def test_errors_about_workers_carry_their_ranks() -> None:
+    assert errors.WorkersBehindError("late", ranks=(1, 2)).ranks == (1, 2)
+    assert errors.WorkerLostError("dead", ranks=[3]).ranks == (3,)
+    assert errors.RankTakenError("taken", rank=4).rank == 4
+    failed = errors.WorkerFailedError("ValueError", "no such layer", rank=5)
+    assert (failed.rank, str(failed)) == (5, "worker 5: ValueError: no such layer")
 
 
 def test_capacity_error_carries_what_was_asked_and_the_limit() -> None:

@@ -38,6 +38,7 @@ RECORDS: list[tuple[str, type]] = [
     ("`EngineClient.statistics()`", EngineMetrics),
     ("`ring.statistics()`", shmring.RingStatistics),
     ("`client.statistics()`", shmring.ClientStatistics),
+    ("`ring.statistics().workers`", shmring.WorkerStatistics),
 ]
 
 

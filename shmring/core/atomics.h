@@ -27,6 +27,11 @@ static inline uint32_t exchange_u32(void *at, uint32_t value) {
     return __atomic_exchange_n((uint32_t *)at, value, __ATOMIC_ACQ_REL);
 }
 
+/* The same of a number that both ends may change. */
+static inline uint64_t exchange_u64(void *at, uint64_t value) {
+    return __atomic_exchange_n((uint64_t *)at, value, __ATOMIC_ACQ_REL);
+}
+
 /* Stores before it are seen by everybody before any load behind it is made. If each of two processes stores, fences and loads
  * what the other one stored, at least one of them sees the other's store. Nothing weaker says that. */
 static inline void fence_full(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

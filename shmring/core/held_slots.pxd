@@ -1,6 +1,5 @@
 """The C interface of :mod:`shmring.core.held_slots`."""
 
-cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -16,7 +15,6 @@ cdef struct Held:
     PyObject* record  # owned
 
 
-@cython.final
 cdef class HeldSlots:
     cdef Held _recent[RECENT]
     cdef uint32_t _recent_count

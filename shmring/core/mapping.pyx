@@ -49,25 +49,40 @@ cdef void leave_mapped(Mapped* mapped) noexcept nogil:
 @cython.final
 @cython.no_gc
 cdef class Mapping:
-    """The memory behind one descriptor, or behind two side by side. It is a buffer.
+    """The memory behind one descriptor, or behind two or three side by side. It is a buffer.
 
     Args:
-        fd: the descriptor, whose memory is read and written; not needed any more afterwards.
+        fd: the descriptor, not needed any more afterwards.
         nbytes: how much of it, a multiple of the page size if there is a tail; 0 maps nothing.
         tail_fd: what follows at the next address.
         tail_nbytes: how much of that; 0: nothing follows.
         tail_writable: whether the tail can be written. The kernel refuses that of memory that is sealed against it.
+        writable: whether what comes before the tail can be written; a descriptor that was opened to be read allows no more.
+        last_fd, last_nbytes: what follows at the next address behind the tail, and is only read; 0: nothing.
 
     Raises:
         OSError: the kernel refuses.
     """
 
-    def __cinit__(self, fd: int, nbytes: int, tail_fd: int = -1, tail_nbytes: int = 0, tail_writable: bool = True) -> None:
-        cdef uint64_t head = nbytes, tail = tail_nbytes, size = head + tail
-        cdef int descriptor = fd, tail_descriptor = tail_fd, tail_protection = PROT_READ
+    def __cinit__(
+        self,
+        fd: int,
+        nbytes: int,
+        tail_fd: int = -1,
+        tail_nbytes: int = 0,
+        tail_writable: bool = True,
+        writable: bool = True,
+        last_fd: int = -1,
+        last_nbytes: int = 0,
+    ) -> None:
+        cdef uint64_t head = nbytes, tail = tail_nbytes, last = last_nbytes, size = head + tail + last
+        cdef int descriptor = fd, tail_descriptor = tail_fd, tail_protection = PROT_READ, protection = PROT_READ
+        cdef int last_descriptor = last_fd
         cdef void* address = NULL
-        if size < head:
-            raise OverflowError(f"{nbytes} and {tail_nbytes} bytes are more than there are addresses")
+        if head + tail < head or size < last:
+            raise OverflowError(f"{nbytes}, {tail_nbytes} and {last_nbytes} bytes are more than there are addresses")
+        if writable:
+            protection |= PROT_WRITE
         if tail_writable:
             tail_protection |= PROT_WRITE
         self.mapped = <Mapped*>malloc(sizeof(Mapped))
@@ -78,7 +93,7 @@ cdef class Mapping:
         self.mapped.nbytes = 0
         if size:
             with nogil:
-                address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0)
+                address = mmap(NULL, size, protection, MAP_SHARED, descriptor, 0)
             if address == MAP_FAILED:
                 PyErr_SetFromErrno(OSError)
         self.mapped.address = <char*>address
@@ -87,6 +102,11 @@ cdef class Mapping:
             # In place of the addresses beyond the end of the first file, which nobody has touched.
             with nogil:
                 address = mmap(self.mapped.address + head, tail, tail_protection, MAP_SHARED | MAP_FIXED, tail_descriptor, 0)
+            if address == MAP_FAILED:
+                PyErr_SetFromErrno(OSError)
+        if last:
+            with nogil:
+                address = mmap(self.mapped.address + head + tail, last, PROT_READ, MAP_SHARED | MAP_FIXED, last_descriptor, 0)
             if address == MAP_FAILED:
                 PyErr_SetFromErrno(OSError)
 

@@ -29,6 +29,8 @@ __all__ = [
     "TENSOR_EXTENSION",
     "TORCH_ITEM_NBYTES",
     "Abort",
+    "AnswerFailed",
+    "AnswerPart",
     "Call",
     "CallResult",
     "DEVICE_MEMORY",
@@ -45,6 +47,7 @@ __all__ = [
     "KEY_NBYTES",
     "Keep",
     "KeptKey",
+    "Join",
     "LeaseGrant",
     "LeaseRecall",
     "LeaseRequest",
@@ -55,6 +58,7 @@ __all__ = [
     "Memory",
     "NotKept",
     "NotKeptReason",
+    "RankTaken",
     "Refused",
     "Release",
     "ReplyRelease",
@@ -62,7 +66,11 @@ __all__ = [
     "TensorRef",
     "Unpin",
     "Welcome",
+    "WorkerMessage",
+    "WorkerWelcome",
     "align",
+    "decode_first_message",
+    "decode_worker_message",
     "decode_engine_message",
     "decode_frontend_message",
     "encode_message",
@@ -112,6 +120,8 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
 LeaseIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_LISTED)]
 Generations = Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_LISTED)]
+#: Whatever a caller counts its workers by; far more than there are.
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 
 KeptKey = Annotated[bytes, msgspec.Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
@@ -275,6 +285,32 @@ class Unpin(_Message, frozen=True, tag=14):
     generations: Generations
 
 
+# worker to engine
+
+
+class Join(_Message, frozen=True, tag=31):
+    """The first message of a worker's connection."""
+
+    version: int
+    rank: Rank
+    name: ShortText = ""
+
+
+class AnswerFailed(_Message, frozen=True, tag=33):
+    """The worker has no reply to a message that wants one: why, says the error's type and text."""
+
+    sequence: Unsigned
+    type_name: ShortText
+    message: str
+
+
+class AnswerPart(_Message, frozen=True, tag=34):
+    """A part of a record that is longer than a record may be: the parts, joined, are that record. ``more``: another follows."""
+
+    data: bytes
+    more: bool
+
+
 # engine to frontend
 
 
@@ -381,18 +417,76 @@ class Refused(_Message, frozen=True, tag=109):
     reason: str
 
 
+# engine to worker
+
+
+class WorkerWelcome(_Message, frozen=True, tag=121):
+    """The answer to :class:`Join`.
+
+    Six descriptors travel beside it: of the slab up to its reply reserve, opened to be read; of that reserve; of the memory of
+    broadcasts, which like the reserve only the engine can write; of the message ring to the worker, and of the one to the
+    engine; and of the worker's page.
+    """
+
+    version: int
+    epoch: Generation
+    slab_nbytes: Unsigned
+    leased_nbytes: Unsigned
+    broadcast_nbytes: Unsigned
+    message_ring_nbytes: Unsigned
+    inline_nbytes: Unsigned
+    max_payload_nbytes: Unsigned
+    max_tensors: Unsigned
+
+
+class RankTaken(_Message, frozen=True, tag=122):
+    """The answer to :class:`Join` if a worker of that rank lives; ``pid`` is its process."""
+
+    rank: Rank
+    pid: int
+
+
 FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | Call | Goodbye | Find | Keep | Unpin
-EngineMessage = Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused | Found | NotKept
+WorkerMessage = Join | AnswerFailed | AnswerPart
+EngineMessage = (
+    Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused | Found | NotKept | WorkerWelcome | RankTaken
+)
 
 _encoder = msgspec.msgpack.Encoder()
 
+_first_decoder: msgspec.msgpack.Decoder[FrontendMessage | Join] = msgspec.msgpack.Decoder(FrontendMessage | Join)
 _frontend_decoder: msgspec.msgpack.Decoder[FrontendMessage] = msgspec.msgpack.Decoder(FrontendMessage)
+_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
 
 
-def encode_message(message: FrontendMessage | EngineMessage) -> bytes:
+def encode_message(message: FrontendMessage | WorkerMessage | EngineMessage) -> bytes:
     """Returns a message as a record of bytes."""
     return _encoder.encode(message)
+
+
+def decode_first_message(body: bytes) -> FrontendMessage | Join:
+    """Decodes what a connection begins with, which is :class:`Hello` or :class:`Join` if its peer keeps to the rules.
+
+    Raises:
+        RemoteProtocolError: it is not a message of this protocol.
+    """
+    try:
+        return _first_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
+
+
+def decode_worker_message(body: bytes) -> WorkerMessage:
+    """Decodes what a worker sent, replies apart.
+
+    Raises:
+        RemoteProtocolError: it is not a message of this protocol.
+    """
+    try:
+        return _worker_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
 
 
 def decode_frontend_message(body: bytes) -> FrontendMessage:

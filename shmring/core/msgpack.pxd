@@ -212,17 +212,20 @@ cdef inline uint8_t* put_text(uint8_t* to, const void* text, uint64_t nbytes) no
 
 
 cdef inline uint64_t binary_nbytes(uint64_t nbytes) noexcept nogil:
-    return nbytes + (2 if nbytes < 256 else 3)
+    return nbytes + (2 if nbytes < 256 else 3 if nbytes < 1 << 16 else 5)
 
 
 cdef inline uint8_t* put_binary_head(uint8_t* to, uint64_t nbytes) noexcept nogil:
-    """The head of less than 64 KiB of bytes, which follow."""
+    """The head of less than 4 GiB of bytes, which follow."""
     if nbytes < 256:
         to[0] = 0xC4
         to[1] = <uint8_t>nbytes
         return to + 2
-    to[0] = 0xC5
-    return put_big_endian(to + 1, nbytes, 2)
+    if nbytes < 1 << 16:
+        to[0] = 0xC5
+        return put_big_endian(to + 1, nbytes, 2)
+    to[0] = 0xC6
+    return put_big_endian(to + 1, nbytes, 4)
 
 
 cdef inline uint8_t* put_nil(uint8_t* to) noexcept nogil:

@@ -84,6 +84,7 @@ cdef class Packer:
     cdef int _put_tensor(self, Growing* out, object value) except -1
 
 
+cdef uint8_t* put_slot(uint8_t* to, SlotNumbers* slot) noexcept nogil
 cdef uint64_t submit_nbytes(Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, uint32_t count) except 0
 cdef bytes submit_record(
     Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count

@@ -574,7 +574,7 @@ cdef class Packed:
         return to + PyBytes_GET_SIZE(self.payload)
 
 
-cdef inline uint8_t* put_slot(uint8_t* to, SlotNumbers* slot) noexcept nogil:
+cdef uint8_t* put_slot(uint8_t* to, SlotNumbers* slot) noexcept nogil:
     to = put_extension_head(to, SLOT_EXTENSION, SLOT_EXTENSION_NBYTES)
     to = put_little_endian(to, slot.lease_id, 8)
     to = put_little_endian(to, slot.offset, 8)

@@ -6,7 +6,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from shmring.core.mapping cimport Mapping
 from shmring.core.msgpack cimport Cursor
-from shmring.core.views cimport Lent, Regions, TensorMaker
+from shmring.core.views cimport Lent, Owner, Regions, TensorMaker
 from shmring.core.wire cimport Content, TensorNumbers
 
 cdef enum:
@@ -24,6 +24,7 @@ cdef class ContentRegions:
     cdef Lent** _slots       # by number; NULL: no view was made yet
     cdef Lent* _few[2]
     cdef bint is_copied_out  # its views show copies of the slots, which may be given back at once
+    cdef Owner* owner        # that its views keep, in place of being counted by the regions; NULL: those count them
 
     cdef Lent* region(self, uint32_t number) except NULL
     cdef bint leave(self, uint32_t slot) noexcept

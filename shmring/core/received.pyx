@@ -30,7 +30,9 @@ from shmring.core.mapping cimport Mapping
 from shmring.core.msgpack cimport (
     ARRAY, BINARY, EXTENSION, MAP, NIL, OTHER, TEXT, UNSIGNED, Cursor, Kind, Value, read_big_endian, read_little_endian, read_value,
 )
-from shmring.core.views cimport Lent, RegionBytes, Regions, TensorMaker, copy_region, drop_region, is_region_viewed, leave_region, lend_bytes
+from shmring.core.views cimport (
+    Lent, RegionBytes, Regions, TensorMaker, copy_region, drop_region, is_region_viewed, keeping_region, leave_region, lend_bytes,
+)
 from shmring.core.wire cimport MAX_DIMENSIONS, TENSOR_EXTENSION, Content, SlotNumbers, TensorNumbers, read_tensor, tensor_ref
 
 from shmring.core.messages import SLOT_HEADER_NBYTES
@@ -88,6 +90,11 @@ cdef class ContentRegions:
             numbers = content.slot_numbers + slot
             if self.is_copied_out:
                 self._slots[slot] = copy_region(self._mapping.mapped.address + numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes)
+                return self._slots[slot]
+            if self.owner != NULL:
+                self._slots[slot] = keeping_region(
+                    self._mapping.mapped, numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes, self.owner
+                )
                 return self._slots[slot]
             self._slots[slot] = self._regions.lend(
                 self._mapping.mapped, numbers.offset + _SLOT_HEADER_NBYTES, numbers.nbytes, self.client_id, numbers.generation

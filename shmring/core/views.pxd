@@ -20,6 +20,12 @@ cdef struct Departures:
     uint64_t count      # of them
 
 
+cdef struct Owner:
+    # What regions keep, and are told of when the last of them has gone. Its first member, so that `gone` knows the rest.
+    int32_t references
+    void (*gone)(Owner*) noexcept nogil   # frees it; on any thread, with the interpreter's lock or without
+
+
 cdef struct Lent:
     # A region: memory that views may show. Its owner has one reference, and each view one.
     int32_t references
@@ -29,11 +35,15 @@ cdef struct Lent:
     uint64_t key_high, key_low
     Departures* departures   # NULL: nobody is ever told
     Mapped* mapped           # kept as long as the region; NULL: memory of its own, or of somebody who looks after it
+    Owner* owner               # the same of something else; NULL: nothing
     Lent* next               # on the stack
     Lent* before             # in the list of draining ones
     Lent* after
 
 
+cdef void leave_owner(Owner* owner) noexcept nogil
+cdef Lent* keeping_region(Mapped* mapped, uint64_t offset, uint64_t nbytes, Owner* owner) except NULL
+cdef void hold_region(Lent* region) noexcept nogil
 cdef void drop_region(Lent* region) noexcept nogil
 cdef bint leave_region(Lent* region) noexcept
 cdef bint is_region_viewed(const Lent* region) noexcept nogil

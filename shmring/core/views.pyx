@@ -79,7 +79,15 @@ cdef void _leave_departures(Departures* departures) noexcept nogil:
         free(departures)
 
 
+cdef void leave_owner(Owner* owner) noexcept nogil:
+    """Drops one reference."""
+    if not drop_reference(&owner.references):
+        owner.gone(owner)
+
+
 cdef void _free(Lent* region) noexcept nogil:
+    if region.owner != NULL:
+        leave_owner(region.owner)
     if region.mapped != NULL:
         leave_mapped(region.mapped)
     free(region)
@@ -98,6 +106,11 @@ cdef bint _push(Departures* departures, Lent* region) noexcept nogil:
     if seen == NULL and departures.process == getpid():
         write(departures.bell, &ring, sizeof(ring))
     return True
+
+
+cdef void hold_region(Lent* region) noexcept nogil:
+    """Takes one more reference, of somebody who counts as a view."""
+    take_reference(&region.references)
 
 
 cdef void drop_region(Lent* region) noexcept nogil:
@@ -161,7 +174,25 @@ cdef Lent* _new_region(char* address, uint64_t nbytes, uint64_t room) except NUL
     region.key_high = region.key_low = 0
     region.departures = NULL
     region.mapped = NULL
+    region.owner = NULL
     region.next = region.before = region.after = NULL
+    return region
+
+
+cdef Lent* keeping_region(Mapped* mapped, uint64_t offset, uint64_t nbytes, Owner* owner) except NULL:
+    """Returns a region that keeps something, which hears that nobody views the region any more.
+
+    Raises:
+        ValueError: it exceeds the mapping.
+    """
+    cdef Lent* region
+    if offset > mapped.nbytes or nbytes > mapped.nbytes - offset:
+        raise ValueError(f"a region of {nbytes} bytes at {offset} exceeds a mapping of {mapped.nbytes}")
+    region = _new_region(mapped.address + offset, nbytes, 0)
+    keep_mapped(mapped)
+    region.mapped = mapped
+    take_reference(&owner.references)
+    region.owner = owner
     return region
 
 

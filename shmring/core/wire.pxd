@@ -3,7 +3,7 @@
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from shmring.core.msgpack cimport Cursor
+from shmring.core.msgpack cimport Cursor, Value
 
 cdef enum:
     SUBMIT = 2                # the tags of the records that are read and written here
@@ -87,3 +87,5 @@ cdef int walk(Cursor* cursor, Content content, uint32_t max_tensors, uint32_t* t
 cdef object tensor_ref(TensorNumbers* tensor, Content content)
 cdef Submit read_submit_record(const uint8_t* record, uint32_t nbytes, uint32_t max_tensors)
 cdef bint read_plain_done(const uint8_t* record, uint32_t nbytes, uint64_t* request_id, Cursor* released, uint64_t* count) except -1
+cdef int read_slot(Value* value, SlotNumbers* slot) except -1
+cdef int read_content(Cursor* cursor, Content content, uint64_t members, uint32_t max_tensors) except -1

@@ -352,7 +352,7 @@ cdef object _wrong(str what):
     return RemoteProtocolError(f"not a message of this protocol: {what}")
 
 
-cdef int _read_slot(Value* value, SlotNumbers* slot) except -1:
+cdef int read_slot(Value* value, SlotNumbers* slot) except -1:
     if value.kind != EXTENSION or value.type != SLOT_EXTENSION or value.nbytes != SLOT_EXTENSION_NBYTES:
         raise _wrong("a slot is described in another way")
     slot.lease_id = read_little_endian(value.data, 8)
@@ -364,7 +364,7 @@ cdef int _read_slot(Value* value, SlotNumbers* slot) except -1:
     return 0
 
 
-cdef int _read_content(Cursor* cursor, Content content, uint64_t members, uint32_t max_tensors) except -1:
+cdef int read_content(Cursor* cursor, Content content, uint64_t members, uint32_t max_tensors) except -1:
     """Reads ``copied, payload`` or ``copied, nil, offset, nbytes``, the last members of a record."""
     cdef Value value
     cdef Kind kind = read_value(cursor, &value)
@@ -374,7 +374,7 @@ cdef int _read_content(Cursor* cursor, Content content, uint64_t members, uint32
         content.inline = PyBytes_FromStringAndSize(<const char*>value.data, value.nbytes)
         content.inline_nbytes = value.nbytes
     elif kind == EXTENSION:
-        _read_slot(&value, content.slot_numbers + content.slot_count)
+        read_slot(&value, content.slot_numbers + content.slot_count)
         content.slot_count += 1
         content.is_copied_to_slot = True
     elif kind != NIL:
@@ -426,9 +426,9 @@ cdef Submit _read_submit(Cursor* cursor, uint64_t members, uint32_t max_tensors)
     content.reserve_slots(slots + 1)
     for i in range(slots):
         read_value(cursor, &value)
-        _read_slot(&value, content.slot_numbers + i)
+        read_slot(&value, content.slot_numbers + i)
         content.slot_count += 1
-    _read_content(cursor, content, members - 6, max_tensors)
+    read_content(cursor, content, members - 6, max_tensors)
     return submit
 
 
@@ -444,7 +444,7 @@ cdef Reply _read_reply(Cursor* cursor, uint64_t members, uint32_t max_tensors):
     reply.content = Content.__new__(Content)
     if members < 4 or not read_unsigned(cursor, &reply.request_id):
         raise _wrong("a reply is of no request")
-    _read_content(cursor, reply.content, members - 2, max_tensors)
+    read_content(cursor, reply.content, members - 2, max_tensors)
     return reply
 
 
@@ -463,7 +463,7 @@ cdef Done _read_done(Cursor* cursor, uint64_t members, uint32_t max_tensors):
     done.released = tuple(released)
     if members > 3:
         done.content = Content.__new__(Content)
-        _read_content(cursor, done.content, members - 3, max_tensors)
+        read_content(cursor, done.content, members - 3, max_tensors)
     elif cursor.at != cursor.end:
         raise _wrong("something follows it")
     return done

@@ -42,7 +42,7 @@ from shmring.config import Backing
 from shmring.core.mapping import Mapping
 from shmring.errors import SlabError
 
-__all__ = ["SHM_DIRECTORY", "Slab", "sweep"]
+__all__ = ["SHM_DIRECTORY", "Slab", "map_read_only", "reserve_for_one_writer", "sweep"]
 
 logger = logging.getLogger("shmring.ring")
 
@@ -212,6 +212,60 @@ class Slab:
         except OSError as error:
             if required:
                 raise _os_error("madvise", error, self.nbytes) from error
+
+
+def reserve_for_one_writer(name: str, nbytes: int, *, prefault: bool) -> tuple[int, Mapping]:
+    """Reserves memory that only this process can write, and whoever has the descriptor can read.
+
+    Args:
+        name: of the engine.
+        nbytes: a multiple of the page size.
+        prefault: whether to touch every page now.
+
+    Returns:
+        The descriptor, which is the caller's, and the mapping.
+
+    Raises:
+        SlabError: there is not as much memory.
+    """
+    fd = _create_memfd(name, nbytes)
+    try:
+        mapping = _map(fd, nbytes, -1, 0, writable=True)
+        _seal(fd, _READ_ONLY)
+        mapping.advise(0, nbytes, _MADV_DONTFORK)
+        if prefault:
+            with contextlib.suppress(OSError):  # a kernel before 5.14: the first message that copies there pays for it
+                mapping.advise(0, nbytes, _MADV_POPULATE_WRITE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, mapping
+
+
+def map_read_only(fds: tuple[int, int, int], nbytes: tuple[int, int, int], *, prefault: bool) -> Mapping:
+    """Maps what an engine lets its workers read, side by side; nothing of it can be written in this process. Closes nothing.
+
+    Args:
+        fds: of what is leased, opened to be read; of the replies; and of the broadcasts, which only the engine can write.
+        nbytes: of each.
+        prefault: whether to map every page now.
+
+    Raises:
+        SlabError: one of them is not of the size that was announced, can't be mapped, or could be written by others.
+    """
+    for fd, size in zip(fds, nbytes, strict=True):
+        _check_size(fd, size)
+    if not all(_is_sealed(fd, _READ_ONLY) for fd in fds[1:]):
+        raise SlabError("the engine passed memory for replies or broadcasts that others could write", nbytes=sum(nbytes[1:]))
+    try:
+        mapping = Mapping(fds[0], nbytes[0], fds[1], nbytes[1], False, False, fds[2], nbytes[2])
+        mapping.advise(0, sum(nbytes), _MADV_DONTFORK)
+    except OSError as error:
+        raise _os_error("mmap", error, sum(nbytes)) from error
+    if prefault:
+        with contextlib.suppress(OSError):  # a kernel before 5.14
+            mapping.advise(0, sum(nbytes), _MADV_POPULATE_READ)
+    return mapping
 
 
 def sweep() -> list[str]:

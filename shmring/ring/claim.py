@@ -8,7 +8,7 @@ alive, when the last of them dies.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from shmring.core.awaiting import done
@@ -138,6 +138,38 @@ class Claim(ClaimEnd):
         """
         self.check_running()
         self._ring.send_reply_nowait(self, payload)
+
+    def share(
+        self, beside: object = None, *, to: Iterable[int] | None = None, timeout: float | None = None
+    ) -> Awaitable[tuple[int, ...]]:
+        """Sends the payload to the engine's workers, its tensors where they lie, and something beside it.
+
+        The slots come back when this claim was left and the last of those workers has left the message, or is dead.
+
+        Args:
+            beside: like a payload.
+            to: ranks of the workers that get it; None: all of them.
+            timeout: seconds to wait while workers are behind.
+
+        Returns:
+            The ranks that it went to, when awaited.
+
+        Raises:
+            LocalProtocolError: the claim was released.
+            WorkersBehindError: the time was over; a TimeoutError that names the workers.
+            WorkerLostError: there is no worker of a rank in ``to``.
+            TypeError, CapacityError, ClosedError: as :meth:`Ring.broadcast`.
+        """
+        return self._ring.workers.share(self, beside, to, timeout)
+
+    def share_nowait(self, beside: object = None, *, to: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The same if nothing has to be waited for.
+
+        Raises:
+            WouldBlock: workers are behind, or others wait to send.
+            LocalProtocolError, WorkerLostError, TypeError, CapacityError, ClosedError: as :meth:`share`.
+        """
+        return self._ring.workers.share_nowait(self, beside, to)
 
     def done(self, reply: object = _NOTHING) -> Awaitable[None]:
         """Releases the slots and tells the frontend that the request is finished.

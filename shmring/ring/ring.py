@@ -23,7 +23,7 @@ import secrets
 import socket
 import traceback
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -67,6 +67,7 @@ from shmring.core.messages import (
     FrontendMessage,
     Goodbye,
     Hello,
+    Join,
     Keep,
     LeaseRecall,
     LeaseRequest,
@@ -88,6 +89,7 @@ from shmring.errors import (
     ClosedError,
     PeerLostError,
     RemoteProtocolError,
+    SlabError,
     StaleDescriptorError,
     WouldBlock,
 )
@@ -103,6 +105,7 @@ from shmring.memory.tensors import make_decoder, make_packer
 from shmring.memory.views import Place
 from shmring.ring.claim import Claim
 from shmring.ring.reserve import Memories, create_memories
+from shmring.ring.workers import Workers
 from shmring.statistics import RingStatistics
 from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome, socket_path
 from shmring.transport.link import Link
@@ -233,7 +236,7 @@ class Ring(EngineCalls):
         self._inline_nbytes = int(config.inline_nbytes)
         self._max_payload_nbytes = int(config.max_payload_nbytes)
         self._packer = make_packer(config.max_tensors, self._max_payload_nbytes)
-        self._copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
+        self._copier = self.copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
         self._uploads = Uploads(
             cuda,
             slab,
@@ -270,6 +273,7 @@ class Ring(EngineCalls):
         )
         super().__init__(self._end)
         self._take_next: Callable[[], Claim | None] = self._end.take_next
+        self.workers = Workers(self, self._end, slab, self._record_nbytes)
         self._handshakes: set[asyncio.Task[None]] = set()
         self._greeting = 0  # of those, who are no frontends yet
         self._counters = _Counters()
@@ -464,6 +468,106 @@ class Ring(EngineCalls):
             text = "".join(traceback.format_exception(error))
             logger.error("decoding request %d of client %d failed\n%s", request_id, client_id, text)
         self._end_request(claim, RequestEvent.ERROR, kind, error)
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the workers that get messages, in order."""
+        return self.workers.book.ranks
+
+    async def wait_workers(self, count: int, timeout: float | None = None) -> tuple[int, ...]:
+        """Waits until so many workers have joined.
+
+        Args:
+            count: workers.
+            timeout: seconds.
+
+        Returns:
+            Their ranks, in order.
+
+        Raises:
+            TimeoutError: there were not as many in time.
+            ClosedError: the ring is closed.
+        """
+        self._check_open()
+        bound = asyncio.timeout(timeout)
+        try:
+            async with bound:
+                await self.workers.wait(count)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise TimeoutError(f"waited {timeout:g} s for {count} workers, and there are {list(self.ranks)}") from None
+        return self.ranks
+
+    def broadcast(
+        self, payload: object, *, to: Iterable[int] | None = None, timeout: float | None = None
+    ) -> Awaitable[tuple[int, ...]]:
+        """Sends a payload to workers, in the same order to all. Waits while one of them is too far behind.
+
+        Tensors that lie in a slot of a claim that is in hand are sent from there; they keep the slot until the last worker has
+        left the message. The others are copied, once for all workers.
+
+        Args:
+            payload: any msgspec-encodable object with tensors and arrays at any depth.
+            to: ranks of the workers that get it; None: all that have joined.
+            timeout: seconds to wait.
+
+        Returns:
+            The ranks that it went to, when awaited.
+
+        Raises:
+            WorkersBehindError: the time was over; a TimeoutError that names the workers. Nothing was sent.
+            WorkerLostError: there is no worker of a rank in ``to``. Nothing was sent.
+            TypeError: something in the payload can't be sent; the message names its path.
+            CapacityError: what has to be copied can never fit ``broadcast_nbytes``, or a message.
+            ClosedError: the ring is closed.
+        """
+        return self.workers.broadcast(payload, to, timeout)
+
+    def broadcast_nowait(self, payload: object, *, to: Iterable[int] | None = None) -> tuple[int, ...]:
+        """The same if nothing has to be waited for.
+
+        Raises:
+            WouldBlock: a worker is too far behind, others wait to send, or the message takes long to copy.
+            WorkerLostError, TypeError, CapacityError, ClosedError: as :meth:`broadcast`.
+        """
+        return self.workers.broadcast_nowait(payload, to)
+
+    def gather(self, payload: object, *, to: Iterable[int] | None = None, timeout: float | None = None) -> Awaitable[list[Any]]:
+        """Sends a payload to workers as :meth:`broadcast` does, and waits for the reply of each.
+
+        Args:
+            payload, to: as of :meth:`broadcast`.
+            timeout: seconds to wait, for both.
+
+        Returns:
+            Their replies in order of rank, when awaited.
+
+        Raises:
+            WorkersBehindError: the time was over; a TimeoutError that names the workers that had not replied.
+            WorkerLostError: one of them has died, left or was dropped before it replied; or there is none of a rank in ``to``.
+            WorkerFailedError: one of them failed with it: with its rank, and its error's type and text.
+            TypeError, CapacityError, ClosedError: as :meth:`broadcast`.
+        """
+        return self.workers.gather(payload, to, timeout)
+
+    def drop_worker(self, rank: int, reason: str = "the engine has dropped this worker") -> None:
+        """Ends a worker's connection. It gets nothing more, and its rank is free; its ``receive`` raises ``ClosedError``.
+
+        What it still reads comes back when it says so, or when its process is dead.
+
+        Args:
+            rank: which one.
+            reason: what it is told.
+
+        Raises:
+            WorkerLostError: there is none of this rank.
+            ClosedError: the ring is closed.
+        """
+        self._check_open()
+        self.workers.drop(rank, self._fit(reason))
 
     # -- ending claims (for Claim) ------------------------------------------------------------------------------------
 
@@ -720,9 +824,9 @@ class Ring(EngineCalls):
         description = describe_peer(connected)
         try:
             connected.setblocking(False)
-            if len(self._frontends) + self._greeting >= self.config.max_clients:
-                refuse(connected, f"the engine has its max_clients ({self.config.max_clients}) frontends")
-                raise RemoteProtocolError("too many frontends")
+            if self._greeting >= self.config.max_clients + self.config.max_workers:
+                refuse(connected, "the engine is busy with connections that say nothing")
+                raise RemoteProtocolError("too many connections that say nothing")
             allowed = self.config.allowed_uids if self.config.allowed_uids is not None else frozenset({os.getuid()})
             self._greeting += 1
             try:
@@ -730,8 +834,11 @@ class Ring(EngineCalls):
                     peer = await greet(connected, allowed)
             finally:
                 self._greeting -= 1
-            self._admit(peer)
-        except (RemoteProtocolError, PeerLostError, TimeoutError, OSError) as error:
+            if isinstance(peer.hello, Join):
+                await self.workers.admit(peer)
+            else:
+                self._admit(peer, peer.hello)
+        except (RemoteProtocolError, PeerLostError, SlabError, ClosedError, TimeoutError, OSError) as error:
             self._counters.refused += 1
             reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             logger.warning("a connection of %s was refused: %s", description, reason)
@@ -740,13 +847,17 @@ class Ring(EngineCalls):
             connected.close()
             raise
 
-    def _admit(self, peer: Peer) -> None:
+    def _admit(self, peer: Peer, hello: Hello) -> None:
         """Makes a peer a frontend, and takes its pidfd over."""
+        if len(self._frontends) >= self.config.max_clients:
+            os.close(peer.pidfd)
+            refuse(peer.socket, f"the engine has its max_clients ({self.config.max_clients}) frontends")
+            raise RemoteProtocolError("too many frontends")
         client_id = next(self._client_ids)
         # First of all, so that there is no moment at which it could die unnoticed.
         watch = ProcessWatch(self.loop, peer.pidfd, lambda: self._frontend_died(frontend))
         try:
-            frontend = self._make_welcome(client_id, peer, watch)
+            frontend = self._make_welcome(client_id, peer, hello, watch)
         except BaseException:
             watch.close()
             raise
@@ -758,12 +869,12 @@ class Ring(EngineCalls):
             raise
         logger.info("%s is connected", frontend)
 
-    def _make_welcome(self, client_id: int, peer: Peer, watch: ProcessWatch) -> _Frontend:
+    def _make_welcome(self, client_id: int, peer: Peer, hello: Hello, watch: ProcessWatch) -> _Frontend:
         ring_nbytes = int(self.config.message_ring_nbytes)
         ring_fds = sealed_rings(ring_nbytes)
         try:
             to_frontend, to_engine = map_rings(ring_fds, ring_nbytes)
-            base_lease = self._book.connect(client_id, peer.hello.lease_nbytes)
+            base_lease = self._book.connect(client_id, hello.lease_nbytes)
             frontend = self._frontends[client_id] = _Frontend(self, client_id, peer, watch, to_engine, to_frontend)
             if self._device is not None:
                 self._device.announced(client_id)
@@ -937,6 +1048,7 @@ class Ring(EngineCalls):
 
     def _end_everything(self, reason: str) -> None:
         self._listener.close()
+        self.workers.close(reason)
         for frontend in list(self._frontends.values()):
             if frontend.connected:
                 frontend.send(Refused(reason))
@@ -973,15 +1085,22 @@ class Ring(EngineCalls):
         await self.close()
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"ring {self.name!r} is closed")
-        if self._origin.forked:
-            pid = self._origin.pid
-            raise ClosedError(f"ring {self.name!r} belongs to process {pid}, which forked this one; serve your own")
+        if self._closed or self._origin.forked:
+            raise self.closed_error()
+
+    def closed_error(self) -> ClosedError:
+        """For what is no method of this: why the ring can't be used."""
+        if not self._origin.forked:
+            return ClosedError(f"ring {self.name!r} is closed")
+        return ClosedError(f"ring {self.name!r} belongs to process {self._origin.pid}, which forked this one; serve your own")
+
+    def count_protocol_error(self) -> None:
+        """For the workers: one of them broke the rules."""
+        self._counters.protocol_errors += 1
 
     def statistics(self) -> RingStatistics:
         """Returns gauges of the present state, and counters since the start."""
-        book, counters = self._book, self._counters
+        book, counters, fan_out = self._book, self._counters, self.workers.end
         connected = sum(client.connected for client in book.clients.values())
         return RingStatistics(
             epoch=self.epoch,
@@ -1022,6 +1141,15 @@ class Ring(EngineCalls):
             kept_evictions=book.kept.evictions,
             device_copies=self._uploads.copies,
             device_copied_nbytes=self._uploads.copied_nbytes,
+            workers=self.workers.statistics(),
+            broadcasts=fan_out.broadcasts,
+            gathers=fan_out.gathered,
+            broadcasts_outstanding=fan_out.book.outstanding,
+            broadcast_nbytes=self.workers.memory_nbytes,
+            broadcast_free_nbytes=fan_out.book.free_blocks * BLOCK_NBYTES,
+            broadcast_copied_nbytes=fan_out.copied_nbytes,
+            broadcast_in_place_nbytes=fan_out.in_place_nbytes,
+            late_answers=fan_out.late_answers,
             **dataclasses.asdict(counters),
             **self._device_statistics(),
         )

@@ -1,12 +1,27 @@
-"""Both ends of shmring for code without an event loop: blocking twins of what asyncio programs use, safe from any thread.
+"""All ends of shmring for code without an event loop: blocking twins of what asyncio programs use, safe from any thread.
 
-``serve`` and ``connect`` run the ring's or the client's own event loop in a thread of its own. The names, the arguments and the
-errors are those of :mod:`shmring`; what is awaited there blocks here, with a ``timeout`` in seconds. See ``docs/threads.md``.
+``serve`` and ``connect`` run the ring's or the client's own event loop in a thread of its own; ``join``, a worker's end, needs
+none. The names, the arguments and the errors are those of :mod:`shmring`; what is awaited there blocks here, with a ``timeout``
+in seconds. See ``docs/threads.md``.
 """
 
 from shmring.threads.client import Client, Kept, Slot, Submission
 from shmring.threads.connecting import connect
 from shmring.threads.ring import Claim, Ring, serve
 from shmring.threads.routing_client import RoutingClient
+from shmring.threads.worker import Message, Worker, join
 
-__all__ = ["Claim", "Client", "Kept", "Ring", "RoutingClient", "Slot", "Submission", "connect", "serve"]
+__all__ = [
+    "Claim",
+    "Client",
+    "Kept",
+    "Message",
+    "Ring",
+    "RoutingClient",
+    "Slot",
+    "Submission",
+    "Worker",
+    "connect",
+    "join",
+    "serve",
+]

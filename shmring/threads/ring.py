@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -287,6 +287,14 @@ class Claim:
         """
         self._thread.call(self._reply, self._claim.reply, payload, timeout)
 
+    def share(self, beside: object = None, *, to: Iterable[int] | None = None, timeout: float | None = None) -> tuple[int, ...]:
+        """Sends the payload to the engine's workers, its tensors where they lie, and something beside it.
+
+        See :meth:`shmring.Claim.share`; returns the ranks that it went to.
+        """
+        ranks: tuple[int, ...] = self._thread.call(_awaited, self._claim.share, beside, to, timeout)
+        return ranks
+
     def done(self, reply: object = _NOTHING, *, timeout: float | None = None) -> None:
         """Releases the slots and tells the frontend that the request is finished.
 
@@ -334,6 +342,12 @@ class Claim:
             return False
         self.fail(error)
         return isinstance(error, AbortedError) and self.aborted and error.request_id == self.request_id
+
+
+async def _awaited(
+    send: Callable[..., Awaitable[Any]], payload: object, to: Iterable[int] | None, timeout: float | None
+) -> Any:
+    return await send(payload, to=to, timeout=timeout)
 
 
 class Ring:
@@ -437,6 +451,40 @@ class Ring:
             if self._thread.is_forked:
                 raise
             raise StopIteration from None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the workers that get messages, in order."""
+        return self._ring.ranks
+
+    def wait_workers(self, count: int, timeout: float | None = None) -> tuple[int, ...]:
+        """Waits until so many workers have joined, and returns their ranks. See :meth:`shmring.Ring.wait_workers`."""
+        ranks: tuple[int, ...] = self._thread.call(self._ring.wait_workers, count, timeout)
+        return ranks
+
+    def broadcast(self, payload: object, *, to: Iterable[int] | None = None, timeout: float | None = None) -> tuple[int, ...]:
+        """Sends a payload to workers, and returns their ranks. See :meth:`shmring.Ring.broadcast`.
+
+        Raises:
+            WorkersBehindError, WorkerLostError, TypeError, CapacityError, ClosedError: as there.
+            LocalProtocolError: this is the loop's own thread.
+        """
+        ranks: tuple[int, ...] = self._thread.call(_awaited, self._ring.broadcast, payload, to, timeout)
+        return ranks
+
+    def gather(self, payload: object, *, to: Iterable[int] | None = None, timeout: float | None = None) -> list[Any]:
+        """Sends a payload to workers, and returns the reply of each, in order of rank. See :meth:`shmring.Ring.gather`.
+
+        Raises:
+            WorkersBehindError, WorkerLostError, WorkerFailedError, TypeError, CapacityError, ClosedError: as there.
+            LocalProtocolError: this is the loop's own thread.
+        """
+        replies: list[Any] = self._thread.call(_awaited, self._ring.gather, payload, to, timeout)
+        return replies
+
+    def drop_worker(self, rank: int, reason: str = "the engine has dropped this worker") -> None:
+        """Ends a worker's connection. See :meth:`shmring.Ring.drop_worker`."""
+        self._thread.call(self._ring.drop_worker, rank, reason)
 
     @property
     def untaken(self) -> int:

@@ -24,6 +24,7 @@ import stat
 import struct
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from shmring.config import validate_name
@@ -33,24 +34,31 @@ from shmring.core.messages import (
     EngineMessage,
     FrontendMessage,
     Hello,
+    Join,
+    RankTaken,
     Refused,
     Welcome,
+    WorkerMessage,
+    WorkerWelcome,
     decode_engine_message,
-    decode_frontend_message,
+    decode_first_message,
     encode_message,
 )
-from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RemoteProtocolError
+from shmring.errors import EngineDeadError, LocalProtocolError, PeerLostError, RankTakenError, RemoteProtocolError
 from shmring.transport.liveness import open_peer_pidfd
 
 __all__ = [
     "AttachedEngine",
+    "JoinedEngine",
     "Listener",
     "Peer",
+    "answer_peer",
     "attach_engine",
     "describe_peer",
     "give_up",
     "greet",
     "handshake_frame",
+    "join_engine",
     "send_welcome",
     "socket_path",
     "sweep_names",
@@ -62,6 +70,8 @@ _PREFIX = struct.Struct("<I")
 _HANDSHAKE_NBYTES = 4096  # of a Hello, Welcome or Refused: their fields are numbers and short text
 # Beside Welcome: the slab but for replies, its part for replies, the ring to the frontend, that to the engine, the load page.
 _DESCRIPTORS = 5
+# Beside WorkerWelcome: both parts of the slab, broadcasts, the ring to the worker, that to the engine, its page.
+_WORKER_DESCRIPTORS = 6
 _LOCK_MARK = b"shmring"  # in a lock, behind the pid: whatever else ends with .lock is none of ours
 _LOCK_NBYTES = 64
 _SWEEPS = 5  # that may look at a lock, one after the other, just when its name is taken
@@ -69,6 +79,7 @@ _SWEEP_S = 0.01  # far longer than that takes one
 _BACKLOG = 512  # frontends that may connect at the same moment
 _MAX_PATH_NBYTES = 107  # of a Unix socket's address
 _PEER_CREDENTIALS = struct.Struct("3i")
+_ROLES: dict[type[Welcome | WorkerWelcome], str] = {Welcome: "client", WorkerWelcome: "worker"}
 
 
 def socket_path(name: str, socket_dir: str | None) -> Path:
@@ -294,28 +305,28 @@ def _remove_stale(path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """A frontend that has said hello. ``pidfd`` belongs to whoever holds this."""
+    """A frontend or a worker that has said hello. ``pidfd`` belongs to whoever holds this."""
 
     socket: socket.socket
     pid: int
     uid: int
     pidfd: int
-    hello: Hello
+    hello: Hello | Join
 
 
 async def greet(connected: socket.socket, allowed_uids: frozenset[int]) -> Peer:
     """Reads a new connection's hello and finds out who it is. The caller bounds the time, and closes on any error.
 
     Raises:
-        RemoteProtocolError: it is not allowed, or not a frontend of this protocol version. It has been told.
+        RemoteProtocolError: it is not allowed, or neither a frontend nor a worker of this protocol version. It has been told.
         PeerLostError: it is gone.
     """
     pid, uid = _peer_credentials(connected)
     if uid not in allowed_uids:
         raise _refusal(connected, f"uid {uid} is not allowed to connect to this engine")
     body = await _receive_frame(connected)
-    hello = decode_frontend_message(body)
-    if not isinstance(hello, Hello):
+    hello = decode_first_message(body)
+    if not isinstance(hello, Hello | Join):
         raise _refusal(connected, f"a connection starts with Hello, not {type(hello).__name__}")
     if hello.version != PROTOCOL_VERSION:
         raise _refusal(connected, f"protocol version {hello.version} is not spoken here, only {PROTOCOL_VERSION}")
@@ -346,15 +357,24 @@ def send_welcome(peer: Peer, welcome: Welcome, slab_fds: tuple[int, int], ring_f
     Raises:
         PeerLostError: it is gone.
     """
-    frame = handshake_frame(welcome)
+    answer_peer(peer, welcome, (*slab_fds, *ring_fds, load_fd))
+
+
+def answer_peer(peer: Peer, answer: EngineMessage, fds: Sequence[int]) -> None:
+    """Answers a frontend or a worker, with descriptors.
+
+    Raises:
+        PeerLostError: it is gone.
+    """
+    frame = handshake_frame(answer)
     try:
-        sent = socket.send_fds(peer.socket, [frame], [*slab_fds, *ring_fds, load_fd])
+        sent = socket.send_fds(peer.socket, [frame], list(fds))
     except OSError as error:
         raise PeerLostError(f"process {peer.pid} is gone: {error}") from error
     assert sent == len(frame), "a new socket's buffer holds more than a handshake"
 
 
-def handshake_frame(message: FrontendMessage | EngineMessage) -> bytes:
+def handshake_frame(message: FrontendMessage | WorkerMessage | EngineMessage) -> bytes:
     """Returns what a message of the handshake is on the socket."""
     record = encode_message(message)
     assert len(record) <= _HANDSHAKE_NBYTES, "a handshake's fields are bounded"
@@ -406,11 +426,44 @@ async def attach_engine(path: Path, hello: Hello, engine_uids: frozenset[int]) -
         RemoteProtocolError: the engine refuses this client (with its reason), or is none.
         OSError: this process has no descriptors left.
     """
+    connected, pidfd, fds, welcome = await _attach(path, hello, engine_uids, _DESCRIPTORS)
+    assert isinstance(welcome, Welcome)
+    return AttachedEngine(connected, pidfd, (fds[0], fds[1]), (fds[2], fds[3]), fds[4], welcome)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinedEngine:
+    """An engine that has taken a worker in. The descriptors belong to whoever holds this."""
+
+    socket: socket.socket
+    pidfd: int
+    memory_fds: tuple[int, int, int]
+    ring_fds: tuple[int, int]
+    page_fd: int
+    welcome: WorkerWelcome
+
+
+async def join_engine(path: Path, join: Join, engine_uids: frozenset[int]) -> JoinedEngine:
+    """Connects to the engine at ``path`` as a worker. The caller bounds the time.
+
+    Raises:
+        RankTakenError: a worker of that rank lives.
+        EngineDeadError, PermissionError, RemoteProtocolError, OSError: as :func:`attach_engine`.
+    """
+    connected, pidfd, fds, welcome = await _attach(path, join, engine_uids, _WORKER_DESCRIPTORS)
+    assert isinstance(welcome, WorkerWelcome)
+    return JoinedEngine(connected, pidfd, (fds[0], fds[1], fds[2]), (fds[3], fds[4]), fds[5], welcome)
+
+
+_Attached = tuple[socket.socket, int, list[int], Welcome | WorkerWelcome]
+
+
+async def _attach(path: Path, hello: Hello | Join, engine_uids: frozenset[int], descriptors: int) -> _Attached:
     _check_socket(path, engine_uids)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.setblocking(False)
-        return await _shake_hands(connected, path, hello, engine_uids)
+        return await _shake_hands(connected, path, hello, engine_uids, descriptors)
     except PeerLostError as error:
         connected.close()
         raise EngineDeadError(f"the engine at {path} went away: {error}", engine=path.stem) from error
@@ -431,7 +484,9 @@ def _check_socket(path: Path, engine_uids: frozenset[int]) -> None:
         raise PermissionError(f"{path} is in the place of the socket and is none (a symbolic link is refused, too)")
 
 
-async def _shake_hands(connected: socket.socket, path: Path, hello: Hello, engine_uids: frozenset[int]) -> AttachedEngine:
+async def _shake_hands(
+    connected: socket.socket, path: Path, hello: Hello | Join, engine_uids: frozenset[int], descriptors: int
+) -> _Attached:
     loop = asyncio.get_running_loop()
     try:
         await loop.sock_connect(connected, os.fspath(path))
@@ -444,7 +499,7 @@ async def _shake_hands(connected: socket.socket, path: Path, hello: Hello, engin
     except OSError as error:
         raise EngineDeadError(f"no engine listens at {path}: {error}", engine=path.stem) from error
     try:
-        return await _receive_welcome(connected, pid)
+        return await _receive_welcome(connected, pid, Welcome if isinstance(hello, Hello) else WorkerWelcome, descriptors)
     except BaseException:
         give_up(connected)
         raise
@@ -456,18 +511,23 @@ def give_up(connected: socket.socket) -> None:
         connected.send(GIVING_UP)
 
 
-async def _receive_welcome(connected: socket.socket, pid: int) -> AttachedEngine:
-    prefix, fds = await _receive_with_fds(connected)
+async def _receive_welcome(
+    connected: socket.socket, pid: int, expected: type[Welcome | WorkerWelcome], descriptors: int
+) -> _Attached:
+    prefix, fds = await _receive_with_fds(connected, descriptors)
     try:
         message = await _receive_body(connected, prefix)
         if isinstance(message, Refused):
-            raise RemoteProtocolError(f"the engine refused this client: {message.reason}")
-        if not isinstance(message, Welcome) or len(fds) != _DESCRIPTORS:
-            raise RemoteProtocolError(
-                "the engine did not answer Hello with Welcome, a slab in two parts, two message rings and a load page"
-            )
-        pidfd = open_peer_pidfd(connected, pid)
-        return AttachedEngine(connected, pidfd, (fds[0], fds[1]), (fds[2], fds[3]), fds[4], message)
+            raise RemoteProtocolError(f"the engine refused this {_ROLES[expected]}: {message.reason}")
+        if isinstance(message, RankTaken):
+            raise RankTakenError(f"process {message.pid} is this engine's worker {message.rank}", rank=message.rank)
+        if not isinstance(message, Welcome | WorkerWelcome) or type(message) is not expected or len(fds) != descriptors:
+            if expected is Welcome:
+                raise RemoteProtocolError(
+                    "the engine did not answer Hello with Welcome, a slab in two parts, two message rings and a load page"
+                )
+            raise RemoteProtocolError(f"the engine did not answer Join with WorkerWelcome and {descriptors} descriptors")
+        return connected, open_peer_pidfd(connected, pid), fds, message
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -483,9 +543,9 @@ async def _receive_body(connected: socket.socket, prefix: bytes) -> EngineMessag
     return decode_engine_message(await _receive_exactly(connected, length))
 
 
-async def _receive_with_fds(connected: socket.socket) -> tuple[bytes, list[int]]:
+async def _receive_with_fds(connected: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
     """Receives the first bytes of a frame and the descriptors that came with them."""
-    space = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)  # the kernel closes those that find no room
+    space = socket.CMSG_SPACE(descriptors * array.array("i").itemsize)  # the kernel closes those that find no room
     while True:
         try:
             data, ancillary, flags, _ = connected.recvmsg(_PREFIX.size, space, socket.MSG_CMSG_CLOEXEC)
@@ -498,15 +558,15 @@ async def _receive_with_fds(connected: socket.socket) -> tuple[bytes, list[int]]
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    if flags & socket.MSG_CTRUNC and len(fds) < _DESCRIPTORS:
+    if flags & socket.MSG_CTRUNC and len(fds) < descriptors:
         for fd in fds:
             os.close(fd)
-        raise OSError(errno.EMFILE, f"{_DESCRIPTORS} descriptors of the engine find no room in this process; raise ulimit -n")
-    for fd in fds[_DESCRIPTORS:]:
+        raise OSError(errno.EMFILE, f"{descriptors} descriptors of the engine find no room in this process; raise ulimit -n")
+    for fd in fds[descriptors:]:
         os.close(fd)
     if not data:
         raise PeerLostError("the engine closed the connection during the handshake")
-    return data, list(fds[:_DESCRIPTORS])
+    return data, list(fds[:descriptors])
 
 
 async def _readable(connected: socket.socket) -> None:

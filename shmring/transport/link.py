@@ -31,7 +31,7 @@ from typing import Protocol
 from typing_extensions import Buffer
 
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordTaker, RecordWriter, take_bells
-from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, encode_message
+from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.forks import Origin
 from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller, Vigil
@@ -150,20 +150,35 @@ class Link:
         except RemoteProtocolError as error:
             self.break_off(error)
 
+    def lacks_room(self) -> bool:
+        """Whether the peer has to read before the largest record finds room; then it rings back when it has."""
+        try:
+            if not self._backlog and self.writer.blocked:
+                self._flush()
+            elif not self._backlog:
+                self.expect_space()
+        except RemoteProtocolError as error:
+            self.break_off(error)
+        return not self.lost and self.writer.blocked
+
     def queue(self, record: bytes) -> None:
         """Sends a record that found the ring full, and can't wait."""
         if not self.lost and not self._origin.forked:
             self._queue(record)
 
-    def send(self, message: FrontendMessage | EngineMessage) -> None:
+    def send(self, message: FrontendMessage | WorkerMessage | EngineMessage) -> None:
         """Sends a message. On a connection that has ended it goes nowhere.
 
         Raises:
             CapacityError: it is larger than a record may be. Nothing was sent.
         """
+        if not (self.lost or self._origin.forked):
+            self.send_record(encode_message(message))
+
+    def send_record(self, record: bytes) -> None:
+        """The same of a message that is a record already."""
         if self.lost or self._origin.forked:
             return
-        record = encode_message(message)
         writer = self.writer
         try:
             if not self._backlog and writer.write(record):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from shmring.core.message_ring import RingMemory, ring_nbytes
 from shmring.errors import RemoteProtocolError, SlabError
 
-__all__ = ["map_rings", "sealed_rings"]
+__all__ = ["check_sealed", "map_rings", "sealed_memory", "sealed_rings"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NAME = "shmring-messages"
@@ -39,14 +39,46 @@ def sealed_rings(capacity_nbytes: int) -> tuple[int, int]:
 
 
 def _sealed_ring(capacity_nbytes: int) -> int:
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return sealed_memory(_NAME, ring_nbytes(capacity_nbytes))
+
+
+def sealed_memory(name: str, nbytes: int) -> int:
+    """Makes memory that both ends write and nobody can truncate, and returns its descriptor, which is the caller's.
+
+    Args:
+        name: for people who look.
+        nbytes: of it, all zero.
+
+    Raises:
+        OSError: there is no memory, or there is no descriptor for it.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, ring_nbytes(capacity_nbytes))  # now, or an error: no SIGBUS later
+        os.posix_fallocate(fd, 0, nbytes)  # now, or an error: no SIGBUS later
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def check_sealed(fd: int, nbytes: int, what: str) -> None:
+    """Raises RemoteProtocolError unless memory is of that size, and nobody can truncate it.
+
+    Args:
+        fd: its descriptor.
+        nbytes: that were announced.
+        what: it is, for the error.
+    """
+    size = os.fstat(fd).st_size
+    if size != nbytes:
+        raise RemoteProtocolError(f"{what} of {nbytes} bytes was announced, and one of {size} passed")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise RemoteProtocolError(f"{what} is no memory that can be sealed: {error}") from error
+    if seals & _SEALS != _SEALS:
+        raise RemoteProtocolError(f"{what} is not sealed: whoever has it could truncate it")
 
 
 def map_rings(fds: Sequence[int], capacity_nbytes: int) -> list[RingMemory]:
@@ -62,15 +94,7 @@ def map_rings(fds: Sequence[int], capacity_nbytes: int) -> list[RingMemory]:
         raise RemoteProtocolError(str(error)) from None
     memories = []
     for fd in fds:
-        size = os.fstat(fd).st_size
-        if size != nbytes:
-            raise RemoteProtocolError(f"a message ring of {nbytes} bytes was announced, and one of {size} passed")
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise RemoteProtocolError(f"a message ring is no memory that can be sealed: {error}") from error
-        if seals & _SEALS != _SEALS:
-            raise RemoteProtocolError("a message ring is not sealed: whoever has it could truncate it")
+        check_sealed(fd, nbytes, "a message ring")
         try:
             memories.append(RingMemory(fd, capacity_nbytes))
         except OSError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -119,6 +120,12 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         return not any(self.must_be_zero.values())
 
 
+_Key = TypeVar("_Key")
+
+#: What keeps others waiting without any fault of theirs: a worker that is stopped keeps what it reads.
+_STOPPING = (Fault.STOP_FRONTEND, Fault.STOP_ENGINE, Fault.KILL_ENGINE, Fault.STOP_WORKER, Fault.KILL_WORKER)
+
+
 class _Ledger:
     """Everything that the journals say, by process."""
 
@@ -154,8 +161,9 @@ class _Ledger:
                     self.aborted[pid, record.number] = record
                 case Reusable():
                     self.reusable[pid, record.number] = record
-                case Held():  # in the order of time, so the last one stays
-                    self.held[record.sender, record.number] = self.last_held[record.sender, pid] = record
+                case Held():  # of the engine, and of workers that it shared the request with: the last one stays
+                    _keep_last(self.held, (record.sender, record.number), record)
+                    _keep_last(self.last_held, (record.sender, record.engine), record)
                 case Gone():
                     if record.pid not in self.gone or self.gone[record.pid][0].at_ns < record.at_ns:
                         self.gone[record.pid] = record, pid
@@ -165,6 +173,11 @@ class _Ledger:
             self.died += open_requests
         else:
             self.unended += open_requests
+
+
+def _keep_last(held: dict[_Key, Held], key: _Key, record: Held) -> None:
+    if key not in held or held[key].until_ns < record.until_ns:
+        held[key] = record
 
 
 def account(plan: Plan, seen: Observations) -> Findings:
@@ -196,7 +209,7 @@ def account(plan: Plan, seen: Observations) -> Findings:
         segments_left=sum(look.segments_left for look in seen.looks),
         wrongs=texts[:_MAX_TEXTS],
         faults={fault.value: sum(one.fault is fault for one in seen.happened) for fault in Fault},
-        kills=sum(one.fault in (Fault.KILL_ENGINE, Fault.KILL_FRONTEND) for one in seen.happened),
+        kills=sum(one.fault in (Fault.KILL_ENGINE, Fault.KILL_FRONTEND, Fault.KILL_WORKER) for one in seen.happened),
         phases=len(seen.looks),
         abort_to_reusable=Latencies.of([wall for wall, _ in aborts]),
         abort_to_reusable_on_core=Latencies.of([on_core for _, on_core in aborts]),
@@ -214,7 +227,7 @@ class _Stops:
     """When a process was stopped, or there was no engine."""
 
     def __init__(self, happened: Iterable[Happened]) -> None:
-        stops = [one for one in happened if one.fault in (Fault.STOP_FRONTEND, Fault.STOP_ENGINE, Fault.KILL_ENGINE)]
+        stops = [one for one in happened if one.fault in _STOPPING]
         self._windows = [(one.began_ns, one.ended_ns, one.pid, one.fault is not Fault.STOP_FRONTEND) for one in stops]
 
     def hit(self, pid: int, began_ns: int, ended_ns: int, *, engine_too: bool = True) -> bool:

@@ -24,6 +24,7 @@ from tests.chaos.cores import waited_ns
 from tests.chaos.engine_process import EngineAssignment, run_engine
 from tests.chaos.frontend_process import FrontendAssignment, run_frontend
 from tests.chaos.plan import Event, Fault, Phase, Plan, phases
+from tests.chaos.worker_process import WorkerAssignment, run_worker
 from tests.fleet.fleet import Child, ChildError, Fleet
 
 __all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "Sample", "run"]
@@ -116,9 +117,14 @@ class _Driver:
         self.directory = directory
         self.progress = progress
         self.names = tuple(f"chaos-{directory.name}-{index}" for index in range(plan.engines))
-        self.fleet = Fleet(["tests.chaos.engine_process", "tests.chaos.frontend_process"], control.Question, control.Answer)
+        self.fleet = Fleet(
+            ["tests.chaos.engine_process", "tests.chaos.frontend_process", "tests.chaos.worker_process"],
+            control.Question,
+            control.Answer,
+        )
         self.engines = [_Member(name) for name in self.names]
         self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
+        self.readers = [_Member(f"worker {index}") for index in range(plan.readers)]
         self.seen = Observations()
         self.observer: shmring.RoutingClient | None = None
 
@@ -142,6 +148,22 @@ class _Driver:
         member.child = await self.fleet.start(member.title, run_frontend, assignment)
         member.first_descriptors = member.child.descriptors()
 
+    async def start_reader(self, index: int) -> None:
+        member = self.readers[index]
+        member.lives += 1
+        member.journal = self.directory / f"worker-{index}-{member.lives}.jsonl"
+        name = self.names[index % len(self.names)]
+        assignment = WorkerAssignment(self.plan, index, member.lives, name, str(self.directory), str(member.journal))
+        member.child = await self.fleet.start(member.title, run_worker, assignment)
+
+    def readers_of(self, name: str) -> int:
+        """How many workers an engine has when all is quiet."""
+        return len(range(self.names.index(name), self.plan.readers, len(self.names)))
+
+    def has_its_readers(self, name: str) -> Callable[[dict[str, int]], bool]:
+        readers = self.readers_of(name)
+        return lambda now: now["workers"] == readers
+
     def bury(self, member: _Member, end: str) -> None:
         """Notes how a process has ended."""
         self.seen.incarnations.append(Incarnation(member.now.pid, member in self.engines, member.journal, end))
@@ -150,10 +172,13 @@ class _Driver:
         self.seen.began_ns = time.monotonic_ns()
         await asyncio.gather(*(self.start_engine(index) for index in range(self.plan.engines)))
         await asyncio.gather(*(self.start_frontend(index) for index in range(self.plan.frontends)))
+        await asyncio.gather(*(self.start_reader(index) for index in range(self.plan.readers)))
         config = shmring.ClientConfig(socket_dir=str(self.directory), lease_nbytes=4096, prefault=False, reconnect_max_s=0.1)
         async with shmring.connect(self.names, config) as self.observer:
+            for name in self.names:
+                await self.settled(name, self.has_its_readers(name))
             for engine in self.engines:
-                engine.first_descriptors = engine.now.descriptors()  # with its observer
+                engine.first_descriptors = engine.now.descriptors()  # with its observer and its workers
             sampling = asyncio.create_task(self.sample())
             try:
                 for number, phase in enumerate(phases(self.plan), 1):
@@ -162,7 +187,7 @@ class _Driver:
             finally:
                 sampling.cancel()
                 await asyncio.wait([sampling])
-        for member in [*self.frontends, *self.engines]:
+        for member in [*self.frontends, *self.readers, *self.engines]:
             member.now.dying = True
             member.now.tell(control.Leave())
             await member.now.gone()
@@ -216,16 +241,15 @@ class _Driver:
 
     async def happen(self, event: Event) -> None:
         """Makes one fault happen, when what happens to that process before is over."""
-        of_engine = event.fault in (Fault.KILL_ENGINE, Fault.STOP_ENGINE)
-        member = self.engines[event.engine] if of_engine else self.frontends[event.frontend]
+        member = self.victim(event)
         async with member.lock:
             pid, began_ns = member.now.pid, time.monotonic_ns()
             engines_waited_ns: dict[int, int] = {}
             self.progress(f"{event.fault.value}: {member.title}, pid {pid}")
             match event.fault:
-                case Fault.KILL_ENGINE | Fault.KILL_FRONTEND:
+                case Fault.KILL_ENGINE | Fault.KILL_FRONTEND | Fault.KILL_WORKER:
                     began_ns, engines_waited_ns = await self.kill(member, event)
-                case Fault.STOP_ENGINE | Fault.STOP_FRONTEND:
+                case Fault.STOP_ENGINE | Fault.STOP_FRONTEND | Fault.STOP_WORKER:
                     await self.stop(member, event)
                 case Fault.HANG_UP:
                     member.now.tell(control.HangUp())
@@ -248,6 +272,14 @@ class _Driver:
             fault = Fault.KILL_FRONTEND if event.fault is Fault.HANG_UP else event.fault
             self.seen.happened.append(Happened(fault, pid, began_ns, time.monotonic_ns(), engines_waited_ns))
 
+    def victim(self, event: Event) -> _Member:
+        """To whom a fault happens."""
+        if event.fault in (Fault.KILL_ENGINE, Fault.STOP_ENGINE):
+            return self.engines[event.engine]
+        if event.fault in (Fault.KILL_WORKER, Fault.STOP_WORKER):
+            return self.readers[event.frontend % len(self.readers)]
+        return self.frontends[event.frontend]
+
     async def kill(self, member: _Member, event: Event) -> tuple[int, dict[int, int]]:
         engines_waited_ns = {engine.now.pid: waited_ns(engine.now.pid) for engine in self.engines if engine.now.lives}
         killed_ns = await member.now.kill()
@@ -264,6 +296,8 @@ class _Driver:
             assert self.observer is not None
             await self.observer.wait_connected(_STATISTICS_LIMIT_S, engine=member.title)
             member.first_descriptors = 0  # other frontends attach at the same time: known when they have closed
+        elif member in self.readers:
+            await self.start_reader(self.readers.index(member))
         else:
             await self.start_frontend(self.frontends.index(member))
             await member.now.ask(control.Open())
@@ -285,8 +319,8 @@ class _Driver:
         lost = sum(len(report.unfinished) for report in reports)
         held = sum(report.slots_in_use + report.replies_held for report in reports)
         for name in self.names:
-            counts = await self.settled(name, lambda now: _in_use(now) == 0 and now["reply_free_nbytes"] == now["reply_nbytes"])
-            held += _in_use(counts)
+            counts = await self.settled(name, lambda now: _held(now) == 0 and now["reply_free_nbytes"] == now["reply_nbytes"])
+            held += _held(counts)
         await asyncio.gather(*(member.now.ask(control.Close()) for member in self.frontends))
         leaked = sum([await self.leaked_nbytes(name) for name in self.names])
         segments = [path for name in self.names for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}-*-{name}-*")]
@@ -296,8 +330,17 @@ class _Driver:
         """Counts what of an engine's slab is not free again."""
         assert self.observer is not None
         own = self.observer.engines[name].statistics().leased_nbytes
-        counts = await self.settled(name, lambda now: now["free_nbytes"] + now["kept_nbytes"] + own == now["leasable_nbytes"])
+        readers = self.readers_of(name)
+
+        def is_whole(now: dict[str, int]) -> bool:
+            returned = now["free_nbytes"] + now["kept_nbytes"] + own == now["leasable_nbytes"]
+            return returned and now["broadcast_free_nbytes"] == now["broadcast_nbytes"] and now["workers"] == readers
+
+        counts = await self.settled(name, is_whole)
+        if counts["workers"] != readers:
+            self.seen.violations.append(f"{counts['workers']} of {readers} workers have joined {name} when all is quiet")
         unreturned = counts["reply_nbytes"] - counts["reply_free_nbytes"]
+        unreturned += counts["broadcast_nbytes"] - counts["broadcast_free_nbytes"]
         return counts["leasable_nbytes"] - counts["free_nbytes"] - counts["kept_nbytes"] - own + unreturned
 
     async def settled(self, name: str, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
@@ -329,6 +372,10 @@ class _Driver:
 def _in_use(counts: dict[str, int]) -> int:
     in_slots = counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
     return in_slots + counts["kept_pinned"]
+
+
+def _held(counts: dict[str, int]) -> int:
+    return _in_use(counts) + counts["broadcasts_outstanding"]
 
 
 async def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Observations], None]) -> None:

@@ -8,6 +8,7 @@ of the ring's book, and whenever its statistics are asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -33,6 +34,7 @@ __all__ = ["EngineAssignment", "run_engine"]
 
 _CHECK_EVERY = 16  # effects of the book: checking it takes as long as handling some
 _MAX_CONCURRENCY = 32
+_SHARE_LIMIT_S = 0.3  # for workers to make room or to reply: some are stopped for longer
 _LOOK_INTERVAL_S = 0.02  # of a step on a thread at its input
 
 
@@ -67,12 +69,15 @@ class _Engine:
     async def statistics(self) -> dict[str, int]:
         assert self.ring is not None
         self.check_book()
-        return dataclasses.asdict(self.ring.statistics())
+        counts = dataclasses.asdict(self.ring.statistics())
+        counts["workers"] = len(self.ring.ranks)
+        return counts
 
     def check_book(self) -> None:
         assert self.ring is not None
         try:
             self.ring._book.check()
+            self.ring.workers.look()
         except AssertionError as error:
             self.journal.wrong("violation", f"the engine's book: {error}")
 
@@ -81,6 +86,7 @@ class _Engine:
     async def handle(self, claim: shmring.Claim) -> None:
         """Works on one request; however it ends, the content must be what it was until then."""
         order: Order = claim.payload
+        await self.share(claim, order)
         key = (order.sender, order.number)
         if key in self.seen:
             self.journal.wrong("violation", f"request {order.number} of process {order.sender} was claimed twice")
@@ -93,6 +99,19 @@ class _Engine:
             await self.check(order, "when its claim was left")
             self.release(order)
             del order
+
+    async def share(self, claim: shmring.Claim, order: Order) -> None:
+        """Every other request goes to the workers, some for their replies. That some die or stop is no failure of it."""
+        assert self.ring is not None
+        if order.number % 2:
+            return
+        with contextlib.suppress(shmring.WorkersBehindError, shmring.WorkerLostError):
+            if order.number % 6:
+                await claim.share({"number": order.number}, timeout=_SHARE_LIMIT_S)
+                return
+            for reply in await self.ring.gather(order, timeout=_SHARE_LIMIT_S):
+                if reply["number"] != order.number:
+                    self.journal.wrong("violation", f"a worker replied to {reply['number']}, asked about {order.number}")
 
     async def work(self, order: Order) -> None:
         if order.on_thread:
@@ -147,7 +166,7 @@ class _Engine:
         self.kept.add(handle)
 
     def held(self, order: Order) -> None:
-        self.journal.write(Held(order.sender, order.number, time.monotonic_ns(), waited_ns(self.pid)))
+        self.journal.write(Held(order.sender, order.number, time.monotonic_ns(), self.pid, waited_ns(self.pid)))
 
 
 def _observe(ring: shmring.Ring, engine: _Engine) -> None:
@@ -181,6 +200,8 @@ async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
     ring = engine.ring = await shmring.serve(
         assignment.name,
         slab_nbytes=plan.slab_nbytes,
+        broadcast_nbytes="8MiB",
+        worker_backlog=16,
         reply_nbytes=plan.reply_nbytes,
         inline_nbytes="1KiB",
         socket_dir=assignment.socket_dir,

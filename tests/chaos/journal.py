@@ -58,11 +58,12 @@ class Reusable(_Line, frozen=True, tag="reusable"):
 
 
 class Held(_Line, frozen=True, tag="held"):
-    """The engine has stopped reading a request: its handler has ended, or its last view has died."""
+    """An engine, or a worker of it, has stopped reading a request: its handler has ended, or its last view has died."""
 
     sender: int
     number: int
     until_ns: int
+    engine: int
     engine_waited_ns: int = 0
 
 

@@ -31,9 +31,11 @@ class Fault(enum.Enum):
     LEAVE = "a frontend leaves in the middle of its requests"
     ABORT_STORM = "a frontend aborts all it has in flight, often"
     FULL_SLAB = "all ask for more memory than there is"
+    KILL_WORKER = "a worker is killed"
+    STOP_WORKER = "a worker is stopped for a while"
 
 
-#: How often each happens, of a hundred.
+#: How often each happens, beside the others.
 _WEIGHTS: Mapping[Fault, int] = {
     Fault.KILL_FRONTEND: 30,
     Fault.KILL_ENGINE: 10,
@@ -43,6 +45,8 @@ _WEIGHTS: Mapping[Fault, int] = {
     Fault.LEAVE: 6,
     Fault.ABORT_STORM: 12,
     Fault.FULL_SLAB: 12,
+    Fault.KILL_WORKER: 12,
+    Fault.STOP_WORKER: 8,
 }
 
 #: Seconds that each lasts: the shortest and the longest. For a killed engine: until the next is started.
@@ -55,6 +59,8 @@ _DURATIONS: Mapping[Fault, tuple[float, float]] = {
     Fault.LEAVE: (0.0, 0.3),
     Fault.ABORT_STORM: (0.2, 1.0),
     Fault.FULL_SLAB: (0.5, 2.0),
+    Fault.KILL_WORKER: (0.0, 0.3),
+    Fault.STOP_WORKER: (0.05, 1.0),
 }
 
 
@@ -67,6 +73,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         engines: that requests are divided between.
         frontends: processes that send.
         workers: requests that each of them has under way.
+        readers: worker processes of the engine, to which it shares some claims.
         pause_s: mean pause of a worker between two requests. It keeps the machine below saturation, where latencies would
             measure the queue for a core.
         phase_s: length of a phase; a short run has shorter ones, so that there are always some.
@@ -82,6 +89,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     engines: int = 2
     frontends: int = 3
     workers: int = 6
+    readers: int = 2
     pause_s: float = 0.08
     phase_s: float = 15.0
     fault_interval_s: float = 0.9

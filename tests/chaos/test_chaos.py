@@ -69,7 +69,7 @@ def test_a_single_wrong_bit_is_found(place: int) -> None:
 def test_a_journal_that_a_death_has_cut_is_read_up_to_there(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
-    records: list[Record] = [Began(1, "copied", 10), Ended(1, "answered", 20), Held(4, 1, 15)]
+    records: list[Record] = [Began(1, "copied", 10), Ended(1, "answered", 20), Held(4, 1, 15, 9)]
     for record in records:
         journal.write(record)
     journal.wrong("violation", "such a thing")
@@ -110,7 +110,7 @@ def test_latencies_count_beyond_the_step_and_without_stops(tmp_path: Path) -> No
     observations = seen(
         tmp_path,
         {
-            1: [Held(2, 1, 130 * MS), Held(2, 2, 10 * MS), Held(3, 9, 420 * MS), Gone(3, 4096, 425 * MS)],
+            1: [Held(2, 1, 130 * MS, 1), Held(2, 2, 10 * MS, 1), Held(3, 9, 420 * MS, 1), Gone(3, 4096, 425 * MS)],
             2: [
                 *(Aborted(number, 100 * MS) for number in (1, 2)),
                 *(Reusable(number, 132 * MS) for number in (1, 2)),

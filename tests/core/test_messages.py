@@ -19,6 +19,8 @@ from shmring.core.messages import (
     TENSOR_ALIGNMENT,
     TORCH_ITEM_NBYTES,
     Abort,
+    AnswerFailed,
+    AnswerPart,
     Call,
     CallResult,
     DeviceHandle,
@@ -29,12 +31,14 @@ from shmring.core.messages import (
     FrontendMessage,
     Goodbye,
     Hello,
+    Join,
     Keep,
     LeaseGrant,
     LeaseRecall,
     LeaseRequest,
     LeaseReturn,
     NotKept,
+    RankTaken,
     Refused,
     Release,
     ReplyRelease,
@@ -42,9 +46,13 @@ from shmring.core.messages import (
     TensorRef,
     Unpin,
     Welcome,
+    WorkerMessage,
+    WorkerWelcome,
     align,
     decode_engine_message,
+    decode_first_message,
     decode_frontend_message,
+    decode_worker_message,
     encode_message,
     item_nbytes,
 )
@@ -98,8 +106,15 @@ ENGINE_MESSAGES: list[EngineMessage] = [
     Refused("full"),
     Found(1, 2**40 + 1, 4096, 100, False, b"\xc0"),
     NotKept(1, "absent"),
+    WorkerWelcome(1, 7, 1 << 30, 1 << 29, 1 << 28, 1 << 18, 8192, 1 << 24, 32),
+    RankTaken(3, 4711),
 ]
-EVERY_MESSAGE = [*FRONTEND_MESSAGES, *ENGINE_MESSAGES]
+WORKER_MESSAGES: list[WorkerMessage] = [
+    Join(1, 3, "rank-3"),
+    AnswerFailed(3, "ValueError", "no such layer"),
+    AnswerPart(b"abc", True),
+]
+EVERY_MESSAGE = [*FRONTEND_MESSAGES, *ENGINE_MESSAGES, *WORKER_MESSAGES]
 
 #: What is read by :mod:`shmring.core.wire`, by who writes it: records of which each byte counts.
 SUBMITS = {
@@ -115,6 +130,7 @@ ENGINE_RECORDS = {
 }
 
 unsigned = st.integers(0, BIGGEST)
+ranks = st.integers(0, 2**31 - 1)
 generations = st.integers(0, 2**64 - 1)
 short_text = st.text(max_size=64)
 many_ids = st.lists(unsigned, max_size=5).map(tuple)
@@ -148,6 +164,13 @@ engine_messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(Refused, st.text()),
     st.builds(Found, unsigned, generations, unsigned, unsigned, st.booleans(), st.binary(min_size=1, max_size=40)),
     st.builds(NotKept, unsigned, st.sampled_from(["absent", "large", "full", "pins"])),
+    st.builds(WorkerWelcome, st.integers(0, 9), generations, *[unsigned] * 7),
+    st.builds(RankTaken, ranks, st.integers(0, 2**31)),
+)
+worker_messages: st.SearchStrategy[Any] = st.one_of(
+    st.builds(Join, st.integers(0, 9), ranks, short_text),
+    st.builds(AnswerFailed, unsigned, short_text, st.text()),
+    st.builds(AnswerPart, st.binary(max_size=40), st.booleans()),
 )
 
 
@@ -192,14 +215,30 @@ def test_what_an_engine_sends_arrives(message: EngineMessage) -> None:
     assert decode_engine_message(encode_message(message)) == message
 
 
+@pytest.mark.parametrize("message", WORKER_MESSAGES, ids=by_type)
+def test_what_a_worker_sends_arrives(message: WorkerMessage) -> None:
+    assert decode_worker_message(encode_message(message)) == message
+
+
+def test_a_connection_starts_as_a_frontends_or_a_workers() -> None:
+    for first in (FRONTEND_MESSAGES[0], WORKER_MESSAGES[0]):
+        assert decode_first_message(encode_message(first)) == first
+
+
 def test_the_examples_above_are_every_message_there_is() -> None:
     assert {type(message) for message in FRONTEND_MESSAGES} == set(FrontendMessage.__args__)
     assert {type(message) for message in ENGINE_MESSAGES} == set(EngineMessage.__args__)
+    assert {type(message) for message in WORKER_MESSAGES} == set(WorkerMessage.__args__)
 
 
 @given(frontend_messages)
 def test_anything_a_frontend_can_send_arrives(message: FrontendMessage) -> None:
     assert decode_frontend_message(encode_message(message)) == message
+
+
+@given(worker_messages)
+def test_anything_a_worker_can_send_arrives(message: WorkerMessage) -> None:
+    assert decode_worker_message(encode_message(message)) == message
 
 
 @given(engine_messages)
@@ -215,7 +254,8 @@ def test_defaults_may_be_left_out() -> None:
 
 def test_the_tags_are_fixed() -> None:
     assert [plain(message)[0] for message in FRONTEND_MESSAGES] == [1, 3, 4, 5, 6, 7, 8, 12, 13, 14]
-    assert sorted(plain(message)[0] for message in ENGINE_MESSAGES) == [101, 102, *range(105, 110), 112, 113]
+    assert sorted(plain(message)[0] for message in ENGINE_MESSAGES) == [101, 102, *range(105, 110), 112, 113, 121, 122]
+    assert [plain(message)[0] for message in WORKER_MESSAGES] == [31, 33, 34]
     assert {msgspec.msgpack.decode(record)[0] for record in SUBMITS.values()} == {2}
     assert {msgspec.msgpack.decode(record)[0] for record in ENGINE_RECORDS.values()} == {103, 104}
 

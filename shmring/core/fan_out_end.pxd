@@ -1,0 +1,101 @@
+"""The C interface of :mod:`shmring.core.fan_out_end`, and what a message to workers says beside its content."""
+
+cimport cython
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from shmring.core.awaiting cimport Awaited
+from shmring.core.engine_end cimport ClaimEnd, EngineEnd
+from shmring.core.fan_out_book cimport FanOutBook, WorkerRecord
+from shmring.core.held_slots cimport HeldSlots
+from shmring.core.mapping cimport Mapping
+from shmring.core.payload cimport Packed, Packer
+from shmring.core.received cimport PayloadDecoder
+from shmring.core.views cimport Lent
+from shmring.core.wire cimport SlotNumbers
+
+cdef enum:
+    BROADCAST = 120     # tags of the records that are read and written here and in worker_end
+    ANSWER = 32
+    WANTS_ANSWER = 1    # flags of a message
+    IS_SHARED = 2       # its payload is an array of a claim's and of what goes beside it
+
+
+cdef class ClaimedSlots(HeldSlots):
+    cdef EngineEnd _end
+    cdef uint64_t _address
+    cdef uint64_t _nbytes
+    cdef ClaimEnd _last      # in which something was found last
+
+    cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1
+
+
+@cython.final
+cdef class Parcel:
+    cdef readonly Packed packed
+    cdef readonly object to      # ranks; None: all
+    cdef readonly uint64_t sequence
+    cdef uint32_t flags
+    cdef int64_t start
+    cdef uint64_t blocks
+    cdef readonly bint is_copied
+    cdef uint64_t nbytes         # that it keeps
+    cdef SlotNumbers* slots      # in place; and then that of region 0
+    cdef Lent** regions          # of those in place
+    cdef uint32_t slot_count
+
+
+cdef class FanOutEnd:
+    cdef readonly object shell
+    cdef readonly FanOutBook book
+    cdef public bint is_crowded
+    cdef public bint is_open
+    cdef readonly dict gathers           # by number of their message
+    cdef readonly uint64_t broadcasts
+    cdef readonly uint64_t gathered
+    cdef readonly uint64_t copied_nbytes
+    cdef readonly uint64_t in_place_nbytes
+    cdef readonly uint64_t late_answers
+    cdef EngineEnd _end
+    cdef ClaimedSlots _slots
+    cdef Packer _packer
+    cdef PayloadDecoder _decoder
+    cdef Mapping _memory
+    cdef uint64_t _slab_nbytes
+    cdef uint64_t _inline_nbytes
+    cdef uint64_t _record_nbytes
+    cdef uint64_t _at_once_nbytes
+    cdef uint32_t _max_tensors
+
+    cdef Parcel _pack(self, object payload, object to, uint32_t flags)
+    cdef uint64_t _mask(self, Parcel parcel) except? 0
+    cdef bint _send_at_once(self, Parcel parcel) except -1
+    cdef bint _has_room(self, uint64_t mask, Parcel parcel) except -1
+    cdef uint64_t _record(self, Parcel parcel, int stamp) except 0
+    cdef int _publish(self, uint64_t mask, Parcel parcel) except -1
+
+
+@cython.final
+cdef class Broadcasting(Awaited):
+    cdef FanOutEnd end
+    cdef object payload
+    cdef object to
+    cdef object timeout
+    cdef uint32_t flags
+
+
+@cython.final
+cdef class Gathering(Awaited):
+    cdef FanOutEnd end
+    cdef object payload
+    cdef object to
+    cdef object timeout
+    cdef Parcel parcel
+    cdef object future
+    cdef object timer
+    cdef readonly uint64_t expected   # places of those who have not replied
+    cdef list answers                 # in order of rank
+    cdef tuple order                  # places, in the same order
+    cdef readonly bint is_sent
+
+    cdef int _sent(self) except -1
+    cdef int _fail(self, error) except -1

@@ -1,0 +1,562 @@
+"""The engine's end towards its workers: what it does with every message to them, and with every reply of theirs.
+
+Theory of operation. A message is packed once. Tensors that lie in slots of claims that are in hand stay there, and the message keeps
+those slots as a view would; the others are copied once, into the record or into the memory of broadcasts, which only the engine can
+write. Then the record goes to the message ring of each worker in one step: so the order is the same for all, and a message is given
+to all or to none. Whoever sleeps is rung for.
+
+Nothing is waited for here. What finds no memory, no place, or no room in a ring, and what takes long to copy, is for the *shell*
+(:mod:`shmring.ring.workers`), which is handed in; it has those who wait stand in line, and calls back here.
+
+What a worker sends is its own word about itself. A reply that nobody waits for (any more) is counted; what can't be true ends that
+worker's connection.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+
+from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
+from shmring.core.engine_end cimport ClaimEnd, EngineEnd
+from shmring.core.fan_out_book cimport WINDOW, FanOutBook, WorkerRecord
+from shmring.core.held_slots cimport HeldSlots
+from shmring.core.lending cimport BLOCK_NBYTES, slot_blocks
+from shmring.core.mapping cimport Mapping
+from shmring.core.message_ring cimport RecordWriter
+from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned, read_array, read_unsigned, unsigned_nbytes
+from shmring.core.payload cimport Packed, Packer, put_slot
+from shmring.core.received cimport PayloadDecoder, regions_of
+from shmring.core.views cimport Lent, drop_region, hold_region
+from shmring.core.wire cimport SLOT_EXTENSION_NBYTES, Content, SlotNumbers, read_content
+
+from shmring.core.messages import SLOT_HEADER_NBYTES
+from shmring.errors import CapacityError, ClosedError, RemoteProtocolError, WorkerFailedError, WorkerLostError, WorkersBehindError
+
+cdef extern from *:
+    """
+    #define lowest_bit(mask) __builtin_ctzll(mask)
+    """
+    int lowest_bit(uint64_t mask) noexcept nogil
+
+cdef enum:
+    _HEADER_NBYTES = 64
+    _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
+
+assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+
+cdef class ClaimedSlots(HeldSlots):
+    """The slots of claims that are in hand, as a :class:`Packer` asks for them. Nothing is written down: it looks when it is asked.
+
+    Args:
+        end: whose claims.
+        address, nbytes: of the slab.
+    """
+
+    def __init__(self, EngineEnd end not None, address: int, nbytes: int) -> None:
+        super().__init__()
+        self._end = end
+        self._address, self._nbytes = address, nbytes
+
+    cdef bint find(self, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
+        cdef ClaimEnd claim
+        if address - self._address >= self._nbytes:
+            return False
+        if self._last is not None and self._find_in(self._last, address, nbytes, region, offset):
+            return True
+        for weakly in self._end.claims.values():
+            claim = weakly()
+            if claim is not None and self._find_in(claim, address, nbytes, region, offset):
+                self._last = claim
+                return True
+        return False
+
+    def rest(self) -> None:
+        """Keeps no claim alive any longer."""
+        self._last = None
+
+    cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
+        cdef SlotNumbers* slot
+        cdef uint64_t start
+        cdef uint32_t i, place
+        if claim.regions is None:
+            return False  # it was released
+        for i in range(claim.regions.content.slot_count):
+            slot = claim.regions.content.slot_numbers + i
+            start = self._address + slot.offset + _HEADER_NBYTES
+            if address < start or address - start > slot.nbytes or nbytes > slot.nbytes - (address - start):
+                continue
+            found = (claim, i)
+            for place in range(<uint32_t>len(self.found)):
+                if self.found[place] == found:
+                    break
+            else:
+                place = <uint32_t>len(self.found)
+                self.found.append(found)
+            region[0] = place + 1
+            offset[0] = address - start
+            return True
+        return False
+
+
+@cython.final
+@cython.no_gc
+cdef class Parcel:
+    """A message that is on its way to the rings of workers.
+
+    Attributes:
+        packed: its content.
+        to: ranks of those who get it; None: all.
+        sequence: its number, once it was published; 0: it was not, or went to nobody.
+        is_copied: whether what is copied has been.
+    """
+
+    def __cinit__(self) -> None:
+        self.start = -1
+
+    def __dealloc__(self) -> None:
+        cdef uint32_t i
+        if self.regions != NULL:
+            for i in range(self.slot_count):
+                if self.regions[i] != NULL:
+                    drop_region(self.regions[i])
+            free(self.regions)
+        free(self.slots)
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether it waits for memory of broadcasts."""
+        return self.packed.slot_nbytes != 0 and self.start < 0
+
+
+cdef class FanOutEnd:
+    """See the head of this file.
+
+    Args:
+        shell: what is asked to wait, and told of workers that break the rules.
+        end: of this engine: its claims and its slab.
+        book: of its workers.
+        packer, decoder: of payloads.
+        slab: where it is mapped.
+        inline_nbytes: of tensors in a record, at most.
+        record_nbytes: of a record, at most.
+        at_once_nbytes: copies of no more than this are made at once.
+        max_tensors: in a payload.
+
+    Attributes:
+        is_crowded: whether others wait, and come first; the shell says so.
+        is_open: whether anything may be sent; the shell says so.
+        broadcasts, gathered, copied_nbytes, in_place_nbytes, late_answers: counted so far.
+    """
+
+    def __init__(
+        self, shell, EngineEnd end not None, FanOutBook book not None, Packer packer not None, PayloadDecoder decoder not None,
+        Mapping slab not None, *, inline_nbytes, record_nbytes, at_once_nbytes, max_tensors,
+    ) -> None:
+        self.shell = shell
+        self.book = book
+        self.is_open = True
+        self.gathers = {}
+        self._end = end
+        self._slots = ClaimedSlots(end, slab.address, slab.nbytes)
+        self._packer, self._decoder = packer, decoder
+        self._slab_nbytes = slab.nbytes
+        self._inline_nbytes, self._record_nbytes = inline_nbytes, record_nbytes
+        self._at_once_nbytes = at_once_nbytes
+        self._max_tensors = max_tensors
+
+    def reserve(self, Mapping memory not None) -> None:
+        """There is memory for broadcasts."""
+        self._memory = memory
+        self.book.reserve(memory.nbytes // BLOCK_NBYTES)
+
+    def close(self) -> None:
+        """Nothing is sent any more, and nothing need stay mapped."""
+        self.is_open = False
+        self._memory = None
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def broadcast(self, payload, to, timeout, *, is_shared: bool = False) -> Broadcasting:
+        """Sends a payload to workers when that is awaited."""
+        cdef Broadcasting sending = Broadcasting.__new__(Broadcasting)
+        sending.end, sending.payload, sending.to, sending.timeout = self, payload, to, timeout
+        sending.flags = IS_SHARED if is_shared else 0
+        return sending
+
+    def gather(self, payload, to, timeout) -> Gathering:
+        """Sends a payload to workers and waits for their replies when that is awaited."""
+        cdef Gathering gathering = Gathering.__new__(Gathering)
+        gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
+        return gathering
+
+    def send_now(self, payload, to, *, is_shared: bool = False):
+        """Sends a payload if nothing has to be waited for.
+
+        Returns:
+            The ranks it went to; None if something would have to be waited for.
+        """
+        cdef Parcel parcel = self._pack(payload, to, IS_SHARED if is_shared else 0)
+        if self._send_at_once(parcel):
+            return self.book.ranks if to is None else to
+        self.discard(parcel)
+        return None
+
+    cdef Parcel _pack(self, object payload, object to, uint32_t flags):
+        cdef Parcel parcel
+        cdef ClaimEnd claim
+        cdef SlotNumbers* slot
+        cdef uint32_t count, place, i
+        if not self.is_open:
+            raise self.shell.closed()
+        parcel = Parcel.__new__(Parcel)
+        parcel.to, parcel.flags = to, flags
+        if to is not None:
+            self.book.mask_of(to)
+        try:
+            parcel.packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes, self._slots)
+        finally:
+            found = self._slots.found
+            self._slots.found = []
+            if not found:
+                self._slots._last = None
+        if parcel.packed.slot_nbytes:
+            parcel.blocks = slot_blocks(parcel.packed.slot_nbytes)
+            if self._memory is not None and parcel.blocks > self._memory.mapped.nbytes // BLOCK_NBYTES:
+                capacity = self._memory.mapped.nbytes - _HEADER_NBYTES
+                raise CapacityError(
+                    f"a message that copies {parcel.packed.slot_nbytes} bytes can never fit the memory of broadcasts; "
+                    "raise broadcast_nbytes, or send tensors that lie in a claim's slot",
+                    needed=parcel.packed.slot_nbytes, capacity=capacity,
+                )
+        count = <uint32_t>len(found)
+        parcel.nbytes = parcel.blocks * BLOCK_NBYTES
+        parcel.slots = <SlotNumbers*>malloc((count + 1) * sizeof(SlotNumbers))
+        if parcel.slots == NULL:
+            raise MemoryError
+        if count:
+            parcel.regions = <Lent**>malloc(count * sizeof(Lent*))
+            if parcel.regions == NULL:
+                raise MemoryError
+            for place in range(count):
+                claim, i = found[place]
+                slot = claim.regions.content.slot_numbers + i
+                parcel.slots[place] = slot[0]
+                parcel.slots[place].lease_id = 0
+                parcel.nbytes += slot.nbytes
+                parcel.regions[place] = claim.regions.region(i + 1)
+                hold_region(parcel.regions[place])
+                parcel.slot_count += 1
+        return parcel
+
+    def needs_copy_beside(self, Parcel parcel not None) -> bool:
+        """Whether copying it would take the loop too long."""
+        return parcel.packed.slot_nbytes > self._at_once_nbytes
+
+    def take_memory(self, Parcel parcel not None) -> bool:
+        """Takes memory for what is copied, if it needs any; False: there is none now."""
+        if not parcel.packed.slot_nbytes or parcel.start >= 0:
+            return True
+        if self._memory is None:
+            return True  # there is nobody to send it to
+        parcel.start = self.book.take_blocks(parcel.blocks)
+        if parcel.start < 0 and self.book.sweep():
+            parcel.start = self.book.take_blocks(parcel.blocks)
+        return parcel.start >= 0
+
+    def address_of(self, Parcel parcel not None) -> int:
+        """Where what is copied goes; 0: nowhere."""
+        return 0 if parcel.start < 0 else <uint64_t>self._memory.mapped.address + parcel.start * BLOCK_NBYTES + _HEADER_NBYTES
+
+    def copied(self, Parcel parcel not None) -> None:
+        """It has been copied."""
+        parcel.is_copied = True
+
+    def discard(self, Parcel parcel not None) -> None:
+        """It is not sent after all. Nobody may be writing to its memory any more."""
+        if parcel.start >= 0:
+            self.book.give_blocks(parcel.start, parcel.blocks)
+            parcel.start = -1
+
+    def publish(self, Parcel parcel not None) -> bool:
+        """Sends what was copied; False: there is no place, or no room in a ring.
+
+        Raises:
+            WorkerLostError: somebody who was to get it is no worker any more.
+        """
+        cdef uint64_t mask = self._mask(parcel)
+        if not self._has_room(mask, parcel):
+            return False
+        self._publish(mask, parcel)
+        return True
+
+    cdef uint64_t _mask(self, Parcel parcel) except? 0:
+        return self.book.members() if parcel.to is None else self.book.mask_of(parcel.to)
+
+    cdef bint _send_at_once(self, Parcel parcel) except -1:
+        cdef uint64_t mask
+        if self.is_crowded or parcel.packed.slot_nbytes > self._at_once_nbytes:
+            return False
+        self.book.sweep_oldest()
+        mask = self._mask(parcel)
+        if not mask:
+            return True
+        if not self._has_room(mask, parcel) or not self.take_memory(parcel):
+            return False
+        mask = self._mask(parcel)  # somebody may have broken the rules meanwhile
+        if parcel.start >= 0:
+            parcel.packed.copy_to(
+                <uint8_t*>self._memory.mapped.address + parcel.start * BLOCK_NBYTES + _HEADER_NBYTES, False
+            )
+            parcel.is_copied = True
+        self._publish(mask, parcel)
+        return True
+
+    cdef uint64_t _record(self, Parcel parcel, int stamp) except 0:
+        """How long its record is."""
+        if not parcel.packed.slot_nbytes:
+            parcel.packed.make_contiguous()
+        return (
+            3 + unsigned_nbytes(self.book.next_sequence) + unsigned_nbytes(stamp) + array_nbytes(parcel.slot_count)
+            + parcel.slot_count * <uint64_t>_SLOT_NBYTES + parcel.packed.content_nbytes()
+        )
+
+    cdef bint _has_room(self, uint64_t mask, Parcel parcel) except -1:
+        """Whether there is place for it, and room in every ring; whose count is impossible is not asked further."""
+        cdef WorkerRecord worker
+        cdef uint32_t nbytes = <uint32_t>self._record(parcel, WINDOW - 1)
+        if not self.book.has_place(mask):
+            self.book.sweep()
+            if not self.book.has_place(mask):
+                return False
+        while mask:
+            worker = self.book.at_place(lowest_bit(mask))
+            mask &= mask - 1
+            try:
+                if worker.writer is None:
+                    continue
+                if not worker.writer.is_writable() or not worker.writer.has_room(nbytes):
+                    return False
+            except RemoteProtocolError as error:
+                self.shell.worker_violated(worker, error)
+        return True
+
+    cdef int _publish(self, uint64_t mask, Parcel parcel) except -1:
+        """For which there is place, and room in every ring. No Python runs between the first record and the last."""
+        cdef WorkerRecord worker
+        cdef RecordWriter writer
+        cdef uint64_t left, sequence
+        cdef uint32_t nbytes, slots = parcel.slot_count, i
+        cdef int stamp
+        cdef uint8_t* to
+        mask &= self.book.members()
+        if not mask:
+            return 0
+        stamp = self.book.next_stamp()
+        nbytes = <uint32_t>self._record(parcel, stamp)
+        sequence = self.book.next_sequence
+        if parcel.start >= 0:
+            parcel.slots[slots].lease_id = 0
+            parcel.slots[slots].offset = self._slab_nbytes + <uint64_t>parcel.start * BLOCK_NBYTES
+            parcel.slots[slots].nbytes = parcel.packed.slot_nbytes
+            parcel.slots[slots].generation = sequence
+        left = mask
+        while left:
+            worker = self.book.at_place(lowest_bit(left))
+            writer = worker.writer
+            to = writer.reserve(nbytes)
+            assert to != NULL, "there was room just now"
+            to = put_array(to, 5 + parcel.packed.content_members())
+            to = put_unsigned(put_unsigned(to, BROADCAST), sequence)
+            to = put_unsigned(to, stamp)
+            to = put_array(put_unsigned(to, parcel.flags), slots)
+            for i in range(slots):
+                to = put_slot(to, parcel.slots + i)
+            to = parcel.packed.put_content(to, parcel.slots + slots)
+            writer.commit()
+            left &= left - 1
+        self.book.publish_to(mask, max(parcel.start, 0), parcel.blocks if parcel.start >= 0 else 0, parcel.nbytes, parcel.regions, slots)
+        parcel.sequence, parcel.start = sequence, -1
+        parcel.regions, parcel.slot_count = NULL, 0
+        if parcel.flags & WANTS_ANSWER:
+            self.gathered += 1
+        else:
+            self.broadcasts += 1
+        self.copied_nbytes += parcel.packed.copied_nbytes
+        self.in_place_nbytes += parcel.packed.in_place_nbytes
+        left = mask
+        while left:
+            worker = self.book.at_place(lowest_bit(left))
+            worker.writer.wake_reader()
+            if worker.writer.told:
+                self.shell.published(worker)
+            left &= left - 1
+        if slots:
+            self.shell.slots_are_kept()
+        return 0
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def take_answer(self, WorkerRecord worker not None, bytes record not None) -> bool:
+        """A record came from a worker; returns False if it is no reply.
+
+        Raises:
+            RemoteProtocolError: it broke the rules.
+        """
+        cdef Cursor cursor
+        cdef uint64_t members, tag, sequence
+        cdef Content content
+        cursor.at = <const uint8_t*>PyBytes_AS_STRING(record)
+        cursor.end = cursor.at + PyBytes_GET_SIZE(record)
+        if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag) or tag != ANSWER:
+            return False
+        if members != 4 or not read_unsigned(&cursor, &sequence):
+            raise RemoteProtocolError("a reply is to no message")
+        content = Content.__new__(Content)
+        read_content(&cursor, content, members - 2, self._max_tensors)
+        if content.slot_count:
+            raise RemoteProtocolError("a worker has no slots to reply from")
+        gathering = self._gathering(worker, sequence)
+        if gathering is not None:
+            try:
+                answer = self._decoder.decode(regions_of(content, 0, None, None), None)
+            except RemoteProtocolError:
+                raise
+            except Exception as error:
+                gathering.fail(error)
+            else:
+                gathering.take(worker, answer)
+        return True
+
+    def take_failure(self, WorkerRecord worker not None, sequence: int, type_name: str, message: str) -> None:
+        """A worker has no reply to a message.
+
+        Raises:
+            RemoteProtocolError: it broke the rules.
+        """
+        gathering = self._gathering(worker, sequence)
+        if gathering is not None:
+            gathering.fail(WorkerFailedError(type_name, message, rank=worker.rank))
+
+    def _gathering(self, WorkerRecord worker, uint64_t sequence):
+        """Who waits for a worker's reply to a message; None: nobody does any more."""
+        cdef Gathering gathering
+        if not sequence or sequence >= self.book.next_sequence:
+            raise RemoteProtocolError(f"a reply is to message {sequence}, and there was none")
+        gathering = self.gathers.get(sequence)
+        if gathering is None or not gathering.expected >> worker.place & 1:
+            if gathering is not None:
+                raise RemoteProtocolError(f"a worker replied to message {sequence} twice, or did not get it")
+            self.late_answers += 1
+        return gathering
+
+    def lost(self, WorkerRecord worker not None, reason: str) -> None:
+        """No reply will come from a worker any more."""
+        cdef Gathering gathering
+        for gathering in list(self.gathers.values()):
+            if gathering.expected >> worker.place & 1:
+                gathering.fail(WorkerLostError(
+                    f"worker {worker.rank} {reason} before it replied to message {gathering.parcel.sequence}", ranks=(worker.rank,)
+                ))
+
+
+@cython.final
+cdef class Broadcasting(Awaited):
+    """What sends a message to workers."""
+
+    cdef PyObject* happen(self) except NULL:
+        cdef Parcel parcel = self.end._pack(self.payload, self.to, self.flags)
+        self.payload = None
+        if self.end._send_at_once(parcel):
+            return self.came(None)
+        return self.wait_in(self.end.shell.send_in_turn(parcel, self.timeout))
+
+    cdef PyObject* came(self, object result) except NULL:
+        return owned(self.end.book.ranks if self.to is None else self.to)
+
+
+@cython.final
+cdef class Gathering(Awaited):
+    """What sends a message to workers and waits for their replies."""
+
+    cdef PyObject* happen(self) except NULL:
+        loop = self.end.shell.loop
+        self.parcel = self.end._pack(self.payload, self.to, WANTS_ANSWER)
+        self.payload = None
+        if not self.end._send_at_once(self.parcel):
+            return self.wait_in(self.end.shell.gather_in_turn(self, self.parcel, self.timeout))
+        if not self.parcel.sequence:
+            return owned([])
+        self.future = loop.create_future()
+        if self.timeout is not None:
+            self.timer = loop.call_later(self.timeout, self.time_out)
+        self._sent()
+        return self.wait_in(self.future)
+
+    def sent(self, future, timer) -> None:
+        """For the shell: it was sent, and the shell waits for this future. ``timer``: ends that; may be None."""
+        self.future, self.timer = future, timer
+        if self.parcel.sequence:
+            self._sent()
+        else:
+            self.answers = []
+            future.set_result(None)
+
+    cdef int _sent(self) except -1:
+        cdef FanOutBook book = self.end.book
+        ranks = book.ranks if self.to is None else sorted(set(self.to))
+        self.order = tuple([(<WorkerRecord>book.member(rank)).place for rank in ranks])
+        self.answers = [None] * len(self.order)
+        for place in self.order:
+            self.expected |= <uint64_t>1 << <int>place
+        self.end.gathers[self.parcel.sequence] = self
+        return 0
+
+    def take(self, WorkerRecord worker not None, answer) -> None:
+        """A reply came."""
+        self.answers[self.order.index(worker.place)] = answer
+        self.expected &= ~(<uint64_t>1 << worker.place)
+        if not self.expected and not self.future.done():
+            self.future.set_result(None)
+
+    def fail(self, error) -> None:
+        """A reply will not come."""
+        self._fail(error)
+
+    cdef int _fail(self, error) except -1:
+        if not self.future.done():
+            self.future.set_exception(error)
+        return 0
+
+    def missing(self) -> tuple:
+        """Ranks of those who have not replied."""
+        return self.end.book.ranks_of(self.expected)
+
+    def time_out(self) -> None:
+        """The time is over."""
+        ranks = self.missing()
+        self._fail(WorkersBehindError(
+            f"waited {self.timeout:g} s for the replies of workers {', '.join(map(str, ranks))}, and gave up", ranks=ranks
+        ))
+
+    cdef PyObject* came(self, object result) except NULL:
+        self.forget()
+        return owned(self.answers)
+
+    cdef int gave_up(self) except -1:
+        self.forget()
+        return 0
+
+    def forget(self) -> None:
+        """Nobody waits any more."""
+        if self.parcel is not None:
+            self.end.gathers.pop(self.parcel.sequence, None)
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = self.future = None
+
+
+may_be_awaited(Broadcasting)
+may_be_awaited(Gathering)

@@ -1,0 +1,406 @@
+"""A worker's end: messages that its engine hands out, read where they lie, and replies.
+
+Theory of operation. A message comes as a record; its tensors are views of the engine's memory, which is mapped here to be read and in
+no other way. A message is *acknowledged* when it has been left and the last view of it has died: then, and not before, the number of
+the message is stored in this worker's page, with a release store, so that every read of its bytes comes before. That happens on
+whatever thread drops the last reference, with the interpreter's lock or without it, and no Python runs there. An engine that waits for
+it has said so in the page, and is rung for; each step of the two is followed by a full fence and a look at the other's.
+
+The page stays mapped, and the bell's descriptor open, until the last message was acknowledged: views outlive the worker that they
+came from. A forked child acknowledges nothing; it does not have the page.
+
+Invariant: a message is acknowledged once at most, and never while a view of it lives.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetFromErrno
+from libc.errno cimport EINTR, errno
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from posix.unistd cimport close, dup
+
+from shmring.core.fan_out_book cimport AT_STAMPS, AT_WANT, PAGE_NBYTES, WINDOW
+from shmring.core.fan_out_end cimport ANSWER, BROADCAST, IS_SHARED, WANTS_ANSWER
+from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
+from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
+from shmring.core.msgpack cimport Cursor, Value, put_array, put_unsigned, read_array, read_unsigned, read_value, unsigned_nbytes
+from shmring.core.payload cimport Packed, Packer
+from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
+from shmring.core.views cimport Owner, leave_owner
+from shmring.core.wire cimport Content, SlotNumbers, read_content, read_slot
+
+from shmring.core.messages import SLOT_HEADER_NBYTES
+from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
+
+cdef extern from "atomics.h" nogil:
+    void store_release_u64(void* at, uint64_t value)
+    uint64_t load_acquire_u64(const void* at)
+    uint64_t exchange_u64(void* at, uint64_t value)
+    void fence_full()
+    void take_reference(int32_t* count)
+    int32_t drop_reference(int32_t* count)
+
+cdef extern from "<sys/socket.h>" nogil:
+    ssize_t send(int, const void*, size_t, int)
+    enum:
+        MSG_DONTWAIT
+        MSG_NOSIGNAL
+
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events
+        short revents
+    int poll(pollfd*, unsigned long, int)
+    enum:
+        POLLIN
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<time.h>" nogil:
+    struct timespec:
+        long tv_sec
+        long tv_nsec
+    int clock_gettime(int, timespec*)
+    enum:
+        CLOCK_MONOTONIC
+
+cdef enum:
+    _HEADER_NBYTES = 64
+
+assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+cdef object _LEFT = object()
+
+
+# -- acknowledging, in C -----------------------------------------------------------------------------------------------------
+
+
+cdef void _leave_page(Page* page) noexcept nogil:
+    if drop_reference(&page.references):
+        return
+    if page.forks == forks():
+        close(page.bell)
+    leave_mapped(page.mapped)
+    free(page)
+
+
+cdef void _acknowledge(Owner* owner) noexcept nogil:
+    """Nobody keeps a message any more."""
+    cdef Acknowledgement* left = <Acknowledgement*>owner
+    cdef Page* page = left.page
+    cdef char* at
+    cdef uint64_t wanted
+    if page.forks == forks():
+        at = page.mapped.address
+        store_release_u64(at + AT_STAMPS + 8 * left.stamp, left.sequence)  # release: what was read there was read before
+        fence_full()  # before the look: the engine says what it wants, fences, and looks at the stamps
+        wanted = load_acquire_u64(at + AT_WANT)
+        if wanted and left.sequence >= wanted and exchange_u64(at + AT_WANT, 0):
+            send(page.bell, b"\0", 1, MSG_DONTWAIT | MSG_NOSIGNAL)
+    _leave_page(page)
+    free(left)
+
+
+cdef class MessageEnd:
+    """A message, from its receipt until it is left; the shells' messages are subclasses.
+
+    Attributes:
+        sequence: its number; the same for all workers that get it.
+        wants_reply: whether the engine waits for a reply of each worker.
+        is_shared: whether it is a claim that is shared, with something beside.
+        left: whether it was left.
+        answered: whether it was replied to.
+        is_in_hands: whether it was received.
+    """
+
+    def fail_to_open(self, error) -> None:
+        """Its payload is not of the type that was asked for; for the subclass."""
+
+    def __dealloc__(self) -> None:
+        if self._acknowledgement != NULL:
+            leave_owner(&self._acknowledgement.owner)
+
+    @property
+    def payload(self):
+        """The payload, its tensors viewed in place, to be read only. A view keeps the message unacknowledged, also after it was left.
+
+        Raises:
+            LocalProtocolError: the message was left.
+        """
+        return self._shown(self._payload)
+
+    @property
+    def beside(self):
+        """What the engine has sent beside a claim that it shares; None for any other message.
+
+        Raises:
+            LocalProtocolError: the message was left.
+        """
+        return self._shown(self._beside)
+
+    cdef object _shown(self, object what):
+        if self.left:
+            raise LocalProtocolError(f"message {self.sequence} was left; keep what you need of its payload before")
+        return what
+
+    def leave_end(self) -> bool:
+        """Leaves it: acknowledged at once, or with the death of its last view. Returns False if it was left before."""
+        cdef Acknowledgement* acknowledgement = self._acknowledgement
+        cdef uint32_t slot
+        if self.left:
+            return False
+        self.left = True
+        self._payload = self._beside = None
+        if self._regions is not None:
+            for slot in range(self._regions.content.slot_count):
+                self._regions.leave(slot)
+            self._regions = None
+        self._acknowledgement = NULL
+        if acknowledgement != NULL:
+            leave_owner(&acknowledgement.owner)
+        return True
+
+    def mark_answered(self) -> None:
+        """It has been replied to.
+
+        Raises:
+            LocalProtocolError: nobody waits for a reply, or there was one.
+        """
+        if not self.wants_reply:
+            raise LocalProtocolError(f"message {self.sequence} wants no reply: the engine broadcast it; it gathers replies with `gather`")
+        if self.answered:
+            raise LocalProtocolError(f"message {self.sequence} was replied to before")
+        self.answered = True
+
+
+cdef class WorkerEnd:
+    """See the head of this file.
+
+    Args:
+        reader, writer: of the rings from and to the engine.
+        socket: the descriptor over which the engine is rung.
+        mapping: the engine's memory: slab, replies, broadcasts.
+        page: this worker's.
+        decoder: of payloads.
+        shared_decoder: of a pair of a claim's payload and what goes beside it.
+        packer: of replies.
+        message_type: a subclass of :class:`MessageEnd`.
+        max_tensors: in a payload.
+        max_payload_nbytes: of a payload.
+
+    Attributes:
+        received: messages so far.
+        shell: whose end this is; it says so.
+    """
+
+    def __init__(
+        self, RecordReader reader not None, RecordWriter writer not None, socket: int, Mapping mapping not None, Mapping page not None,
+        PayloadDecoder decoder not None, PayloadDecoder shared_decoder not None, Packer packer not None, message_type, *,
+        max_tensors, max_payload_nbytes,
+    ) -> None:
+        cdef int bell
+        assert page.mapped.nbytes == PAGE_NBYTES
+        self.reader, self.writer = reader, writer
+        self._mapping = mapping
+        self._decoder, self._shared_decoder, self._packer = decoder, shared_decoder, packer
+        self._message_type = message_type
+        self._max_tensors, self._max_payload_nbytes = max_tensors, max_payload_nbytes
+        bell = dup(socket)
+        if bell < 0:
+            PyErr_SetFromErrno(OSError)
+        self._page = <Page*>malloc(sizeof(Page))
+        if self._page == NULL:
+            close(bell)
+            raise MemoryError
+        self._page.references = 1
+        self._page.forks = forks()
+        self._page.bell = bell
+        self._page.mapped = page.mapped
+        keep_mapped(page.mapped)
+
+    def __dealloc__(self) -> None:
+        if self._page != NULL:
+            _leave_page(self._page)
+
+    def close(self) -> None:
+        """Leaves what was not received; what was stays until it is left. Nothing is received any more."""
+        cdef uint64_t sequence
+        try:
+            while (record := self.reader.read()) is not None:
+                self.leave_unread(record)
+        except RemoteProtocolError:
+            pass  # its engine has ended, or breaks the rules: then nobody waits for the rest
+        self._mapping = Mapping(-1, 0)
+        self.reader = self.writer = None
+
+    def leave_unread(self, bytes record not None) -> None:
+        """Leaves the message of a record without opening it."""
+        cdef MessageEnd message = self._begin(record, None)
+        if message is not None:
+            message.leave_end()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def take(self):
+        """Takes the next record; None: there is none. A message, or the bytes of a record of another kind.
+
+        Raises:
+            RemoteProtocolError: the engine broke the rules.
+            msgspec.ValidationError: the payload is not of the type that was asked for; the message was left.
+        """
+        cdef uint32_t nbytes
+        cdef bytes record
+        if not self.reader.next_nbytes(&nbytes):
+            return None
+        record = PyBytes_FromStringAndSize(NULL, nbytes)
+        self.reader.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
+        self.reader.wake_writer()
+        message = self._open(record)
+        return record if message is None else message
+
+    def open(self, bytes record not None):
+        """Returns the message of a record; None: it is of another kind. Raises as :meth:`take`."""
+        return self._open(record)
+
+    def _begin(self, bytes record, Content content):
+        """Reads the head of a message, and its content if one is given; returns it with its acknowledgement, or None."""
+        cdef Cursor cursor
+        cdef Value value
+        cdef uint64_t members, tag, sequence, stamp, flags, slots, i
+        cdef Acknowledgement* acknowledgement
+        cdef MessageEnd message
+        cdef SlotNumbers* slot
+        cursor.at = <const uint8_t*>PyBytes_AS_STRING(record)
+        cursor.end = cursor.at + PyBytes_GET_SIZE(record)
+        if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag) or tag != BROADCAST:
+            return None
+        if members < 7 or not read_unsigned(&cursor, &sequence) or not read_unsigned(&cursor, &stamp) or stamp >= WINDOW \
+                or not read_unsigned(&cursor, &flags) or not read_array(&cursor, &slots) or slots > self._max_tensors:
+            raise RemoteProtocolError("a message to workers is not as this protocol has it")
+        message = self._message_type.__new__(self._message_type)
+        message.end, message.sequence = self, sequence
+        message.wants_reply, message.is_shared = (flags & WANTS_ANSWER) != 0, (flags & IS_SHARED) != 0
+        acknowledgement = <Acknowledgement*>malloc(sizeof(Acknowledgement))
+        if acknowledgement == NULL:
+            raise MemoryError
+        acknowledgement.owner.references = 1
+        acknowledgement.owner.gone = _acknowledge
+        acknowledgement.page, acknowledgement.sequence, acknowledgement.stamp = self._page, sequence, <uint32_t>stamp
+        take_reference(&self._page.references)
+        message._acknowledgement = acknowledgement
+        if content is None:
+            return message
+        content.reserve_slots(slots + 1)
+        for i in range(slots):
+            read_value(&cursor, &value)
+            read_slot(&value, content.slot_numbers + i)
+            content.slot_count += 1
+        read_content(&cursor, content, members - 5, self._max_tensors)
+        for i in range(content.slot_count):
+            slot = content.slot_numbers + i
+            if slot.offset + _HEADER_NBYTES + slot.nbytes > self._mapping.mapped.nbytes:
+                raise RemoteProtocolError(f"a message's slot at {slot.offset} of {slot.nbytes} bytes exceeds the engine's memory")
+        return message
+
+    cdef MessageEnd _open(self, bytes record):
+        cdef Content content = Content.__new__(Content)
+        cdef MessageEnd message = self._begin(record, content)
+        cdef ContentRegions regions
+        cdef SlotNumbers* slot
+        if message is None:
+            return None
+        self.received += 1
+        regions = message._regions = regions_of(content, 0, None, self._mapping)
+        regions.owner = &message._acknowledgement.owner
+        if content.payload_nbytes:
+            slot = content.slot_numbers + content.slot_count - 1
+            content.take_payload(
+                PyBytes_FromStringAndSize(
+                    self._mapping.mapped.address + slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes
+                ),
+                self._max_tensors,
+            )
+        try:
+            if not message.is_shared:
+                message._payload = self._decoder.decode(regions, None)
+            else:
+                message._payload, message._beside = self._shared_decoder.decode(regions, None)
+        except BaseException as error:
+            message.fail_to_open(error)
+            message.leave_end()
+            raise
+        message.is_in_hands = True
+        return message
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def pack_answer(self, payload, sequence: int) -> bytes:
+        """Returns a reply as a record, which may be longer than a record may be: then it is sent in parts.
+
+        Raises:
+            TypeError: something in the payload can't be sent.
+            CapacityError: it is larger than any payload may be.
+        """
+        cdef uint64_t most = 4 * self._max_payload_nbytes, number = sequence
+        cdef Packed packed = self._packer.pack(payload, self._max_payload_nbytes, most)
+        cdef uint8_t* to
+        if packed.slot_nbytes:
+            raise CapacityError(
+                f"a reply of {packed.slot_nbytes} bytes exceeds max_payload_nbytes ({self._max_payload_nbytes})",
+                needed=packed.slot_nbytes, capacity=self._max_payload_nbytes,
+            )
+        packed.make_contiguous()
+        record = PyBytes_FromStringAndSize(NULL, 2 + unsigned_nbytes(number) + packed.content_nbytes())
+        to = put_unsigned(put_array(<uint8_t*>PyBytes_AS_STRING(record), 2 + packed.content_members()), ANSWER)
+        packed.put_content(put_unsigned(to, number), NULL)
+        return record
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def sleep(self, pidfd: int, wait_s: float, busy_s: float, *, for_room: bool = False) -> bool:
+        """Waits, without the interpreter's lock, until there may be something to read, or room to write.
+
+        Args:
+            pidfd: of the engine.
+            wait_s: seconds; less than 0: without end. A signal, or a descriptor that has something to say, ends it sooner.
+            busy_s: so long it looks before it sleeps, and lets other processes run between two looks.
+            for_room: it is not waited for messages.
+
+        Returns:
+            Whether a descriptor has something to say: the caller reads bells, and finds out what has ended.
+        """
+        cdef pollfd descriptors[2]
+        cdef double until = _now() + busy_s
+        cdef bint is_news = False, is_for_room = for_room
+        cdef RecordReader reader = self.reader
+        cdef int ready = 0, patience
+        cdef double wait = <double>wait_s
+        cdef double busy = <double>busy_s
+        descriptors[0].fd, descriptors[0].events = self._page.bell, POLLIN
+        descriptors[1].fd, descriptors[1].events = <int>pidfd, POLLIN
+        with nogil:
+            if not is_for_room:
+                while busy > 0 and not is_news:
+                    is_news = reader.has_news()
+                    if not is_news:
+                        sched_yield()
+                        if _now() > until:
+                            break
+                is_news = is_news or not reader.fall_asleep()
+            if not is_news:
+                # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.
+                patience = 1000 if wait < 0 or wait > 1 else <int>(wait * 1000 + 0.999)
+                ready = poll(descriptors, 2, patience)
+        if not is_for_room:
+            reader.wake()
+        if ready < 0 and errno == EINTR:
+            PyErr_CheckSignals()
+        return ready > 0
+
+
+cdef double _now() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec + now.tv_nsec * 1e-9

@@ -1,0 +1,568 @@
+"""The engine's end towards its workers: who joins and leaves, and who waits.
+
+Theory of operation: :class:`Workers` is the asyncio shell around the :class:`~shmring.core.fan_out_end.FanOutEnd`, as the ring
+is around its end. A message that finds memory, place and room is sent there, at once. One that does not, or that takes long to
+copy, stands in line here, and nobody overtakes it: so messages are sent in the order of the calls, and whoever is cancelled
+passes the turn on.
+
+Who waits for workers says so in their pages or rings, and is rung for; nobody is rung for otherwise. The slots of claims are
+the
+exception: their frontends wait for them, and not this engine. So somebody looks after them, a moment after such a message was
+sent, and asks those who still read them to ring.
+
+What ends a worker: its connection, :meth:`Workers.drop`, its process's death, or breaking the rules. In each case it gets
+nothing more at once. What it has not left comes back when it says so in its page, or when the kernel says that its process is
+dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shmring.core.engine_end import ClaimEnd, EngineEnd
+from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
+from shmring.core.fan_out_end import FanOutEnd, Gathering, Parcel
+from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.mapping import Mapping
+from shmring.core.messages import (
+    PROTOCOL_VERSION,
+    AnswerFailed,
+    AnswerPart,
+    Join,
+    RankTaken,
+    Refused,
+    WorkerWelcome,
+    decode_worker_message,
+)
+from shmring.errors import RemoteProtocolError, WorkerLostError, WorkersBehindError, WouldBlock
+from shmring.memory.slab import Slab, reserve_for_one_writer
+from shmring.memory.tensors import make_decoder, make_packer
+from shmring.statistics import WorkerStatistics
+from shmring.transport.endpoint import Peer, answer_peer, handshake_frame, refuse
+from shmring.transport.link import Link
+from shmring.transport.liveness import ProcessWatch
+from shmring.transport.rings import map_rings, sealed_memory, sealed_rings
+
+if TYPE_CHECKING:
+    from shmring.ring.ring import Ring
+
+__all__ = ["Workers"]
+
+logger = logging.getLogger("shmring.ring")
+
+_MADV_DONTFORK = 10
+_INLINE_NBYTES = (
+    1024  # of tensors in a record: it is copied for each worker, and a view of the one copy in memory costs as much
+)
+_KEPT_S = 0.001  # after which somebody looks whether slots of claims may go back
+_GONE_S = 0.1  # the same of workers that ring no more: dropped ones, of which only their pages tell
+_MOST_ANSWERS = 4  # of max_payload_nbytes: what one reply may take in parts, tensors included
+_BACKLOG_NBYTES = 64 << 10  # of what can't wait: the word that a connection ends
+
+
+class _Worker:
+    """A worker that has joined: what its connection reports."""
+
+    def __init__(self, workers: Workers, peer: Peer, watch: ProcessWatch, page: Mapping, ring_fds: tuple[int, int]) -> None:
+        hello = peer.hello
+        assert isinstance(hello, Join)
+        self._workers = workers
+        self.rank = hello.rank
+        self.name = hello.name
+        self.pid = peer.pid
+        self.watch = watch
+        self.page = page
+        self.parts: list[bytes] = []
+        self.parts_nbytes = 0
+        to_worker, to_engine = map_rings(ring_fds, int(workers.ring.config.message_ring_nbytes))
+        self.link = _WorkerLink(
+            self, peer.socket, to_engine, to_worker, workers.ring.poller, max_backlog_nbytes=_BACKLOG_NBYTES
+        )
+        self.record: WorkerRecord
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} ({self.name or 'unnamed'}, pid {self.pid})"
+
+    def take_record(self, record: bytes) -> None:
+        end = self._workers.end
+        if end.take_answer(self.record, record):
+            return
+        message = decode_worker_message(record)
+        if isinstance(message, AnswerPart):
+            self._take_part(message)
+        elif isinstance(message, AnswerFailed):
+            end.take_failure(self.record, message.sequence, message.type_name, message.message)
+        else:
+            raise RemoteProtocolError("a worker joins once")
+
+    def _take_part(self, part: AnswerPart) -> None:
+        self.parts.append(part.data)
+        self.parts_nbytes += len(part.data)
+        if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.ring.config.max_payload_nbytes):
+            raise RemoteProtocolError(f"a reply in parts exceeds {_MOST_ANSWERS} times max_payload_nbytes")
+        if not part.more:
+            record, self.parts, self.parts_nbytes = b"".join(self.parts), [], 0
+            if not self._workers.end.take_answer(self.record, record):
+                raise RemoteProtocolError("what came in parts is no reply")
+
+    def rang(self) -> None:
+        self._workers.look()
+
+    def peer_gave_up(self) -> None:
+        """It uses nothing of what it was lent."""
+        self._workers.part(self, "gave up", uses_nothing=True)
+
+    def protocol_violated(self, error: RemoteProtocolError) -> None:
+        self._workers.refuse(self, error)
+
+    def connection_lost(self) -> None:
+        self._workers.part(self, "has left")
+
+
+class _WorkerLink(Link):
+    """A link whose owner hears each bell: it may be an acknowledgement's."""
+
+    _owner: _Worker
+
+    def _hear(self) -> None:
+        super()._hear()
+        self._owner.rang()
+
+
+class Workers:
+    """The workers of a ring.
+
+    Args:
+        ring: whose they are.
+        end: its compiled end.
+        slab: its slab.
+        record_nbytes: of a record, at most.
+    """
+
+    def __init__(self, ring: Ring, end: EngineEnd, slab: Slab, record_nbytes: int) -> None:
+        self.ring = ring
+        self.loop = ring.loop
+        config = ring.config
+        self._slab = slab
+        self._reserving: asyncio.Future[tuple[int, Mapping]] | None = None
+        self._fd = -1
+        self._memory: Mapping | None = None
+        self.book = FanOutBook(config.worker_backlog, config.max_workers)
+        self.end = FanOutEnd(
+            self,
+            end,
+            self.book,
+            make_packer(config.max_tensors, int(config.max_payload_nbytes)),
+            make_decoder(),
+            slab.mapping,
+            inline_nbytes=min(_INLINE_NBYTES, int(config.inline_nbytes)),
+            record_nbytes=record_nbytes,
+            at_once_nbytes=int(config.copy_offload_nbytes),
+            max_tensors=config.max_tensors,
+        )
+        self._workers: dict[WorkerRecord, _Worker] = {}
+        self._line: deque[asyncio.Future[None]] = deque()  # of those who wait for their turn to send
+        self._is_sending = False
+        self._change: asyncio.Future[None] | None = None  # of whoever sends and waits for workers
+        self._joined: list[asyncio.Future[None]] = []  # of those who wait for workers to join
+        self._looking: asyncio.TimerHandle | None = None
+        self._broken = 0
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, payload: object, to: Iterable[int] | None, timeout: float | None) -> Awaitable[tuple[int, ...]]:
+        """See :meth:`Ring.broadcast`."""
+        return self.end.broadcast(payload, _ranks(to), timeout)
+
+    def broadcast_nowait(self, payload: object, to: Iterable[int] | None) -> tuple[int, ...]:
+        """See :meth:`Ring.broadcast_nowait`."""
+        return self._sent_now(self.end.send_now(payload, _ranks(to)))
+
+    def share(
+        self, claim: ClaimEnd, beside: object, to: Iterable[int] | None, timeout: float | None
+    ) -> Awaitable[tuple[int, ...]]:
+        """See :meth:`Claim.share`."""
+        return self.end.broadcast([claim.payload, beside], _ranks(to), timeout, is_shared=True)
+
+    def share_nowait(self, claim: ClaimEnd, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
+        """See :meth:`Claim.share_nowait`."""
+        return self._sent_now(self.end.send_now([claim.payload, beside], _ranks(to), is_shared=True))
+
+    def _sent_now(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+        if ranks is None:
+            raise WouldBlock("workers are behind, others wait to send, or the message takes long to copy")
+        return ranks
+
+    def gather(self, payload: object, to: Iterable[int] | None, timeout: float | None) -> Awaitable[list[Any]]:
+        """See :meth:`Ring.gather`."""
+        return self.end.gather(payload, _ranks(to), timeout)
+
+    async def send_in_turn(self, parcel: Parcel, timeout: float | None) -> None:
+        """For the end: sends what has to wait, or takes long to copy.
+
+        Raises:
+            WorkersBehindError: the time is over.
+            WorkerLostError: somebody who was to get it is no worker any more.
+            ClosedError: the ring is closed meanwhile.
+        """
+        bound = asyncio.timeout(timeout)
+        try:
+            async with bound:
+                await self._send(parcel)
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            ranks = self._laggards(parcel)
+            raise WorkersBehindError(
+                f"waited {timeout:g} s for workers {', '.join(map(str, ranks)) or 'to be sent what others wait to send'}"
+                f"{' to leave messages' if ranks else ''}, and gave up",
+                ranks=ranks,
+            ) from None
+        finally:
+            del bound
+
+    async def gather_in_turn(self, gathering: Gathering, parcel: Parcel, timeout: float | None) -> None:
+        """For the end: the same of a message whose replies are waited for, and waits for them, in the same time."""
+        deadline_s = None if timeout is None else self.loop.time() + timeout
+        await self.send_in_turn(parcel, timeout)
+        future: asyncio.Future[None] = self.loop.create_future()
+        gathering.sent(future, None if deadline_s is None else self.loop.call_at(deadline_s, gathering.time_out))
+        await future
+
+    async def _send(self, parcel: Parcel) -> None:
+        try:
+            await self._take_turn()
+            try:
+                while not self.end.take_memory(parcel):
+                    self._check_open()
+                    await self._changed(self.book.want_memory)
+                if not parcel.is_copied and (address := self.end.address_of(parcel)):
+                    assert self._memory is not None
+                    await self.ring.copier.copy(parcel.packed, self._memory, address)
+                    self.end.copied(parcel)
+                while True:
+                    self._check_open()
+                    if self.end.publish(parcel):
+                        break
+                    await self._changed(lambda: self._want_room(parcel))
+            finally:
+                self._pass_turn()
+        finally:
+            self.end.discard(parcel)
+
+    async def _take_turn(self) -> None:
+        if not self._is_sending and not self._line:
+            self._is_sending = self.end.is_crowded = True
+            return
+        future: asyncio.Future[None] = self.loop.create_future()
+        self._line.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._pass_turn()
+            else:
+                self._line.remove(future)
+            raise
+
+    def _pass_turn(self) -> None:
+        while self._line:
+            future = self._line.popleft()
+            if not future.done():
+                future.set_result(None)
+                return
+        self._is_sending = self.end.is_crowded = False
+
+    async def _changed(self, want: Callable[[], bool]) -> None:
+        """Waits until workers have done something, unless they did while they were asked for it."""
+        if not want():
+            return
+        self._change = future = self.loop.create_future()
+        try:
+            await future
+        finally:
+            self._change = None
+
+    def _want_room(self, parcel: Parcel) -> bool:
+        """Asks those to ring who stand in the way; returns False if nobody does (any more)."""
+        ranks = self.book.ranks if parcel.to is None else [rank for rank in parcel.to if self.book.member(rank)]
+        if not self.book.can_publish(ranks):
+            return self.book.want(ranks)
+        is_full = False
+        for rank in ranks:
+            worker = self._workers.get(self.book.member(rank))  # type: ignore[arg-type]
+            if worker is not None and worker.link.lacks_room():
+                is_full = True
+        return is_full
+
+    def _laggards(self, parcel: Parcel) -> tuple[int, ...]:
+        if parcel.needs_memory:
+            return self.book.memory_laggards()
+        ranks = self.book.ranks if parcel.to is None else [rank for rank in parcel.to if self.book.member(rank)]
+        return self.book.laggards(ranks) or tuple(
+            rank
+            for rank in ranks
+            if not self._workers[self.book.member(rank)].link.can_write  # type: ignore[index]
+        )
+
+    def look(self) -> None:
+        """Something may have come back: looks, and wakes whoever waits for it."""
+        if self.book.outstanding:
+            self.book.sweep()
+        self._settle()
+        if self._change is not None and not self._change.done():
+            self._change.set_result(None)
+
+    def _settle(self) -> None:
+        """Sees those out who are gone."""
+        gone, self.book.gone = self.book.gone, []
+        for record in gone:
+            worker = self._workers.pop(record)
+            worker.watch.close()
+
+    def published(self, record: WorkerRecord) -> None:
+        """For the end: a worker was written to, whose link is told of it."""
+        self._workers[record].link.published()
+
+    def slots_are_kept(self) -> None:
+        """For the end: workers read slots of claims."""
+        if self._looking is None:
+            self._looking = self.loop.call_later(_KEPT_S, self._look_after)
+
+    def _look_after(self) -> None:
+        """Has slots of claims go back though nobody here waits for them."""
+        self._looking = None
+        if not self.end.is_open:
+            return
+        self.look()
+        has_departed = any(not record.is_member for record in self._workers)
+        if self.book.holds_slots() and not self.book.want_slots():
+            self.look()
+        if has_departed and self.book.outstanding and self._looking is None:  # they ring no more
+            self._looking = self.loop.call_later(_GONE_S, self._look_after)
+
+    def closed(self) -> Exception:
+        """For the end: why nothing is sent."""
+        return self.ring.closed_error()
+
+    def _check_open(self) -> None:
+        if not self.end.is_open:
+            raise self.closed()
+
+    # -- workers come ----------------------------------------------------------------------------------------------
+
+    async def wait(self, count: int) -> None:
+        """See :meth:`Ring.wait_workers`."""
+        while len(self.book.ranks) < count:
+            self._check_open()
+            future: asyncio.Future[None] = self.loop.create_future()
+            self._joined.append(future)
+            try:
+                await future
+            finally:
+                self._joined.remove(future)
+        self._check_open()
+
+    async def admit(self, peer: Peer) -> None:
+        """Makes a peer a worker, or tells it why not. Its pidfd is taken over.
+
+        Raises:
+            RemoteProtocolError: it can't be one; it was told.
+            OSError, SlabError: there is no memory, or there are no descriptors.
+        """
+        join = peer.hello
+        assert isinstance(join, Join)
+        dead = asyncio.Event()  # until it is a worker
+        worker: _Worker | None = None
+
+        def died() -> None:
+            if worker is None:
+                dead.set()
+            else:
+                self._died(worker)
+
+        watch = ProcessWatch(self.loop, peer.pidfd, died)
+        try:
+            await self._reserve()
+            self._check_room(peer, join)
+            if dead.is_set():
+                raise RemoteProtocolError(f"process {peer.pid} has died")
+            worker = self._make(peer, watch)
+        except BaseException:
+            watch.close()
+            raise
+        worker.link.start()
+        logger.info("%s has joined", worker)
+        for future in self._joined:
+            if not future.done():
+                future.set_result(None)
+
+    def _check_room(self, peer: Peer, join: Join) -> None:
+        self._settle()
+        taken = self.book.member(join.rank)
+        if taken is not None:
+            pid = self._workers[taken].pid
+            with contextlib.suppress(OSError):  # it may be gone
+                peer.socket.send(handshake_frame(RankTaken(join.rank, pid)))
+            raise RemoteProtocolError(f"process {pid} is worker {join.rank} already")
+        if len(self._workers) >= self.book.max_workers:
+            refuse(peer.socket, f"the engine has its max_workers ({self.book.max_workers})")
+            raise RemoteProtocolError("too many workers")
+
+    async def _reserve(self) -> None:
+        """Reserves memory for broadcasts, once; on a thread, since that touches all of it."""
+        if self._memory is None:
+            if self._reserving is None or (self._reserving.done() and self._reserving.exception() is not None):
+                config = self.ring.config
+                nbytes = -(-int(config.broadcast_nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES
+                self._reserving = self.loop.run_in_executor(
+                    None, lambda: reserve_for_one_writer(f"{self.ring.name}-broadcasts", nbytes, prefault=config.prefault)
+                )
+            reserved = await asyncio.shield(self._reserving)
+            self._check_open()
+            if self._memory is None:
+                self._fd, self._memory = reserved
+                self.end.reserve(self._memory)
+
+    def _make(self, peer: Peer, watch: ProcessWatch) -> _Worker:
+        config = self.ring.config
+        assert self._memory is not None
+        fds: list[int] = []
+        try:
+            ring_fds = sealed_rings(int(config.message_ring_nbytes))
+            fds += ring_fds
+            page_fd = sealed_memory("shmring-worker", WORKER_PAGE_NBYTES)
+            fds.append(page_fd)
+            # Opened anew, to be read: this process's own descriptor would let a worker write.
+            slab_fd = os.open(f"/proc/self/fd/{self._slab.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            fds.append(slab_fd)
+            page = Mapping(page_fd, WORKER_PAGE_NBYTES)
+            page.advise(0, WORKER_PAGE_NBYTES, _MADV_DONTFORK)
+            worker = _Worker(self, peer, watch, page, ring_fds)
+            answer_peer(peer, self._welcome(), (slab_fd, self._slab.reply_fd, self._fd, *ring_fds, page_fd))
+            worker.record = self.book.join(worker.rank, page, worker.link.writer)
+            self._workers[worker.record] = worker
+            return worker
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _welcome(self) -> WorkerWelcome:
+        config = self.ring.config
+        assert self._memory is not None
+        return WorkerWelcome(
+            version=PROTOCOL_VERSION,
+            epoch=self.ring.epoch,
+            slab_nbytes=self._slab.nbytes,
+            leased_nbytes=self._slab.nbytes - self._slab.reply_nbytes,
+            broadcast_nbytes=self._memory.nbytes,
+            message_ring_nbytes=int(config.message_ring_nbytes),
+            inline_nbytes=int(config.inline_nbytes),
+            max_payload_nbytes=int(config.max_payload_nbytes),
+            max_tensors=config.max_tensors,
+        )
+
+    # -- workers go ----------------------------------------------------------------------------------------------------
+
+    def drop(self, rank: int, reason: str) -> None:
+        """See :meth:`Ring.drop_worker`."""
+        record = self.book.member(rank)
+        if record is None:
+            raise WorkerLostError(f"there is no worker of rank {rank}; there are {list(self.book.ranks)}", ranks=(rank,))
+        worker = self._workers[record]
+        worker.link.send(Refused(reason))
+        self.part(worker, "was dropped")
+        worker.link.close()
+
+    def refuse(self, worker: _Worker, error: RemoteProtocolError) -> None:
+        """Ends the connection of a worker that broke the rules."""
+        self.ring.count_protocol_error()
+        logger.warning("%s broke the protocol and is disconnected: %s", worker, error)
+        worker.link.send(Refused(f"RemoteProtocolError: {error}"[:1024]))
+        self.part(worker, "broke the protocol")
+        worker.link.close()
+
+    def worker_violated(self, record: WorkerRecord, error: RemoteProtocolError) -> None:
+        """For the end: what a worker says of its ring can't be true."""
+        worker = self._workers[record]
+        self.book.part(record)
+        self.loop.call_soon(self.refuse, worker, error)
+
+    def part(self, worker: _Worker, how: str, *, uses_nothing: bool = False) -> None:
+        """A worker gets nothing more; nor will it reply. Twice is once."""
+        record = worker.record
+        was_known = worker in self._workers.values()
+        if uses_nothing:
+            self.book.died(record)
+        else:
+            self.book.part(record)
+        self.end.lost(record, how)
+        self.look()
+        if was_known and how:
+            logger.info("%s %s", worker, how)
+        if self.book.outstanding and not record.is_gone:
+            self.slots_are_kept()
+
+    def _died(self, worker: _Worker) -> None:
+        worker.link.read_last_words()
+        self.book.died(worker.record)
+        self.end.lost(worker.record, "has died")
+        worker.link.abort()
+        logger.info("%s has died", worker)
+        self.look()
+
+    def close(self, reason: str) -> None:
+        """Ends all connections; messages in hands of workers go with this process."""
+        self.end.close()
+        for worker in list(self._workers.values()):
+            worker.link.send(Refused(reason))
+            self.end.lost(worker.record, "was told that the engine is closing")
+            worker.link.close()
+            self.book.died(worker.record)  # what it may still read stays mapped there, and is written by nobody any more
+            worker.watch.close()
+        self._workers.clear()
+        self.book.gone.clear()
+        for future in [*self._line, *self._joined, *([self._change] if self._change is not None else [])]:
+            if not future.done():
+                future.set_result(None)
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._memory = None
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """Returns what each worker has, in order of rank."""
+        self.look()
+        return tuple(
+            sorted(
+                (
+                    WorkerStatistics(
+                        rank=record.rank,
+                        pid=worker.pid,
+                        is_member=record.is_member,
+                        sent=record.sent,
+                        unacknowledged=record.unacknowledged,
+                        unacknowledged_nbytes=record.unacknowledged_nbytes,
+                    )
+                    for record, worker in self._workers.items()
+                ),
+                key=lambda worker: (worker.rank, worker.pid),
+            )
+        )
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Memory that is reserved for broadcasts."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+
+def _ranks(to: Iterable[int] | None) -> Sequence[int] | None:
+    return None if to is None else tuple(sorted(set(to)))

@@ -1,0 +1,361 @@
+"""A worker's end without an event loop: ``with shmring.threads.join("vision", rank=0) as worker``.
+
+Theory of operation: there is no loop and no further thread. Whoever receives looks into the ring itself, for ``busy_poll_s``,
+and then sleeps in the kernel until the engine rings or dies. Several threads may receive at once: one looks, the others wait
+for it in line. A reply is written by whoever replies. Leaving a message acknowledges it, in C, on whatever thread: see
+:mod:`shmring.core.worker_end`.
+
+What a finaliser has to say (a message that wanted a reply was dropped) is said with the next call: nothing may be waited for
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+from shmring.config import WorkerConfig, configured
+from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
+from shmring.core.messages import Refused, decode_engine_message
+from shmring.errors import ClosedError, EngineDeadError, RemoteProtocolError, ShmringError, WouldBlock, fresh
+from shmring.forks import Origin
+from shmring.worker.answers import failure_record, records_of
+from shmring.worker.joining import Joined, join_in_time
+from shmring.worker.message import ReceivedMessage
+
+__all__ = ["Message", "Worker", "join"]
+
+
+class Message(ReceivedMessage):
+    """A message of the engine. Use it in any thread; see :class:`~shmring.worker.message.ReceivedMessage`."""
+
+    __slots__ = ()
+
+    def reply(self, payload: object, *, timeout: float | None = None) -> None:
+        """Replies to a message that wants it, once. Waits while the engine reads more slowly than it is written to.
+
+        Args:
+            payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: it took longer; the connection has ended if a part of the reply was sent.
+            LocalProtocolError: the message wants no reply, or had one.
+            TypeError: something in the payload can't be sent; the message names its path.
+            CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
+            EngineDeadError, ClosedError: there is nobody to reply to.
+        """
+        worker: Worker = self.end.shell
+        worker.send_answer(self, payload, timeout)
+
+
+class Worker:
+    """A worker's end, for any thread. Made by :func:`join`; iterate over it for messages, in the engine's order.
+
+    Attributes:
+        name: the engine's name.
+        rank: this worker's.
+        config: as configured.
+    """
+
+    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
+        self.name = name
+        self.rank = rank
+        self.config = config
+        self._origin = Origin()
+        self._socket = joined.socket
+        self._pidfd = joined.pidfd
+        self._receiving = threading.Lock()
+        self._sending = threading.Lock()
+        self._unsaid: deque[bytes] = deque()  # failures that finalisers left, each of a message: bounded as those are
+        self._reason: ShmringError | None = None  # why nothing more will come
+        self._has_ended = False  # the connection; what was published before is still read
+        fd = joined.socket.fileno()
+        self._end = joined.make_end(
+            self, RecordReader(joined.incoming, fd), RecordWriter(joined.outgoing, fd), Message, payload_type
+        )
+        self._reader, self._writer = self._end.reader, self._end.writer
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def receive(self, timeout: float | None = None) -> Message:
+        """Waits for the next message. Leave it: ``with worker.receive() as message:``.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: none came.
+            ClosedError: this worker is closed, or the engine has dropped it or is closing.
+            EngineDeadError: the engine is dead.
+            RemoteProtocolError: the engine broke the rules; the connection has ended.
+            msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._receiving.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            raise _timeout_error(timeout)
+        try:
+            busy_s = self.config.busy_poll_s
+            while (message := self._next()) is None:
+                wait_s = -1.0
+                if deadline is not None:
+                    wait_s = deadline - time.monotonic()
+                    if wait_s <= 0:
+                        raise _timeout_error(timeout)
+                    busy_s = min(busy_s, wait_s)
+                if self._end.sleep(self._pidfd, wait_s, busy_s):
+                    self._hear()
+                    busy_s = self.config.busy_poll_s
+                else:
+                    busy_s = 0.0  # it has looked for so long already
+            return message
+        finally:
+            self._receiving.release()
+
+    def receive_nowait(self) -> Message:
+        """Returns the next message if it has come.
+
+        Raises:
+            WouldBlock: none has, or another thread waits for it.
+            ClosedError, EngineDeadError, RemoteProtocolError, msgspec.ValidationError: as :meth:`receive`.
+        """
+        if self._receiving.acquire(blocking=False):
+            try:
+                message = self._next()
+            finally:
+                self._receiving.release()
+            if message is not None:
+                return message
+        raise WouldBlock("no message has come")
+
+    def _next(self) -> Message | None:
+        self._check_process()
+        if self._unsaid:
+            self._say_unsaid()
+        if self._reason is not None:
+            raise fresh(self._reason)
+        try:
+            taken = self._end.take()
+        except RemoteProtocolError as error:
+            self._is_over(error)
+            raise
+        if taken is None:
+            if self._has_ended:
+                self._is_over(self._dead())
+                raise self._dead()
+            return None
+        if isinstance(taken, bytes):
+            raise self._ended_by_engine(taken)
+        assert isinstance(taken, Message)
+        return taken
+
+    def _ended_by_engine(self, record: bytes) -> ShmringError:
+        error: ShmringError
+        try:
+            message = decode_engine_message(record)
+            if isinstance(message, Refused):
+                error = ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {message.reason}")
+            else:
+                error = RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
+        except RemoteProtocolError as caught:
+            error = caught
+        self._is_over(error)
+        return fresh(error)
+
+    def _hear(self) -> None:
+        """A descriptor has something to say."""
+        heard = take_bells(self._socket.fileno()) if self._reason is None else 0
+        if heard & (FOREIGN | GAVE_UP):
+            self._is_over(RemoteProtocolError("what came over the socket is no bell"))
+        elif heard & ENDED or _is_readable(self._pidfd):
+            self._has_ended = True
+
+    def __iter__(self) -> Worker:
+        return self
+
+    def __next__(self) -> Message:
+        try:
+            return self.receive()
+        except ClosedError:
+            if self._origin.forked:
+                raise
+            raise StopIteration from None
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def send_answer(self, message: Message, payload: object, timeout: float | None) -> None:
+        """For :meth:`Message.reply`."""
+        self._check_alive()
+        record = self._end.pack_answer(payload, message.sequence)
+        message.mark_answered()
+        self._send(record, timeout)
+
+    def fail_answer(self, sequence: int, error: BaseException) -> None:
+        """For messages: no reply to one will come."""
+        with contextlib.suppress(ShmringError):  # then nobody waits for it
+            self._check_alive()
+            self._send(failure_record(sequence, error), None)
+
+    def fail_answer_later(self, sequence: int, error: BaseException) -> None:
+        """The same, from a finaliser: said with the next call."""
+        self._unsaid.append(failure_record(sequence, error))
+
+    def _say_unsaid(self) -> None:
+        with contextlib.suppress(ShmringError):
+            while self._unsaid:
+                self._send(self._unsaid.popleft(), None)
+
+    def _send(self, record: bytes, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._sending:
+            is_begun = False
+            for part in records_of(record, self._writer.largest_record_nbytes):
+                while not self._write(part):
+                    wait_s = -1.0 if deadline is None else deadline - time.monotonic()
+                    if deadline is not None and wait_s <= 0:
+                        if is_begun:  # nothing else can follow half of a reply
+                            self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
+                        raise TimeoutError(f"waited {timeout:g} s for engine {self.name!r} to read a reply, and gave up")
+                    if self._writer.wait_for_space(len(part)) and self._end.sleep(self._pidfd, wait_s, 0.0, for_room=True):
+                        self._hear()
+                    self._check_alive()
+                    if self._has_ended:
+                        raise self._dead()
+                is_begun = True
+
+    def _write(self, record: bytes) -> bool:
+        try:
+            is_written = self._writer.write(record)
+        except RemoteProtocolError as error:
+            self._is_over(error)
+            raise
+        if is_written:
+            self._writer.ring_bell()
+        return is_written
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"engine {self.name!r} is dead, or has ended the connection without a word")
+
+    def _is_over(self, reason: ShmringError) -> None:
+        if self._reason is None:
+            self._reason = reason
+            with contextlib.suppress(OSError):  # the engine has ended it
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _check_alive(self) -> None:
+        self._check_process()
+        if self._reason is not None:
+            raise fresh(self._reason)
+
+    def _check_process(self) -> None:
+        if self._origin.forked:
+            raise ClosedError(
+                f"worker {self.rank} of engine {self.name!r} belongs to process {self._origin.pid}, which forked this one; "
+                "join anew"
+            )
+
+    def close(self) -> None:
+        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once.
+
+        Threads that wait for a message get ``ClosedError``.
+        """
+        if self._origin.forked or self._pidfd < 0:
+            return
+        self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
+        with self._receiving, self._sending:  # who waits there was woken by the end of the socket
+            if self._pidfd >= 0:
+                self._end.close()
+                self._reader.mute()
+                self._writer.mute()
+                take_bells(self._socket.fileno())
+                self._socket.close()
+                os.close(self._pidfd)
+                self._pidfd = -1
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _timeout_error(timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"waited {timeout:g} s for a message, and gave up")
+
+
+def join(
+    name: str,
+    rank: int,
+    config: WorkerConfig | None = None,
+    *,
+    payload_type: Any = Any,
+    label: str = "",
+    **overrides: Any,
+) -> Worker:
+    """Joins an engine as a worker: ``with shmring.threads.join("vision", rank=0) as worker``.
+
+    Args:
+        name: the engine's name.
+        rank: this worker's, from 0 on; one living worker of an engine may have it.
+        config: limits; ``overrides`` are fields of it.
+        payload_type: a msgspec type that payloads are decoded into; plain objects if not given.
+        label: how the engine's log calls this worker, of at most 256 characters.
+
+    Raises:
+        EngineDeadError, RankTakenError, RemoteProtocolError, PermissionError, SlabError, ValueError, TypeError: as
+            :func:`shmring.join`.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < 2**31:
+        raise ValueError(f"a rank is a number from 0 to 2**31 - 1, not {rank!r}")
+    settled = configured(WorkerConfig, config, overrides)
+    joined = _run_apart(name, rank, label, settled)
+    try:
+        return Worker(name, rank, settled, joined, payload_type)
+    except BaseException:
+        joined.close()
+        raise
+
+
+def _run_apart(name: str, rank: int, label: str, config: WorkerConfig) -> Joined:
+    """Joins in a loop of its own, on a thread of its own: this one may have a running loop."""
+    outcome: list[Joined | BaseException] = []
+    is_left = threading.Event()  # whoever waits here was interrupted
+
+    def run() -> None:
+        try:
+            outcome.append(asyncio.run(join_in_time(name, rank, label, config)))
+        except BaseException as error:  # noqa: BLE001 - it is raised where this was called
+            outcome.append(error)
+        if is_left.is_set() and isinstance(outcome[0], Joined):
+            outcome[0].close()
+
+    thread = threading.Thread(target=run, name=f"shmring join {name!r}", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        is_left.set()
+        raise
+    result = outcome.pop()
+    if isinstance(result, BaseException):
+        try:
+            raise result
+        finally:
+            del result
+    return result

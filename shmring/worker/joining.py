@@ -1,0 +1,150 @@
+"""How a worker joins an engine: the handshake, and what it maps.
+
+It maps three things side by side, all of them to be read and in no other way: what the engine leases to frontends (through a
+descriptor that was opened for reading, so that the kernel refuses this process everything else), the replies, and the
+broadcasts. Beside these it has two message rings and a page of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+from typing import Any
+
+from shmring.config import WorkerConfig
+from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
+from shmring.core.mapping import Mapping
+from shmring.core.message_ring import RecordReader, RecordWriter, RingMemory
+from shmring.core.messages import PROTOCOL_VERSION, Join
+from shmring.core.payload import Packer
+from shmring.core.received import PayloadDecoder
+from shmring.core.worker_end import MessageEnd, WorkerEnd
+from shmring.errors import EngineDeadError
+from shmring.memory.slab import map_read_only
+from shmring.memory.tensors import make_decoder, make_packer
+from shmring.transport.endpoint import JoinedEngine, give_up, join_engine, socket_path
+from shmring.transport.rings import check_sealed, map_rings
+
+__all__ = ["Joined", "join_in_time"]
+
+_MADV_DONTFORK = 10
+_FIRST_PAUSE_S = 0.005  # between two attempts to find an engine; doubled up to the longest
+_LONGEST_PAUSE_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker's place at an engine. Socket and pidfd belong to whoever holds this."""
+
+    socket: socket.socket
+    pidfd: int
+    epoch: int
+    mapping: Mapping
+    page: Mapping
+    incoming: RingMemory
+    outgoing: RingMemory
+    max_tensors: int
+    max_payload_nbytes: int
+
+    def make_end(
+        self, shell: object, reader: RecordReader, writer: RecordWriter, message_type: type[MessageEnd], payload_type: Any
+    ) -> WorkerEnd:
+        """Returns the compiled end of a worker, which is the shell.
+
+        Raises:
+            TypeError: msgspec knows no such ``payload_type``.
+            OSError: there are no descriptors left.
+        """
+        decoder: PayloadDecoder = make_decoder(payload_type)
+        packer: Packer = make_packer(self.max_tensors, self.max_payload_nbytes)
+        end = WorkerEnd(
+            reader,
+            writer,
+            self.socket.fileno(),
+            self.mapping,
+            self.page,
+            decoder,
+            make_decoder(tuple[payload_type, Any]),
+            packer,
+            message_type,
+            max_tensors=self.max_tensors,
+            max_payload_nbytes=self.max_payload_nbytes,
+        )
+        end.shell = shell
+        return end
+
+    def close(self) -> None:
+        """Ends the connection before anything was made of it."""
+        give_up(self.socket)
+        self.socket.close()
+        os.close(self.pidfd)
+
+
+async def join_in_time(name: str, rank: int, label: str, config: WorkerConfig) -> Joined:
+    """Joins the engine of a name, which may have to start first.
+
+    Args:
+        name: the engine's.
+        rank: this worker's.
+        label: how the engine's log calls this worker.
+        config: for how long, and whom to believe.
+
+    Raises:
+        EngineDeadError: there was none in time.
+        RankTakenError: a living worker has this rank.
+        RemoteProtocolError, PermissionError, SlabError, OSError: it can't be joined.
+    """
+    path = socket_path(name, config.socket_dir)
+    uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
+    join = Join(PROTOCOL_VERSION, rank, label)
+    loop = asyncio.get_running_loop()
+    deadline_s, pause_s = loop.time() + config.connect_timeout_s, _FIRST_PAUSE_S
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                engine = await join_engine(path, join, uids)
+            break
+        except EngineDeadError:
+            if loop.time() + pause_s > deadline_s:
+                raise
+        except TimeoutError:
+            raise EngineDeadError(f"the engine at {path} did not answer within {config.connect_timeout_s:g} s") from None
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return _map(engine, config.prefault)
+
+
+def _map(engine: JoinedEngine, prefault: bool) -> Joined:
+    welcome = engine.welcome
+    try:
+        sizes = (
+            welcome.leased_nbytes,
+            welcome.slab_nbytes - welcome.leased_nbytes,
+            welcome.broadcast_nbytes,
+        )
+        incoming, outgoing = map_rings(engine.ring_fds, welcome.message_ring_nbytes)
+        check_sealed(engine.page_fd, WORKER_PAGE_NBYTES, "a worker's page")
+        page = Mapping(engine.page_fd, WORKER_PAGE_NBYTES)
+        page.advise(0, WORKER_PAGE_NBYTES, _MADV_DONTFORK)
+        mapping = map_read_only(engine.memory_fds, sizes, prefault=prefault)
+        return Joined(
+            engine.socket,
+            engine.pidfd,
+            welcome.epoch,
+            mapping,
+            page,
+            incoming,
+            outgoing,
+            welcome.max_tensors,
+            welcome.max_payload_nbytes,
+        )
+    except BaseException:
+        give_up(engine.socket)
+        engine.socket.close()
+        os.close(engine.pidfd)
+        raise
+    finally:
+        for fd in (*engine.memory_fds, *engine.ring_fds, engine.page_fd):
+            os.close(fd)

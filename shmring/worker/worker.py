@@ -1,0 +1,316 @@
+"""A worker's end with asyncio: ``async with shmring.join("vision", rank=0) as worker``.
+
+Theory of operation: a :class:`~shmring.transport.link.Link` reads records in the loop, as either end of a frontend's connection
+does; what it delivers waits here until it is received, which is bounded by what the engine lets a worker have
+(``RingConfig.worker_backlog``). A message is opened when it is received. Leaving it acknowledges it, in C, without the loop:
+see :mod:`shmring.core.worker_end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any
+
+from shmring.config import WorkerConfig, configured
+from shmring.core.messages import Refused, decode_engine_message
+from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
+from shmring.forks import Origin
+from shmring.transport.link import Link
+from shmring.transport.liveness import ProcessWatch
+from shmring.transport.polling import Poller
+from shmring.worker.answers import failure_record, records_of
+from shmring.worker.joining import Joined, join_in_time
+from shmring.worker.message import ReceivedMessage
+
+__all__ = ["Joining", "Message", "Worker", "join"]
+
+_LARGEST_FAILURE_NBYTES = 8192  # of what can't wait: a message that is left without a reply, one for each that there may be
+_MOST_MESSAGES = 256
+_BACKLOG_NBYTES = _MOST_MESSAGES * _LARGEST_FAILURE_NBYTES
+
+
+class Message(ReceivedMessage):
+    """A message of the engine. Use it as ``with message:``; see :class:`~shmring.worker.message.ReceivedMessage`."""
+
+    __slots__ = ()
+
+    async def reply(self, payload: object) -> None:
+        """Replies to a message that wants it, once. Waits while the engine reads more slowly than it is written to.
+
+        Args:
+            payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
+
+        Raises:
+            LocalProtocolError: the message wants no reply, or had one.
+            TypeError: something in the payload can't be sent; the message names its path.
+            CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
+            EngineDeadError, ClosedError: there is nobody to reply to.
+        """
+        worker: Worker = self.end.shell
+        await worker.send_answer(self, payload)
+
+
+class Worker:
+    """A worker's end. Made by :func:`join`; iterate over it for messages, in the engine's order.
+
+    Attributes:
+        name: the engine's name.
+        rank: this worker's.
+        config: as configured.
+    """
+
+    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
+        self.name = name
+        self.rank = rank
+        self.config = config
+        self._loop = asyncio.get_running_loop()
+        self._origin = Origin()
+        self._records: deque[bytes] = deque()
+        self._receivers: deque[asyncio.Future[None]] = deque()
+        self._reason: ShmringError | None = None  # why nothing more will come
+        self._is_closed = False
+        self._answering = asyncio.Lock()  # a reply's parts follow each other
+        self._watch = ProcessWatch(self._loop, joined.pidfd, self._engine_died)
+        poller = Poller(self._loop, config.busy_poll_s)
+        self._link = Link(self, joined.socket, joined.incoming, joined.outgoing, poller, max_backlog_nbytes=_BACKLOG_NBYTES)
+        try:
+            self._end = joined.make_end(self, self._link.reader, self._link.writer, Message, payload_type)
+        except BaseException:
+            self._watch.close()
+            self._link.abort()
+            raise
+        self._link.start()
+
+    @classmethod
+    async def join(cls, name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker:
+        """See :func:`join`."""
+        return cls(name, rank, config, await join_in_time(name, rank, label, config), payload_type)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    async def receive(self) -> Message:
+        """Waits for the next message. Leave it: ``with await worker.receive() as message:``.
+
+        Raises:
+            ClosedError: this worker is closed, or the engine has dropped it or is closing.
+            EngineDeadError: the engine is dead.
+            RemoteProtocolError: the engine broke the rules; the connection has ended.
+            msgspec.ValidationError: the payload is not of ``payload_type``. The message was left.
+        """
+        while True:
+            message = self._next()
+            if message is not None:
+                return message
+            await self._record_came()
+
+    def receive_nowait(self) -> Message:
+        """Returns the next message if it has come.
+
+        Raises:
+            WouldBlock: none has, or others wait for it.
+            ClosedError, EngineDeadError, RemoteProtocolError, msgspec.ValidationError: as :meth:`receive`.
+        """
+        message = None if self._receivers else self._next()
+        if message is None:
+            raise WouldBlock("no message has come")
+        return message
+
+    def _next(self) -> Message | None:
+        self._check_process()
+        if not self._records and self._reason is None:
+            self._link.poll()
+        if not self._records:
+            if self._reason is not None:
+                raise fresh(self._reason)
+            return None
+        message = self._end.open(self._records.popleft())
+        assert isinstance(message, Message)
+        return message
+
+    async def _record_came(self) -> None:
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._receivers.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._wake()  # our turn came as we were cancelled: pass it on
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self._receivers.remove(future)
+
+    def _wake(self) -> None:
+        """Wakes as many as there is something for; all of them if nothing more will come."""
+        left = len(self._receivers) if self._reason is not None else len(self._records)
+        for future in self._receivers:
+            if left and not future.cancelled():  # one that was woken before takes a record, too
+                left -= 1
+                if not future.done():
+                    future.set_result(None)
+
+    def __aiter__(self) -> Worker:
+        return self
+
+    async def __anext__(self) -> Message:
+        try:
+            return await self.receive()
+        except ClosedError:
+            if self._origin.forked:
+                raise
+            raise StopAsyncIteration from None
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    async def send_answer(self, message: Message, payload: object) -> None:
+        """For :meth:`Message.reply`."""
+        self._check_alive()
+        record = self._end.pack_answer(payload, message.sequence)
+        message.mark_answered()
+        async with self._answering:
+            for part in records_of(record, self._link.largest_record_nbytes):
+                try:
+                    await self._link.drain()
+                except PeerLostError:
+                    raise fresh(self._reason or self._dead()) from None
+                self._link.send_record(part)
+
+    def fail_answer(self, sequence: int, error: BaseException) -> None:
+        """For messages: no reply to one will come."""
+        self._link.send_record(failure_record(sequence, error))
+
+    def fail_answer_later(self, sequence: int, error: BaseException) -> None:
+        """The same, from a finaliser."""
+        if not self._origin.forked:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self.fail_answer, sequence, error)
+
+    # -- for the link ------------------------------------------------------------------------------------------------
+
+    def take_record(self, record: bytes) -> None:
+        """For the link: a record came."""
+        if len(record) > 1 and record[1] != Refused.__struct_config__.tag:
+            self._records.append(record)
+            self._wake()
+            return
+        message = decode_engine_message(record)
+        if not isinstance(message, Refused):
+            raise RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
+        self._is_over(ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {message.reason}"))
+
+    def peer_gave_up(self) -> None:
+        """For the link: only a frontend or a worker gives up."""
+        self.protocol_violated(RemoteProtocolError("the engine gave up attaching"))
+
+    def protocol_violated(self, error: RemoteProtocolError) -> None:
+        """For the link: the engine broke the rules."""
+        self._is_over(error)
+        self._link.close()
+
+    def connection_lost(self) -> None:
+        """For the link: it has ended."""
+        self._is_over(self._dead())
+
+    def _engine_died(self) -> None:
+        self._link.read_last_words()
+        self._is_over(self._dead())
+        self._link.abort()
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"engine {self.name!r} is dead, or has ended the connection without a word")
+
+    def _is_over(self, reason: ShmringError) -> None:
+        if self._reason is None:
+            self._reason = reason
+        self._wake()
+
+    def _check_alive(self) -> None:
+        self._check_process()
+        if self._reason is not None:
+            raise fresh(self._reason)
+
+    def _check_process(self) -> None:
+        if self._origin.forked:
+            raise ClosedError(
+                f"worker {self.rank} of engine {self.name!r} belongs to process {self._origin.pid}, which forked this one; "
+                "join anew"
+            )
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once."""
+        if self._origin.forked or self._is_closed:
+            return
+        self._is_closed = True
+        self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
+        self._watch.close()
+        while self._records:
+            self._end.leave_unread(self._records.popleft())
+        self._end.close()
+        self._link.close()
+        await asyncio.sleep(0)  # lets the link report its end
+
+    async def __aenter__(self) -> Worker:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Joining:
+    """What :func:`join` returns: await it, or use it with ``async with``."""
+
+    def __init__(self, name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> None:
+        self._arguments = name, rank, config, payload_type, label
+        self._worker: Worker | None = None
+
+    def __await__(self) -> Generator[Any, None, Worker]:
+        return Worker.join(*self._arguments).__await__()
+
+    async def __aenter__(self) -> Worker:
+        self._worker = await self
+        return self._worker
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._worker is not None
+        await self._worker.close()
+
+
+def join(
+    name: str,
+    rank: int,
+    config: WorkerConfig | None = None,
+    *,
+    payload_type: Any = Any,
+    label: str = "",
+    **overrides: Any,
+) -> Joining:
+    """Joins an engine as a worker: ``async with shmring.join("vision", rank=0) as worker``.
+
+    Args:
+        name: the engine's name.
+        rank: this worker's, from 0 on; one living worker of an engine may have it.
+        config: limits; ``overrides`` are fields of it.
+        payload_type: a msgspec type that payloads are decoded into; plain objects if not given.
+        label: how the engine's log calls this worker, of at most 256 characters.
+
+    Raises:
+        EngineDeadError: there is no engine of this name within ``connect_timeout_s``.
+        RankTakenError: a living worker has this rank.
+        RemoteProtocolError: the engine refuses this worker (with its reason).
+        PermissionError: who listens there is not to be trusted.
+        SlabError: its memory can't be mapped.
+        ValueError, TypeError: a name, rank or option is not valid.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < 2**31:
+        raise ValueError(f"a rank is a number from 0 to 2**31 - 1, not {rank!r}")
+    return Joining(name, rank, configured(WorkerConfig, config, overrides), payload_type, label)

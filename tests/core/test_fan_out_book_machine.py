@@ -1,0 +1,207 @@
+"""The engine's book of its workers, compiled, against the model in Python; workers write to their pages whatever they like."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shmring.core.fan_out_book import LARGEST_BACKLOG, WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
+from shmring.errors import CapacityError, RankTakenError, WorkerLostError
+from tests.model.fan_out_book import FanOutModel
+
+MAX_WORKERS = 4
+RANKS = st.integers(0, 5)
+AT_WANT, AT_STAMPS = 0, 2048
+
+
+@dataclasses.dataclass
+class Joined:
+    """A worker: its record in the book, its page, and what it was sent, by number."""
+
+    record: WorkerRecord
+    page: bytearray
+    stamps: dict[int, int] = dataclasses.field(default_factory=dict)
+    is_dead: bool = False
+
+
+def stamp(page: bytearray, place: int, number: int) -> None:
+    struct.pack_into("<Q", page, AT_STAMPS + 8 * place, number)
+
+
+class FanOutMachine(RuleBasedStateMachine):
+    """Events in any order; a stamp counts when the book looks, and not before."""
+
+    @initialize(backlog=st.integers(1, 4), blocks=st.integers(1, 12))
+    def create(self, backlog: int, blocks: int) -> None:
+        self.book, self.model = FanOutBook(backlog, MAX_WORKERS), FanOutModel(backlog, MAX_WORKERS, blocks)
+        self.book.reserve(blocks)
+        self.workers: dict[int, Joined] = {}
+        self.runs: dict[int, tuple[int, int]] = {}  # of outstanding messages: where they are
+        self.said: list[tuple[int, int]] = []  # acknowledgements at which the book has not looked yet
+
+    def look(self) -> None:
+        """The book has looked at the pages of all that are not gone."""
+        for number, sequence in self.said:
+            self.model.left(number, sequence)
+        self.said.clear()
+        self.runs = {sequence: run for sequence, run in self.runs.items() if sequence in self.model.messages}
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    @rule(rank=RANKS)
+    def join(self, rank: int) -> None:
+        page = bytearray(WORKER_PAGE_NBYTES)
+        try:
+            number = self.model.join(rank)
+        except (RankTakenError, CapacityError) as error:
+            with pytest.raises(type(error)):
+                self.book.join(rank, page)
+            return
+        self.workers[number] = Joined(self.book.join(rank, page), page)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def part(self, data: Any) -> None:
+        number = data.draw(st.sampled_from(sorted(self.workers)))
+        self.book.part(self.workers[number].record)
+        self.model.part(number)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def die(self, data: Any) -> None:
+        number = data.draw(st.sampled_from(sorted(self.workers)))
+        joined = self.workers[number]
+        joined.is_dead = True
+        self.said = [(who, sequence) for who, sequence in self.said if who != number]
+        self.book.died(joined.record)
+        self.model.died(number)
+        self.runs = {sequence: run for sequence, run in self.runs.items() if sequence in self.model.messages}
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    @rule(ranks=st.sets(RANKS, min_size=1, max_size=3) | st.none(), blocks=st.integers(0, 5))
+    def publish(self, ranks: set[int] | None, blocks: int) -> None:
+        to = sorted(self.model.ranks if ranks is None else ranks)
+        missing = sorted(set(to) - set(self.model.ranks))
+        if missing:
+            with pytest.raises(WorkerLostError) as caught:
+                self.book.can_publish(to)
+            assert caught.value.ranks == tuple(missing)
+            return
+        may = self.model.can_publish(to)
+        assert self.book.can_publish(to) == may
+        if not to or not may:
+            return
+        start = 0
+        if blocks:
+            taken = self.book.take(blocks)
+            if taken is None:
+                longest = self.longest_free_run()
+                assert longest < blocks
+                return
+            start = taken
+            for other, length in self.runs.values():
+                assert start + blocks <= other or other + length <= start, "memory that somebody reads was given out"
+            self.model.free_blocks -= blocks
+        sequence, place = self.book.publish(to, start, blocks, 4096 * blocks)
+        assert sequence == self.model.publish(to, blocks)
+        for number, joined in self.workers.items():
+            if number in self.model.messages[sequence].readers:
+                assert place not in [p for s, p in joined.stamps.items() if s in self.model.workers[number].unread]
+                joined.stamps[sequence] = place
+        if blocks:
+            self.runs[sequence] = start, blocks
+
+    def longest_free_run(self) -> int:
+        taken = {block for start, length in self.runs.values() for block in range(start, start + length)}
+        free = longest = 0
+        for block in range(self.model.free_blocks + len(taken)):
+            free = 0 if block in taken else free + 1
+            longest = max(longest, free)
+        return longest
+
+    @precondition(lambda self: any(joined.stamps for joined in self.workers.values()))
+    @rule(data=st.data())
+    def leave(self, data: Any) -> None:
+        """A worker leaves a message: one that it has, or one that it has left before."""
+        number = data.draw(st.sampled_from(sorted(n for n, joined in self.workers.items() if joined.stamps)))
+        joined = self.workers[number]
+        sequence = data.draw(st.sampled_from(sorted(joined.stamps)))
+        if joined.is_dead or number not in self.model.workers:
+            return
+        if any(s > sequence and p == joined.stamps[sequence] for s, p in joined.stamps.items()):
+            return  # a later message has its stamp: an honest worker says nothing there any more
+        stamp(joined.page, joined.stamps[sequence], sequence)
+        self.said.append((number, sequence))
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), place=st.integers(0, LARGEST_BACKLOG - 1), number=st.integers(0, 2**64 - 1) | st.integers(0, 20))
+    def write_anything(self, data: Any, place: int, number: int) -> None:
+        """The number of a message that this worker has, at its stamp, says that it was left; anything else says nothing."""
+        who = data.draw(st.sampled_from(sorted(self.workers)))
+        joined = self.workers[who]
+        if who not in self.model.workers:
+            return
+        self.sweep()  # so that nothing is said there that the book has not seen
+        stamp(joined.page, place, number)
+        if joined.stamps.get(number) == place:
+            self.said.append((who, number))
+
+    @rule()
+    def sweep(self) -> None:
+        before = len(self.model.messages)
+        freed = self.book.sweep()
+        self.look()
+        assert freed == before - len(self.model.messages)
+
+    @precondition(lambda self: self.model.ranks)
+    @rule()
+    def want(self) -> None:
+        """Who waits asks exactly those who stand in the way, and is told whether something came back meanwhile."""
+        before = len(self.model.messages)
+        ranks = self.book.ranks
+        laggards = self.book.laggards(ranks)
+        crowded = {w.rank for w in self.model.workers.values() if w.is_member and len(w.unread) >= self.model.backlog}
+        assert set(laggards) == crowded
+        asked = self.book.want(ranks)
+        self.look()
+        assert asked == (len(self.model.messages) == before)
+        for joined in self.workers.values():
+            wanted = struct.unpack_from("<Q", joined.page, AT_WANT)[0]
+            if joined.record.rank in crowded and joined.record.is_member and asked:
+                assert wanted, "somebody is waited for who was not asked to ring"
+            struct.pack_into("<Q", joined.page, AT_WANT, 0)
+
+    # -- always --------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        self.book.check()
+        assert self.book.ranks == self.model.ranks
+        assert self.book.outstanding == len(self.model.messages)
+        assert self.book.free_blocks == self.model.free_blocks
+        living = {id(self.workers[number].record) for number in self.model.workers}
+        assert {id(record) for record in self.book.workers()} == living
+        for number, worker in self.model.workers.items():
+            record = self.workers[number].record
+            assert (record.is_member, record.unacknowledged) == (worker.is_member, len(worker.unread))
+        for number, joined in self.workers.items():
+            assert joined.record.is_gone == (number not in self.model.workers)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        for joined in self.workers.values():
+            self.book.died(joined.record)
+        assert (self.book.outstanding, self.book.workers()) == (0, [])
+        self.book.check()
+
+
+TestFanOutBook = FanOutMachine.TestCase

@@ -1,0 +1,874 @@
+"""Workers: what an engine hands out arrives in place and in order, and is there until it was left; whoever comes and goes."""
+
+# ruff: noqa: PT031 - the warning comes when the object goes, which takes what is done in the block
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import shmring
+from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
+from shmring.transport.endpoint import give_up, handshake_frame
+from shmring.worker.joining import Joined, join_in_time
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
+
+OPTIONS: dict[str, Any] = {"broadcast_nbytes": "256KiB", "worker_backlog": 4}
+
+
+@pytest.fixture
+async def join(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.Worker]]]:
+    """``await join(rank, name="test", **options)``: a worker in this process; closed before the rings are."""
+    workers: list[shmring.Worker] = []
+
+    async def open_worker(rank: int = 0, name: str = "test", **options: Any) -> shmring.Worker:
+        worker = await shmring.join(name, rank, **({"socket_dir": str(socket_dir)} | options))
+        workers.append(worker)
+        return worker
+
+    yield open_worker
+    for worker in workers:
+        await worker.close()
+
+
+def outstanding(ring: shmring.Ring) -> int:
+    return ring.statistics().broadcasts_outstanding
+
+
+def is_whole(ring: shmring.Ring) -> bool:
+    now = ring.statistics()
+    ring.workers.book.check()
+    return not now.broadcasts_outstanding and now.broadcast_free_nbytes == now.broadcast_nbytes and not now.slots_in_use
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------------
+
+TENSORS = [
+    torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    torch.arange(40_000, dtype=torch.float32).reshape(100, 400)[::2, ::3],
+    torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    torch.zeros(0, 3),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.ones(70_000, dtype=torch.bool),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
+async def test_a_tensor_arrives(serve: Any, join: Any, tensor: torch.Tensor) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    assert await ring.broadcast({"t": tensor, "n": [1, None, "x"]}) == (0,)
+    with await worker.receive() as message:
+        got = message.payload["t"]
+        assert (got.dtype, got.shape, message.payload["n"]) == (tensor.dtype, tensor.shape, [1, None, "x"])
+        assert (
+            torch.equal(got.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+            if got.dim()
+            else got == tensor
+        )
+        assert message.beside is None
+
+
+async def test_arrays_arrive_and_numpy_may_not_write_to_them(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    await ring.broadcast(np.arange(30_000, dtype=">i4"))
+    with await worker.receive() as message:
+        assert np.array_equal(message.payload, np.arange(30_000))
+        with pytest.raises(ValueError, match="read-only"):
+            message.payload[0] = 1
+
+
+async def test_a_payload_that_is_too_long_for_a_message_lies_in_memory(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    await ring.broadcast({"text": "x" * 100_000, "t": torch.arange(2000)})
+    with await worker.receive() as message:
+        assert message.payload["text"] == "x" * 100_000
+        assert message.payload["t"].sum() == 1999 * 1000
+
+
+async def test_a_payload_is_decoded_into_a_type_or_fails_alone(serve: Any, join: Any, eventually: Any) -> None:
+    class Step(msgspec.Struct):
+        number: int
+        tensor: torch.Tensor
+
+    ring = await serve(**OPTIONS)
+    worker = await join(payload_type=Step)
+    await ring.broadcast({"number": 1, "tensor": torch.ones(3000)})
+    with await worker.receive() as message:
+        assert message.payload.number == 1
+        assert message.payload.tensor.sum() == 3000
+    gathering = asyncio.ensure_future(ring.gather({"number": "two"}))
+    with pytest.raises(msgspec.ValidationError):
+        await worker.receive()
+    with pytest.raises(shmring.WorkerFailedError, match="worker 0: ValidationError") as caught:
+        await gathering
+    assert caught.value.rank == 0
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_what_can_not_be_sent_says_why_and_holds_nothing(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    await join()
+    with pytest.raises(TypeError, match=r"payload\.f can't be sent"):
+        await ring.broadcast({"f": object()})
+    with pytest.raises(shmring.CapacityError, match="broadcast_nbytes"):
+        await ring.broadcast(torch.zeros(300_000, dtype=torch.uint8))
+    assert is_whole(ring)
+
+
+async def test_the_order_is_the_same_for_all_and_that_of_the_calls(serve: Any, join: Any) -> None:
+    """Large copies are made on threads, and nobody overtakes them."""
+    ring = await serve(**{**OPTIONS, "copy_offload_nbytes": "16KiB", "worker_backlog": 64})
+    workers = [await join(rank) for rank in range(3)]
+    sends = [ring.broadcast({"n": n, "t": torch.full((30_000 * (n % 3) + 1,), n % 251, dtype=torch.uint8)}) for n in range(40)]
+    sending = [asyncio.ensure_future(send) for send in sends]
+    for number in range(40):
+        for worker in workers:
+            with await worker.receive() as message:
+                assert message.payload["n"] == number
+                assert int(message.payload["t"][-1]) == number % 251
+    await asyncio.gather(*sending)
+    assert is_whole(ring)
+
+
+async def test_a_message_goes_to_some(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    workers = [await join(rank) for rank in (5, 0, 2)]
+    assert ring.ranks == (0, 2, 5)
+    assert await ring.broadcast(1, to=[2, 0]) == (0, 2)
+    assert await ring.broadcast(2) == (0, 2, 5)
+    with await workers[0].receive() as message:
+        assert message.payload == 2
+    with pytest.raises(shmring.WorkerLostError, match="no worker of rank 1") as caught:
+        await ring.broadcast(3, to=[0, 1])
+    assert caught.value.ranks == (1,)
+    for worker in workers[1:]:
+        for expected in (1, 2):
+            with await worker.receive() as message:
+                assert message.payload == expected
+        with pytest.raises(shmring.WouldBlock):
+            worker.receive_nowait()
+
+
+async def test_who_joins_late_begins_with_the_next_message(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    first = await join(0)
+    await ring.broadcast("before")
+    second = await join(1)
+    await ring.broadcast("after")
+    with await second.receive() as message:
+        assert message.payload == "after"
+    for expected in ("before", "after"):
+        with await first.receive() as message:
+            assert message.payload == expected
+
+
+async def test_without_workers_a_message_goes_to_nobody(serve: Any) -> None:
+    ring = await serve(**OPTIONS)
+    assert await ring.broadcast(torch.zeros(100_000)) == ()
+    assert ring.broadcast_nowait(1) == ()
+    assert await ring.gather(1) == []
+    with pytest.raises(TimeoutError, match="for 1 workers"):
+        await ring.wait_workers(1, timeout=0.01)
+
+
+# -- what is kept, and until when ---------------------------------------------------------------------------------------------
+
+
+async def test_a_message_is_kept_until_it_was_left_and_its_last_view_has_died(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    await ring.broadcast(torch.full((50_000,), 7, dtype=torch.uint8))
+    message = await worker.receive()
+    assert outstanding(ring) == 1
+    with message:
+        part = message.payload[10_000:20_000].view(100, 100)
+    assert outstanding(ring) == 1
+    with pytest.raises(shmring.LocalProtocolError, match="was left"):
+        _ = message.payload
+    for _ in range(6):
+        await ring.broadcast(torch.zeros(40_000, dtype=torch.uint8))
+        (await worker.receive()).leave()
+    assert part.eq(7).all()
+    dying = threading.Thread(target=lambda part: None, args=(part,))
+    del part
+    dying.start()
+    dying.join()
+    del dying
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_a_view_that_is_kept_holds_up_no_later_message(serve: Any, join: Any) -> None:
+    """Far more messages follow than may be outstanding."""
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    await ring.broadcast({"weights": torch.full((50_000,), 3, dtype=torch.uint8)})
+    with await worker.receive() as message:
+        weights = message.payload["weights"]
+    for number in range(600):
+        await ring.broadcast({"n": number, "t": torch.zeros(30_000, dtype=torch.uint8)}, timeout=5)
+        with await worker.receive() as message:
+            assert message.payload["n"] == number
+    assert weights.eq(3).all()
+    assert outstanding(ring) == 1
+
+
+async def test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker(
+    serve: Any, connect: Any, join: Any, eventually: Any
+) -> None:
+    ring = await serve(**OPTIONS)
+    workers, client = [await join(rank) for rank in range(2)], await connect()
+    submission = await client.submit({"x": torch.full((100_000,), 9, dtype=torch.uint8), "small": torch.arange(3)})
+    with await ring.claim() as claim:
+        assert await claim.share({"ids": [1, 2]}) == (0, 1)
+        await claim.reply("done")
+    assert await submission.result() == "done"
+    statistics = ring.statistics()
+    assert (statistics.broadcast_in_place_nbytes, statistics.broadcast_copied_nbytes) == (100_000 + 24, 0)
+    messages = [await worker.receive() for worker in workers]
+    for message in messages:
+        assert message.is_shared
+        assert message.beside == {"ids": [1, 2]}
+        assert message.payload["x"].eq(9).all()
+        assert message.payload["small"].tolist() == [0, 1, 2]
+    assert ring.statistics().slots_draining == 1
+    messages[0].leave()
+    assert ring.statistics().slots_draining == 1
+    messages[1].leave()
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_tensors_of_claims_are_sent_in_place_beside_others(serve: Any, connect: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    for value in (1, 2):
+        await client.submit({"x": torch.full((40_000,), value, dtype=torch.uint8)})
+    with await ring.claim() as first, await ring.claim() as second:
+        mixed = {"b": second.payload["x"], "own": torch.full((30_000,), 3, dtype=torch.uint8), "a": first.payload["x"][100:]}
+        await ring.broadcast(mixed)
+        await ring.broadcast(first.payload["x"])
+        del mixed
+    statistics = ring.statistics()
+    assert statistics.broadcast_in_place_nbytes == 2 * 40_000 - 100 + 40_000
+    assert statistics.broadcast_copied_nbytes == 30_000
+    assert statistics.slots_draining == 2
+    with await worker.receive() as message:
+        assert [int(message.payload[name].float().mean()) for name in ("a", "b", "own")] == [1, 2, 3]
+        assert message.payload["a"].shape == (39_900,)
+    (await worker.receive()).leave()
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_a_released_claim_can_not_be_shared_and_its_views_are_copied(serve: Any, connect: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    await client.submit(torch.full((40_000,), 5, dtype=torch.uint8))
+    with await ring.claim() as claim:
+        view = claim.payload
+        claim.release()
+        with pytest.raises(shmring.LocalProtocolError, match="was released"):
+            await claim.share()
+        await ring.broadcast(view)
+    assert ring.statistics().broadcast_copied_nbytes == 40_000
+    with await worker.receive() as message:
+        assert message.payload.eq(5).all()
+    del view
+
+
+async def test_a_frontend_that_dies_while_workers_read_takes_nothing_from_them(
+    serve: Any, connect: Any, join: Any, eventually: Any
+) -> None:
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    await client.submit(torch.full((40_000,), 5, dtype=torch.uint8))
+    claim = await ring.claim()
+    await claim.share()
+    client._session.link.abort()
+    await eventually(lambda: claim.aborted)
+    claim.release()
+    with await worker.receive() as message:
+        assert message.payload.eq(5).all()
+        assert ring.statistics().quarantined_nbytes
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_a_message_that_is_dropped_comes_back_with_a_warning(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    gathering = asyncio.ensure_future(ring.gather(torch.zeros(50_000)))
+    with pytest.warns(ResourceWarning, match="message 1 was dropped before it was left"):
+        await worker.receive()
+        gc.collect()
+        with pytest.raises(shmring.WorkerFailedError, match="dropped the message without a reply"):
+            await gathering
+    await eventually(lambda: is_whole(ring))
+
+
+# -- whoever is behind -------------------------------------------------------------------------------------------------------
+
+
+async def test_who_is_behind_holds_up_others_at_the_bound_and_is_named(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    workers = [await join(rank) for rank in range(3)]
+    for number in range(4):
+        assert ring.broadcast_nowait(number) == (0, 1, 2)
+        for worker in (workers[0], workers[2]):
+            with await worker.receive() as message:
+                assert message.payload == number
+    with pytest.raises(shmring.WouldBlock):
+        ring.broadcast_nowait(4)
+    with pytest.raises(TimeoutError, match="workers 1 to leave messages") as caught:
+        await ring.broadcast(4, timeout=0.02)
+    assert isinstance(caught.value, shmring.WorkersBehindError)
+    assert caught.value.ranks == (1,)
+    assert ring.broadcast_nowait("others", to=[0, 2]) == (0, 2)
+    laggard = ring.statistics().workers[1]
+    assert (laggard.rank, laggard.unacknowledged, laggard.is_member) == (1, 4, True)
+    waiting = asyncio.ensure_future(ring.broadcast(5))
+    await asyncio.sleep(0)
+    for number in range(4):
+        with await workers[1].receive() as message:
+            assert message.payload == number
+    assert await asyncio.wait_for(waiting, 5) == (0, 1, 2)
+    await eventually(lambda: ring.statistics().workers[1].unacknowledged == 1)
+
+
+async def test_memory_that_is_read_is_waited_for(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join(3)
+    for _ in range(2):
+        await ring.broadcast(torch.zeros(100_000, dtype=torch.uint8))
+    with pytest.raises(shmring.WorkersBehindError, match="workers 3") as caught:
+        await ring.broadcast(torch.zeros(100_000, dtype=torch.uint8), timeout=0.02)
+    assert caught.value.ranks == (3,)
+    waiting = asyncio.ensure_future(ring.broadcast(torch.ones(100_000, dtype=torch.uint8)))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(ring.broadcast("small"))
+    (await worker.receive()).leave()
+    assert await asyncio.wait_for(waiting, 5) == (3,)
+    await second
+    (await worker.receive()).leave()
+    with await worker.receive() as message:
+        assert message.payload.eq(1).all()
+    with await worker.receive() as message:
+        assert message.payload == "small"
+
+
+async def test_a_full_ring_is_waited_for(serve: Any, join: Any, hold: Any) -> None:
+    ring = await serve(**{**OPTIONS, "message_ring_nbytes": "16KiB", "worker_backlog": 128})
+    worker = await join()
+    go_on = hold(worker._link)
+    sent = 0
+    with contextlib.suppress(shmring.WouldBlock):
+        while True:
+            ring.broadcast_nowait({"n": sent, "text": "x" * 2000})
+            sent += 1
+    assert 2 < sent < 20
+    with pytest.raises(shmring.WorkersBehindError) as caught:
+        await ring.broadcast("x" * 2000, timeout=0.02)
+    assert caught.value.ranks == (0,)
+    waiting = asyncio.ensure_future(ring.broadcast({"n": sent}))
+    await asyncio.sleep(0)
+    go_on()
+    for number in range(sent + 1):
+        with await asyncio.wait_for(worker.receive(), 5) as message:
+            assert message.payload["n"] == number
+    await waiting
+
+
+@pytest.mark.parametrize("nbytes", [0, 100_000])
+async def test_cancelling_leaves_the_book_right_and_passes_the_turn_on(
+    serve: Any, join: Any, eventually: Any, nbytes: int
+) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    while True:
+        try:
+            ring.broadcast_nowait({"t": torch.zeros(nbytes, dtype=torch.uint8)})
+        except shmring.WouldBlock:
+            break
+    first, second, third = (
+        asyncio.ensure_future(ring.broadcast({"n": n, "t": torch.zeros(nbytes, dtype=torch.uint8)})) for n in range(3)
+    )
+    gathering = asyncio.ensure_future(ring.gather({"t": torch.zeros(nbytes, dtype=torch.uint8)}))
+    await asyncio.sleep(0)
+    for task in (second, first, gathering):
+        task.cancel()
+    await asyncio.sleep(0)
+    received = []
+    for _ in range(outstanding(ring)):
+        (await worker.receive()).leave()
+    await third
+    with await worker.receive() as message:
+        received.append(message.payload["n"])
+    assert received == [2]
+    for task in (first, second, gathering):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not ring.workers.end.gathers
+    await eventually(lambda: is_whole(ring))
+
+
+# -- replies -----------------------------------------------------------------------------------------------------------------
+
+
+async def answer(worker: shmring.Worker, reply: Callable[[Any], Any]) -> None:
+    async for message in worker:
+        with message:
+            await message.reply(reply(message.payload))
+
+
+async def test_replies_are_in_order_of_rank(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    tasks = []
+    for rank in (3, 1, 2):
+        worker = await join(rank)
+        tasks.append(
+            asyncio.create_task(answer(worker, lambda payload, rank=rank: {"rank": rank, "t": torch.full((payload,), rank)}))
+        )
+    for _ in range(20):
+        replies = await ring.gather(5, timeout=5)
+        assert [(reply["rank"], reply["t"].tolist()) for reply in replies] == [(rank, [rank] * 5) for rank in (1, 2, 3)]
+    assert [reply["rank"] for reply in await ring.gather(1, to=[3, 1])] == [1, 3]
+    assert not ring.workers.end.gathers
+    for task in tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize("nbytes", [8_000, 60_000, 70_000, 1_000_000])
+async def test_a_reply_of_any_size_arrives(serve: Any, join: Any, nbytes: int) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    task = asyncio.create_task(
+        answer(worker, lambda n: {"t": torch.arange(n, dtype=torch.int32).view(torch.uint8), "text": "x" * n})
+    )
+    [reply] = await ring.gather(nbytes // 4, timeout=10)
+    assert torch.equal(reply["t"].view(torch.int32), torch.arange(nbytes // 4, dtype=torch.int32))
+    assert len(reply["text"]) == nbytes // 4
+    task.cancel()
+
+
+async def test_a_reply_that_is_too_large_or_no_reply_says_so(serve: Any, join: Any) -> None:
+    ring = await serve(**{**OPTIONS, "max_payload_nbytes": "8KiB"})
+    worker = await join()
+    gathering = asyncio.ensure_future(ring.gather(1))
+    with await worker.receive() as message:
+        with pytest.raises(shmring.CapacityError):
+            await message.reply(torch.zeros(9_000, dtype=torch.uint8))
+        with pytest.raises(TypeError, match="can't be sent"):
+            await message.reply(object())
+        await message.reply("small")
+        with pytest.raises(shmring.LocalProtocolError, match="replied to before"):
+            await message.reply("again")
+    assert await gathering == ["small"]
+    await ring.broadcast(1)
+    with await worker.receive() as message, pytest.raises(shmring.LocalProtocolError, match="wants no reply"):
+        await message.reply(1)
+
+
+async def test_a_worker_that_fails_with_a_message_fails_the_gather_and_goes_on(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join(7)
+    gathering = asyncio.ensure_future(ring.gather(1))
+    with contextlib.suppress(ZeroDivisionError), await worker.receive():
+        _ = 1 / 0
+    with pytest.raises(shmring.WorkerFailedError, match="worker 7: ZeroDivisionError: division by zero"):
+        await gathering
+    gathering = asyncio.ensure_future(ring.gather(2))
+    with await worker.receive():
+        pass
+    with pytest.raises(shmring.WorkerFailedError, match="left the message without a reply"):
+        await gathering
+    gathering = asyncio.ensure_future(ring.gather(3))
+    with await worker.receive() as message:
+        await message.reply(message.payload)
+    assert await gathering == [3]
+
+
+async def test_a_gather_times_out_with_the_ranks_and_a_late_reply_is_counted(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    workers = [await join(rank) for rank in range(2)]
+    gathering = asyncio.ensure_future(ring.gather(1, timeout=0.05))
+    messages = [await worker.receive() for worker in workers]
+    await messages[0].reply(0)
+    with pytest.raises(shmring.WorkersBehindError, match="replies of workers 1") as caught:
+        await gathering
+    assert caught.value.ranks == (1,)
+    await messages[1].reply(1)
+    await eventually(lambda: ring.statistics().late_answers == 1)
+    for message in messages:
+        message.leave()
+    assert ring.statistics().protocol_errors == 0
+
+
+# -- whoever comes and goes ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_rank_that_is_taken_is_refused_until_it_is_free(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    first = await join(1)
+    with pytest.raises(shmring.RankTakenError, match=f"process {os.getpid()}") as caught:
+        await join(1)
+    assert caught.value.rank == 1
+    await first.close()
+    await eventually(lambda: ring.ranks == ())
+    second = await join(1)
+    await ring.broadcast("for the second")
+    with await second.receive() as message:
+        assert message.payload == "for the second"
+
+
+async def test_as_many_may_join_as_there_are_places(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**{**OPTIONS, "max_workers": 2})
+    workers = [await join(rank) for rank in range(2)]
+    with pytest.raises(shmring.RemoteProtocolError, match="max_workers"):
+        await join(2)
+    await workers[0].close()
+    await eventually(lambda: ring.ranks == (1,))
+    await join(2)
+
+
+async def test_closing_leaves_what_was_not_received_and_views_stay_valid(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    for number in range(3):
+        await ring.broadcast(torch.full((50_000,), number, dtype=torch.uint8))
+    with await worker.receive() as message:
+        view = message.payload
+    await worker.close()
+    with pytest.raises(shmring.ClosedError):
+        await worker.receive()
+    await eventually(lambda: ring.ranks == () and outstanding(ring) == 1)
+    assert view.eq(0).all()
+    [departed] = ring.statistics().workers
+    assert (departed.is_member, departed.unacknowledged) == (False, 1)
+    del view
+    await eventually(lambda: ring.statistics().workers == () and is_whole(ring))
+
+
+async def test_a_dropped_worker_is_told_and_keeps_what_it_reads(serve: Any, join: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker, other = await join(1), await join(2)
+    gathering = asyncio.ensure_future(ring.gather(torch.ones(50_000, dtype=torch.uint8)))
+    message = await worker.receive()
+    ring.drop_worker(1, "too slow")
+    with pytest.raises(shmring.WorkerLostError, match="worker 1 was dropped before it replied") as caught:
+        await gathering
+    assert caught.value.ranks == (1,)
+    with pytest.raises(shmring.WorkerLostError):
+        ring.drop_worker(1)
+    (await other.receive()).leave()
+    with pytest.raises(shmring.ClosedError, match="too slow"):
+        await worker.receive()
+    assert [message async for message in worker] == []
+    assert outstanding(ring) == 1
+    for _ in range(6):
+        await ring.broadcast(torch.full((50_000,), 2, dtype=torch.uint8), to=[2])
+        (await other.receive()).leave()
+    assert message.payload.eq(1).all()
+    await join(1)
+    message.leave()
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_a_ring_that_closes_tells_its_workers_and_frees_whoever_waits(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    for number in range(4):
+        await ring.broadcast(torch.full((40_000,), number, dtype=torch.uint8))
+    waiting = [asyncio.ensure_future(send) for send in (ring.broadcast(5), ring.gather(6), ring.wait_workers(2))]
+    message = await worker.receive()
+    await ring.close("enough")
+    for task in waiting:
+        with pytest.raises(shmring.ClosedError):
+            await task
+    with pytest.raises(shmring.ClosedError):
+        await ring.broadcast(1)
+    assert message.payload.eq(0).all()
+    for number in range(1, 4):
+        with await worker.receive() as last:
+            assert last.payload.eq(number).all()
+    with pytest.raises(shmring.ClosedError, match="enough"):
+        await worker.receive()
+    message.leave()
+
+
+async def test_a_gather_that_a_ring_closes_on_fails(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    await join()
+    gathering = asyncio.ensure_future(ring.gather(1))
+    await asyncio.sleep(0)
+    await ring.close()
+    with pytest.raises(shmring.WorkerLostError):
+        await gathering
+
+
+async def test_receivers_are_served_in_turn_and_a_cancelled_one_passes_its_turn_on(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    receivers = [asyncio.ensure_future(worker.receive()) for _ in range(3)]
+    await asyncio.sleep(0)
+    receivers[0].cancel()
+    await ring.broadcast(1)
+    await ring.broadcast(2)
+    for receiver, expected in zip(receivers[1:], (1, 2), strict=True):
+        with await receiver as message:
+            assert message.payload == expected
+
+
+async def test_a_rank_is_a_small_number(serve: Any) -> None:
+    for rank in (-1, 2**31, True, "0"):
+        with pytest.raises(ValueError, match="a rank is a number"):
+            shmring.join("test", rank)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="a rank is a number"):
+            shmring.threads.join("test", rank)  # type: ignore[arg-type]
+
+
+# -- without an event loop -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_blocking_worker_receives_replies_and_ends(serve: Any, socket_dir: Path, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    got: list[Any] = []
+
+    def work() -> None:
+        with shmring.threads.join("test", rank=4, socket_dir=str(socket_dir)) as worker:
+            with pytest.raises(shmring.WouldBlock):
+                worker.receive_nowait()
+            with pytest.raises(TimeoutError):
+                worker.receive(timeout=0.01)
+            got.append("joined")
+            for message in worker:
+                with message:
+                    got.append(message.payload)
+                    if message.wants_reply:
+                        message.reply({"t": torch.zeros(message.payload, dtype=torch.uint8)}, timeout=10)
+            with pytest.raises(shmring.ClosedError, match="is closing"):
+                worker.receive()
+
+    working = asyncio.create_task(asyncio.to_thread(work))
+    await eventually(lambda: got == ["joined"])
+    assert await ring.wait_workers(1, timeout=10) == (4,)
+    await ring.broadcast("hello")
+    for nbytes in (10, 300_000):
+        [reply] = await ring.gather(nbytes, timeout=10)
+        assert reply["t"].numel() == nbytes
+    await ring.close()
+    await asyncio.wait_for(working, 10)
+    assert got == ["joined", "hello", 10, 300_000]
+
+
+async def test_several_threads_may_receive_and_closing_wakes_them(serve: Any, socket_dir: Path, eventually: Any) -> None:
+    ring = await serve(**{**OPTIONS, "worker_backlog": 64})
+    worker = await asyncio.to_thread(shmring.threads.join, "test", 0, socket_dir=str(socket_dir))
+    got: list[int] = []
+    errors: list[type[BaseException]] = []
+
+    def work() -> None:
+        try:
+            while True:
+                with worker.receive() as message:
+                    got.append(message.payload)
+        except shmring.ClosedError as error:
+            errors.append(type(error))
+
+    threads = [asyncio.create_task(asyncio.to_thread(work)) for _ in range(3)]
+    for number in range(50):
+        await ring.broadcast(number)
+    await eventually(lambda: len(got) == 50)
+    assert sorted(got) == list(range(50))
+    await asyncio.to_thread(worker.close)
+    await asyncio.wait_for(asyncio.gather(*threads), 10)
+    assert len(errors) == 3
+    worker.close()
+
+
+async def test_the_engine_without_a_loop_has_workers_too(socket_dir: Path) -> None:
+    def run() -> list[Any]:
+        directory = str(socket_dir)
+        with (
+            shmring.threads.serve("test", slab_nbytes="1MiB", socket_dir=directory, **OPTIONS) as ring,
+            shmring.threads.join("test", 0, socket_dir=directory, busy_poll_s=0.001) as worker,
+            shmring.threads.connect("test", socket_dir=directory) as client,
+        ):
+            assert ring.wait_workers(1, timeout=5) == ring.ranks == (0,)
+            assert ring.broadcast(torch.ones(9000), timeout=5) == (0,)
+            with worker.receive(timeout=5) as message:
+                total = float(message.payload.sum())
+            client.submit(torch.full((50_000,), 2, dtype=torch.uint8))
+            with ring.claim(timeout=5) as claim:
+                assert claim.share("beside", timeout=5) == (0,)
+            with worker.receive(timeout=5) as message:
+                seen = message.payload.sum().item(), message.beside
+            replying = threading.Thread(
+                target=lambda: [message.reply("r") or message.leave() for message in [worker.receive()]]
+            )
+            replying.start()
+            replies = ring.gather(1, timeout=5)
+            replying.join()
+            ring.drop_worker(0)
+            return [total, seen, replies, ring.ranks]
+
+    assert await asyncio.to_thread(run) == [9000.0, (100_000, "beside"), ["r"], ()]
+
+
+# -- hostile workers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def joined(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[Joined]]]:
+    """``await joined(rank)``: what a worker has, for a test to misuse."""
+    there: list[Joined] = []
+
+    async def open_one(rank: int = 0) -> Joined:
+        there.append(await join_in_time("test", rank, "hostile", shmring.WorkerConfig(socket_dir=str(socket_dir))))
+        return there[-1]
+
+    yield open_one
+    for one in there:
+        one.close()
+
+
+def poke(memory: Any, at: int, data: bytes) -> None:
+    memoryview(memory).cast("B")[at : at + len(data)] = data
+
+
+async def test_noise_in_its_page_frees_nothing_of_others_and_only_its_own(serve: Any, join: Any, joined: Any) -> None:
+    ring = await serve(**OPTIONS)
+    hostile, honest = await joined(0), await join(1)
+    messages = []
+    for number in range(4):
+        await ring.broadcast(torch.full((40_000,), number, dtype=torch.uint8))
+        messages.append(await honest.receive())
+    for pattern in (b"\xff" * 4096, os.urandom(4096), bytes(4096), bytes(range(256)) * 16):
+        poke(hostile.page, 0, pattern)
+        assert outstanding(ring) == 4
+    for place in range(256):
+        for number in range(1, 5):
+            poke(hostile.page, 2048 + 8 * place, number.to_bytes(8, "little"))
+            ring.workers.look()
+    statistics = ring.statistics()
+    assert [worker.unacknowledged for worker in statistics.workers] == [0, 4]
+    for number, message in enumerate(messages):
+        assert message.payload.eq(number).all()
+        message.leave()
+    assert ring.statistics().protocol_errors == 0
+
+
+@pytest.mark.parametrize("ring_of", ["incoming", "outgoing"])
+@pytest.mark.parametrize("pattern", [b"\xff" * 256, b"\x07" * 256, (1 << 40).to_bytes(8, "little") * 32])
+async def test_counts_that_can_not_be_true_end_one_worker(
+    serve: Any, join: Any, joined: Any, eventually: Any, ring_of: str, pattern: bytes
+) -> None:
+    """In the ring to it, only the head is the worker's word; in the other, the tail and all records are."""
+    ring = await serve(**{**OPTIONS, "worker_backlog": 128})
+    hostile, honest = await joined(0), await join(1)
+    poke(getattr(hostile, ring_of), 0, pattern)
+    hostile.socket.send(b"\0")
+    for number in range(8):  # more than the ring has room for, if its reader's count is not believed
+        with contextlib.suppress(shmring.WouldBlock):
+            ring.broadcast_nowait({"n": number, "text": "x" * 40_000})
+            (await honest.receive()).leave()
+        await asyncio.sleep(0)
+    await eventually(lambda: ring.ranks == (1,))
+    assert ring.statistics().protocol_errors == 1
+    await ring.broadcast("still there", timeout=5)
+    with await honest.receive() as message:
+        assert message.payload == "still there"
+
+
+RECORDS = {
+    "no message": b"\xc1",
+    "an unknown tag": msgspec.msgpack.encode([77, 1]),
+    "a frontend's message": msgspec.msgpack.encode([3, 1]),
+    "a second join": encode_message(Join(PROTOCOL_VERSION, 3)),
+    "a reply to nothing": msgspec.msgpack.encode([32, 99, None, 1]),
+    "a reply to message 0": msgspec.msgpack.encode([32, 0, None, 1]),
+    "a reply with a slot": msgspec.msgpack.encode([32, 1, msgspec.msgpack.Ext(82, bytes(32)), 1]),
+    "a reply in a slot": msgspec.msgpack.encode([32, 1, msgspec.msgpack.Ext(82, bytes(32)), None, 0, 1]),
+    "a reply with a tensor of nothing": msgspec.msgpack.encode([32, 1, None, msgspec.msgpack.Ext(83, bytes(20))]),
+    "a reply that goes on": msgspec.msgpack.encode([32, 1, None, 1, 2]),
+    "a reply that is cut off": msgspec.msgpack.encode([32, 1, None, "text"])[:-2],
+    "a failure of nothing": encode_message(AnswerFailed(99, "E", "")),
+    "parts that are no reply": encode_message(AnswerPart(b"\xc1", False)),
+    "parts of parts": encode_message(AnswerPart(encode_message(AnswerPart(b"", False)), False)),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
+async def test_a_record_that_is_wrong_ends_one_worker_and_nothing_else(
+    serve: Any, join: Any, joined: Any, eventually: Any, record: bytes
+) -> None:
+    ring = await serve(**OPTIONS)
+    hostile, honest = await joined(0), await join(1)
+    gathering = asyncio.ensure_future(ring.gather(1, to=[1]))
+    message = await honest.receive()
+    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    assert writer.write(record)
+    hostile.socket.send(b"\0")
+    await eventually(lambda: ring.ranks == (1,))
+    assert ring.statistics().protocol_errors == 1
+    await message.reply("fine")
+    assert await gathering == ["fine"]
+    message.leave()
+
+
+async def test_a_second_reply_ends_its_worker(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    hostile, honest = await joined(0), await join(1)
+    gathering = asyncio.ensure_future(ring.gather(1))
+    message = await honest.receive()
+    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    for _ in range(2):
+        assert writer.write(msgspec.msgpack.encode([32, 1, None, "mine"]))
+    hostile.socket.send(b"\0")
+    await eventually(lambda: ring.ranks == (1,))
+    await message.reply("fine")
+    assert await gathering == ["mine", "fine"]
+    message.leave()
+
+
+async def test_parts_without_end_are_bounded(serve: Any, joined: Any, eventually: Any) -> None:
+    ring = await serve(**{**OPTIONS, "max_payload_nbytes": "8KiB"})
+    hostile = await joined(0)
+    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    part = encode_message(AnswerPart(bytes(4096), True))
+    for _ in range(9):
+        assert writer.write(part)
+    hostile.socket.send(b"\0")
+    await eventually(lambda: ring.ranks == ())
+    assert ring.statistics().protocol_errors == 1
+
+
+async def test_who_gives_up_joining_keeps_no_place(serve: Any, joined: Any, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    hostile = await joined(0)
+    await ring.broadcast(torch.zeros(50_000))
+    give_up(hostile.socket)
+    await eventually(lambda: ring.statistics().workers == () and is_whole(ring))
+
+
+async def test_a_join_of_another_version_or_uid_is_refused(serve: Any, socket_dir: Path, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    reader, writer = await asyncio.open_unix_connection(str(socket_dir / "test.sock"))
+    writer.write(handshake_frame(Join(PROTOCOL_VERSION + 1, 0)))
+    assert b"is not spoken here" in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert ring.ranks == ()
+    await serve(name="others", allowed_uids=frozenset({os.getuid() + 1}))
+    with pytest.raises(shmring.RemoteProtocolError, match="not allowed"):
+        await shmring.join("others", 0, socket_dir=str(socket_dir))
