@@ -296,11 +296,9 @@ cdef class EngineEnd:
         debug: whether to tell the shell of slots that are released while views of them live.
 
     Attributes:
-        waiting: claims by (client id, request id), in order of arrival.
         is_awaited: whether somebody waits for one; the shell says so, and is then told of each.
         is_crowded: whether others wait for one, and come first; the shell says so.
         is_open: whether requests may be taken up; the shell says so.
-        claims: weak references to those that were taken up and have not ended: whoever drops one is told.
         submitted, finished, replies, received_nbytes: counted so far.
     """
 

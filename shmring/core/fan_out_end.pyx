@@ -66,9 +66,8 @@ cdef class ClaimedSlots(HeldSlots):
             return False
         if self._last is not None and self._find_in(self._last, address, nbytes, region, offset):
             return True
-        for weakly in self._end.claims.values():
-            claim = weakly()
-            if claim is not None and self._find_in(claim, address, nbytes, region, offset):
+        for claim in self._end.claims.values():
+            if self._find_in(claim, address, nbytes, region, offset):
                 self._last = claim
                 return True
         return False
