@@ -125,7 +125,9 @@ async def test_the_death_of_the_engine_fails_every_pending_call_at_once(
         await observer.request({"mode": "answer", "x": data})
 
 
-async def test_a_client_attaches_to_the_next_engine_of_the_name(engine: Any, start: Start, socket_dir: Path) -> None:
+async def test_a_client_attaches_to_the_next_engine_of_the_name(
+    engine: Any, start: Start, socket_dir: Path, eventually: Any
+) -> None:
     async with shmring.connect("victim", socket_dir=str(socket_dir), reconnect=True) as client:
         assert await works(client)
         before = client.statistics()
@@ -133,6 +135,7 @@ async def test_a_client_attaches_to_the_next_engine_of_the_name(engine: Any, sta
             old = old_slot.tensor((1000,), torch.uint8)
             engine.signal(signal.SIGKILL)
             await engine.died()
+            await eventually(lambda: not client.connected)
             successor = start("engine", "8MiB")
             assert await works(client)  # waits for it
             assert (await successor.said())[0] == "ready"
