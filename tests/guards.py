@@ -302,8 +302,8 @@ GUARDS = (
     Guard(
         "a frontend takes no message ring that could be truncated",
         "shmring/transport/rings.py",
-        "        if seals & _SEALS != _SEALS:",
-        "        if False:",
+        "    if seals & _SEALS != _SEALS:",
+        "    if False:",
         "tests/transport/test_rings.py::test_memory_that_could_be_truncated_is_refused",
     ),
     Guard(
