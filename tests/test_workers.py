@@ -462,7 +462,7 @@ async def test_a_reply_of_any_size_arrives(serve: Any, join: Any, nbytes: int) -
     task.cancel()
 
 
-async def test_a_reply_that_is_too_large_or_no_reply_says_so(serve: Any, join: Any) -> None:
+async def test_a_reply_that_is_too_large_or_no_reply_says_so_and_one_to_a_broadcast_goes_nowhere(serve: Any, join: Any) -> None:
     ring = await serve(**{**OPTIONS, "max_payload_nbytes": "8KiB"})
     worker = await join()
     gathering = asyncio.ensure_future(ring.gather(1))
@@ -476,8 +476,14 @@ async def test_a_reply_that_is_too_large_or_no_reply_says_so(serve: Any, join: A
             await message.reply("again")
     assert await gathering == ["small"]
     await ring.broadcast(1)
-    with await worker.receive() as message, pytest.raises(shmring.LocalProtocolError, match="wants no reply"):
-        await message.reply(1)
+    with await worker.receive() as message:
+        assert not message.wants_reply
+        await message.reply("goes nowhere")
+    gathering = asyncio.ensure_future(ring.gather(2))
+    with await worker.receive() as message:
+        await message.reply("arrives")
+    assert await gathering == ["arrives"]
+    assert ring.statistics().late_answers == 0
 
 
 async def test_a_worker_that_fails_with_a_message_fails_the_gather_and_goes_on(serve: Any, join: Any) -> None:

@@ -162,17 +162,16 @@ cdef class MessageEnd:
             leave_owner(&acknowledgement.owner)
         return True
 
-    def mark_answered(self) -> None:
-        """It has been replied to.
+    def mark_answered(self) -> bool:
+        """It has been replied to. Returns whether the engine gathers replies to it: those to a broadcast go nowhere.
 
         Raises:
-            LocalProtocolError: nobody waits for a reply, or there was one.
+            LocalProtocolError: it was replied to before.
         """
-        if not self.wants_reply:
-            raise LocalProtocolError(f"message {self.sequence} wants no reply: the engine broadcast it; it gathers replies with `gather`")
         if self.answered:
             raise LocalProtocolError(f"message {self.sequence} was replied to before")
         self.answered = True
+        return self.wants_reply
 
 
 cdef class WorkerEnd:

@@ -40,7 +40,9 @@ class Message(ReceivedMessage):
     __slots__ = ()
 
     def reply(self, payload: object, *, timeout: float | None = None) -> None:
-        """Replies to a message that wants it, once. Waits while the engine reads more slowly than it is written to.
+        """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
+
+        A reply to a message that was broadcast goes nowhere (``wants_reply`` is false), so that a worker may reply to all of them.
 
         Args:
             payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
@@ -48,7 +50,7 @@ class Message(ReceivedMessage):
 
         Raises:
             TimeoutError: it took longer; the connection has ended if a part of the reply was sent.
-            LocalProtocolError: the message wants no reply, or had one.
+            LocalProtocolError: the message had a reply.
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
@@ -195,7 +197,8 @@ class Worker:
         """For :meth:`Message.reply`."""
         self._check_alive()
         record = self._end.pack_answer(payload, message.sequence)
-        message.mark_answered()
+        if not message.mark_answered():
+            return
         self._send(record, timeout)
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:

@@ -39,13 +39,15 @@ class Message(ReceivedMessage):
     __slots__ = ()
 
     async def reply(self, payload: object) -> None:
-        """Replies to a message that wants it, once. Waits while the engine reads more slowly than it is written to.
+        """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
+
+        A reply to a message that was broadcast goes nowhere (``wants_reply`` is false), so that a worker may reply to all of them.
 
         Args:
             payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
 
         Raises:
-            LocalProtocolError: the message wants no reply, or had one.
+            LocalProtocolError: the message had a reply.
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
@@ -170,7 +172,8 @@ class Worker:
         """For :meth:`Message.reply`."""
         self._check_alive()
         record = self._end.pack_answer(payload, message.sequence)
-        message.mark_answered()
+        if not message.mark_answered():
+            return
         async with self._answering:
             for part in records_of(record, self._link.largest_record_nbytes):
                 try:
