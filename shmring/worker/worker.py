@@ -41,7 +41,7 @@ class Message(ReceivedMessage):
     async def reply(self, payload: object) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
 
-        A reply to a message that was broadcast goes nowhere (``wants_reply`` is false), so that a worker may reply to all of them.
+        A reply to a message that was broadcast goes nowhere (``wants_reply`` is false): a worker may reply to all of them.
 
         Args:
             payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
