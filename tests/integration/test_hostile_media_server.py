@@ -135,7 +135,13 @@ async def test_clips_that_are_decoded_slowly_keep_no_memory_of_the_slab_from_oth
 
 async def test_health_says_when_no_decoder_is_free_and_a_caller_that_goes_frees_one() -> None:
     """Of two decoders one takes large media, for two seconds each; eight have a turn, so the last of them waits for 14 s."""
-    options = ("--slab-nbytes=256MiB", "--api-server-count=1", "--decoders=2", "--max-decode-time=2")
+    options = (
+        "--slab-nbytes=256MiB",
+        "--api-server-count=1",
+        "--decoders=2",
+        "--max-decode-time=2",
+        "--mm-processor-cache-gb=0",
+    )
     with (
         tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as place,
         http_server.serving(Path(place), *options) as running,

@@ -386,7 +386,15 @@ async def test_bodies_that_come_slowly_keep_no_picture_waiting(server: Server, h
     await settled(http)
 
 
-async def test_hanging_up_while_the_engine_works_aborts_there_too(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
+async def test_hanging_up_while_the_engine_works_aborts_there_too(socket_dir: Path, body: bytes) -> None:
+    # Without kept media, about which a frontend asks the engine before it sends anything.
+    with serving(socket_dir, "--slab-nbytes=64MiB", "--api-server-count=1", "--mm-processor-cache-gb=0") as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            await http.get("/v1/models")  # or the request would wait for the engine to say what it does
+            await hang_up_while_the_engine_works(server, http, body)
+
+
+async def hang_up_while_the_engine_works(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
     before = await settled(http)
     os.kill(server.engine, signal.SIGSTOP)  # it takes as long as we want it to
     try:
@@ -572,7 +580,7 @@ async def test_a_stopped_frontend_is_replaced_and_its_callers_learn_of_it(socket
 
 
 def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Path, body: bytes) -> None:
-    with serving(socket_dir, "--slab-nbytes=64MiB", "--api-server-count=1") as server:
+    with serving(socket_dir, "--slab-nbytes=64MiB", "--api-server-count=1", "--mm-processor-cache-gb=0") as server:
 
         async def ask() -> httpx.Response:
             async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=JSON) as http:
