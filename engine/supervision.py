@@ -109,7 +109,8 @@ class SupervisorLink:
     def say_ready(self) -> None:
         """Tells the supervisor that requests are served."""
         assert self._writer is not None, "the link is held"
-        self._writer.write(READY)
+        if not self._writer.is_closing():  # else it has gone, and this process is about to be told
+            self._writer.write(READY)
 
     async def _listen(self, reader: asyncio.StreamReader, on_lost: Callable[[], object]) -> None:
         decoder = msgspec.json.Decoder(list[FrontendState])
@@ -119,7 +120,7 @@ class SupervisorLink:
         on_lost()
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
-        while self._heartbeat_s > 0:
+        while self._heartbeat_s > 0 and not writer.is_closing():
             if not writer.transport.get_write_buffer_size():  # else the supervisor stands still, and has plenty to read
                 writer.write(ALIVE)
             await asyncio.sleep(self._heartbeat_s)

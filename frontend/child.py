@@ -132,6 +132,7 @@ class Child:
             self.lives
             and self.ready.is_set()
             and states != self.informed_of
+            and not self._writer.is_closing()
             and not self._writer.transport.get_write_buffer_size()
         ):
             self._writer.write(msgspec.json.encode(states) + b"\n")

@@ -114,6 +114,20 @@ async def test_the_end_of_the_supervisor_is_told_once(ends: Any, eventually: Any
     assert losses == [True]
 
 
+@pytest.mark.both_loops
+async def test_who_is_ready_after_its_supervisor_has_gone_says_nothing(ends: Any, eventually: Any) -> None:
+    supervisor, _ = ends
+    link = open_link(ends, heartbeat_s=0.001)
+    losses: list[bool] = []
+    async with link.held(lambda: losses.append(True)):
+        supervisor.close()
+        await eventually(lambda: losses)
+        assert link._writer is not None
+        await eventually(link._writer.is_closing)  # a heartbeat has found it out
+        link.say_ready()  # uvloop raises RuntimeError for a write to a closed transport
+        await asyncio.sleep(0.01)
+
+
 async def test_a_supervisor_that_stands_still_fills_no_memory(ends: Any, eventually: Any) -> None:
     supervisor, _ = ends
     supervisor.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
