@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,12 @@ from bench.vllm.plan import QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
 from bench.vllm.report import draw, report
 
 
-def measurement(requests_per_s: float, engine_ms: float = 5.0) -> Measurement:
+def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence[float] = (5.0,)) -> Measurement:
     return Measurement(
         requests_per_s=requests_per_s,
         p50_ms=1e3 / requests_per_s,
         p99_ms=2e3 / requests_per_s,
-        lag_p99_ms=5.0,
+        lags_ms=list(lags_ms),
         cpu_ms={"EngineCore": engine_ms, "APIServer": 50.0},
     )
 
@@ -58,6 +59,18 @@ def test_ratios_are_those_of_the_same_repetition_and_decide_the_targets() -> Non
     assert table == "43 MB, 2 API servers"
     assert [row[1] for row in rows] == ["shmring", "inline", "torch_shm"]
     assert [row[4] for row in rows] == ["", "2.00 x", "1.00 x"]
+
+
+def test_the_lag_is_that_of_all_repetitions() -> None:
+    new = QUICK[3]
+    short, long = [1.0] * 99, [1.0] * 98 + [100.0]
+    measured = {
+        (new, "shmring"): [measurement(6, lags_ms=short), measurement(6, lags_ms=[*short, 2.0]), measurement(6, lags_ms=long)],
+        (new, "inline"): [measurement(5, lags_ms=[2.0] * 100)] * 3,
+    }
+    findings = report(measured, Coverage.of([], {}), {})
+    [lag] = [verdict for verdict in findings.targets if "lag" in verdict.what]
+    assert (lag.met, lag.detail) == (True, "inline: 0.5")  # one long wait in three hundred is beyond the 99th percentile
 
 
 def test_the_plot_has_a_bar_for_each_way(tmp_path: Path) -> None:
