@@ -12,6 +12,7 @@ import sys
 import click
 
 from engine.option_types import NBYTES
+from engine.settings import MAX_ENGINES
 from shmring import __version__
 
 __all__ = ["main"]
@@ -71,8 +72,15 @@ def demo() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects with name, status, found and advice.")
 @click.option("--sweep", is_flag=True, help="First remove what engines of this user that were killed have left.")
 @click.option("--slab-nbytes", default="1GiB", show_default=True, type=NBYTES, help="The slab that an engine is to have here.")
+@click.option(
+    "--data-parallel-size",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, MAX_ENGINES),
+    help="Engines, each with such a slab.",
+)
 @click.option("--socket-dir", default=None, help="Where its socket is to lie.  [default: the user's runtime directory]")
-def doctor(as_json: bool, sweep: bool, slab_nbytes: int, socket_dir: str | None) -> None:
+def doctor(as_json: bool, sweep: bool, slab_nbytes: int, data_parallel_size: int, socket_dir: str | None) -> None:
     """Checks whether this machine is fit for an engine, and says what to do if it is not.
 
     Ends with exit code 1 if there is a problem.
@@ -87,7 +95,7 @@ def doctor(as_json: bool, sweep: bool, slab_nbytes: int, socket_dir: str | None)
         if sweep:
             removed = remove_leftovers(socket_dir)
             click.echo(f"shmring doctor: removed {', '.join(removed) or 'nothing'}", err=True)
-        checks = run_checks(slab_nbytes, socket_dir)
+        checks = run_checks(slab_nbytes, socket_dir, data_parallel_size)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if as_json:

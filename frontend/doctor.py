@@ -78,25 +78,27 @@ class Check:
     advice: str = ""
 
 
-def run_checks(slab_nbytes: int, socket_dir: str | None = None) -> list[Check]:
+def run_checks(slab_nbytes: int, socket_dir: str | None = None, engines: int = 1) -> list[Check]:
     """Looks at this machine.
 
     Args:
-        slab_nbytes: size of the slab that an engine is to have here.
-        socket_dir: where its socket is to lie; None: the default.
+        slab_nbytes: size of the slab that each engine is to have here.
+        socket_dir: where their sockets are to lie; None: the default.
+        engines: how many are to run here.
     """
     filesystem = os.statvfs(SHM_DIRECTORY) if SHM_DIRECTORY.is_dir() else None
     mounts = _text_of(Path("/proc/self/mounts")) or ""
     cuda = torch.cuda.is_available()
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    slabs_nbytes = engines * slab_nbytes
     soft_memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return [
         check_kernel(platform.release()),
         check_shm_mount(mounts, SHM_DIRECTORY),
-        check_shm_space(filesystem, slab_nbytes),
+        check_shm_space(filesystem, slabs_nbytes),
         check_shm_inodes(filesystem),
-        check_memory(_text_of(Path("/proc/meminfo")) or "", slab_nbytes),
-        check_cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), slab_nbytes),
+        check_memory(_text_of(Path("/proc/meminfo")) or "", slabs_nbytes),
+        check_cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), slabs_nbytes),
         check_huge_pages(_text_of(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))),
         check_memlock(soft_memlock, slab_nbytes, cuda=cuda),
         check_open_files(soft_files),
@@ -175,19 +177,19 @@ def check_shm_mount(mounts: str, directory: Path) -> Check:
     return Check(name, "ok", described)
 
 
-def check_shm_space(filesystem: os.statvfs_result | None, slab_nbytes: int) -> Check:
-    """Compares the space for slabs with the slab that is to be made."""
+def check_shm_space(filesystem: os.statvfs_result | None, slabs_nbytes: int) -> Check:
+    """Compares the space for slabs with those that are to be made."""
     name = f"{SHM_DIRECTORY} space"
     if filesystem is None:
         return Check(name, "warning", f"{SHM_DIRECTORY} does not exist; {_IN_A_MEMFD}", "mount a tmpfs there")
     size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
     if not size:  # mounted without a limit; the machine's memory is one, and has a check of its own
         return Check(name, "ok", "not limited")
-    finding = f"{_size(free)} of {_size(size)} are free; the slab takes {_size(slab_nbytes)}"
-    if slab_nbytes <= free:
+    finding = f"{_size(free)} of {_size(size)} are free; slabs take {_size(slabs_nbytes)}"
+    if slabs_nbytes <= free:
         return Check(name, "ok", finding)
     larger = "docker run --shm-size=, in Kubernetes an emptyDir with medium: Memory, else mount -o remount,size="
-    room = f"remove what fills {SHM_DIRECTORY}, or enlarge it" if slab_nbytes <= size else f"enlarge {SHM_DIRECTORY}"
+    room = f"remove what fills {SHM_DIRECTORY}, or enlarge it" if slabs_nbytes <= size else f"enlarge {SHM_DIRECTORY}"
     return Check(name, "ok", f"{finding}; {_IN_A_MEMFD}", f"optional, for --slab-backing /dev/shm: {room} ({larger})")
 
 
@@ -205,40 +207,40 @@ def check_shm_inodes(filesystem: os.statvfs_result | None) -> Check:
     return Check(name, "ok", finding)
 
 
-def check_memory(meminfo: str, slab_nbytes: int) -> Check:
-    """Compares the machine's memory with the slab; ``meminfo`` is the text of ``/proc/meminfo``."""
+def check_memory(meminfo: str, slabs_nbytes: int) -> Check:
+    """Compares the machine's memory with the slabs; ``meminfo`` is the text of ``/proc/meminfo``."""
     sizes_kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
     if "MemAvailable" not in sizes_kib:
         return Check("memory", "warning", "/proc/meminfo does not say what is available", "mount /proc")
     available, total = int(sizes_kib["MemAvailable"]) << 10, int(sizes_kib.get("MemTotal", 0)) << 10
     text = f"{_size(available)} of {_size(total)} are available"
-    return Check("memory", *_compare(text, available, slab_nbytes, "lower --slab-nbytes, or take a machine with more"))
+    return Check("memory", *_compare(text, available, slabs_nbytes, "lower --slab-nbytes, or take a machine with more"))
 
 
-def _compare(finding: str, available_nbytes: int, slab_nbytes: int, advice: str) -> tuple[Status, str, str]:
-    """Returns status, finding and advice about memory that must hold the slab and the processes."""
-    if available_nbytes < slab_nbytes:
-        return "problem", f"{finding}; the slab takes {_size(slab_nbytes)}", advice
-    if available_nbytes < slab_nbytes + _PRIVATE_NBYTES:
-        more = f"beside the slab of {_size(slab_nbytes)}, {_size(available_nbytes - slab_nbytes)} are left for the processes"
+def _compare(finding: str, available_nbytes: int, slabs_nbytes: int, advice: str) -> tuple[Status, str, str]:
+    """Returns status, finding and advice about memory that must hold the slabs and the processes."""
+    if available_nbytes < slabs_nbytes:
+        return "problem", f"{finding}; slabs take {_size(slabs_nbytes)}", advice
+    if available_nbytes < slabs_nbytes + _PRIVATE_NBYTES:
+        more = f"beside slabs of {_size(slabs_nbytes)}, {_size(available_nbytes - slabs_nbytes)} are left for the processes"
         return "warning", f"{finding}; {more}", advice
     return "ok", finding, ""
 
 
-def check_cgroup(membership: Path, root: Path, slab_nbytes: int) -> Check:
-    """Compares a container's memory limit with the slab. The process that touches it first is charged for it: the engine.
+def check_cgroup(membership: Path, root: Path, slabs_nbytes: int) -> Check:
+    """Compares a container's memory limit with the slabs. The process that touches it first is charged for it: the engine.
 
     Args:
         membership: ``/proc/self/cgroup``.
         root: where the control groups are mounted.
-        slab_nbytes: size of the slab.
+        slabs_nbytes: size of all slabs.
     """
     limits = list(_cgroup_limits(_text_of(membership) or "", root))
     if not limits:
         return Check("cgroup memory", "ok", "not limited")
     limit = min(limits)
     advice = "raise the container's memory limit (docker run --memory=, resources.limits.memory), or lower --slab-nbytes"
-    return Check("cgroup memory", *_compare(f"limited to {_size(limit)}", limit, slab_nbytes, advice))
+    return Check("cgroup memory", *_compare(f"limited to {_size(limit)}", limit, slabs_nbytes, advice))
 
 
 def _cgroup_limits(membership: str, root: Path) -> Iterator[int]:

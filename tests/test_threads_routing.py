@@ -120,6 +120,7 @@ def test_an_engine_that_dies_takes_its_own_requests(
     for thread in [*asking, closing]:
         thread.join()
     assert answers == [[other, 0.0]] * 2
+    assert client.resent == 2
     assert kept.result(timeout=10) == [other, 0.0]
     engines[owner.engine] = Engine(owner.engine, str(socket_dir))
     client.wait_connected(10, engine=owner.engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ class RoutingClient(BlockingClient[RoutingClientInLoop]):
     def __init__(self, names: Sequence[str], config: ClientConfig, route: Route, reconnect: bool, description: str) -> None:
         """Opens it; see :func:`shmring.threads.connect`."""
         self.names = tuple(names)
+        self._resent_streams = 0
+        self._counting = threading.Lock()
         super().__init__(
             " or ".join(map(repr, names)),
             config,
@@ -94,6 +97,8 @@ class RoutingClient(BlockingClient[RoutingClientInLoop]):
                         if not retry or submission.has_replied:
                             raise
                         retry -= 1
+                        with self._counting:
+                            self._resent_streams += 1
                         break
                     yield reply.pop()  # or this frame would keep the reply's slot for as long as the caller takes
             finally:
@@ -231,6 +236,11 @@ class RoutingClient(BlockingClient[RoutingClientInLoop]):
         """Returns the loads of the engines that are attached, as requests are routed by them now."""
         loads: dict[str, EngineLoad] = self._thread.call(self._client.loads)
         return loads
+
+    @property
+    def resent(self) -> int:
+        """Requests that were sent again because their engine had died (``retry``)."""
+        return self._client.resent + self._resent_streams
 
     def statistics(self) -> dict[str, ClientStatistics]:
         """Returns gauges of the present state, and counters since the start, of each engine.

@@ -48,6 +48,18 @@ def test_the_command_prints_json_and_fails_for_a_problem() -> None:
     assert checks["self-test"].status == "ok"
 
 
+def test_several_engines_need_room_for_their_slabs_together() -> None:
+    one, four = (
+        CliRunner().invoke(main, ["doctor", "--json", "--slab-nbytes=8MiB", *more]) for more in ([], ["--data-parallel-size=4"])
+    )
+    spaces = []
+    for result in (one, four):
+        checks = {check.name: check for check in msgspec.json.decode(result.stdout, type=list[Check])}
+        spaces.append(checks["/dev/shm space"].finding)
+    assert "slabs take 8 MiB" in spaces[0]
+    assert "slabs take 32 MiB" in spaces[1]
+
+
 def test_the_command_refuses_what_is_no_size() -> None:
     result = CliRunner().invoke(main, ["doctor", "--slab-nbytes=much"])
     assert result.exit_code == 2
@@ -105,7 +117,7 @@ def test_mounts(mounts: str, status: str, finding: str) -> None:
 def test_with_docker_s_64_mb_the_slab_goes_to_a_memfd() -> None:
     check = doctor.check_shm_space(filesystem(16384, 16384), GIB)
     assert check.status == "ok"
-    assert check.finding == f"64 MiB of 64 MiB are free; the slab takes 1 GiB; {doctor._IN_A_MEMFD}"
+    assert check.finding == f"64 MiB of 64 MiB are free; slabs take 1 GiB; {doctor._IN_A_MEMFD}"
     assert "--shm-size" in check.advice
 
 
@@ -151,7 +163,7 @@ def test_the_smallest_limit_of_all_groups_above_us_counts(tmp_path: Path) -> Non
     write(root / "pod" / "memory.max", f"{GIB // 2}\n")
     write(root / "pod" / "container" / "memory.max", "max\n")
     check = doctor.check_cgroup(membership, root, GIB)
-    assert (check.status, check.finding) == ("problem", "limited to 512 MiB; the slab takes 1 GiB")
+    assert (check.status, check.finding) == ("problem", "limited to 512 MiB; slabs take 1 GiB")
     assert "--memory=" in check.advice
     write(root / "pod" / "memory.max", f"{GIB + (GIB >> 1)}\n")
     assert doctor.check_cgroup(membership, root, GIB).status == "warning"
