@@ -74,6 +74,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What hypothesis marks may take longer where it tries many examples: how long a busy machine takes says nothing."""
+    if config.getoption("--hypothesis-profile") == "thorough":
+        for item in items:
+            if item.get_closest_marker("hypothesis") is not None and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """``-n auto``: a worker for each core that this process may use, and no more than have memory for torch."""

@@ -127,7 +127,7 @@ def check_shared_object(file_name: str, elf: ELFFile) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_wheel_has_what_runs_and_what_describes_it(distributions: Path) -> None:
     [path] = distributions.glob("*.whl")
     assert "manylinux" in path.name
@@ -145,7 +145,7 @@ def test_a_wheel_has_what_runs_and_what_describes_it(distributions: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64's instructions")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump (Debian: apt install binutils)")
 def test_a_wheel_needs_no_newer_processor(distributions: Path, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_wheel_needs_no_newer_processor(distributions: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_sdist_has_what_is_written_and_nothing_generated(distributions: Path) -> None:
     [path] = distributions.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
@@ -178,7 +178,7 @@ def test_an_sdist_has_what_is_written_and_nothing_generated(distributions: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_wheel_carries_a_tensor_where_there_is_no_compiler(distributions: Path, tmp_path: Path, socket_dir: Path) -> None:
     environment = fresh_environment(tmp_path)
     [wheel] = distributions.glob("*.whl")
@@ -193,7 +193,7 @@ def test_a_wheel_carries_a_tensor_where_there_is_no_compiler(distributions: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_make_takes_a_compiler_from_the_package_index(tmp_path: Path, socket_dir: Path) -> None:
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-c", "constraints.txt", "--dest", tmp_path]
     if subprocess.run([*download, "ziglang"], cwd=ROOT, capture_output=True, check=False).returncode != 0:
@@ -219,7 +219,7 @@ def test_make_takes_a_compiler_from_the_package_index(tmp_path: Path, socket_dir
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     shutil.which(CROSS_COMPILER) is None, reason=f"no {CROSS_COMPILER} (Debian: apt install gcc-aarch64-linux-gnu)"
 )
