@@ -172,9 +172,9 @@ class ClientStatistics:
     connected: bool
     epoch: int
     client_id: int
-    leases: int
-    leased_nbytes: int
-    free_nbytes: int
+    leases: int = 0
+    leased_nbytes: int = 0
+    free_nbytes: int = 0
     slots_writing: int
     slots_submitted: int
     slots_cached: int

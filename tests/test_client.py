@@ -733,14 +733,14 @@ async def test_a_slot_that_is_granted_as_a_client_closes_goes_back(
     waiting = asyncio.create_task(_slot(client, 100_000))
     await eventually(lambda: client.statistics().waiting == 1)
     session = client._session
-    add_lease = session._add_lease
+    granted = session.host_slots.granted
     closing: list[asyncio.Task[None]] = []
 
     def close_and_add_lease(grant: Any) -> None:
         closing.append(asyncio.create_task(client.close()))
-        add_lease(grant)
+        granted(grant)
 
-    monkeypatch.setattr(session, "_add_lease", close_and_add_lease)
+    monkeypatch.setattr(session.host_slots, "granted", close_and_add_lease)
     blocker.close()
     with pytest.raises(shmring.ClosedError):
         await asyncio.wait_for(waiting, 5)

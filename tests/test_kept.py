@@ -314,7 +314,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
         await eventually(lambda: client.statistics().slots_in_use == 0)
     ring._book.check()
     assert client._session is not None
-    client._session.book.check()
+    client._session.host_slots.book.check()
 
 
 # -- who wants the memory ----------------------------------------------------------------------------------------------------

@@ -651,9 +651,9 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
     session = client._session
     assert session is not None
     for call_id in (2, 3):
-        session._calls[call_id] = asyncio.get_running_loop().create_future()
+        session.calls._results[call_id] = asyncio.get_running_loop().create_future()
     assert await client.call("one", timeout=5) == 1
-    await asyncio.wait_for(asyncio.gather(*session._calls.values()), 5)
+    await asyncio.wait_for(asyncio.gather(*session.calls._results.values()), 5)
     assert ring.statistics().protocol_errors == 0
 
 

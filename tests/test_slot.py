@@ -162,7 +162,7 @@ async def test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again(client: 
 async def test_waiting_for_space_that_views_keep_is_logged(
     serve: Any, connect: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
-    monkeypatch.setattr("shmring.client.session._DRAIN_WARNING_S", 0.01)
+    monkeypatch.setattr("shmring.memory.slots._DRAIN_WARNING_S", 0.01)
     await serve()
     client = await connect()
     async with client.slot(900_000, drain=True) as slot:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from shmring.client.counters import ClientCounters
 from shmring.client.deadlines import Deadlines
 from shmring.client.kept import Kept, check_key
 from shmring.client.preparing import Preparations
-from shmring.client.session import ClientCounters, Session
+from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
@@ -30,7 +31,6 @@ from shmring.errors import (
     ClosedError,
     EngineDeadError,
     ShmringError,
-    SlabError,
     WouldBlock,
     fresh,
 )
@@ -197,7 +197,7 @@ class RingClient(ClientCalls):
 
     async def _submit_when_attached(self, payload: object, request_id: str) -> Submission:
         session = self._attached_now() or await self._ready()
-        return await session.submit(payload, request_id)
+        return await session.sending.submit(payload, request_id)
 
     def submit_nowait(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """The same if nothing has to be waited for; the copy is made in the loop.
@@ -210,12 +210,12 @@ class RingClient(ClientCalls):
             WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
         """
         self._check_name(request_id)
-        return self._ready_nowait().submit_nowait(payload, request_id, ask=ask)
+        return self._ready_nowait().sending.submit_nowait(payload, request_id, ask=ask)
 
     async def submit_unless_full(self, payload: object, *, request_id: str = "", ask: bool = True) -> Submission:
         """For :mod:`shmring.threads`: as :meth:`submit_nowait`, with a long copy made beside the loop."""
         self._check_name(request_id)
-        return await self._ready_nowait().submit_unless_full(payload, request_id, ask=ask)
+        return await self._ready_nowait().sending.submit_unless_full(payload, request_id, ask=ask)
 
     def abort(self, request_id: str | Iterable[str]) -> int:
         """Aborts the requests of these names; tasks that wait for them get :class:`AbortedError`.
@@ -243,7 +243,7 @@ class RingClient(ClientCalls):
         self._check_name(method)
         with self._deadlines.within(timeout, lambda: f"an engine to be attached, or its answer to the call {method!r}"):
             session = await self._ready()
-            return await session.call(method, arguments)
+            return await session.calls.call(method, arguments)
 
     # -- kept content --------------------------------------------------------------------------------------------------
 
@@ -322,8 +322,9 @@ class RingClient(ClientCalls):
         check_sizes(sizes)
         with self._deadlines.within(timeout, self._why_not_sent):
             session = await self._ready()
-            record = await session.acquire(nbytes_for_slots(sizes), held=True)
-            return [session.hold(part, drain=drain) for part in session.book.split(record, sizes)]
+            slots = session.host_slots
+            record = await slots.acquire(nbytes_for_slots(sizes), held=True)
+            return [slots.hold(part, drain=drain) for part in slots.book.split(record, sizes)]
 
     @property
     def kept_nbytes(self) -> int:
@@ -346,7 +347,7 @@ class RingClient(ClientCalls):
         check_sizes(sizes)
         session = self._ready_nowait()
         session.check_alive()
-        session.book.check_capacity(nbytes_for_slots(sizes))
+        session.host_slots.book.check_capacity(nbytes_for_slots(sizes))
 
     def resolve_device(self, device: torch.device | str) -> torch.device | None:
         """For :meth:`slot`: the GPU that is meant, or None for the host."""
@@ -361,12 +362,9 @@ class RingClient(ClientCalls):
         """For :meth:`slot`: something has to be waited for."""
         with self._deadlines.within(timeout, self._why_not_sent):
             session = await self._ready()
-            if device is None:
-                return session.hold(await session.acquire(nbytes, held=True), drain=drain)
-            self._check_device_slab(session)
-            slots = await session.open_device()
-            slots.check_index(device.index)
-            return session.hold(await session.acquire(nbytes, held=True, book=slots.book), drain=drain)
+            slots = session.host_slots if device is None else await session.device_slots.open(device.index)
+            slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=drain)
+            return slot
 
     def slot_nowait(self, nbytes: int, *, drain: bool = False, device: torch.device | str = "cpu", ask: bool = True) -> Slot:
         """Returns a slot if one is free in this client's leases.
@@ -384,17 +382,9 @@ class RingClient(ClientCalls):
         wanted = self.resolve_device(device)
         session = self._ready_nowait()
         session.check_alive()
-        if wanted is None:
-            return session.hold(session.acquire_nowait(nbytes, held=True, ask=ask), drain=drain)
-        self._check_device_slab(session)
-        if session.device is None:
-            raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")
-        session.device.check_index(wanted.index)
-        return session.hold(session.acquire_nowait(nbytes, held=True, ask=ask, book=session.device.book), drain=drain)
-
-    def _check_device_slab(self, session: Session) -> None:
-        if session.welcome.device is None:
-            raise SlabError(f"engine {self.name!r} has no device slab: serve it with device_slab_nbytes=...")
+        slots = session.host_slots if wanted is None else session.device_slots.opened(wanted.index)
+        slot: Slot = slots.hold(slots.acquire_nowait(nbytes, held=True, ask=ask), drain=drain)
+        return slot
 
     # -- the connection --------------------------------------------------------------------------------------------------
 
@@ -574,7 +564,7 @@ class RingClient(ClientCalls):
         """Says what a request that was not sent yet, or a slot, is waiting for."""
         if self._session is None:
             return f"an engine {self.name!r} to be attached"
-        return self._session.why_not_sent()
+        return self._session.sending.why_not_sent()
 
     def _why_no_reply(self) -> str:
         """Says what a request that was sent is waiting for."""
@@ -586,21 +576,17 @@ class RingClient(ClientCalls):
         """Returns gauges of the present state, and counters since the start."""
         session = self._session
         counters = self._counters if session is None else self._counters.with_those_of(session.end)
-        book = session.book if session is not None else None
-        device = session.device if session is not None else None
-        books = [each for each in (book, device.book if device is not None else None) if each is not None]
+        memories = session.slots if session is not None else ()
+        books = [slots.book for slots in memories]
         return ClientStatistics(
             connected=session is not None,
             epoch=session.welcome.epoch if session is not None else 0,
             client_id=session.welcome.client_id if session is not None else 0,
-            leases=len(book.leases) if book is not None else 0,
-            leased_nbytes=book.leased_nbytes if book is not None else 0,
-            free_nbytes=book.free_nbytes if book is not None else 0,
-            slots_writing=sum(each.count(ClientSlot.WRITING) for each in books),
-            slots_submitted=sum(each.count(ClientSlot.SUBMITTED) for each in books),
-            slots_cached=sum(each.count(ClientSlot.CACHED) for each in books),
-            slots_draining=sum(each.count(ClientSlot.DRAINING) for each in books),
-            waiting=sum(each.waiting for each in books),
+            slots_writing=sum(book.count(ClientSlot.WRITING) for book in books),
+            slots_submitted=sum(book.count(ClientSlot.SUBMITTED) for book in books),
+            slots_cached=sum(book.count(ClientSlot.CACHED) for book in books),
+            slots_draining=sum(book.count(ClientSlot.DRAINING) for book in books),
+            waiting=sum(book.waiting for book in books),
             in_flight=len(session.end.pending) if session is not None else 0,
             reply_slots_held=session.reply_slots_held if session is not None else 0,
             submitted=counters.submitted,
@@ -621,7 +607,7 @@ class RingClient(ClientCalls):
             kept_pins=len(session.kept) if session is not None else 0,
             kept_hits=counters.kept_hits,
             kept_misses=counters.kept_misses,
-            **(device.statistics() if device is not None else {}),
+            **{field: count for slots in memories for field, count in slots.statistics().items()},
         )
 
     def _check_name(self, name: str) -> None:

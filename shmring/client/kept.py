@@ -197,14 +197,14 @@ class KeptContents:
                 raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
         self._check_payload(packed.payload)
         if packed.copied:
-            copied = await session.acquire(packed.slot_nbytes, held=False)
+            copied = await session.host_slots.acquire(packed.slot_nbytes, held=False)
         try:
             if copied is not None:
-                await session.copy(packed, copied)
+                await session.sending.copy(packed, copied)
             answer = await self._ask(key, (packed.payload, payload, copied))
         except BaseException:
             if copied is not None and copied.state is ClientSlot.WRITING:
-                session.give_up(copied)
+                session.host_slots.give_up(copied)
             raise
         if isinstance(answer, NotKept):
             if answer.reason == "large":
@@ -233,7 +233,7 @@ class KeptContents:
         session = self.session
         await self._asking.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
-            await session.writable()
+            await session.sending.writable()
             session.check_alive()
             token = session.next_id()
             record: ClientSlotRecord | None = None
@@ -289,7 +289,7 @@ class KeptContents:
         session = self.session
         pin = self._pins.get(found.generation)
         if pin is None and record is not None and record.generation == found.generation:
-            session.carry_out(session.book.kept(found.generation, session.loop.time()))
+            session.host_slots.carry_out(session.host_slots.book.kept(found.generation, session.loop.time()))
             pin = _Pin(key, found, record, session.end.content_address(record))
             if record.held or record.viewed:  # its caller has not left it, or still views it
                 pin.is_slots = record.held

@@ -507,7 +507,7 @@ class RoutingClient:
         return self._estimates[name].look(
             published=session.load.in_flight,
             waiting=session.load.waiting,
-            own=session.end.in_flight + session.book.count(ClientSlot.WRITING),
+            own=session.end.in_flight + session.host_slots.book.count(ClientSlot.WRITING),
             unread_nbytes=writer.unread_nbytes,
             taken_nbytes=writer.taken_nbytes,
             now=session.loop.time(),
@@ -606,7 +606,7 @@ class RoutingClient:
         if not self.connected:
             return f"one of the engines {self._listed} to be attached"
         attached = (client.session for client in self.engines.values())
-        return "; ".join(f"at {each.engine_name!r}: {each.why_not_sent()}" for each in attached if each is not None)
+        return "; ".join(f"at {each.engine_name!r}: {each.sending.why_not_sent()}" for each in attached if each is not None)
 
     # -- the connections -----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from shmring.errors import ClosedError
 from shmring.memory.tensors import other_view, torch_dtype_name
 from shmring.memory.views import device_view
 
-__all__ = ["Slot"]
+__all__ = ["DeviceSlot", "Slot"]
 
 
 class Slot(SlotEnd):
@@ -66,8 +66,6 @@ class Slot(SlotEnd):
         Raises:
             TypeError: also of a slot in device memory, where no array can be.
         """
-        if self.device_memory is not None:
-            raise TypeError("numpy has no arrays in device memory: use tensor(), or a slot with device='cpu'")
         spelled = np.dtype(dtype)
         size = item_nbytes(spelled.str)
         if size is None:
@@ -83,10 +81,10 @@ class Slot(SlotEnd):
         if any(extent < 0 for extent in shape):
             raise ValueError(f"a shape has no negative extents: {shape}")
         nbytes = math.prod(shape) * itemsize
-        ref = TensorRef(1, self.take(shape, dtype, nbytes), nbytes, dtype, shape)
-        if self.device_memory is not None:
-            return device_view(ref, self.device_memory)
-        return other_view(ref, self.memory() if nbytes else None, writable=True)
+        return self._make(TensorRef(1, self.take(shape, dtype, nbytes), nbytes, dtype, shape))
+
+    def _make(self, ref: TensorRef) -> torch.Tensor | NDArray[Any]:
+        return other_view(ref, self.memory() if ref.nbytes else None, writable=True)
 
     async def __aenter__(self) -> Slot:
         return self
@@ -95,3 +93,17 @@ class Slot(SlotEnd):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class DeviceSlot(Slot):
+    """A slot in device memory, which :meth:`Slot.tensor` makes tensors in, and nothing else."""
+
+    __slots__ = ()
+
+    def array(self, shape: tuple[int, ...] | list[int], dtype: DTypeLike) -> NDArray[Any]:
+        """Raises :class:`TypeError`."""
+        raise TypeError("numpy has no arrays in device memory: use tensor(), or a slot with device='cpu'")
+
+    def _make(self, ref: TensorRef) -> torch.Tensor | NDArray[Any]:
+        assert self.device_memory is not None
+        return device_view(ref, self.device_memory)

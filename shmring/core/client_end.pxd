@@ -62,7 +62,7 @@ cdef class ClientEnd(RecordTaker):
     cdef readonly bint found_full
     cdef public bint crowded
     cdef public bint is_open
-    cdef public bint has_device
+    cdef public object device_slots
     cdef public RecordReader reader
     cdef dict _decoders
     cdef object _clock
@@ -89,8 +89,8 @@ cdef class ClientEnd(RecordTaker):
     cpdef object hold(self, ClientSlotRecord record, bint drain)
     cpdef bint begin(self) except -1
     cpdef int leave(self) except -1
-    cpdef object send_now(self, Packed packed, list in_place, str name, bytes fence)
-    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, bytes fence)
+    cpdef object send_now(self, Packed packed, list in_place, str name, object stream)
+    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, object stream)
     cpdef SubmissionEnd forget(self, uint64_t request_id)
     cpdef PayloadDecoder decoder_of(self, object reply_type)
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
@@ -98,7 +98,8 @@ cdef class ClientEnd(RecordTaker):
     cdef int _leave(self, SlotEnd slot) except -1
     cdef double _now(self) except -1
     cdef int _follow(self, list effects) except -1
-    cdef int _take_back(self, tuple released) except -1
+    cpdef int take_back(self, tuple released) except -1
+    cdef int _release_elsewhere(self, uint64_t generation) except -1
     cdef bint _take_message(self, object message) except -1
     cdef int _done(self, Done done) except -1
     cdef int _finished(self, uint64_t request_id) except -1

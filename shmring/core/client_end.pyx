@@ -345,7 +345,7 @@ cdef class ClientEnd(RecordTaker):
         found_full: whether :meth:`send_now` returned None because the ring is full.
         crowded: whether others wait for their turn; the shell says so.
         is_open: whether requests may be sent; the shell says so.
-        has_device: whether slots in device memory may come back; the shell says so.
+        device_slots: what knows slots in device memory; the shell says so.
         held: slots that callers hold.
         pending: requests in flight, by id.
     """
@@ -441,7 +441,7 @@ cdef class ClientEnd(RecordTaker):
         self.held.leave(slot._address)
         slot._region = NULL
         if region == NULL:
-            self.shell.leave_device_slot(slot.record, slot._drain)
+            self.device_slots.leave(slot.record, slot._drain)
             return 0
         if self._writer is None:
             drop_region(region)
@@ -519,7 +519,7 @@ cdef class ClientEnd(RecordTaker):
         """
         cdef Packed packed
         cdef list in_place
-        if self.has_device or not self.is_open or self._writer is None or not self._writer.is_writable():
+        if not self.is_open or self._writer is None or not self._writer.is_writable():
             return None
         if self.in_flight >= self._max_inflight:
             self.hear()
@@ -533,7 +533,7 @@ cdef class ClientEnd(RecordTaker):
             return None
         sent = None
         try:
-            sent = self.send_now(packed, in_place, name, b"")
+            sent = self.send_now(packed, in_place, name, None)
         finally:
             if sent is None:
                 self.leave()
@@ -543,7 +543,7 @@ cdef class ClientEnd(RecordTaker):
         """Where a slot's content is in this process."""
         return <uint64_t>self._mapping.mapped.address + slot.start * _BLOCK_NBYTES + HEADER_NBYTES
 
-    cpdef object send_now(self, Packed packed, list in_place, str name, bytes fence):
+    cpdef object send_now(self, Packed packed, list in_place, str name, object stream):
         """Copies what has to be copied, and sends it.
 
         Returns:
@@ -562,13 +562,13 @@ cdef class ClientEnd(RecordTaker):
         try:
             if slot is not None:
                 packed.copy_into(self.content_address(slot))
-            sent = self.send(packed, in_place, slot, name, fence)
+            sent = self.send(packed, in_place, slot, name, stream)
         finally:
             if sent is None and slot is not None:
                 self.shell.give_up(slot)
         return sent
 
-    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, bytes fence):
+    cpdef object send(self, Packed packed, list in_place, ClientSlotRecord slot, str name, object stream):
         """Sends a payload whose tensors have been copied.
 
         Args:
@@ -576,7 +576,7 @@ cdef class ClientEnd(RecordTaker):
             in_place: the records of the slots in which tensors of it lie.
             slot: the record of the slot that it was copied to, if it needs one.
             name: the caller's own name for the request.
-            fence: of the slots in device memory; may be empty.
+            stream: that the slots in device memory were written on; None: the current one.
 
         Returns:
             The submission; None if the ring is full, or a slot of ``in_place`` has changed hands, and nothing was sent.
@@ -587,6 +587,8 @@ cdef class ClientEnd(RecordTaker):
         cdef ClientSlotRecord record
         cdef uint32_t count = <uint32_t>len(in_place) + (slot is not None), i = 0
         cdef uint64_t request_id = self._next_id + 1
+        cdef bytes fence = b""
+        cdef bint is_on_device = False
         cdef uint64_t nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
         if self._writer is None or not self._writer.is_writable():
             return None
@@ -600,6 +602,10 @@ cdef class ClientEnd(RecordTaker):
         for record in in_place:
             if not record.is_submittable():
                 return None
+            is_on_device = is_on_device or record.start * _BLOCK_NBYTES >= self._mapping.mapped.nbytes
+        if is_on_device:
+            fence = self.device_slots.record_fence(in_place, stream)
+            nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
         submission = new_instance(self._submission_type, ())
         if count > _FEW:
             numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
@@ -645,7 +651,7 @@ cdef class ClientEnd(RecordTaker):
             return 0
         numbers.lease_id = record.lease.lease_id
         if numbers.offset >= self._mapping.mapped.nbytes:  # where there is no header
-            numbers.generation = self.shell.submit_on_device(record)
+            numbers.generation = self.device_slots.submit(record)
             return 0
         numbers.generation = self.book.submit_slot(record, self.book)
         put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
@@ -668,13 +674,14 @@ cdef class ClientEnd(RecordTaker):
         cdef Cursor released
         cdef uint64_t request_id, generation = 0, count, i
         cdef double now
-        if self.has_device or not read_plain_done(record, nbytes, &request_id, &released, &count):
+        if not read_plain_done(record, nbytes, &request_id, &released, &count):
             return self._take_message(read_hot_record(record, nbytes, self._max_tensors, True))
         if count:
             now = self._now()
             for i in range(count):
                 read_unsigned(&released, &generation)
-                self.stale_releases += not self.book.release_generation(generation, now)
+                if not self.book.release_generation(generation, now):
+                    self._release_elsewhere(generation)
             self._follow(self.book.serve())
         self._finished(request_id)
         return True
@@ -697,7 +704,7 @@ cdef class ClientEnd(RecordTaker):
 
     cdef int _done(self, Done done) except -1:
         if done.released:
-            self._take_back(done.released)
+            self.take_back(done.released)
         if done.content is not None:
             self._deliver(done.request_id, done.content)
         return self._finished(done.request_id)
@@ -709,15 +716,18 @@ cdef class ClientEnd(RecordTaker):
             submission._end(None)
         return 0
 
-    cdef int _take_back(self, tuple released) except -1:
-        cdef double now
-        if self.has_device:
-            self.shell.take_released(released)
-            return 0
-        now = self._now()
+    cpdef int take_back(self, tuple released) except -1:
+        """The engine hands the slots of these generations back."""
+        cdef double now = self._now()
         for generation in released:
-            self.stale_releases += not self.book.release_generation(generation, now)
+            if not self.book.release_generation(generation, now):
+                self._release_elsewhere(generation)
         return self._follow(self.book.serve())
+
+    cdef int _release_elsewhere(self, uint64_t generation) except -1:
+        """The engine hands a slot back that is none in host memory."""
+        self.stale_releases += not self.device_slots.release(generation)
+        return 0
 
     cpdef SubmissionEnd forget(self, uint64_t request_id):
         """A request has ended; returns its submission.

@@ -22,8 +22,8 @@ cdef class EngineBook:
     cdef readonly object geometry
     cdef readonly object limits
     cdef public dict clients               # ClientRecord by id
-    cdef public Lending host
-    cdef public Lending device             # None: there is no device slab
+    cdef public list lendings              # Lending by the number of its memory
+    cdef public Lending host               # the first of them
     cdef readonly KeptBook kept
     cdef public uint64_t _next_use         # number of the next slot that is kept content
     cdef public uint64_t late_aborts       # of requests that had ended: messages cross

@@ -15,8 +15,8 @@ class EngineBook:
     @property
     def limits(self) -> EngineBookLimits: ...
     clients: dict[int, ClientRecord]
+    lendings: list[Lending]
     host: Lending
-    device: Lending | None
     @property
     def kept(self) -> KeptBook: ...
     _next_use: int

@@ -84,7 +84,8 @@ cdef class EngineBook:
 
     Attributes:
         clients: that are connected, or of which something is still held, by id.
-        host, device: the leases of the slab, and of the device slab if there is one.
+        lendings: the leases of each memory: of the slab, and of the device slab if there is one.
+        host: the first of them.
         kept: what is kept in the slab.
     """
 
@@ -94,10 +95,11 @@ cdef class EngineBook:
         self.kept = KeptBook(limits)
         self.host = Lending(self.clients, limits, HOST, geometry.LEASABLE_START, geometry.leasable_blocks, 1, self.kept)
         self._next_use = FIRST_USE
+        self.lendings = [self.host]
         if geometry.device_blocks:
             first_lease_id = FIRST_DEVICE_LEASE_ID
-            self.device = Lending(
-                self.clients, limits, DEVICE, geometry.device_start, geometry.device_blocks, first_lease_id
+            self.lendings.append(
+                Lending(self.clients, limits, DEVICE, geometry.device_start, geometry.device_blocks, first_lease_id)
             )
         self._replies = RunAllocator(geometry.reply_start, geometry.reply_blocks)
         self._reply_wants, self._lent_replies = {}, set()
@@ -153,14 +155,14 @@ cdef class EngineBook:
 
     cdef int _disconnect(self, ClientRecord client, list effects) except -1:
         cdef LeaseRecord lease
+        cdef Lending lending
         for request_id in list(client.requests):
             for effect in self.abort_request(client, request_id):
                 if type(effect) is not Released:  # there is nobody to be told
                     effects.append(effect)
         client.connected = False
-        self.host.forget(client.client_id)
-        if self.device is not None:
-            self.device.forget(client.client_id)
+        for lending in self.lendings:
+            lending.forget(client.client_id)
         self._drop_reply_wants(client)
         for lease in client.leases.values():
             self._lending(lease).change(lease, DISCONNECT)
@@ -230,11 +232,10 @@ cdef class EngineBook:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
         """
         cdef ClientRecord client = self._connected(client_id)
-        cdef Lending lending = self.host if memory == HOST else self.device
         cdef list effects = []
-        if lending is None:
+        if memory >= len(self.lendings):
             raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
-        lending.ask(client, token, nbytes, preferred_nbytes, waits, effects)
+        (<Lending>self.lendings[memory]).ask(client, token, nbytes, preferred_nbytes, waits, effects)
         return effects
 
     def return_leases(self, uint64_t client_id, lease_ids):
@@ -262,15 +263,15 @@ cdef class EngineBook:
         return effects
 
     cdef Lending _lending(self, LeaseRecord lease):
-        return self.host if lease.memory == HOST else self.device
+        return <Lending>self.lendings[lease.memory]
 
     cdef int _take_back(self, ClientRecord client, LeaseRecord lease) except -1:
         return self._lending(lease).take_back(client, lease)
 
     cdef int _serve_wants(self, list effects) except -1:
-        self.host.serve(effects)
-        if self.device is not None:
-            self.device.serve(effects)
+        cdef Lending lending
+        for lending in self.lendings:
+            lending.serve(effects)
         return 0
 
     # -- requests and their slots ------------------------------------------------------------------------------------
@@ -809,7 +810,7 @@ cdef class EngineBook:
     @property
     def waiting_lease_requests(self):
         """Clients that wait for a lease, in either memory."""
-        return self.host.waiting_lease_requests + (0 if self.device is None else self.device.waiting_lease_requests)
+        return sum([lending.waiting_lease_requests for lending in self.lendings])
 
     @property
     def reply_free_nbytes(self):
@@ -836,9 +837,8 @@ cdef class EngineBook:
 
     def check(self):
         """Asserts the invariants of the book; for tests, and for closing."""
-        self.host.check()
-        if self.device is not None:
-            self.device.check()
+        for lending in self.lendings:
+            lending.check()
         replies = sum(slot.blocks for client in self.clients.values() for slot in client.replies.values())
         assert self._replies.free_units + replies == self.geometry.reply_blocks, "a reply block is lost"
         slots = [slot for client in self.clients.values() for slot in client.slots.values()]

@@ -78,7 +78,6 @@ cdef class EngineEnd:
     cdef PayloadDecoder _decoder
     cdef type _claim_type
     cdef bint _debug
-    cdef object _device      # whether there is a device slab; None: there is not
 
     cdef int _append(self, ClaimEnd claim) except -1
     cdef int _withdraw(self, ClaimEnd claim) noexcept

@@ -109,7 +109,6 @@ class EngineEnd:
         inline_nbytes: int,
         max_payload_nbytes: int,
         debug: bool,
-        device: object,
         load: LoadPage | None = None,
     ) -> None: ...
     def detach(self) -> None: ...

@@ -291,7 +291,6 @@ cdef class EngineEnd:
         max_tensors: in a payload.
         inline_nbytes: of tensors in a record, at most.
         max_payload_nbytes: of a payload, tensors apart.
-        device: whether there is a device slab; None: there is not.
         load: where frontends read how much is in flight here; None: nowhere.
         debug: whether to tell the shell of slots that are released while views of them live.
 
@@ -304,8 +303,7 @@ cdef class EngineEnd:
 
     def __init__(
         self, shell, EngineBook book not None, Regions regions not None, Mapping mapping not None, PayloadDecoder decoder not None,
-        claim_type, *, epoch, max_tensors, inline_nbytes, max_payload_nbytes, debug, device,
-        LoadPage load=None,
+        claim_type, *, epoch, max_tensors, inline_nbytes, max_payload_nbytes, debug, LoadPage load=None,
     ) -> None:
         self.shell = shell
         self.book = book
@@ -314,7 +312,6 @@ cdef class EngineEnd:
         self._slab_nbytes = mapping.mapped.nbytes
         self._decoder = decoder
         self._claim_type = claim_type
-        self._device = device
         self.epoch = epoch
         self._max_tensors = max_tensors
         self._inline_nbytes = inline_nbytes
@@ -357,6 +354,7 @@ cdef class EngineEnd:
     cdef int _submit(self, FrontendEnd frontend, Submit submit) except -1:
         cdef Content content = submit.content
         cdef ClaimEnd claim
+        cdef bint is_on_device = False
         cdef uint32_t i
         if submit.epoch != self.epoch:
             raise RemoteProtocolError(f"request {submit.request_id} is of epoch {submit.epoch:016x}, this is {self.epoch:016x}")
@@ -368,8 +366,12 @@ cdef class EngineEnd:
             raise RemoteProtocolError(
                 f"a payload of {content.payload_nbytes} bytes exceeds max_payload_nbytes ({self._max_payload_nbytes})"
             )
-        if self._device is not None or content.fence:
-            self.shell.check_fence(submit)
+        for i in range(content.slot_count):
+            is_on_device = is_on_device or content.slot_numbers[i].offset >= self._slab_nbytes
+        if is_on_device and not content.fence:
+            raise RemoteProtocolError("a slot in device memory came without the event of who wrote it")
+        if content.fence and not is_on_device:
+            raise RemoteProtocolError("an event came without a slot in device memory")
         claim = new_instance(self._claim_type, ())
         claim.request = self.book.submit_slots(frontend.record, submit.request_id, content.slot_numbers, content.slot_count)
         claim.end = self
@@ -544,7 +546,7 @@ cdef class EngineEnd:
             if is_payload_shared:
                 content.take_payload(self._payload_in_slot(content), self._max_tensors)
             place = None
-            if self._device is not None and content.fence:
+            if content.fence:
                 place = self.shell.take_up_device(claim)
             claim._payload = self._decoder.decode(claim.regions, place)
         except RemoteProtocolError as error:
@@ -643,7 +645,7 @@ cdef class EngineEnd:
             for i in range(slots):
                 viewed[i] = claim.regions.leave(i)
                 is_any_viewed = is_any_viewed or viewed[i]
-            if self._device is not None and claim.submit.content.fence:
+            if claim.submit.content.fence:
                 for i, drains in enumerate(self.shell.release_on_device(claim, copying)):
                     viewed[i] = viewed[i] or drains
             if is_any_viewed and self._debug and not copying:

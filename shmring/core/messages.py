@@ -327,7 +327,7 @@ class LeaseGrant(_Message, frozen=True, tag=101):
 
 
 class Welcome(_Message, frozen=True, tag=102):
-    """The answer to :class:`Hello`. ``device`` is None if there is no device slab.
+    """The answer to :class:`Hello`. ``device_slab`` is None if there is none.
 
     Five descriptors travel beside it: of the slab up to its reply reserve, of that reserve, which a frontend can only read, of
     the message ring to the frontend, of the one to the engine, and of the engine's load page. Both rings carry
@@ -349,7 +349,7 @@ class Welcome(_Message, frozen=True, tag=102):
     max_payload_nbytes: Unsigned
     max_tensors: Unsigned
     base_lease: LeaseGrant | None
-    device: DeviceHandle | None = None
+    device_slab: DeviceHandle | None = None
     kept_nbytes: Unsigned = 0
 
 

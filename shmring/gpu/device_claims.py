@@ -20,20 +20,22 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.lending import Lending
 from shmring.core.messages import SLOT_HEADER_NBYTES, DeviceHandle, SlotRef, TensorRef
+from shmring.core.states import Lease
 from shmring.core.wire import Content, Submit
-from shmring.errors import RemoteProtocolError
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index
 from shmring.gpu.device import DeviceSlab, OpenedFences
 from shmring.gpu.device_views import DeviceViews
 from shmring.gpu.layout import Given
-from shmring.memory.views import device_view
+from shmring.memory.views import Place, device_view
 
-__all__ = ["DeviceClaims", "check_fence"]
+__all__ = ["DeviceClaims"]
 
 logger = logging.getLogger("shmring.ring")
 
@@ -69,20 +71,20 @@ class DeviceClaims:
         """Returns what a frontend needs to attach."""
         return self._slab.handle
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the device slab."""
-        return self._slab.nbytes
+    def statistics(self, lending: Lending) -> dict[str, Any]:
+        """Returns the fields of :class:`~shmring.statistics.RingStatistics` that are about the device slab.
 
-    @property
-    def opened_fences(self) -> int:
-        """Events of frontends that are open here."""
-        return sum(len(opened) for opened in self._opened.values())
-
-    @property
-    def lost(self) -> int:
-        """Slots that are kept for good, because CUDA failed to say when they are free."""
-        return self._views.lost
+        Args:
+            lending: what the book says of it.
+        """
+        return {
+            "device_slab_nbytes": self._slab.nbytes,
+            "device_slab_free_nbytes": lending.free_nbytes,
+            "device_slab_leased_nbytes": lending.leased_nbytes(Lease.LEASED),
+            "device_slab_quarantined_nbytes": lending.leased_nbytes(Lease.QUARANTINED),
+            "device_slots_lost": self._views.lost,
+            "device_fences": sum(len(opened) for opened in self._opened.values()),
+        }
 
     def has(self, slot: SlotRef) -> bool:
         """Whether a slot lies in the device slab."""
@@ -104,16 +106,14 @@ class DeviceClaims:
 
     # -- claims --------------------------------------------------------------------------------------------------------
 
-    def take_up(self, client_id: int, submit: Submit) -> None:
-        """Has this thread's stream wait for what a request's frontend has queued. Returns at once.
+    def take_up(self, client_id: int, submit: Submit) -> Place:
+        """Has this thread's stream wait for what a request's frontend has queued. Returns at once, what makes its tensors here.
 
         Raises:
             RemoteProtocolError: the fence is none.
             CudaError: CUDA failed. No slot counts as used.
         """
         slots = [slot for slot in submit.content.slots if self.has(slot)]
-        if not slots:
-            return
         stream = self._cuda.current_stream(self._slab.device)
         self._wait(client_id, submit.content, stream)
         for slot in slots:
@@ -121,9 +121,10 @@ class DeviceClaims:
             self._views.use(key, stream)
             self._in_use.add(key)
         self._idle.clear()
+        return self._given(client_id, submit).place
 
-    def use_on(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> None:
-        """The slots of a claim will be used on one more stream, which waits for their fence.
+    def give(self, client_id: int, submit: Submit, device: torch.device | str | int, stream: Stream | None) -> Given:
+        """Returns the tensors of a claim that are here, to be used on one more stream, which waits for their fence.
 
         Raises:
             ValueError: it is a stream of another device.
@@ -141,9 +142,9 @@ class DeviceClaims:
         for slot in submit.content.slots:
             if self.has(slot):
                 self._views.use((client_id, slot.generation), consumer)
+        return self._given(client_id, submit)
 
-    def given(self, client_id: int, submit: Submit) -> Given:
-        """Returns the tensors of a claim that are on the device already, for whoever decodes its payload."""
+    def _given(self, client_id: int, submit: Submit) -> Given:
         slots = submit.content.slots
         regions = frozenset(number for number, slot in enumerate(slots, 1) if self.has(slot))
         made: dict[int, torch.Tensor] = {}
@@ -170,15 +171,14 @@ class DeviceClaims:
         self._views.watch(key, lent)
         return view
 
-    def release(self, client_id: int, submit: Submit) -> frozenset[int]:
-        """A claim is released. Returns the generations that drain: all of its slots here, as a GPU may be at work on them."""
-        draining = []
-        for slot in submit.content.slots:
-            key = (client_id, slot.generation)
-            if key in self._views:
+    def release(self, client_id: int, submit: Submit) -> list[bool]:
+        """A claim is released. Returns which of its slots drain: all that are here, as a GPU may be at work on them."""
+        keys = [(client_id, slot.generation) for slot in submit.content.slots]
+        draining = [key in self._views for key in keys]
+        for key, drains in zip(keys, draining, strict=True):
+            if drains:
                 self._views.leave(key)
-                draining.append(slot.generation)
-        return frozenset(draining)
+        return draining
 
     def is_viewed(self, client_id: int, submit: Submit) -> bool:
         """Whether a view of one of a claim's slots here is alive in this process."""
@@ -225,18 +225,4 @@ class DeviceClaims:
         except CudaError as error:
             reason = str(error)
         if reason is not None:
-            logger.warning("the device slab of %d bytes stays allocated until this process ends: %s", self.nbytes, reason)
-
-
-def check_fence(content: Content, device_start: int) -> None:
-    """Raises :class:`RemoteProtocolError` unless a content has a fence exactly if it has slots in device memory.
-
-    Args:
-        content: of a submission.
-        device_start: where device memory begins in the address space, in bytes.
-    """
-    on_device = any(slot.offset >= device_start for slot in content.slots)
-    if on_device and not content.fence:
-        raise RemoteProtocolError("a slot in device memory came without the event of who wrote it")
-    if content.fence and not on_device:
-        raise RemoteProtocolError("an event came without a slot in device memory")
+            logger.warning("the device slab of %d bytes stays allocated until this process ends: %s", self._slab.nbytes, reason)

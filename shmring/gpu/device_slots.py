@@ -1,11 +1,11 @@
 """A frontend's end of a device slab: slots in the memory of a GPU, written by whatever this process queues there.
 
 Theory of operation: the engine says in its welcome what to attach to; that is done on a thread, when the first slot in device
-memory is asked for. From then on such a slot is like any other, in a :class:`~shmring.core.client_book.ClientBook` of its own
-whose generations are the first one's. Two things differ. Nothing but tensors is written to device memory, so a slot has room
+memory is asked for. From then on such a slot is like any other, in a book whose generations are those of the slab's. Two things
+differ. Nothing but tensors is written to device memory, so a slot has room
 for a header and no header. And who writes there has not written when its call returns: so a submission carries one *fence*,
 an event behind all that was queued on the current stream when it was submitted; and a slot that is left is free only when the
-GPU has come to what was queued by then (``memory/device_views.py``), the engine being done with it or not.
+GPU has come to what was queued by then (``device_views.py``), the engine being done with it or not.
 
 What a caller queues on other streams than the current one, the current one has to wait for, before the slot is submitted and
 before it is left.
@@ -21,19 +21,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-
-from shmring.core.client_book import ClientBook, ClientSlotRecord
-from shmring.core.effects import ClientEffect
-from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits
-from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, Welcome
+from shmring.cancellation import uninterrupted
+from shmring.core.client_book import ClientSlotRecord
+from shmring.core.client_end import SlotEnd
+from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES
 from shmring.core.states import ClientSlot
+from shmring.errors import SlabError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError, Stream
-from shmring.gpu.device import DeviceSlab, Fence, Fences
+from shmring.gpu.device import DeviceMemory, DeviceSlab, Fence, Fences
 from shmring.gpu.device_views import DeviceViews
+from shmring.memory.copier import Copier
+from shmring.memory.slots import Owner, Slots
 
 __all__ = ["DeviceSlots"]
 
@@ -47,58 +51,49 @@ class _Submission:
     """A fence, and how many of the slots that went with it are still out."""
 
     fence: Fence
-    slots: int
+    slots: int = 0
 
 
-class DeviceSlots:
-    """The slots of one session in the device slab. Lives in a loop.
+class DeviceSlots(Slots):
+    """The slots of one session in the device slab. There are none before :meth:`open`. Lives in a loop.
 
     Args:
-        cuda: how to call CUDA.
-        slab: attached; taken over.
-        welcome: of the engine.
-        lease_nbytes, lease_idle_s: see :class:`~shmring.config.ClientConfig`.
-        wake: called on any thread; must only wake the loop, which calls :meth:`collect`.
+        owner: the session.
+        engine_name: of its engine.
+        cuda, memory: how to call CUDA.
+        copier: has the threads.
+        slot_type: of slots in callers' hands.
 
     Attributes:
-        book: of the leases in device memory.
-        device: the GPU, as this process counts.
+        held: slots that callers hold.
+        is_mapped: whether the slab is mapped into this process, or about to be.
     """
 
     def __init__(
-        self,
-        cuda: Cuda,
-        slab: DeviceSlab,
-        welcome: Welcome,
-        *,
-        lease_nbytes: int,
-        lease_idle_s: float,
-        wake: Callable[[], object],
+        self, owner: Owner, engine_name: str, cuda: Cuda, memory: DeviceMemory, copier: Copier, slot_type: type[SlotEnd]
     ) -> None:
+        self._start = owner.welcome.slab_nbytes
+        self._handle = owner.welcome.device_slab
+        nbytes = 0 if self._handle is None else self._handle.nbytes
+        super().__init__(owner, DEVICE_MEMORY, first_block=self._start // BLOCK_NBYTES, nbytes=nbytes, end=self._start + nbytes)
+        self.held = 0
+        self.is_mapped = False
+        self._engine_name = engine_name
         self._cuda = cuda
-        self._slab = slab
-        self._start = welcome.slab_nbytes
-        self.device = slab.device
-        self.book = ClientBook(
-            ClientBookLimits(
-                client_id=welcome.client_id,
-                slab_nbytes=self._start + slab.nbytes,
-                leasable_nbytes=slab.nbytes,
-                max_leases=welcome.max_leases,
-                lease_nbytes=lease_nbytes,
-                lease_idle_s=lease_idle_s,
-                memory=DEVICE_MEMORY,
-                first_block=self._start // BLOCK_NBYTES,
-            )
-        )
-        self._views: DeviceViews[int] = DeviceViews(cuda, slab.device, wake)  # by id of the record
-        self._left: dict[int, ClientSlotRecord] = {}  # by id, until nobody uses them any more
+        self._memory = memory
+        self._copier = copier
+        self._slot_type = slot_type
+        self._opening: asyncio.Task[None] | None = None
+        self._is_open = False
+        self._slab: DeviceSlab  # these two from then on
+        self._views: DeviceViews[int]  # by id of the record
         self._fences = Fences(cuda)
         self._submissions: dict[int, _Submission] = {}  # by generation
-        self._closed = False
+        self._submission: _Submission  # the last one
 
     def statistics(self) -> dict[str, int]:
-        """Returns the fields of :class:`~shmring.statistics.ClientStatistics` that are about this."""
+        if not self._is_open:
+            return {}
         return {
             "device_slab_nbytes": self._slab.nbytes,
             "device_leased_nbytes": self.book.leased_nbytes,
@@ -111,120 +106,190 @@ class DeviceSlots:
         """Whether a slot lies in the device slab."""
         return record.offset >= self._start
 
-    def find(self, address: int) -> int | None:
-        """Returns where an address of this process lies in the engine's address space; None if not in the device slab."""
-        offset = self._slab.find(address)
-        return None if offset is None else self._start + offset
+    # -- mapping the slab --------------------------------------------------------------------------------------------------
 
-    def check_index(self, wanted: int | None) -> None:
-        """Raises :class:`ValueError` unless the slab is on the GPU of this index."""
-        if wanted is not None and wanted != self.device:
-            raise ValueError(f"the engine's device slab is on cuda:{self.device} of this process, not on cuda:{wanted}")
+    async def open(self, index: int | None) -> DeviceSlots:
+        """Attaches to the engine's device slab, once.
+
+        Args:
+            index: of the GPU that is wanted, as this process counts; None: any.
+
+        Raises:
+            SlabError: the engine has none, or (``CudaError``) this process can't have it. The next call tries again.
+            ValueError: it is on another GPU.
+        """
+        self._check_there()
+        if not self._is_open:
+            if self._opening is None:
+                self._opening = self._loop.create_task(self._attach())
+                self._opening.add_done_callback(self._opened)
+            try:
+                await asyncio.shield(self._opening)
+            except CudaError as error:
+                raise fresh(error) from None  # others may be waiting for the same
+            self._owner.check_alive()
+        return self.opened(index)
+
+    def opened(self, index: int | None) -> DeviceSlots:
+        """The same if that was done before.
+
+        Raises:
+            WouldBlock: it was not.
+            SlabError, ValueError: as :meth:`open`.
+        """
+        self._check_there()
+        if not self._is_open:
+            raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")
+        if index is not None and index != self._slab.device:
+            raise ValueError(f"the engine's device slab is on cuda:{self._slab.device} of this process, not on cuda:{index}")
+        return self
+
+    def _check_there(self) -> None:
+        if self._handle is None:
+            raise SlabError(f"engine {self._engine_name!r} has no device slab: serve it with device_slab_nbytes=...")
+
+    async def _attach(self) -> None:
+        assert self._handle is not None
+        self.is_mapped = True
+        try:
+            attach = functools.partial(DeviceSlab.attach, self._cuda, self._memory, self._handle)
+            self._slab = await self._copier.run(attach)
+        except BaseException:
+            self.is_mapped = False
+            raise
+        self._views = DeviceViews(self._cuda, self._slab.device, self._wake)
+        self._is_open = True
+        if self._is_lost:  # meanwhile
+            self._abandon()
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        self._opening = None
+        if not opening.cancelled():
+            opening.exception()  # retrieved, though everybody who waited for it may have gone
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    def anchor(self, record: ClientSlotRecord) -> torch.Tensor:
-        """Returns the bytes of a slot that was acquired, ``uint8``, and watches for the death of the last view of them.
+    def hold(self, record: ClientSlotRecord, *, drain: bool) -> Any:
+        """Hands an acquired slot to the caller, and watches for the death of the last view of it.
 
         Raises:
-            CudaError: CUDA failed. Nothing was changed.
+            CudaError: CUDA failed. The slot is free again.
         """
-        stream = self.current_stream()
-        # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-        lent, view = self._slab.anchor(record.offset - self._start + SLOT_HEADER_NBYTES, max(1, record.nbytes))
+        try:
+            stream = self._cuda.current_stream(self._slab.device)
+            # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
+            lent, memory = self._slab.anchor(record.offset - self._start + SLOT_HEADER_NBYTES, max(1, record.nbytes))
+        except BaseException:
+            self.give_up(record)
+            raise
         self._views.use(id(record), stream)
         self._views.watch(id(record), lent)
-        return view
+        slot = self._slot_type(self._owner.end, record, memory.data_ptr(), drain)
+        slot.device_memory = memory
+        self._owner.end.held.hold(record, memory.data_ptr(), record.nbytes)
+        self.held += 1
+        return slot
 
-    def is_viewed(self, record: ClientSlotRecord) -> bool:
-        """Whether a view of a held slot is alive."""
-        return self._views.lent(id(record)) is not None
-
-    def leave(self, record: ClientSlotRecord, *, drain: bool, now: float) -> list[ClientEffect]:
-        """The caller leaves a slot; it is free when the GPU has come to what was queued on it, and the engine is done."""
+    def leave(self, record: ClientSlotRecord, drain: bool) -> None:
+        """For the end: a slot was left. It is free when the GPU has come to what was queued on it, and the engine is done."""
+        self.held -= 1
+        if self._is_lost:
+            return
+        if self._owner.config.debug and self._views.lent(id(record)) is not None:
+            self._owner.warn_of_views(record)
         record.viewed = True
         self._left[id(record)] = record
         self._views.leave(id(record), drain=drain)
-        return self.book.give_up(record, now)
+        self.give_up(record)
 
-    def collect(self, now: float) -> list[ClientEffect]:
-        """Takes back what nobody in this process uses any more."""
-        effects: list[ClientEffect] = []
+    def _wake(self) -> None:
+        """On any thread: a slot that was left is used by nobody any more."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could reuse anything
+            self._loop.call_soon_threadsafe(self._collect_deaths)
+
+    def _collect_deaths(self) -> None:
+        if self._is_lost:
+            self._close_soon()
+            return
         for key in self._views.collect():
-            effects += self.book.last_view_gone(self._left.pop(key), now)
-        return effects
+            self.views_gone(key)
 
     # -- submissions -----------------------------------------------------------------------------------------------------
 
     def current_stream(self) -> Stream:
         """Returns the stream that this thread computes on, on the slab's device."""
-        return self._cuda.current_stream(self.device)
+        return self._cuda.current_stream(self._slab.device)
 
-    def record_fence(self, records: Sequence[ClientSlotRecord], stream: Stream | None) -> Fence | None:
-        """Records a fence for a submission of these slots, behind all that is queued on a stream; None if none needs one.
+    def record_fence(self, records: Sequence[ClientSlotRecord], stream: Stream | None) -> bytes:
+        """For the end, which submits slots of which some are here: records an event behind all that is queued on a stream.
+
+        Args:
+            records: of the slots; those that are here are submitted next.
+            stream: None: the current one.
+
+        Returns:
+            The handle of the event.
 
         Raises:
             CudaError: CUDA failed. Nothing was changed.
         """
-        if not any(self.has(record) for record in records):
-            return None
         stream = self.current_stream() if stream is None else stream
         for record in records:
             if self.has(record):
                 self._views.use(id(record), stream)
-        return self._fences.record(stream)
+        self._submission = _Submission(self._fences.record(stream))
+        return self._submission.fence.handle
 
-    def unused(self, fence: Fence) -> None:
-        """Nothing was submitted with a fence that was recorded for it."""
-        self._fences.give_back(fence)
+    def submit(self, record: ClientSlotRecord) -> int:
+        """For the end: a slot goes with the fence that was recorded last. Returns its generation."""
+        generation = self.book.submit(record, self._owner.end.book)
+        self._submissions[generation] = self._submission
+        self._submission.slots += 1
+        return generation
 
-    def submitted(self, generations: Sequence[int], fence: Fence) -> None:
-        """A submission's slots here went under these generations, and with this fence."""
-        submission = _Submission(fence, len(generations))
-        for generation in generations:
-            self._submissions[generation] = submission
-
-    def released(self, generations: Sequence[int], now: float) -> tuple[list[ClientEffect], list[int]]:
-        """The engine hands slots back.
-
-        Returns:
-            The effects, and those of the generations that are not of slots here.
-        """
-        own = [generation for generation in generations if generation in self._submissions]
-        for generation in own:
-            submission = self._submissions.pop(generation)
-            submission.slots -= 1
-            if not submission.slots:
-                self._fences.give_back(submission.fence)
-        effects, _ = self.book.released(own, now)
-        return effects, [generation for generation in generations if generation not in own]
+    def release(self, generation: int) -> bool:
+        """For the end: the engine hands a slot back. Returns whether it is one of these."""
+        submission = self._submissions.pop(generation, None)
+        if submission is None:
+            return False
+        submission.slots -= 1
+        if not submission.slots:
+            self._fences.give_back(submission.fence)
+        effects, _ = self.book.released((generation,), self._loop.time())
+        self.carry_out(effects)
+        return True
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    async def close(self) -> bool:
-        """Unmaps the slab when the GPU has come to all that this process queued; returns whether it is unmapped.
+    async def close(self) -> None:
+        """Unmaps the slab when the GPU has come to all that this process queued.
 
-        Where views are alive it stays mapped, and is unmapped after the last of them, if :meth:`abandon` is called.
+        Where views are alive it stays mapped, and is unmapped after the last of them, if :meth:`lose` is called.
         """
-        return await asyncio.get_running_loop().run_in_executor(None, self._close)
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        if self._is_open:
+            await uninterrupted(self._loop.run_in_executor(None, self._close))
+            self._collect_deaths()
 
-    def abandon(self) -> None:
-        """The session has ended: unmaps the slab on a thread, as soon as nobody views it; waits for nothing."""
+    def lose(self) -> list[asyncio.Future[Any]]:
+        """As :meth:`Slots.lose`; unmaps the slab on a thread, as soon as nobody views it."""
+        if self._is_open:
+            self._abandon()
+        return super().lose()
+
+    def _abandon(self) -> None:
         self._views.abandon()
-        self.close_soon()
+        self._close_soon()
 
-    def close_soon(self) -> None:
-        """Unmaps the slab on a thread unless somebody views it; once the session has ended, after each death of a view."""
+    def _close_soon(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closing: the mapping ends with the process
-            asyncio.get_running_loop().run_in_executor(None, self._close)
+            self._loop.run_in_executor(None, self._close)
 
-    def _close(self) -> bool:
-        if self._closed:
-            return True
-        if not self._views.close(_CLOSE_TIMEOUT_S):
-            return False
+    def _close(self) -> None:
+        if not self.is_mapped or not self._views.close(_CLOSE_TIMEOUT_S):
+            return
         try:
-            self._closed = self._slab.close()
+            self.is_mapped = not self._slab.close()
         except CudaError as error:
             logger.warning("the engine's device slab stays mapped until this process ends: %s", error)
-        return self._closed

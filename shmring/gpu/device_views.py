@@ -72,7 +72,7 @@ class DeviceViews(Generic[_Key]):
 
     def lent(self, key: _Key) -> DeviceBytes | None:
         """Returns the living bytes of an open slot."""
-        lent = self._views.anchor(key)
+        lent = self._views.watched(key)
         return lent if isinstance(lent, DeviceBytes) else None
 
     def leave(self, key: _Key, *, drain: bool = True) -> None:
@@ -81,7 +81,7 @@ class DeviceViews(Generic[_Key]):
         Args:
             drain: whether the views that live are waited for.
         """
-        if drain and self._views.anchor(key) is not None:
+        if drain and self._views.watched(key) is not None:
             self._views.expect(key)
         else:
             self._views.forget(key)

@@ -18,7 +18,7 @@ from shmring.core.messages import TENSOR_ALIGNMENT, TensorRef, align
 from shmring.core.wire import Content
 from shmring.memory.views import TORCH_DTYPES, Place
 
-__all__ = ["GAP_NBYTES", "Given", "Layout", "Run"]
+__all__ = ["GAP_NBYTES", "NOTHING_GIVEN", "Given", "Layout", "Run"]
 
 #: Bytes between two tensors that are copied along rather than left out: queueing one more copy takes a few microseconds,
 #: in which PCIe 4 carries about as much.
@@ -48,6 +48,10 @@ class Given:
     regions: frozenset[int]
     place: Place
     nowhere: Callable[[], torch.Tensor]
+
+
+#: Where no tensor is there already.
+NOTHING_GIVEN = Given(frozenset(), lambda ref: None, lambda: torch.empty(0))
 
 
 class Layout:

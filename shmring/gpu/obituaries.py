@@ -40,10 +40,10 @@ class Obituaries(Generic[_Key, _Anchor]):
 
     def watch(self, key: _Key, anchor: _Anchor) -> None:
         """Watches an anchor; one living one at a time for a key."""
-        assert self.anchor(key) is None, f"{key} is watched already"
+        assert self.watched(key) is None, f"{key} is watched already"
         self._references[key] = weakref.ref(anchor, functools.partial(self._died, key))
 
-    def anchor(self, key: _Key) -> _Anchor | None:
+    def watched(self, key: _Key) -> _Anchor | None:
         """Returns the living anchor watched under a key."""
         reference = self._references.get(key)
         return None if reference is None else reference()

@@ -37,7 +37,7 @@ from shmring.core.views import borrowed
 from shmring.core.wire import Content
 from shmring.errors import ClosedError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda, CudaError, Event, Stream, cuda_index
-from shmring.gpu.layout import Given, Layout
+from shmring.gpu.layout import NOTHING_GIVEN, Given, Layout
 from shmring.gpu.pinned import PinnedSlab
 from shmring.gpu.staging import StagingPart, StagingRing
 from shmring.gpu.watcher import Watcher
@@ -122,7 +122,7 @@ class Uploads:
         device: torch.device | str | int,
         stream: Stream | None,
         check: Callable[[], object],
-        given: Given | None = None,
+        given: Given = NOTHING_GIVEN,
     ) -> Any:
         """Copies a content's tensors; returns its payload with them on the device, to be used on ``stream``.
 
@@ -141,8 +141,8 @@ class Uploads:
             CudaError: CUDA is not there, or failed.
             ClosedError: the ring was closed.
         """
-        layout = _layout(content, given)
-        if given is not None and not layout.nbytes:
+        layout = Layout(content, given.regions)
+        if given.regions and not layout.nbytes:
             return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream
@@ -175,7 +175,7 @@ class Uploads:
         decode: Decode,
         device: torch.device | str | int,
         stream: Stream | None,
-        given: Given | None = None,
+        given: Given = NOTHING_GIVEN,
     ) -> Any:
         """The same if nothing has to be waited for.
 
@@ -183,8 +183,8 @@ class Uploads:
             WouldBlock: the device's staging memory is full, or was never used; or the slab is not pinned, and the copy large.
         """
         self._check_open()
-        layout = _layout(content, given)
-        if given is not None and not layout.nbytes:
+        layout = Layout(content, given.regions)
+        if given.regions and not layout.nbytes:
             return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = self._lanes.get(cuda_index(self._cuda, device))
         if lane is None:
@@ -281,7 +281,7 @@ class Uploads:
         content: Content,
         bytes_of: BytesOf,
         decode: Decode,
-        given: Given | None,
+        given: Given,
         part: StagingPart,
         target: torch.Tensor,
     ) -> _Upload:
@@ -290,11 +290,11 @@ class Uploads:
         return _Upload(layout, sources, part, target, decode(self._placing(layout, content, bytes_of, given, target)))
 
     @staticmethod
-    def _placing(layout: Layout, content: Content, bytes_of: BytesOf, given: Given | None, target: torch.Tensor) -> Place:
+    def _placing(layout: Layout, content: Content, bytes_of: BytesOf, given: Given, target: torch.Tensor) -> Place:
         """Returns what makes each tensor: as it is there, as it is copied to ``target``, or, unknown to torch, on the host."""
 
         def place(ref: TensorRef) -> torch.Tensor | NDArray[Any]:
-            placed = given.place(ref) if given is not None else None
+            placed = given.place(ref)
             if placed is None:
                 placed = layout.place(ref, target)
             if placed is not None:
@@ -359,10 +359,6 @@ def _cut_off(error: BaseException) -> None:
 
 
 _NOTHING = np.empty(0, np.uint8)
-
-
-def _layout(content: Content, given: Given | None) -> Layout:
-    return Layout(content) if given is None else Layout(content, given.regions)
 
 
 def _bytes_of(content: Content, bytes_of: BytesOf, number: int) -> NDArray[np.uint8]:

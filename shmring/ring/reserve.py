@@ -32,13 +32,13 @@ class Memories:
     Attributes:
         slab: in host memory.
         pinned: what of it is registered with CUDA.
-        device: on a GPU, if it was asked for.
+        device_slabs: on a GPU: none or one.
         load_fd, load: where it says how much is in flight.
     """
 
     slab: Slab
     pinned: PinnedSlab
-    device: DeviceSlab | None
+    device_slabs: tuple[DeviceSlab, ...]
     load_fd: int
     load: LoadPage
 
@@ -47,9 +47,9 @@ class Memories:
         os.close(self.load_fd)
         self.pinned.close()
         self.slab.close()
-        if self.device is not None:
+        for device_slab in self.device_slabs:
             try:
-                self.device.close()
+                device_slab.close()
             except CudaError as error:
                 logger.error("the device slab stays allocated until this process ends: %s", error)
 
@@ -89,10 +89,10 @@ async def create_memories(
             load_fd, load = create_load_page()
             undo.callback(os.close, load_fd)
             # Before anything is pinned: where there is no CUDA, that is the error to be told of.
-            on_device = DeviceSlab.create(cuda, device_memory, device, device_nbytes) if device_nbytes else None
-            if on_device is not None:
-                undo.callback(on_device.close)
-            memories = Memories(slab, pin_slab(slab, config.pin, cuda, device), on_device, load_fd, load)
+            device_slabs = (DeviceSlab.create(cuda, device_memory, device, device_nbytes),) if device_nbytes else ()
+            for device_slab in device_slabs:
+                undo.callback(device_slab.close)
+            memories = Memories(slab, pin_slab(slab, config.pin, cuda, device), device_slabs, load_fd, load)
             undo.pop_all()
             return memories
 

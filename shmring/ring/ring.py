@@ -28,9 +28,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
 from shmring.config import RingConfig, configured
@@ -81,9 +79,7 @@ from shmring.core.messages import (
     decode_frontend_message,
 )
 from shmring.core.payload import Packed
-from shmring.core.states import EngineSlot, Lease, RequestEvent
-from shmring.core.views import Regions
-from shmring.core.wire import Submit
+from shmring.core.states import EngineSlot, RequestEvent
 from shmring.errors import (
     CapacityError,
     ClosedError,
@@ -96,14 +92,14 @@ from shmring.errors import (
 from shmring.forks import Origin
 from shmring.gpu.cuda import Cuda, CudaError, Stream, TorchCuda
 from shmring.gpu.device import DeviceMemory, whole_nbytes
-from shmring.gpu.device_claims import DeviceClaims, check_fence
+from shmring.gpu.device_claims import DeviceClaims
 from shmring.gpu.driver import Driver
-from shmring.gpu.layout import Given
-from shmring.gpu.upload import BytesOf, Decode, Uploads
+from shmring.gpu.layout import NOTHING_GIVEN, Given
 from shmring.memory.copier import Copier
 from shmring.memory.tensors import make_decoder, make_packer
 from shmring.memory.views import Place
 from shmring.ring.claim import Claim
+from shmring.ring.host_claims import ClaimedMemory, HostClaims
 from shmring.ring.reserve import Memories, create_memories
 from shmring.ring.workers import Workers
 from shmring.statistics import RingStatistics
@@ -213,9 +209,7 @@ class Ring(EngineCalls):
         self.poller = Poller(self.loop, config.busy_poll_s)
         self._origin = Origin()
         self._slab = slab = memories.slab
-        self._pinned = pinned = memories.pinned
         self._load_fd = memories.load_fd
-        self._slab_nbytes = geometry.slab_nbytes
         self._listener = listener
         self._geometry = geometry
         leasable = geometry.leasable_blocks
@@ -237,38 +231,31 @@ class Ring(EngineCalls):
         self._max_payload_nbytes = int(config.max_payload_nbytes)
         self._packer = make_packer(config.max_tensors, self._max_payload_nbytes)
         self._copier = self.copier = Copier(_COPY_THREADS, int(config.copy_offload_nbytes))
-        self._uploads = Uploads(
-            cuda,
-            slab,
-            pinned,
-            self._copier,
-            staging_nbytes=int(config.staging_nbytes),
-            offload_nbytes=int(config.copy_offload_nbytes),
-        )
         self._calls = dict(calls)
         self._frontends: dict[int, _Frontend] = {}
         self._client_ids = itertools.count(1)
         self._claimers: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._reply_waiters: dict[int, asyncio.Future[ReplySlot]] = {}
         self._tickets = itertools.count(1)
-        self._views = Regions()  # by client and generation
-        self._device: DeviceClaims | None = None
-        if memories.device is not None:
-            self._device = DeviceClaims(cuda, memories.device, self._slab_nbytes, self._wake_for_deaths)
-        self._decoder = make_decoder(payload_type)
+        decoder = make_decoder(payload_type)
+        self._host_claims = HostClaims(slab, memories.pinned, cuda, self._copier, decoder, config)
+        self._device_claims = tuple(  # none or one
+            DeviceClaims(cuda, device_slab, geometry.slab_nbytes, self._wake_for_deaths)
+            for device_slab in memories.device_slabs
+        )
+        self._memories: tuple[ClaimedMemory, ...] = (self._host_claims, *self._device_claims)  # as the book numbers them
         self.engine_end = self._end = EngineEnd(
             self,
             book,
-            self._views,
+            self._host_claims.regions,
             slab.mapping,
-            self._decoder,
+            decoder,
             Claim,
             epoch=epoch,
             max_tensors=config.max_tensors,
             inline_nbytes=self._inline_nbytes,
             max_payload_nbytes=self._max_payload_nbytes,
             debug=config.debug,
-            device=self._device,
             load=memories.load,
         )
         super().__init__(self._end)
@@ -278,7 +265,7 @@ class Ring(EngineCalls):
         self._greeting = 0  # of those, who are no frontends yet
         self._counters = _Counters()
         self._closed = False
-        self.loop.add_reader(self._views.bell, self._collect_deaths)
+        self.loop.add_reader(self._host_claims.regions.bell, self._collect_deaths)
         self._accepting = self.loop.create_task(self._accept(), name=f"shmring-accept-{name}")
         self._accepting.add_done_callback(self._accepting_ended)
 
@@ -442,9 +429,8 @@ class Ring(EngineCalls):
 
     def take_up_device(self, claim: Claim) -> Place:
         """For the end: a request has slots in device memory. Returns what makes their tensors."""
-        assert self._device is not None
-        self._device.take_up(claim.client_id, claim.submit)
-        return self._device.given(claim.client_id, claim.submit).place
+        [device_claims] = self._device_claims  # what has no fence has no such slots, and what has one was checked
+        return device_claims.take_up(claim.client_id, claim.submit)
 
     def take_up_failed(self, claim: Claim, error: Exception, *, breaks_rules: bool) -> None:
         """For the end: a request can't be taken up.
@@ -579,42 +565,28 @@ class Ring(EngineCalls):
         Args:
             check: raises if the claim was released while this waited: its slots may then be somebody else's.
         """
-        bytes_of, decode = self._sources(claim)
-        given = self._given(claim, device, stream)
-        return await self._uploads.upload(claim.submit.content, bytes_of, decode, device, stream, check, given)
+        return await self._host_claims.upload(claim, device, stream, check, self._given(claim, device, stream))
 
     def upload_nowait(self, claim: Claim, device: torch.device | str | int, stream: Stream | None) -> Any:
         """The same if nothing has to be waited for. See :meth:`Claim.to_nowait`."""
-        bytes_of, decode = self._sources(claim)
-        given = self._given(claim, device, stream)
-        return self._uploads.upload_nowait(claim.submit.content, bytes_of, decode, device, stream, given)
+        return self._host_claims.upload_nowait(claim, device, stream, self._given(claim, device, stream))
 
-    def _given(self, claim: Claim, device: torch.device | str | int, stream: Stream | None) -> Given | None:
-        """Returns a claim's tensors in device memory, for whose fence the stream waits from now on; None if it has none."""
-        if self._device is None or not claim.submit.content.fence:
-            return None
-        self._device.use_on(claim.client_id, claim.submit, device, stream)
-        return self._device.given(claim.client_id, claim.submit)
-
-    def _sources(self, claim: Claim) -> tuple[BytesOf, Decode]:
-        """Returns where a claim's bytes are, and how its payload is decoded with tensors that are somewhere else."""
-        regions = claim.content_regions
-
-        def bytes_of(number: int) -> NDArray[np.uint8]:
-            return np.frombuffer(memoryview(regions.memory(number)), np.uint8)
-
-        return bytes_of, functools.partial(self._decoder.decode_again, regions)
+    def _given(self, claim: Claim, device: torch.device | str | int, stream: Stream | None) -> Given:
+        """Returns a claim's tensors in device memory, for whose fence the stream waits from now on."""
+        if not claim.submit.content.fence:
+            return NOTHING_GIVEN
+        [device_claims] = self._device_claims
+        return device_claims.give(claim.client_id, claim.submit, device, stream)
 
     def release_on_device(self, claim: Claim, copying: bool) -> list[bool]:
         """For the end: releases slots in device memory; returns which of a claim's slots drain.
 
         All of those do: a GPU may be at work on what nobody views any more.
         """
-        assert self._device is not None
-        if self.config.debug and not copying and self._device.is_viewed(claim.client_id, claim.submit):
+        [device_claims] = self._device_claims
+        if self.config.debug and not copying and device_claims.is_viewed(claim.client_id, claim.submit):
             self.log_drain(claim)
-        draining = self._device.release(claim.client_id, claim.submit)
-        return [slot.generation in draining for slot in claim.submit.content.slots]
+        return device_claims.release(claim.client_id, claim.submit)
 
     def log_drain(self, claim: Claim) -> None:
         """For the end, in debug mode: a claim is released while views of it live."""
@@ -630,10 +602,6 @@ class Ring(EngineCalls):
         """For the end: callbacks of claims run from the loop, outside of the ring's event."""
         for callback in callbacks:
             self.loop.call_soon(callback)
-
-    def check_fence(self, submit: Submit) -> None:
-        """For the end: raises unless a submission has a fence exactly if slots of it are in device memory."""
-        check_fence(submit.content, self._slab_nbytes)
 
     def end_claim(self, claim: Claim, event: RequestEvent, error: BaseException) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
@@ -765,8 +733,8 @@ class Ring(EngineCalls):
                     logger.info("%s has gone: %d bytes reclaimed", self._frontends[client_id], nbytes)
                 case ClientGone(client_id):
                     frontend = self._frontends.pop(client_id)
-                    if self._device is not None:
-                        self._device.gone(client_id)
+                    for device_claims in self._device_claims:
+                        device_claims.gone(client_id)
                     frontend.watch.close()
 
     def _request_aborted(self, effect: RequestAborted) -> None:
@@ -794,11 +762,9 @@ class Ring(EngineCalls):
             self.loop.call_soon_threadsafe(self._collect_deaths)
 
     def _collect_deaths(self) -> None:
-        dead = self._views.collect()
-        if self._device is not None:
-            dead += self._device.collect()
-        for key in dead:
-            self.carry_out(self._book.last_view_gone(*key))
+        for memory in self._memories:
+            for key in memory.collect():
+                self.carry_out(self._book.last_view_gone(*key))
 
     # -- frontends -------------------------------------------------------------------------------------------------------
 
@@ -876,8 +842,8 @@ class Ring(EngineCalls):
             to_frontend, to_engine = map_rings(ring_fds, ring_nbytes)
             base_lease = self._book.connect(client_id, hello.lease_nbytes)
             frontend = self._frontends[client_id] = _Frontend(self, client_id, peer, watch, to_engine, to_frontend)
-            if self._device is not None:
-                self._device.announced(client_id)
+            for device_claims in self._device_claims:
+                device_claims.announced(client_id)
             try:
                 slab_fds = self._slab.fd, self._slab.reply_fd
                 send_welcome(peer, self._welcome(client_id, base_lease), slab_fds, ring_fds, self._load_fd)
@@ -907,7 +873,7 @@ class Ring(EngineCalls):
             max_payload_nbytes=self._max_payload_nbytes,
             max_tensors=config.max_tensors,
             base_lease=base_lease,
-            device=self._device.handle if self._device is not None else None,
+            device_slab=next((device_claims.handle for device_claims in self._device_claims), None),
             kept_nbytes=self._book.kept.max_blocks * BLOCK_NBYTES,
         )
 
@@ -954,8 +920,8 @@ class Ring(EngineCalls):
     def said_goodbye(self, frontend: _Frontend, *goodbyes: Goodbye) -> None:
         """A frontend uses nothing any more but what it names."""
         frontend.connected = False
-        if self._device is not None and not any(goodbye.maps_device_slab for goodbye in goodbyes):
-            self._device.unmapped(frontend.client_id)
+        if not any(goodbye.maps_device_slab for goodbye in goodbyes):
+            self._device_slab_unmapped(frontend)
         lease_ids = [lease_id for goodbye in goodbyes for lease_id in goodbye.kept_lease_ids]
         generations = [generation for goodbye in goodbyes for generation in goodbye.kept_reply_generations]
         pinned = [generation for goodbye in goodbyes for generation in goodbye.pinned_generations]
@@ -1020,9 +986,12 @@ class Ring(EngineCalls):
     def _frontend_died(self, frontend: _Frontend) -> None:
         frontend.connected = False
         frontend.link.abort()
-        if self._device is not None:
-            self._device.unmapped(frontend.client_id)
+        self._device_slab_unmapped(frontend)
         self.carry_out(self._book.died(frontend.client_id))
+
+    def _device_slab_unmapped(self, frontend: _Frontend) -> None:
+        for device_claims in self._device_claims:
+            device_claims.unmapped(frontend.client_id)
 
     # -- the ring itself ---------------------------------------------------------------------------------------------------
 
@@ -1061,19 +1030,14 @@ class Ring(EngineCalls):
         self._copier.close()
 
     async def _give_memory_up(self) -> None:
-        """Unpins the slab when no GPU reads it any more, and unmaps it when it is not pinned any more."""
+        """Gives each memory up when no GPU uses it any more, and unmaps the slab when it is not pinned any more."""
         try:
-            if not await self._uploads.close():
-                logger.error("a GPU has not said that it is done reading: the slab stays pinned until this process ends")
-            elif self._pinned.nbytes:
-                await self.loop.run_in_executor(None, self._pinned.close)
-            if self._device is not None:
-                await self._device.close()
+            for memory in self._memories:
+                await memory.close()
         finally:
-            self.loop.remove_reader(self._views.bell)
-            self._views.close()
+            self.loop.remove_reader(self._host_claims.regions.bell)
             self._end.detach()
-            self._slab.close()
+            self._host_claims.unmap()
             os.close(self._load_fd)
 
     async def __aenter__(self) -> Ring:
@@ -1102,13 +1066,13 @@ class Ring(EngineCalls):
         """Returns gauges of the present state, and counters since the start."""
         book, counters, fan_out = self._book, self._counters, self.workers.end
         connected = sum(client.connected for client in book.clients.values())
+        memories: dict[str, Any] = {}
+        for memory, lending in zip(self._memories, book.lendings, strict=True):
+            memories |= memory.statistics(lending)
         return RingStatistics(
             epoch=self.epoch,
             slab_nbytes=self._geometry.slab_nbytes,
             leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
-            free_nbytes=book.host.free_nbytes,
-            leased_nbytes=book.host.leased_nbytes(Lease.LEASED),
-            quarantined_nbytes=book.host.leased_nbytes(Lease.QUARANTINED),
             clients=connected,
             departed_clients=len(book.clients) - connected,
             lease_requests_waiting=book.waiting_lease_requests,
@@ -1117,7 +1081,7 @@ class Ring(EngineCalls):
             slots_published=book.count_slots(EngineSlot.PUBLISHED),
             slots_claimed=book.count_slots(EngineSlot.CLAIMED),
             slots_draining=book.count_slots(EngineSlot.DRAINING),
-            shm_nbytes=self._slab.shm_nbytes,
+            device_slots_in_use=book.count_device_slots(),
             reply_nbytes=self._geometry.reply_nbytes,
             reply_free_nbytes=book.reply_free_nbytes,
             replies_waiting=len(self._reply_waiters),
@@ -1129,8 +1093,6 @@ class Ring(EngineCalls):
             received_nbytes=self._end.received_nbytes,
             reply_copies=self._end.reply_copies,
             reply_copied_nbytes=self._end.reply_copied_nbytes,
-            pinned_nbytes=self._pinned.nbytes,
-            pin_seconds=self._pinned.seconds,
             kept=len(book.kept),
             kept_nbytes=book.kept.blocks * BLOCK_NBYTES,
             kept_pinned=len(book.kept) - len(book.kept.unpinned),
@@ -1139,8 +1101,6 @@ class Ring(EngineCalls):
             kept_hits=book.kept.hits,
             kept_misses=book.kept.misses,
             kept_evictions=book.kept.evictions,
-            device_copies=self._uploads.copies,
-            device_copied_nbytes=self._uploads.copied_nbytes,
             workers=self.workers.statistics(),
             broadcasts=fan_out.broadcasts,
             gathers=fan_out.gathered,
@@ -1151,22 +1111,8 @@ class Ring(EngineCalls):
             broadcast_in_place_nbytes=fan_out.in_place_nbytes,
             late_answers=fan_out.late_answers,
             **dataclasses.asdict(counters),
-            **self._device_statistics(),
+            **memories,
         )
-
-    def _device_statistics(self) -> dict[str, int]:
-        lent, device = self._book.device, self._device
-        if lent is None or device is None:
-            return {}
-        return {
-            "device_slab_nbytes": device.nbytes,
-            "device_slab_free_nbytes": lent.free_nbytes,
-            "device_slab_leased_nbytes": lent.leased_nbytes(Lease.LEASED),
-            "device_slab_quarantined_nbytes": lent.leased_nbytes(Lease.QUARANTINED),
-            "device_slots_in_use": self._book.count_device_slots(),
-            "device_slots_lost": device.lost,
-            "device_fences": device.opened_fences,
-        }
 
 
 def _blocks(nbytes: int | str | None, default: int) -> int:

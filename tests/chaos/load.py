@@ -52,9 +52,9 @@ class _ObservedEnd(ClientEnd):
         self.slots_of: dict[int, list[ClientSlotRecord]] = {}
 
     def send(
-        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, fence: bytes
+        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, stream: object
     ) -> Any:
-        submission = super().send(packed, in_place, slot, name, fence)
+        submission = super().send(packed, in_place, slot, name, stream)
         if submission is not None:
             self.slots_of[submission.request_id] = [*in_place] if slot is None else [*in_place, slot]
         return submission
@@ -374,6 +374,6 @@ class Load:
             if engine.session is None:
                 continue
             try:
-                engine.session.book.check()
+                engine.session.host_slots.book.check()
             except AssertionError as error:
                 self._journal.wrong("violation", f"the book of process {self._pid} for {engine.name}: {error}")

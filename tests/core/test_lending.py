@@ -54,19 +54,18 @@ def test_leases_of_both_memories_are_told_apart_by_their_offset() -> None:
     [here] = ask(book, 1, 1, 2, HOST_MEMORY)
     assert (there.lease_id, there.offset, there.nbytes) == (FIRST_ID, START * BLOCK_NBYTES, 3 * BLOCK_NBYTES)
     assert here.offset < START * BLOCK_NBYTES
-    assert book.device is not None
-    assert (book.host.free_nbytes, book.device.free_nbytes) == (9 * BLOCK_NBYTES, 13 * BLOCK_NBYTES)
-    assert book.host.leased_nbytes(Lease.LEASED) == book.device.leased_nbytes(Lease.LEASED) == 3 * BLOCK_NBYTES
+    assert (book.host.free_nbytes, book.lendings[1].free_nbytes) == (9 * BLOCK_NBYTES, 13 * BLOCK_NBYTES)
+    assert book.host.leased_nbytes(Lease.LEASED) == book.lendings[1].leased_nbytes(Lease.LEASED) == 3 * BLOCK_NBYTES
     book.check()
     assert book.return_leases(1, [there.lease_id, here.lease_id, base.lease_id]) == []
-    assert (book.host.free_nbytes, book.device.free_nbytes) == (12 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
+    assert (book.host.free_nbytes, book.lendings[1].free_nbytes) == (12 * BLOCK_NBYTES, 16 * BLOCK_NBYTES)
     book.check()
 
 
 def test_memory_that_is_not_there_cannot_be_asked_for() -> None:
     book = make_engine_book(0)
     book.connect(1, BLOCK_NBYTES)
-    assert book.device is None
+    assert len(book.lendings) == 1
     with pytest.raises(RemoteProtocolError, match="this engine has no device slab"):
         ask(book, 1, 1, 1)
     book = make_engine_book()
@@ -148,8 +147,7 @@ def test_a_frontend_that_disconnects_is_quarantined_in_both() -> None:
     assert len(ask(book, 1, 1, 12)) == 1
     assert ask(book, 2, 1, 8) == []
     book.disconnect(1)
-    assert book.device is not None
-    assert book.device.leased_nbytes(Lease.QUARANTINED) == 12 * BLOCK_NBYTES
+    assert book.lendings[1].leased_nbytes(Lease.QUARANTINED) == 12 * BLOCK_NBYTES
     book.check()
     effects = book.died(1)
     assert effects[:2] == [Reclaimed(1, 13 * BLOCK_NBYTES), ClientGone(1)]
@@ -163,8 +161,7 @@ def test_a_goodbye_keeps_what_it_names_in_either_memory() -> None:
     [kept] = ask(book, 1, 1, 2)
     [given] = ask(book, 1, 2, 3)
     assert book.goodbye(1, {kept.lease_id}, ()) == [Reclaimed(1, 4 * BLOCK_NBYTES)]
-    assert book.device is not None
-    assert book.device.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
+    assert book.lendings[1].leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
     assert given.lease_id != kept.lease_id
     assert book.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
     book.check()
@@ -176,8 +173,7 @@ def test_check_finds_damage_there_too(damage: str) -> None:
     book.connect(1, BLOCK_NBYTES)
     grants = [ask(book, 1, token, 2)[0] for token in (1, 2)]
     book.check()
-    device = book.device
-    assert device is not None
+    device = book.lendings[1]
     if damage == "lose":
         device._free.allocate(1)
     else:
@@ -213,8 +209,7 @@ def test_whatever_happens_no_block_of_either_memory_is_lost() -> None:
     for client in alive:
         book.disconnect(client)
         book.died(client)
-    assert book.device is not None
-    assert (book.host.free_nbytes, book.device.free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
+    assert (book.host.free_nbytes, book.lendings[1].free_nbytes) == (12 * BLOCK_NBYTES, DEVICE * BLOCK_NBYTES)
     assert (book.clients, book.waiting_lease_requests) == ({}, 0)
 
 

@@ -232,7 +232,6 @@ class _Engine:
             inline_nbytes=_INLINE_NBYTES,
             max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
             debug=False,
-            device=None,
         )
         self.frontends: dict[int, _Frontend] = {}
         self.claims: list[_Claim] = []  # in somebody's hands

@@ -288,7 +288,7 @@ async def test_a_gpu_that_never_answers_leaves_the_slab_pinned(
     assert "the slab stays pinned until this process ends" in caplog.text
     assert cuda.registered
     cuda.release()
-    ring._pinned.close()
+    ring._host_claims._pinned.close()
 
 
 async def test_a_failed_copy_leaves_the_claim_as_it_was(

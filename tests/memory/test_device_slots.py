@@ -55,12 +55,12 @@ def nothing_stays(device_memory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def pretend_to_be_elsewhere(ring: Ring) -> None:
     """Has clients in this process find a ring's device slab as those in another one do: not made here, so to be opened."""
-    slab = ring._device._slab  # type: ignore[union-attr]
+    slab = ring._device_claims[0]._slab  # type: ignore[union-attr]
     own_handle = slab.handle
     slab.handle = msgspec.structs.replace(own_handle, memory=b"own" + own_handle.memory[:61])
     device_module._mappings[slab.handle.memory] = device_module._mappings.pop(own_handle.memory)
     welcome = ring._welcome
-    ring._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device=own_handle)  # type: ignore[method-assign]
+    ring._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device_slab=own_handle)  # type: ignore[method-assign]
 
 
 class Ends:
@@ -79,7 +79,7 @@ class Ends:
         config = RingConfig(**(settings | options))
         ring = await Ring.create("test", config, payload_type=payload_type, cuda=self.cuda, device_memory=self.memory)
         self._rings.append(ring)
-        if ring._device is not None:
+        if ring._device_claims:
             pretend_to_be_elsewhere(ring)
         return ring
 
@@ -604,7 +604,7 @@ async def test_a_client_that_closes_with_a_view_says_that_it_maps_the_slab(
     del view
     # The client's mapping goes with the last view; the engine's slab has stayed, which only the end of the process changes.
     await eventually(lambda: gc.collect() >= 0 and ends.memory.opened == [])
-    assert ring._device._slab.close()  # type: ignore[union-attr]
+    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 async def test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it(
@@ -617,7 +617,7 @@ async def test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it(
     await eventually(lambda: ends.memory.opened == [])  # the client's session has ended, and it has let go
     with pytest.raises(shmring.EngineDeadError):
         await client.slot(10, device="cuda")
-    assert ring._device._slab.close()  # type: ignore[union-attr]
+    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 async def test_a_ring_that_closes_while_claims_are_handled_frees_the_slab(
@@ -645,7 +645,7 @@ async def test_a_client_that_reconnects_attaches_to_the_next_slab(ends: Ends, ev
     client = await ends.connect(reconnect=True)
     await handed_over(ends, client)
     (await ring.claim()).done()
-    first_slab = ring._device._slab  # type: ignore[union-attr]
+    first_slab = ring._device_claims[0]._slab  # type: ignore[union-attr]
     await ring.close()
     second = await ends.serve()
     await client.wait_connected(5)
@@ -666,7 +666,7 @@ async def test_a_session_that_is_lost_while_it_attaches_leaves_nothing_mapped(
     with pytest.raises((shmring.EngineDeadError, ClosedError)):
         await asking
     await eventually(lambda: ends.memory.opened == [] and "close" in dict(ends.memory.log))
-    ring._device.unmapped(1)  # type: ignore[union-attr]
+    ring._device_claims[0].unmapped(1)  # type: ignore[union-attr]
 
 
 async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, client: RingClient) -> None:
@@ -675,7 +675,7 @@ async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, c
     with pytest.raises((ClosedError, LocalProtocolError)):
         slot.tensor((1,), torch.uint8)
     slot.close()
-    ring._device.unmapped(1)  # type: ignore[union-attr]
+    ring._device_claims[0].unmapped(1)  # type: ignore[union-attr]
 
 
 # -- what fails ----------------------------------------------------------------------------------------------------------
@@ -709,7 +709,7 @@ async def test_a_ring_that_never_came_to_be_frees_its_device_slab(ends: Ends) ->
 
 async def test_the_slab_is_on_the_device_that_was_asked_for(ends: Ends) -> None:
     ring = await ends.serve(device_slab_device="cuda:2")
-    assert ring._device.handle.uuid == "GPU-c"  # type: ignore[union-attr]
+    assert ring._device_claims[0].handle.uuid == "GPU-c"  # type: ignore[union-attr]
     assert ends.cuda.devices == {0, 2}, "0 is of the streams that this test has made"
     with pytest.raises(ValueError, match="device_slab_device must be"):
         RingConfig(device_slab_device="cpu")
@@ -779,7 +779,7 @@ async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counte
     await client.close()
     await ring.close()
     assert "stays allocated until this process ends: a GPU has not said that it is done with it" in caplog.text
-    assert ring._device._slab.close()  # type: ignore[union-attr]
+    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("failing", ["record", "synchronize"])
@@ -798,7 +798,7 @@ async def test_a_frontend_keeps_such_a_slot_too(
     [(_, handle)] = ends.memory.opened  # until this process ends
     device_module._mappings.pop(handle)
     ends.memory.opened.clear()
-    assert ring._device._slab.close()  # type: ignore[union-attr]
+    assert ring._device_claims[0]._slab.close()  # type: ignore[union-attr]
 
 
 # -- who lies ------------------------------------------------------------------------------------------------------------
@@ -819,8 +819,7 @@ class Liar:
             pass
         session = client._session
         assert session is not None
-        assert session.device is not None
-        return cls(client, next(iter(session.device.book.leases.values())))
+        return cls(client, next(iter(session.device_slots.book.leases.values())))
 
     def submit(self, slots: tuple[SlotRef, ...], fence: bytes, dtype: str = "uint8", nbytes: int = 96) -> None:
         shape = (nbytes // {"uint8": 1, "<f4": 4, "<U1": 4}[dtype],)
@@ -856,8 +855,7 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
     honest = await ends.connect()
     async with honest.slot(NBYTES, device="cuda"):  # its lease is the first one: 1 << 40
         liar = await Liar.at(await ends.connect())
-        assert liar.session.device is not None
-        fence = liar.session.device._fences.record(ends.producing)
+        fence = liar.session.device_slots._fences.record(ends.producing)
         if reason == "does not hold":
             liar.lease.lease_id = 1 << 40
             forge = lambda liar, fence: liar.submit((liar.slot(),), fence)  # noqa: E731 - the lease of the other one
@@ -869,8 +867,8 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
         ring._book.check()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    await eventually(lambda: liar.session.device._closed)  # type: ignore[union-attr]  # a thread of this process does it
-    ring._frontend_died(ring._frontends[2]) if 2 in ring._frontends else ring._device.unmapped(2)  # type: ignore[union-attr]
+    await eventually(lambda: not liar.session.device_slots.is_mapped)  # a thread of this process does it
+    ring._frontend_died(ring._frontends[2]) if 2 in ring._frontends else ring._device_claims[0].unmapped(2)  # type: ignore[union-attr]
 
 
 async def test_a_frontend_cannot_ask_for_memory_that_is_not_there(ends: Ends, eventually: Eventually) -> None:

@@ -49,7 +49,7 @@ def test_a_key_can_be_watched_again_after_its_death_and_the_old_death_is_not_the
     obituaries.watch(1, second)
     obituaries.expect(1)
     assert obituaries.collect() == [], "the death of the first is not that of the second"
-    assert obituaries.anchor(1) is second
+    assert obituaries.watched(1) is second
     del second
     assert obituaries.collect() == [1]
 

@@ -75,10 +75,10 @@ class EngineBook:
         self.host = Lending(self.clients, limits, HOST_MEMORY, start, blocks, 1, self.kept)
         self._next_use = _FIRST_USE
         self._owes_service = False  # to those who wait for a lease: a pin has gone
-        self.device: Lending | None = None
+        self.lendings = [self.host]  # by the number of their memory
         if geometry.device_blocks:
             start, blocks = geometry.device_start, geometry.device_blocks
-            self.device = Lending(self.clients, limits, DEVICE_MEMORY, start, blocks, _FIRST_DEVICE_LEASE_ID)
+            self.lendings.append(Lending(self.clients, limits, DEVICE_MEMORY, start, blocks, _FIRST_DEVICE_LEASE_ID))
         self._replies = RunAllocator(geometry.reply_start, geometry.reply_blocks)
         self._reply_wants: dict[int, ReplyWant] = {}  # by ticket, in order of arrival
         self._next_reply_generation = 1
@@ -117,9 +117,8 @@ class EngineBook:
         for request_id in list(client.requests):
             effects += self._abort(client, request_id)
         client.connected = False
-        self.host.forget(client_id)
-        if self.device is not None:
-            self.device.forget(client_id)
+        for lending in self.lendings:
+            lending.forget(client_id)
         self._drop_reply_wants(client_id)
         for lease in client.leases.values():
             lease.state = advance(LEASE, lease.state, LeaseEvent.DISCONNECT)
@@ -183,10 +182,9 @@ class EngineBook:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
         """
         self._connected(client_id)
-        lending = self.host if memory == HOST_MEMORY else self.device
-        if lending is None:
+        if memory >= len(self.lendings):
             raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
-        return lending.ask(client_id, token, nbytes, preferred_nbytes, waits)
+        return self.lendings[memory].ask(client_id, token, nbytes, preferred_nbytes, waits)
 
     def return_leases(self, client_id: int, lease_ids: Collection[int]) -> list[EngineEffect]:
         """A client gives leases back.
@@ -213,12 +211,10 @@ class EngineBook:
         return self._serve_wants()
 
     def _take_back(self, client: ClientRecord, lease: LeaseRecord) -> None:
-        lending = self.host if lease.memory == HOST_MEMORY else self.device
-        assert lending is not None
-        lending.take_back(client, lease)
+        self.lendings[lease.memory].take_back(client, lease)
 
     def _serve_wants(self) -> list[EngineEffect]:
-        return self.host.serve() + (self.device.serve() if self.device is not None else [])
+        return [effect for lending in self.lendings for effect in lending.serve()]
 
     # -- requests and their slots ------------------------------------------------------------------------------------
 
@@ -598,7 +594,7 @@ class EngineBook:
     @property
     def waiting_lease_requests(self) -> int:
         """Clients that wait for a lease, in either memory."""
-        return sum(lending.waiting_lease_requests for lending in (self.host, self.device) if lending is not None)
+        return sum(lending.waiting_lease_requests for lending in self.lendings)
 
     @property
     def reply_free_nbytes(self) -> int:
@@ -616,9 +612,8 @@ class EngineBook:
 
     def check(self) -> None:
         """Asserts the invariants of the book; for tests, and for closing."""
-        self.host.check()
-        if self.device is not None:
-            self.device.check()
+        for lending in self.lendings:
+            lending.check()
         replies = sum(slot.blocks for client in self.clients.values() for slot in client.replies.values())
         assert self._replies.free_units + replies == self.geometry.reply_blocks, "a reply block is lost"
         for client in self.clients.values():

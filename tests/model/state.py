@@ -18,7 +18,7 @@ __all__ = ["DERIVED", "FIELDS", "plain"]
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "EngineBook": (
-        *("clients", "host", "device", "late_aborts", "stale_releases"),
+        *("clients", "lendings", "late_aborts", "stale_releases"),
         *("_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "kept", "_next_use"),
     ),
     "Lending": ("_free", "_wants", "_window", "_next_lease_id"),
@@ -54,7 +54,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "Waiter": ("nbytes", "held"),
 }
 DERIVED: dict[str, tuple[str, ...]] = {
-    "EngineBook": ("_counts",),
+    "EngineBook": ("_counts", "host"),
     "Lending": ("clients", "contents", "_apart", "_by_start", "_counts"),
     "ClientRecord": ("reply_blocks", "leased_blocks", "lease_counts", "pin_count", "pinned_blocks"),
     "ClientBook": ("_counts",),

@@ -382,7 +382,7 @@ class ClientEnd:
         packed, in_place = self.pack(payload)
         if packed.slot_nbytes > most_nbytes or not self.begin():
             return None
-        sent = self.send_now(packed, in_place, name, b"")
+        sent = self.send_now(packed, in_place, name, None)
         if sent is None:
             self.leave()
         return sent
@@ -396,19 +396,19 @@ class ClientEnd:
     def content_address(self, slot: ClientSlotRecord) -> int:
         return self._slab.address + slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES
 
-    def send_now(self, packed: Packed, in_place: list[ClientSlotRecord], name: str, fence: bytes) -> Any:
+    def send_now(self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: object) -> Any:
         slot = self.book.acquire(packed.slot_nbytes, held=False) if packed.slot_nbytes else None
         if slot is None and packed.slot_nbytes:
             return None
         if slot is not None:
             packed.copy_into(self.content_address(slot))
-        sent = self.send(packed, in_place, slot, name, fence)
+        sent = self.send(packed, in_place, slot, name, stream)
         if sent is None and slot is not None:
             self.shell.give_up(slot)
         return sent
 
     def send(
-        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, fence: bytes
+        self, packed: Packed, in_place: list[ClientSlotRecord], slot: ClientSlotRecord | None, name: str, stream: object
     ) -> Any:
         if not self.shell.link.can_write or self._writer is None:
             return None
@@ -423,7 +423,7 @@ class ClientEnd:
             refs.append(record.ref())
             write_header(self._slab, refs[-1])
         self.pending[self._last_id] = submission
-        if not write_submit(self._writer, packed, self.epoch, self._last_id, name, fence, tuple(refs)):
+        if not write_submit(self._writer, packed, self.epoch, self._last_id, name, b"", tuple(refs)):
             raise AssertionError("the ring of a simulation is full")
         self.shell.link.published()
         return submission

@@ -173,7 +173,6 @@ class Engine:
             inline_nbytes=INLINE_NBYTES,
             max_payload_nbytes=MAX_PAYLOAD_NBYTES,
             debug=False,
-            device=None,
         )
         self.end.is_awaited = True
         self.clients: dict[int, Client] = {}

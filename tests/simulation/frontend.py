@@ -343,7 +343,7 @@ class Session:
         packed, in_place = self.end.pack(payload_of([np.zeros(slot.nbytes, np.uint8)], self.next_request))
         require(packed.slot_nbytes == slot.nbytes, "a payload needs another slot than was acquired for it")
         packed.copy_into(self.end.content_address(slot))
-        submission = self.end.send(packed, in_place, slot, "", b"")
+        submission = self.end.send(packed, in_place, slot, "", None)
         require(submission is not None, "a submission found no room where there is room")
         self.next_request += 1
         self.last_sent = slot.ref()
@@ -364,7 +364,7 @@ class Session:
         packed, in_place = self.end.pack(payload_of([self._array(slot) for slot in slots], self.next_request))
         require(in_place == slots, "arrays in held slots are sent from somewhere else")
         require(self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
-        submission = self.end.send(packed, in_place, None, "", b"")
+        submission = self.end.send(packed, in_place, None, "", None)
         require(submission is not None, "a submission found no room where there is room")
         self.next_request += 1
         self.last_sent = slots[-1].ref()

@@ -162,7 +162,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
     """A new field belongs into ``tests/simulation/state.py``, and then here."""
     assert {name: set(fields) for name, fields in FIELDS.items()} == {
         "EngineBook": {
-            "clients", "host", "device", "_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "late_aborts",
+            "clients", "lendings", "_replies", "_reply_wants", "_next_reply_generation", "_lent_replies", "late_aborts",
             "stale_releases", "kept", "_next_use",
         },
         "KeptBook": {"by_key", "by_generation", "unpinned", "hits", "misses", "evictions"},

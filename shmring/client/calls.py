@@ -1,0 +1,88 @@
+"""Control calls of one session: methods of the engine, by name.
+
+Invariant: as many are in flight as the engine takes, whether or not somebody still waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shmring.core.messages import Call, CallResult
+from shmring.errors import CapacityError, RemoteError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from shmring.client.session import Session
+
+__all__ = ["Calls"]
+
+_CALL_NBYTES = 1280  # at most, of a call around its arguments
+
+
+class Calls:
+    """The calls that a session makes.
+
+    Args:
+        session: that it is part of.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._ids = itertools.count(1)
+        self._free = asyncio.Semaphore(session.welcome.max_calls)
+        self._results: dict[int, asyncio.Future[bytes]] = {}
+
+    async def call(self, method: str, arguments: tuple[object, ...]) -> Any:
+        """Calls a method of the engine and waits for its result."""
+        session = self._session
+        encoded = msgspec.msgpack.encode(arguments)
+        capacity = session.welcome.max_record_nbytes - _CALL_NBYTES
+        if len(encoded) > capacity:
+            raise CapacityError(
+                f"the arguments of {method} take {len(encoded)} bytes, and have to fit a message of "
+                f"{session.welcome.max_record_nbytes}",
+                needed=len(encoded),
+                capacity=capacity,
+            )
+        await self._free.acquire()  # until the engine has answered, whether or not somebody still waits for it
+        try:
+            await session.sending.writable()
+            session.check_alive()
+        except BaseException:
+            self._free.release()
+            raise
+        call_id = next(self._ids)
+        future = self._results[call_id] = session.loop.create_future()
+        session.link.send(Call(call_id, method, encoded))
+        try:
+            return msgspec.msgpack.decode(await future)
+        finally:
+            del future  # it holds its error, whose traceback holds this frame
+
+    def ended(self, result: CallResult) -> None:
+        """The engine has answered.
+
+        Raises:
+            RemoteProtocolError: a call that is not in flight.
+        """
+        future = self._results.pop(result.call_id, None)
+        if future is None:
+            raise RemoteProtocolError(f"call {result.call_id} ended, which is not in flight")
+        self._free.release()
+        if future.done():
+            return  # its caller stopped waiting
+        if result.error is not None:
+            future.set_exception(RemoteError(*result.error))
+        else:
+            future.set_result(result.result)
+
+    def lose(self) -> list[asyncio.Future[Any]]:
+        """The session has ended; returns what somebody waits for."""
+        waiting: list[asyncio.Future[Any]] = [*self._results.values()]
+        for _ in waiting:
+            self._free.release()
+        self._results.clear()
+        return waiting

@@ -1,0 +1,264 @@
+"""A frontend's slots in one memory of its engine: its leases there, who waits in line for a slot, and what goes back when.
+
+Theory of operation: :class:`Slots` is the asyncio shell around a :class:`~shmring.core.client_book.ClientBook`. A session has
+one for each memory: :class:`HostSlots` for the slab, and :class:`~shmring.gpu.device_slots.DeviceSlots` for a slab on a GPU.
+They differ in what a slot is to its caller, and in when one that was left is free. What happens to every message does not come
+through here: the :class:`~shmring.core.client_end.ClientEnd` and the book do it.
+
+Invariants: waiters are served in order, and one that is cancelled passes its turn on; nothing is sent, and nobody woken, after
+the session's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from shmring.config import ClientConfig
+from shmring.core.client_book import ClientBook, ClientSlotRecord
+from shmring.core.client_end import ClientEnd
+from shmring.core.effects import Acquired, ClientEffect
+from shmring.core.geometry import ClientBookLimits, Geometry
+from shmring.core.messages import HOST_MEMORY, FrontendMessage, LeaseGrant, LeaseReturn, Memory, Welcome
+from shmring.errors import WouldBlock
+from shmring.memory.slab import Slab
+
+__all__ = ["HostSlots", "Owner", "Slots"]
+
+logger = logging.getLogger("shmring.client")
+
+_DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
+
+
+class _Link(Protocol):
+    def send(self, message: FrontendMessage) -> None: ...
+
+    def send_listed(self, make: type[LeaseReturn], numbers: Sequence[int]) -> None: ...
+
+
+class Owner(Protocol):
+    """The session whose slots these are."""
+
+    loop: asyncio.AbstractEventLoop
+    config: ClientConfig
+    welcome: Welcome
+    end: ClientEnd
+
+    @property
+    def link(self) -> _Link: ...
+
+    def check_alive(self) -> None: ...
+
+    def warn_of_views(self, record: ClientSlotRecord) -> None: ...
+
+
+class Slots:
+    """A session's slots in one memory. Lives in a loop.
+
+    Args:
+        owner: the session.
+        memory: which one.
+        first_block: where leases in it begin, in the engine's address space.
+        nbytes: what of it is leased out.
+        end: where it ends in the address space, in bytes.
+
+    Attributes:
+        book: of the leases and the slots in them.
+    """
+
+    def __init__(self, owner: Owner, memory: Memory, *, first_block: int, nbytes: int, end: int) -> None:
+        self._owner = owner
+        self._loop = owner.loop
+        self.book = ClientBook(
+            ClientBookLimits(
+                client_id=owner.welcome.client_id,
+                slab_nbytes=end,
+                leasable_nbytes=nbytes,
+                max_leases=owner.welcome.max_leases,
+                lease_nbytes=int(owner.config.lease_nbytes),
+                lease_idle_s=owner.config.lease_idle_s,
+                memory=memory,
+                first_block=first_block,
+            )
+        )
+        self._tickets = itertools.count(1)
+        self._waiters: dict[int, asyncio.Future[ClientSlotRecord]] = {}
+        self._left: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, and still used by somebody
+        self._expiry: asyncio.TimerHandle | None = None
+        self._is_lost = False
+
+    # -- what differs from one memory to another ---------------------------------------------------------------------------
+
+    def hold(self, record: ClientSlotRecord, *, drain: bool) -> Any:
+        """Hands an acquired slot to the caller.
+
+        Args:
+            record: of the slot.
+            drain: whether it is kept, once it was left, until the last view of it has died.
+        """
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, int]:
+        """Returns the fields of :class:`~shmring.statistics.ClientStatistics` that are about this memory alone."""
+        raise NotImplementedError
+
+    def _lease_came(self, grant: LeaseGrant) -> None:
+        """This lease is there from now on."""
+
+    def _leases_left(self, lease_ids: Collection[int]) -> None:
+        """These leases are about to go back."""
+
+    # -- acquiring -------------------------------------------------------------------------------------------------------
+
+    async def acquire(self, nbytes: int, *, held: bool) -> ClientSlotRecord:
+        """Waits in line for a slot."""
+        slot = self.book.acquire(nbytes, held=held)
+        if slot is not None:
+            return slot
+        ticket = next(self._tickets)
+        future: asyncio.Future[ClientSlotRecord] = self._loop.create_future()
+        self._waiters[ticket] = future
+        warning = self._loop.call_later(_DRAIN_WARNING_S, self._warn_of_draining, nbytes)
+        self.carry_out(self.book.queue(ticket, nbytes, held=held))
+        try:
+            slot = await future
+            self._owner.check_alive()  # it may have been lost between the grant and now
+            return slot
+        except BaseException:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.give_up(future.result())
+            elif self._waiters.pop(ticket, None) is not None:
+                self.carry_out(self.book.cancel(ticket))
+            raise
+        finally:
+            warning.cancel()
+            del future  # it holds its error, whose traceback holds this frame and its callers', and they the payload
+
+    def _warn_of_draining(self, nbytes: int) -> None:
+        if self.book.draining_nbytes():
+            logger.warning(
+                "waiting for %d bytes while %d bytes of slots that were left are kept by living views; del them, or leave "
+                "the function that holds them",
+                nbytes,
+                self.book.draining_nbytes(),
+            )
+
+    def acquire_nowait(self, nbytes: int, *, held: bool, ask: bool = True) -> ClientSlotRecord:
+        """Takes a slot if none has to be waited for; else asks for a lease in passing, if it may, and raises WouldBlock."""
+        slot = self.book.acquire(nbytes, held=held)
+        if slot is None:
+            raise self.no_space(nbytes, ask=ask)
+        return slot
+
+    def no_space(self, nbytes: int, *, ask: bool) -> WouldBlock:
+        """Returns the error for a caller that does not wait, and asks for a lease, so that its next try may succeed."""
+        if ask:
+            self.carry_out(self.book.prefetch(nbytes))
+        return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
+
+    # -- going back --------------------------------------------------------------------------------------------------------
+
+    def give_up(self, record: ClientSlotRecord) -> None:
+        """Frees a slot that was taken, and is not used by anybody."""
+        self.carry_out(self.book.give_up(record, self._loop.time()))
+
+    def views_gone(self, key: int) -> ClientSlotRecord:
+        """Nobody in this process uses a slot any more that was left; returns its record."""
+        record = self._left.pop(key)
+        self.carry_out(self.book.last_view_gone(record, self._loop.time()))
+        return record
+
+    def carry_out(self, effects: list[ClientEffect]) -> None:
+        """Does what the book asks for."""
+        if self._is_lost:
+            return  # the slab is unmapped, and whoever waited has been told
+        for effect in effects:  # which grow: what follows from one comes after the others, as it did in the book
+            if isinstance(effect, Acquired):
+                future = self._waiters.pop(effect.ticket)
+                if not future.done():
+                    future.set_result(effect.slot)
+                else:  # its waiter was cancelled in this very iteration, and has not run yet
+                    effects += self.book.give_up(effect.slot, self._loop.time())
+            elif isinstance(effect.message, LeaseReturn):
+                self._leases_left(effect.message.lease_ids)
+                self._owner.link.send_listed(LeaseReturn, effect.message.lease_ids)
+            else:
+                self._owner.link.send(effect.message)
+        self._plan_expiry()
+
+    def _plan_expiry(self) -> None:
+        if self._expiry is None and (when := self.book.next_expiry()) is not None:
+            self._expiry = self._loop.call_at(when, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self.carry_out(self.book.expire(self._loop.time()))
+
+    # -- what the engine says ------------------------------------------------------------------------------------------------
+
+    def granted(self, grant: LeaseGrant) -> None:
+        """The engine lends a range of this memory.
+
+        Raises:
+            RemoteProtocolError: it is none.
+        """
+        effects = self.book.granted(grant, self._loop.time())
+        self._lease_came(grant)
+        self.carry_out(effects)
+
+    def recalled(self, lease_ids: Collection[int]) -> None:
+        """The engine wants leases back; those of other memories are ignored."""
+        self.carry_out(self.book.recalled(lease_ids))
+
+    def lose(self) -> list[asyncio.Future[Any]]:
+        """The session has ended; returns what somebody waits for."""
+        self._is_lost = True
+        if self._expiry is not None:
+            self._expiry.cancel()
+        waiting: list[asyncio.Future[Any]] = [*self._waiters.values()]
+        self._waiters.clear()
+        return waiting
+
+
+class HostSlots(Slots):
+    """A session's slots in the slab.
+
+    Args:
+        owner: the session.
+        slab: that is mapped.
+    """
+
+    def __init__(self, owner: Owner, slab: Slab) -> None:
+        welcome = owner.welcome
+        first_block = Geometry.LEASABLE_START
+        super().__init__(owner, HOST_MEMORY, first_block=first_block, nbytes=welcome.leasable_nbytes, end=welcome.slab_nbytes)
+        self._slab = slab
+        self._writable: dict[int, tuple[int, int]] = {}  # the range of each lease, if only those are mapped
+
+    def hold(self, record: ClientSlotRecord, *, drain: bool) -> Any:
+        return self._owner.end.hold(record, drain)
+
+    def statistics(self) -> dict[str, int]:
+        book = self.book
+        return {"leases": len(book.leases), "leased_nbytes": book.leased_nbytes, "free_nbytes": book.free_nbytes}
+
+    def left_viewed(self, record: ClientSlotRecord) -> None:
+        """For the end: a slot was left that is kept until the last view of it has died."""
+        self._left[id(record)] = record
+
+    def _lease_came(self, grant: LeaseGrant) -> None:
+        if self._owner.config.map_leased_only:
+            self._slab.protect(grant.offset, grant.nbytes, readable=True, writable=True)
+            self._writable[grant.lease_id] = (grant.offset, grant.nbytes)
+
+    def _leases_left(self, lease_ids: Collection[int]) -> None:
+        """They must not be written from now on; but another lease may be where a slot of one was kept."""
+        for lease_id in self._writable.keys() & set(lease_ids):
+            offset, nbytes = self._writable.pop(lease_id)
+            self._slab.protect(offset, nbytes, readable=True, writable=False)
+            for start, length in self._writable.values():
+                if start < offset + nbytes and offset < start + length:
+                    self._slab.protect(start, length, readable=True, writable=True)

@@ -1,0 +1,141 @@
+"""What an engine does with each memory in which slots are handed to it, and with the slab: views of it, and copies to GPUs.
+
+Each memory says when nobody uses a slot any more, and gives itself back at the end. The device slab's is
+:class:`~shmring.gpu.device_claims.DeviceClaims`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shmring.config import RingConfig
+from shmring.core.lending import Lending
+from shmring.core.received import PayloadDecoder
+from shmring.core.states import Lease
+from shmring.core.views import Regions
+from shmring.gpu.cuda import Cuda, Stream
+from shmring.gpu.layout import Given
+from shmring.gpu.pinned import PinnedSlab
+from shmring.gpu.upload import Uploads
+from shmring.memory.copier import Copier
+from shmring.memory.slab import Slab
+from shmring.ring.claim import Claim
+
+__all__ = ["ClaimedMemory", "HostClaims"]
+
+logger = logging.getLogger("shmring.ring")
+
+
+class ClaimedMemory(Protocol):
+    """One memory in which slots are handed to an engine."""
+
+    def collect(self) -> list[tuple[int, int]]:
+        """Returns the slots that nobody here uses any more since the last call, by client and generation."""
+
+    def statistics(self, lending: Lending) -> dict[str, Any]:
+        """Returns the fields of :class:`~shmring.statistics.RingStatistics` that are about this memory.
+
+        Args:
+            lending: what the book says of it.
+        """
+
+    async def close(self) -> None:
+        """Waits until no GPU uses it any more, and frees it, unless somebody else may still use it."""
+
+
+class HostClaims:
+    """The slab in host memory. Lives in a loop.
+
+    Args:
+        slab: taken over.
+        pinned: what of it is registered with CUDA.
+        cuda: how to call CUDA.
+        copier: has the threads.
+        decoder: of payloads.
+        config: of the ring.
+
+    Attributes:
+        slab: see above.
+        regions: what may be viewed, by client and generation.
+        uploads: copies to GPUs.
+    """
+
+    def __init__(
+        self, slab: Slab, pinned: PinnedSlab, cuda: Cuda, copier: Copier, decoder: PayloadDecoder, config: RingConfig
+    ) -> None:
+        self.slab = slab
+        self.regions = Regions()
+        self.uploads = Uploads(
+            cuda,
+            slab,
+            pinned,
+            copier,
+            staging_nbytes=int(config.staging_nbytes),
+            offload_nbytes=int(config.copy_offload_nbytes),
+        )
+        self._pinned = pinned
+        self._decoder = decoder
+
+    def collect(self) -> list[tuple[int, int]]:
+        """See :class:`ClaimedMemory`."""
+        return self.regions.collect()
+
+    def statistics(self, lending: Lending) -> dict[str, Any]:
+        """See :class:`ClaimedMemory`."""
+        return {
+            "shm_nbytes": self.slab.shm_nbytes,
+            "free_nbytes": lending.free_nbytes,
+            "leased_nbytes": lending.leased_nbytes(Lease.LEASED),
+            "quarantined_nbytes": lending.leased_nbytes(Lease.QUARANTINED),
+            "pinned_nbytes": self._pinned.nbytes,
+            "pin_seconds": self._pinned.seconds,
+            "device_copies": self.uploads.copies,
+            "device_copied_nbytes": self.uploads.copied_nbytes,
+        }
+
+    # -- copies to a GPU -----------------------------------------------------------------------------------------------
+
+    async def upload(
+        self, claim: Claim, device: torch.device | str | int, stream: Stream | None, check: Callable[[], object], given: Given
+    ) -> Any:
+        """Copies a claim's tensors to a device. See :meth:`Claim.to`.
+
+        Args:
+            check: raises if the claim was released while this waited: its slots may then be somebody else's.
+            given: tensors that are there already.
+        """
+        decode = functools.partial(self._decoder.decode_again, claim.content_regions)
+        return await self.uploads.upload(claim.submit.content, _bytes_of(claim), decode, device, stream, check, given)
+
+    def upload_nowait(self, claim: Claim, device: torch.device | str | int, stream: Stream | None, given: Given) -> Any:
+        """The same if nothing has to be waited for. See :meth:`Claim.to_nowait`."""
+        decode = functools.partial(self._decoder.decode_again, claim.content_regions)
+        return self.uploads.upload_nowait(claim.submit.content, _bytes_of(claim), decode, device, stream, given)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Unpins the slab when no GPU reads it any more. It stays mapped until :meth:`unmap`."""
+        if not await self.uploads.close():
+            logger.error("a GPU has not said that it is done reading: the slab stays pinned until this process ends")
+        elif self._pinned.nbytes:
+            await asyncio.get_running_loop().run_in_executor(None, self._pinned.close)
+
+    def unmap(self) -> None:
+        """Gives the slab up, of which views may live on; and no death of a view is heard of any more."""
+        self.regions.close()
+        self.slab.close()
+
+
+def _bytes_of(claim: Claim) -> Callable[[int], NDArray[np.uint8]]:
+    """Returns where a claim's bytes are, by the number of their region."""
+    regions = claim.content_regions
+    return lambda number: np.frombuffer(memoryview(regions.memory(number)), np.uint8)
