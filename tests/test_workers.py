@@ -252,6 +252,27 @@ async def test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker
     await eventually(lambda: is_whole(ring))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["in order", "the last first"])
+async def test_slots_of_claims_go_back_one_by_one_though_nobody_here_waits_for_them(
+    serve: Any, connect: Any, join: Any, eventually: Any, order: tuple[int, ...]
+) -> None:
+    """A worker rings once for what it was asked; the engine, which does nothing else, asks anew for what is left."""
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    messages = []
+    for value in order:
+        submission = await client.submit(torch.full((40_000,), value, dtype=torch.uint8))
+        with await ring.claim() as claim:
+            await claim.share()
+            await claim.reply(None)
+        await submission.result()
+        messages.append(await worker.receive())
+    for slots_left, place in zip((2, 1, 0), order, strict=True):
+        await eventually(lambda: ring.workers._looking is None)  # it has asked
+        messages[place].leave()
+        await eventually(lambda expected=slots_left: client.statistics().slots_in_use == expected)
+
+
 async def test_tensors_of_claims_are_sent_in_place_beside_others(serve: Any, connect: Any, join: Any, eventually: Any) -> None:
     ring = await serve(**OPTIONS)
     worker, client = await join(), await connect()
