@@ -61,7 +61,7 @@ class _Engine:
         self.journal = Journal(Path(assignment.journal))
         self.source = cargo.Source(random.Random(f"{plan.seed}/engine/{assignment.index}/{assignment.life}"))
         self.answers = 0
-        self.seen: set[tuple[int, int]] = set()
+        self.seen: dict[tuple[int, int], set[int]] = {}  # over which connections each request came
         self.kept: set[asyncio.TimerHandle] = set()
         self.leaked: list[Order] = []
         self.ring: shmring.Ring | None = None
@@ -88,9 +88,10 @@ class _Engine:
         order: Order = claim.payload
         await self.share(claim, order)
         key = (order.sender, order.number)
-        if key in self.seen:
+        connections = self.seen.setdefault(key, set())
+        if claim.client_id in connections or len(connections) >= order.sends:
             self.journal.wrong("violation", f"request {order.number} of process {order.sender} was claimed twice")
-        self.seen.add(key)
+        connections.add(claim.client_id)
         try:
             await self.check(order, "when it was claimed")
             await self.work(order)
