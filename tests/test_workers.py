@@ -899,3 +899,56 @@ async def test_a_join_of_another_version_or_uid_is_refused(serve: Any, socket_di
     await serve(name="others", allowed_uids=frozenset({os.getuid() + 1}))
     with pytest.raises(shmring.RemoteProtocolError, match="not allowed"):
         await shmring.join("others", 0, socket_dir=str(socket_dir))
+
+
+async def test_memory_that_was_taken_for_a_worker_that_breaks_the_rules_comes_back(serve: Any, joined: Any) -> None:
+    """Its count is looked at when the ring has no more room by the last one; then there may be nobody left to send to."""
+    ring = await serve(**{**OPTIONS, "worker_backlog": 128})
+    for to in (None, [0]):
+        hostile = await joined(0)
+        poke(hostile.incoming, 0, b"\xff" * 256)
+        with contextlib.suppress(shmring.WorkerLostError):  # if it was named
+            while ring.ranks:
+                ring.broadcast_nowait({"text": "x" * 40_000, "t": torch.zeros(2_000)}, to=to)
+        ring.workers.book.check()  # what is not free is what that worker was sent before
+
+
+async def test_who_breaks_the_rules_while_a_gather_waits_fails_it(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
+    ring = await serve(**{**OPTIONS, "worker_backlog": 16})
+    hostile, honest = await joined(0), await join(1)
+    long = {"text": "x" * 40_000}
+    with contextlib.suppress(shmring.WouldBlock):
+        while True:
+            ring.broadcast_nowait(long, to=[0])  # until its ring is full
+    for number in range(16):
+        await ring.broadcast(number, to=[1])
+    messages = [await honest.receive() for _ in range(16)]
+    gathering = asyncio.ensure_future(ring.gather(long, to=[0, 1]))
+    await eventually(lambda: ring.workers._change is not None)  # it waits for the honest one to leave something
+    poke(hostile.incoming, 0, b"\xff" * 256)
+    for message in messages:
+        message.leave()
+    with pytest.raises(shmring.WorkerLostError) as caught:
+        await gathering
+    assert caught.value.ranks == (0,)
+    assert ring.ranks == (1,)
+    with pytest.raises(shmring.WouldBlock):  # a message goes to all or to none
+        honest.receive_nowait()
+
+
+async def test_a_gather_whose_time_is_over_as_a_worker_dies_fails_once(serve: Any, join: Any, turns: Any) -> None:
+    """Both may happen in one turn of the loop; who is gone by then has no rank any more that could be named."""
+    ring = await serve(**OPTIONS)
+    await join(0)
+    gathering = ring.workers.end.gather("all", None, 60)
+
+    async def gather() -> None:
+        await gathering
+
+    waiting = asyncio.create_task(gather())
+    await turns()
+    [worker] = ring.workers._workers.values()
+    ring.workers._died(worker)
+    gathering.time_out()
+    with pytest.raises(shmring.WorkerLostError, match="worker 0 has died"):
+        await waiting
