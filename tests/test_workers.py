@@ -252,6 +252,27 @@ async def test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker
     await eventually(lambda: is_whole(ring))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["in order", "the last first"])
+async def test_slots_of_claims_go_back_one_by_one_though_nobody_here_waits_for_them(
+    serve: Any, connect: Any, join: Any, eventually: Any, order: tuple[int, ...]
+) -> None:
+    """A worker rings once for what it was asked; the engine, which does nothing else, asks anew for what is left."""
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    messages = []
+    for value in order:
+        submission = await client.submit(torch.full((40_000,), value, dtype=torch.uint8))
+        with await ring.claim() as claim:
+            await claim.share()
+            await claim.reply(None)
+        await submission.result()
+        messages.append(await worker.receive())
+    for slots_left, place in zip((2, 1, 0), order, strict=True):
+        await eventually(lambda: ring.workers._looking is None)  # it has asked
+        messages[place].leave()
+        await eventually(lambda expected=slots_left: client.statistics().slots_in_use == expected)
+
+
 async def test_tensors_of_claims_are_sent_in_place_beside_others(serve: Any, connect: Any, join: Any, eventually: Any) -> None:
     ring = await serve(**OPTIONS)
     worker, client = await join(), await connect()
@@ -878,3 +899,56 @@ async def test_a_join_of_another_version_or_uid_is_refused(serve: Any, socket_di
     await serve(name="others", allowed_uids=frozenset({os.getuid() + 1}))
     with pytest.raises(shmring.RemoteProtocolError, match="not allowed"):
         await shmring.join("others", 0, socket_dir=str(socket_dir))
+
+
+async def test_memory_that_was_taken_for_a_worker_that_breaks_the_rules_comes_back(serve: Any, joined: Any) -> None:
+    """Its count is looked at when the ring has no more room by the last one; then there may be nobody left to send to."""
+    ring = await serve(**{**OPTIONS, "worker_backlog": 128})
+    for to in (None, [0]):
+        hostile = await joined(0)
+        poke(hostile.incoming, 0, b"\xff" * 256)
+        with contextlib.suppress(shmring.WorkerLostError):  # if it was named
+            while ring.ranks:
+                ring.broadcast_nowait({"text": "x" * 40_000, "t": torch.zeros(2_000)}, to=to)
+        ring.workers.book.check()  # what is not free is what that worker was sent before
+
+
+async def test_who_breaks_the_rules_while_a_gather_waits_fails_it(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
+    ring = await serve(**{**OPTIONS, "worker_backlog": 16})
+    hostile, honest = await joined(0), await join(1)
+    long = {"text": "x" * 40_000}
+    with contextlib.suppress(shmring.WouldBlock):
+        while True:
+            ring.broadcast_nowait(long, to=[0])  # until its ring is full
+    for number in range(16):
+        await ring.broadcast(number, to=[1])
+    messages = [await honest.receive() for _ in range(16)]
+    gathering = asyncio.ensure_future(ring.gather(long, to=[0, 1]))
+    await eventually(lambda: ring.workers._change is not None)  # it waits for the honest one to leave something
+    poke(hostile.incoming, 0, b"\xff" * 256)
+    for message in messages:
+        message.leave()
+    with pytest.raises(shmring.WorkerLostError) as caught:
+        await gathering
+    assert caught.value.ranks == (0,)
+    assert ring.ranks == (1,)
+    with pytest.raises(shmring.WouldBlock):  # a message goes to all or to none
+        honest.receive_nowait()
+
+
+async def test_a_gather_whose_time_is_over_as_a_worker_dies_fails_once(serve: Any, join: Any, turns: Any) -> None:
+    """Both may happen in one turn of the loop; who is gone by then has no rank any more that could be named."""
+    ring = await serve(**OPTIONS)
+    await join(0)
+    gathering = ring.workers.end.gather("all", None, 60)
+
+    async def gather() -> None:
+        await gathering
+
+    waiting = asyncio.create_task(gather())
+    await turns()
+    [worker] = ring.workers._workers.values()
+    ring.workers._died(worker)
+    gathering.time_out()
+    with pytest.raises(shmring.WorkerLostError, match="worker 0 has died"):
+        await waiting

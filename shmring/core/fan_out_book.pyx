@@ -220,7 +220,7 @@ cdef class FanOutBook:
     cdef tuple ranks_of(self, uint64_t mask):
         ranks = []
         while mask:
-            ranks.append((<WorkerRecord>self._places[lowest_bit(mask)]).rank)
+            ranks.append((<WorkerRecord?>self._places[lowest_bit(mask)]).rank)
             mask &= mask - 1
         return tuple(sorted(ranks))
 

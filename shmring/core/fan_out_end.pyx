@@ -285,10 +285,9 @@ cdef class FanOutEnd:
         Raises:
             WorkerLostError: somebody who was to get it is no worker any more.
         """
-        cdef uint64_t mask = self._mask(parcel)
-        if not self._has_room(mask, parcel):
+        if not self._has_room(self._mask(parcel), parcel):
             return False
-        self._publish(mask, parcel)
+        self._publish(self._mask(parcel), parcel)  # without those who have broken the rules
         return True
 
     cdef uint64_t _mask(self, Parcel parcel) except? 0:
@@ -302,9 +301,13 @@ cdef class FanOutEnd:
         mask = self._mask(parcel)
         if not mask:
             return True
-        if not self._has_room(mask, parcel) or not self.take_memory(parcel):
+        if not self._has_room(mask, parcel):
             return False
-        mask = self._mask(parcel)  # somebody may have broken the rules meanwhile
+        mask = self._mask(parcel)  # without those who have broken the rules
+        if not mask:
+            return True
+        if not self.take_memory(parcel):
+            return False
         if parcel.start >= 0:
             parcel.packed.copy_to(
                 <uint8_t*>self._memory.mapped.address + parcel.start * BLOCK_NBYTES + _HEADER_NBYTES, False
@@ -350,7 +353,6 @@ cdef class FanOutEnd:
         cdef uint32_t nbytes, slots = parcel.slot_count, i
         cdef int stamp
         cdef uint8_t* to
-        mask &= self.book.members()
         if not mask:
             return 0
         stamp = self.book.next_stamp()
@@ -506,7 +508,7 @@ cdef class Gathering(Awaited):
     cdef int _sent(self) except -1:
         cdef FanOutBook book = self.end.book
         ranks = book.ranks if self.to is None else sorted(set(self.to))
-        self.order = tuple([(<WorkerRecord>book.member(rank)).place for rank in ranks])
+        self.order = tuple([(<WorkerRecord?>book.member(rank)).place for rank in ranks])
         self.answers = [None] * len(self.order)
         for place in self.order:
             self.expected |= <uint64_t>1 << <int>place
@@ -535,6 +537,8 @@ cdef class Gathering(Awaited):
 
     def time_out(self) -> None:
         """The time is over."""
+        if self.future.done():
+            return  # in this turn of the loop; those who have not replied may be gone
         ranks = self.missing()
         self._fail(WorkersBehindError(
             f"waited {self.timeout:g} s for the replies of workers {', '.join(map(str, ranks))}, and gave up", ranks=ranks

@@ -6,9 +6,8 @@ copy, stands in line here, and nobody overtakes it: so messages are sent in the 
 passes the turn on.
 
 Who waits for workers says so in their pages or rings, and is rung for; nobody is rung for otherwise. The slots of claims are
-the
-exception: their frontends wait for them, and not this engine. So somebody looks after them, a moment after such a message was
-sent, and asks those who still read them to ring.
+the exception: their frontends wait for them, and not this engine. So somebody looks after them, a moment after such a message
+was sent and after each bell, and asks those who still read them to ring.
 
 What ends a worker: its connection, :meth:`Workers.drop`, its process's death, or breaking the rules. In each case it gets
 nothing more at once. What it has not left comes back when it says so in its page, or when the kernel says that its process is
@@ -112,7 +111,7 @@ class _Worker:
                 raise RemoteProtocolError("what came in parts is no reply")
 
     def rang(self) -> None:
-        self._workers.look()
+        self._workers.hear()
 
     def peer_gave_up(self) -> None:
         """It uses nothing of what it was lent."""
@@ -329,6 +328,12 @@ class Workers:
     def published(self, record: WorkerRecord) -> None:
         """For the end: a worker was written to, whose link is told of it."""
         self._workers[record].link.published()
+
+    def hear(self) -> None:
+        """A worker has rung, which it does once: whoever still waits asks anew. For frontends, that is done here."""
+        self.look()
+        if self.book.holds_slots():
+            self.slots_are_kept()
 
     def slots_are_kept(self) -> None:
         """For the end: workers read slots of claims."""

@@ -4,9 +4,10 @@ The journals of all processes that there were and what the driver saw are put to
 has ended in one of these ways: answered; aborted, by whoever asked; failed, for a reason that belongs to what was done; or
 it died with its frontend, where that was killed. Whatever is left over was lost.
 
-Latencies are told apart from the step that was running: memory is not reusable while the engine's code reads it, however
-soon the abort came. So they count from the abort, or from the SIGKILL being sent, or from the end of the step, whichever
-is last. Those in which a process was stopped meanwhile say nothing of shmring, and are left out.
+Latencies are told apart from the step that was running: memory is not reusable while the code of the engine or of a worker
+reads it, however soon the abort came. So they count from the abort, or from the kernel's word that a process is dead, or from
+the end of the step, whichever is last. How long the kernel takes to end a process that was sent SIGKILL is told beside. Those
+in which a process was stopped meanwhile say nothing of shmring, and are left out.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         faults: how often each was made.
         kills: processes killed in all.
         abort_to_reusable: from an abort, or the end of the step that it hit, until its frontend has the memory again.
-        death_to_reclaimed: from SIGKILL, or the end of the last step, until the engine has nothing of a frontend any more.
+        kill_to_word: from SIGKILL until the kernel tells the engine that a frontend is dead.
+        death_to_reclaimed: from that, or the end of the last step, until the engine has nothing of the frontend any more.
         abort_to_reusable_on_core, death_to_reclaimed_on_core: without the time in which the processes waited for a core.
         engine_death_to_error: from the engine's SIGKILL until each pending request has failed.
         ended_per_second: how many requests ended in each second after the start, by outcome.
@@ -93,6 +95,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     phases: int
     abort_to_reusable: Latencies
     abort_to_reusable_on_core: Latencies
+    kill_to_word: Latencies
     death_to_reclaimed: Latencies
     death_to_reclaimed_on_core: Latencies
     engine_death_to_error: Latencies
@@ -213,8 +216,9 @@ def account(plan: Plan, seen: Observations) -> Findings:
         phases=len(seen.looks),
         abort_to_reusable=Latencies.of([wall for wall, _ in aborts]),
         abort_to_reusable_on_core=Latencies.of([on_core for _, on_core in aborts]),
-        death_to_reclaimed=Latencies.of([wall for wall, _ in deaths]),
-        death_to_reclaimed_on_core=Latencies.of([on_core for _, on_core in deaths]),
+        kill_to_word=Latencies.of([word for _, _, word in deaths]),
+        death_to_reclaimed=Latencies.of([wall for wall, _, _ in deaths]),
+        death_to_reclaimed_on_core=Latencies.of([on_core for _, on_core, _ in deaths]),
         engine_death_to_error=Latencies.of(_engine_death_latencies(ledger, seen, engine_kills, stops)),
         samples=seen.samples,
         happened=seen.happened,
@@ -255,8 +259,8 @@ def _abort_latencies(ledger: _Ledger, stops: _Stops) -> list[tuple[int, int]]:
     return latencies
 
 
-def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list[tuple[int, int]]:
-    """The same for the deaths of frontends."""
+def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list[tuple[int, int, int]]:
+    """The same for the deaths of frontends; and how long it took until the kernel had said so."""
     latencies = []
     for one in seen.happened:
         if one.fault is not Fault.KILL_FRONTEND or one.pid not in ledger.gone:
@@ -268,10 +272,13 @@ def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list
         if stops.hit(one.pid, one.began_ns, gone.at_ns):
             continue
         started_ns, waited_ns = one.began_ns, one.engines_waited_ns[engine]
+        word_ns = max(0, gone.heard_ns - started_ns)
+        if gone.heard_ns > started_ns:
+            started_ns, waited_ns = gone.heard_ns, gone.heard_waited_ns
         if held is not None and held.until_ns > started_ns:
             started_ns, waited_ns = held.until_ns, held.engine_waited_ns
         wall = max(0, gone.at_ns - started_ns)
-        latencies.append((wall, max(0, wall - (gone.engine_waited_ns - waited_ns))))
+        latencies.append((wall, max(0, wall - (gone.engine_waited_ns - waited_ns)), word_ns))
     return latencies
 
 

@@ -61,7 +61,7 @@ class _Engine:
         self.journal = Journal(Path(assignment.journal))
         self.source = cargo.Source(random.Random(f"{plan.seed}/engine/{assignment.index}/{assignment.life}"))
         self.answers = 0
-        self.seen: set[tuple[int, int]] = set()
+        self.seen: dict[tuple[int, int], set[int]] = {}  # over which connections each request came
         self.kept: set[asyncio.TimerHandle] = set()
         self.leaked: list[Order] = []
         self.ring: shmring.Ring | None = None
@@ -88,9 +88,10 @@ class _Engine:
         order: Order = claim.payload
         await self.share(claim, order)
         key = (order.sender, order.number)
-        if key in self.seen:
+        connections = self.seen.setdefault(key, set())
+        if claim.client_id in connections or len(connections) >= order.sends:
             self.journal.wrong("violation", f"request {order.number} of process {order.sender} was claimed twice")
-        self.seen.add(key)
+        connections.add(claim.client_id)
         try:
             await self.check(order, "when it was claimed")
             await self.work(order)
@@ -171,8 +172,9 @@ class _Engine:
 
 def _observe(ring: shmring.Ring, engine: _Engine) -> None:
     """Looks at what the ring's book decides: when a process has nothing of the slab left, and whether the book is sound."""
-    carry_out = ring.carry_out
+    carry_out, died = ring.carry_out, ring._frontend_died
     reclaimed: dict[int, int] = {}
+    heard: dict[int, tuple[int, int]] = {}  # of deaths, by pid: when, and how long this process had waited for a core
     effects_seen = 0
 
     def observed(effects: list[EngineEffect]) -> None:
@@ -184,13 +186,17 @@ def _observe(ring: shmring.Ring, engine: _Engine) -> None:
                 reclaimed[effect.client_id] = reclaimed.get(effect.client_id, 0) + effect.nbytes
             elif isinstance(effect, ClientGone):
                 pid, nbytes = pids[effect.client_id], reclaimed.pop(effect.client_id, 0)
-                engine.journal.write(Gone(pid, nbytes, time.monotonic_ns(), waited_ns(engine.pid)))
+                engine.journal.write(Gone(pid, nbytes, time.monotonic_ns(), waited_ns(engine.pid), *heard.pop(pid, (0, 0))))
         before, effects_seen = effects_seen, effects_seen + len(effects)
         if before // _CHECK_EVERY != effects_seen // _CHECK_EVERY:
             engine.check_book()
 
+    def heard_of(frontend: Any) -> None:
+        heard[frontend.pid] = time.monotonic_ns(), waited_ns(engine.pid)
+        died(frontend)
+
     ring_: Any = ring
-    ring_.carry_out = observed
+    ring_.carry_out, ring_._frontend_died = observed, heard_of
 
 
 async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:

@@ -68,12 +68,18 @@ class Held(_Line, frozen=True, tag="held"):
 
 
 class Gone(_Line, frozen=True, tag="gone"):
-    """The engine has nothing of a process any more; ``nbytes`` came back in all."""
+    """The engine has nothing of a process any more; ``nbytes`` came back in all.
+
+    ``heard_ns`` is when the kernel's word of its death came, and ``heard_waited_ns`` how long the engine had waited for a core
+    then; 0 if the process had left before.
+    """
 
     pid: int
     nbytes: int
     at_ns: int
     engine_waited_ns: int = 0
+    heard_ns: int = 0
+    heard_waited_ns: int = 0
 
 
 class Wrong(_Line, frozen=True, tag="wrong"):

@@ -204,6 +204,7 @@ class Load:
 
     async def _request(self, order: Order) -> Outcome:
         options: dict[str, Any] = {"retry": self._chance.randrange(3), "key": self._key()}
+        order.sends = 1 + options["retry"]
         answer = await self._connected.request(order, reply_type=Answer, request_id=str(order.number), **options)
         await self._checked(order.number, 0, answer)
         return "answered"

@@ -111,6 +111,7 @@ def test_latencies_count_beyond_the_step_and_without_stops(tmp_path: Path) -> No
         tmp_path,
         {
             1: [Held(2, 1, 130 * MS, 1), Held(2, 2, 10 * MS, 1), Held(3, 9, 420 * MS, 1), Gone(3, 4096, 425 * MS)],
+            5: [Held(4, 1, 310 * MS, 5), Gone(4, 4096, 363 * MS, heard_ns=360 * MS)],
             2: [
                 *(Aborted(number, 100 * MS) for number in (1, 2)),
                 *(Reusable(number, 132 * MS) for number in (1, 2)),
@@ -122,12 +123,14 @@ def test_latencies_count_beyond_the_step_and_without_stops(tmp_path: Path) -> No
     )
     observations.happened = [
         Happened(Fault.KILL_FRONTEND, 3, 400 * MS, 450 * MS, {1: 0}),
+        Happened(Fault.KILL_FRONTEND, 4, 300 * MS, 350 * MS, {5: 0}),
         Happened(Fault.STOP_FRONTEND, 2, 550 * MS, 650 * MS),
     ]
     findings = settle(observations)
     assert findings.abort_to_reusable.all_ms == [2.0, 32.0]
-    assert findings.death_to_reclaimed.all_ms == [5.0]
-    assert findings.kills == 1
+    assert findings.death_to_reclaimed.all_ms == [3.0, 5.0]
+    assert findings.kill_to_word.all_ms == [0.0, 60.0]
+    assert findings.kills == 2
 
 
 def test_an_engine_that_is_dead_to_a_frontend_must_have_died(tmp_path: Path) -> None:

@@ -205,3 +205,33 @@ class FanOutMachine(RuleBasedStateMachine):
 
 
 TestFanOutBook = FanOutMachine.TestCase
+
+
+def book_with(*ranks: int) -> tuple[FanOutBook, list[bytearray]]:
+    book, pages = FanOutBook(4, MAX_WORKERS), [bytearray(WORKER_PAGE_NBYTES) for _ in ranks]
+    book.reserve(4)
+    for rank, page in zip(ranks, pages, strict=True):
+        book.join(rank, page)
+    return book, pages
+
+
+def test_who_waits_looks_again_after_it_has_said_so() -> None:
+    """A worker that had left its message before it could know would never ring."""
+    book, [page] = book_with(0)
+    sequence, place = book.publish([0], book.take(4), 4)
+    assert book.want_memory()
+    stamp(page, place, sequence)
+    assert not book.want_memory()
+    assert book.free_blocks == 4
+
+
+def test_of_two_who_wait_neither_takes_the_others_bell() -> None:
+    """One waits for memory, one for place; whoever is asked for less is rung for, and the other asks anew then."""
+    book, [page] = book_with(0)
+    first, _ = book.publish([0], book.take(4), 4)
+    for _ in range(3):
+        book.publish([0])
+    assert book.want_memory()
+    assert struct.unpack_from("<Q", page, AT_WANT) == (first,)
+    assert book.want([0])
+    assert struct.unpack_from("<Q", page, AT_WANT) == (first,)

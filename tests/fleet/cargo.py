@@ -50,6 +50,7 @@ class Order(msgspec.Struct, kw_only=True):
         fate: how it ends.
         replies: how many there will be.
         reply_nbytes: of each reply's tensor.
+        sends: how often it may be sent: again over another connection, if that of before has ended.
     """
 
     number: int
@@ -62,6 +63,7 @@ class Order(msgspec.Struct, kw_only=True):
     fate: Fate = "done"
     replies: int = 1
     reply_nbytes: int = _NUMBER_NBYTES
+    sends: int = 1
 
 
 class Answer(msgspec.Struct, kw_only=True):
