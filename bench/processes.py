@@ -73,7 +73,7 @@ class PeerGroup(Children):
             for number, (role, play) in enumerate(roles, start=-1):
                 name = f"{role} {number}" if number >= 0 and ends > 1 else role
                 part = Part(peer, self._shared, number, start_memory)
-                self._children.append(Child(context, name, peer.name, functools.partial(play, part)))
+                self.children.append(Child(context, name, peer.name, functools.partial(play, part)))
         except BaseException:
             self.kill()
             raise
@@ -92,13 +92,13 @@ class PeerGroup(Children):
                 processes are dead.
         """
         assert cell.producers == self._ends, "a group has the producers of its cells"
-        receiver, *senders = self._children
+        receiver, *senders = self.children
         with self._playing(cell.limit_s) as deadline:
             self._start.clear()
             self._tell([receiver], cell, cell.title)
             self._hear([receiver], deadline, cell.title)  # it listens
             self._tell(senders, cell, cell.title)
-            measurement, *costs = self._hear(self._children, deadline, cell.title)
+            measurement, *costs = self._hear(self.children, deadline, cell.title)
             if isinstance(self._peer, RequestPeer):  # the engine has only said that it has answered the last question
                 latencies_ns = [latencies for _, latencies in costs]
                 costs = [cost for cost, _ in costs]

@@ -257,7 +257,7 @@ def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
         with pytest.raises(BenchError, match=r"^shmring.*the engine failed: CheckError: message 20 holds") as caught:
             group.run(msgspec.structs.replace(two, corrupt_sequence=20))
         assert "4 KB of float32, 2 producers, window 4" in str(caught.value)
-        assert not any(process.is_alive() for process in group.processes)
+        assert not any(child.process.is_alive() for child in group.children)
         with pytest.raises(BenchError, match="were ended after a failure"):
             group.run(two)
 
