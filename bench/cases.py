@@ -1,8 +1,8 @@
 """What ``bench transport`` measures: cases, gathered in rounds whose repetitions are interleaved.
 
 A case is one kind of message stream. Every combination of sizes, dtypes, producers, windows and copying out would take a
-day, so each dimension is varied by itself around a base (:func:`sweeps`); :func:`product` is for those who want a part of it
-whole. What is compared with each other stands in one round, so that whatever else the machine does hits all of it alike.
+day, so each dimension is varied by itself around a base (:func:`sweeps`). What is compared with each other stands in one round,
+so that whatever else the machine does hits all of it alike.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from bench.interleaving import Round
 from bench.messages import Case
 from bench.peers import BASELINE
 
-__all__ = ["QUICK_SIZES", "SIZES", "Case", "Choice", "product", "quick", "quick_without", "sweeps"]
+__all__ = ["QUICK_SIZES", "SIZES", "Case", "Choice", "quick", "quick_without", "sweeps"]
 
 #: The sizes of the full benchmark, and of the quick one.
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 QUICK_SIZES = SIZES[:-1]
 
-_QUICK_LATENCY_SIZES = SIZES[:4]
 _QUICK_WITHOUT = ("ray",)  # it starts a cluster for every case
-_QUICK_LARGE_NBYTES = SIZES[4]  # where most peers take seconds for two windows; those stay that a target is about
 _QUICK_LARGE_PEERS = ("shmring", "shmring-in-place", "iceoryx2", "spinning-arena", "pyzmq")
-_QUICK_LATENCY_NBYTES = _QUICK_LATENCY_SIZES[-1]  # where latency is compared with that of smaller ones, not with that of others
 _QUICK_LATENCY_PEERS = ("shmring", "shmring-in-place")
 _QUICK_SCALING_NBYTES = 64 << 10  # small enough for the fixed cost of a message to show
 _QUICK_SCALING_PRODUCERS = 8
@@ -61,52 +58,31 @@ def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round]:
     return rounds
 
 
-def product(choice: Choice, peers: Sequence[str]) -> list[Round]:
-    """Returns rounds with every combination: one for each size and number of producers."""
-    rounds = []
-    for producers, nbytes in itertools.product(choice.producers, choice.sizes):
-        rest = itertools.product(choice.windows, choice.copies_out, choice.dtypes)
-        cases = [Case(nbytes, dtype, producers, window, copies_out) for window, copies_out, dtype in rest]
-        rounds.append(Round(_distinct(cases), tuple(peers), limits=producers == choice.producers[0]))
-    return rounds
-
-
 def quick(peers: Sequence[str]) -> list[Round]:
     """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
-    rounds = []
-    for case_peers, of_them in itertools.groupby(_quick_cases(), lambda case: (case.nbytes, _quick_peers(case, peers))):
-        part = tuple(of_them)
-        rounds.append(Round(part, case_peers[1], limits=part[0].window > 1))
-    rounds.sort(key=lambda part: len(part.peers), reverse=True)  # no process is started twice
-    scaled = Case(_QUICK_SCALING_NBYTES, producers=_QUICK_SCALING_PRODUCERS)
-    return [*rounds, Round((scaled, Case(_QUICK_SCALING_NBYTES)), (BASELINE,))]
+    fast = tuple(name for name in peers if name not in _QUICK_WITHOUT)
+    *small, large_nbytes, largest_nbytes = QUICK_SIZES
+    return [  # in an order in which no process is started twice
+        *(Round((Case(nbytes), Case(nbytes, window=1)), fast, limits=True) for nbytes in small),
+        Round((Case(large_nbytes),), fast, limits=True),
+        # Where most peers take seconds for two windows; those stay that a target is about.
+        Round((Case(largest_nbytes),), tuple(name for name in fast if name in _QUICK_LARGE_PEERS), limits=True),
+        # Where latency is compared with that of smaller ones, not with that of others.
+        Round((Case(large_nbytes, window=1),), tuple(name for name in fast if name in _QUICK_LATENCY_PEERS)),
+        Round((Case(_QUICK_SCALING_NBYTES, producers=_QUICK_SCALING_PRODUCERS), Case(_QUICK_SCALING_NBYTES)), (BASELINE,)),
+    ]
 
 
 def quick_without(peers: Sequence[str]) -> dict[Key, str]:
     """Returns what a quick run leaves out of those peers, by case and peer, and why."""
     left_out = {}
-    for case in _quick_cases():
-        for name in peers:
+    for part in quick(peers)[:-1]:  # the last one is about the baseline alone
+        for case, name in itertools.product(part.cases, peers):
             if name in _QUICK_WITHOUT:
                 left_out[case.title, name] = "left out: it starts a cluster for every case"
-            elif name not in _quick_peers(case, peers):
+            elif name not in part.peers:
                 left_out[case.title, name] = "left out: no target is about it in this case"
     return left_out
-
-
-def _quick_cases() -> list[Case]:
-    cases = [Case(nbytes, window=window) for nbytes in QUICK_SIZES for window in (16, 1)]
-    return [case.bounded() for case in cases if case.window > 1 or case.nbytes in _QUICK_LATENCY_SIZES]
-
-
-def _quick_peers(case: Case, peers: Sequence[str]) -> tuple[str, ...]:
-    """Those of these peers that are measured in a case: where most take long, those that a target is about."""
-    chosen: Sequence[str] = peers
-    if case.nbytes >= _QUICK_LARGE_NBYTES:
-        chosen = _QUICK_LARGE_PEERS
-    elif case.nbytes >= _QUICK_LATENCY_NBYTES and case.window == 1:
-        chosen = _QUICK_LATENCY_PEERS
-    return tuple(name for name in peers if name in chosen and name not in _QUICK_WITHOUT)
 
 
 def _distinct(cases: Sequence[Case]) -> tuple[Case, ...]:

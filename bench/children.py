@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import os
 import signal
@@ -20,8 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 import uvloop
@@ -40,13 +38,8 @@ class BenchError(Exception):
     """A measurement failed; there is no result."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """A child's part of a cell has failed.
-
-    Attributes:
-        error: what happened, in words.
-    """
+class Failed(NamedTuple):
+    """A child's part of a cell has failed: what happened, in words."""
 
     error: str
 
@@ -85,22 +78,15 @@ class Children:
 
     Args:
         title: of what they measure, for errors.
+
+    Attributes:
+        children: the processes.
     """
 
     def __init__(self, title: str) -> None:
+        self.children: list[Child] = []
         self._title = title
-        self._children: list[Child] = []
         self._ended = False
-
-    @property
-    def processes(self) -> list[SpawnProcess]:
-        """All of them."""
-        return [child.process for child in self._children]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the processes have been ended, by a failure or by :meth:`close`."""
-        return self._ended
 
     def start(self) -> None:
         """Waits until all processes are ready.
@@ -108,7 +94,7 @@ class Children:
         Raises:
             BenchError: one did not start.
         """
-        self._hear(self._children, time.monotonic() + _START_LIMIT_S, "starting")
+        self._hear(self.children, time.monotonic() + _START_LIMIT_S, "starting")
 
     @contextlib.contextmanager
     def _playing(self, limit_s: float) -> Iterator[float]:
@@ -159,23 +145,23 @@ class Children:
         """What all say of a failure, in their order: when one fails, the others' connections do."""
         errors = {first: report.error}
         deadline = time.monotonic() + _SECOND_REPORT_S
-        for other in self._children:
+        for other in self.children:
             with contextlib.suppress(EOFError, OSError):
                 while other not in errors and other.control.poll(_until(deadline)):
                     later = other.control.recv()
                     if isinstance(later, Failed):
                         errors[other] = later.error
-        return "; ".join(f"the {child.name} failed: {errors[child]}" for child in self._children if child in errors)
+        return "; ".join(f"the {child.name} failed: {errors[child]}" for child in self.children if child in errors)
 
     def close(self) -> None:
         """Ends all processes: in order if they are idle, else by force. Twice is once."""
         if self._ended:
             return
         deadline = time.monotonic() + _GRACE_S
-        for child in self._children:
+        for child in self.children:
             with contextlib.suppress(OSError):  # it is dead
                 child.control.send(None)
-        for child in self._children:
+        for child in self.children:
             child.process.join(_until(deadline))
         self.kill()
 
@@ -184,14 +170,14 @@ class Children:
         if self._ended:
             return
         self._ended = True
-        for child in self._children:
+        for child in self.children:
             child.kill()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.kill()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bench import cases, command_line, plots, tables, targets, transport
-from bench.coverage import Key
-from bench.interleaving import Plan, Round
+from bench.interleaving import Plan
 from bench.messages import DTYPES
 from bench.peers import BASELINE, PEERS
 from bench.records import Results
@@ -20,10 +19,10 @@ from bench.stamps import ITEM_NBYTES
 __all__ = ["quick_command", "quick_plan", "transport_command", "transport_plan"]
 
 # A quick run has 9 cases in under 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
-_QUICK = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
-_FULL = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
+_QUICK: dict[str, Any] = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
+_FULL: dict[str, Any] = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
 #: Where one thing of a quick run was chosen, the others are the first of each.
-_QUICK_CHOICE: dict[str, tuple[object, ...]] = {
+_QUICK_CHOICE: dict[str, Any] = {
     "sizes": cases.QUICK_SIZES, "dtypes": ("float32",), "producers": (1,), "windows": (16,), "copies_out": (False,)
 }  # fmt: skip
 
@@ -49,7 +48,6 @@ _QUICK_CHOICE: dict[str, tuple[object, ...]] = {
     default=None,
     help="The consumer copies every byte into a buffer of its own, or not.  [default: both]",
 )
-@click.option("--product", is_flag=True, help="Measure every combination, instead of varying one thing at a time.")
 @command_line.peer_option(PEERS)
 @command_line.repetitions_option("Of each case and peer, interleaved.  [default: 5]")
 @command_line.seconds_option("0.5")
@@ -62,30 +60,31 @@ def transport_command(json_path: Path | None, plot_stem: Path | None, **choices:
 
 def transport_plan(
     quick: bool,
-    sizes: tuple[int, ...],
-    dtypes: tuple[str, ...],
-    producers: tuple[int, ...],
-    windows: tuple[int, ...],
     copies_out: bool | None,
-    product: bool,
     peers: tuple[str, ...],
     repetitions: int | None,
     seconds: float | None,
+    **dimensions: tuple[Any, ...],
 ) -> Plan:
-    """Returns what the options of ``bench transport`` mean."""
-    names = _peers(peers)
-    given = {"sizes": sizes, "dtypes": dtypes, "producers": producers, "windows": windows}
-    given["copies_out"] = () if copies_out is None else (copies_out,)
-    chosen = {name: values for name, values in given.items() if values}
+    """Returns what the options of ``bench transport`` mean, of which the dimensions are those of a :class:`cases.Choice`."""
+    names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
+    dimensions["copies_out"] = () if copies_out is None else (copies_out,)
+    chosen = {name: values for name, values in dimensions.items() if values}
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
-    choice = cases.Choice(**_QUICK_CHOICE | chosen if quick else chosen)  # type: ignore[arg-type] # each is of its field
-    return _plan((cases.product if product else cases.sweeps)(choice, names), quick, repetitions, seconds, {})
+    choice = cases.Choice(**_QUICK_CHOICE | chosen if quick else chosen)
+    return Plan(rounds=cases.sweeps(choice, names), **_timing(_QUICK if quick else _FULL, repetitions, seconds))
 
 
 def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:
     """Returns what the options of ``bench quick`` mean."""
-    return _plan(cases.quick(names), True, repetitions, seconds, cases.quick_without(names))
+    timing = _timing(_QUICK, repetitions, seconds)
+    return Plan(rounds=cases.quick(names), left_out=cases.quick_without(names), **timing)
+
+
+def _timing(defaults: dict[str, Any], repetitions: int | None, seconds: float | None) -> dict[str, Any]:
+    given = {"repetitions": repetitions, "timed_s": seconds}
+    return defaults | {name: value for name, value in given.items() if value}
 
 
 @click.command("quick", context_settings=command_line.SETTINGS)
@@ -96,27 +95,6 @@ def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[s
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
     """Transports in under 5 minutes; ends with 1 if a target that this measures is missed, with 3 if a measurement failed."""
     _measure(quick_plan(repetitions, seconds), json_path, plot_stem, targets.evaluate)
-
-
-def _peers(chosen: Sequence[str]) -> list[str]:
-    return [name for name in PEERS if not chosen or name in chosen or name == BASELINE]
-
-
-def _plan(
-    rounds: Sequence[Round],
-    quick: bool,
-    repetitions: int | None,
-    seconds: float | None,
-    left_out: Mapping[Key, str],
-) -> Plan:
-    base = _QUICK if quick else _FULL
-    return Plan(
-        rounds=rounds,
-        repetitions=repetitions or int(base["repetitions"]),
-        timed_s=seconds or base["timed_s"],
-        warm_up_s=base["warm_up_s"],
-        left_out=left_out,
-    )
 
 
 def _measure(

@@ -3,7 +3,7 @@
 A message is a tensor with stamps (:mod:`bench.stamps`) and a header: its producer, its sequence number with that producer, the
 phase of the run that it belongs to, and when it was sent. Messages of a producer come in the order in which they were sent.
 
-Producers share a :class:`Start` with their consumer: they warm up until messages of all of them have arrived, and for
+Producers share :data:`Moments` with their consumer: they warm up until messages of all of them have arrived, and for
 ``warm_up_s`` from then on; they are timed until timed messages of all have arrived, and for ``timed_s`` from then on. So all
 are timed at the same time, however long each took to connect, and what is counted lies between the first moment at which
 all are in the timed phase and the first at which one has left it.
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, MutableSequence
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from bench.meter import Cost, Meter
 from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, MAX_SENDERS, CheckError, Stamps
 
-__all__ = ["DTYPES", "Answer", "Ask", "Case", "Cell", "Header", "Measurement", "Phase", "Sink", "Source", "Start"]
+__all__ = ["DTYPES", "Answer", "Ask", "Case", "Cell", "Header", "Measurement", "Moments", "Phase", "Sink", "Source"]
 
 #: The dtypes of tensors that can be sent, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
@@ -170,27 +170,9 @@ class Measurement:
         return sum(cost.cpu_s for cost in self.producers) / sum(cost.messages for cost in self.producers) * 1e6
 
 
-class Start:
-    """When messages of a phase had arrived of all producers, which the consumer sets and the producers read; 0 until then.
-
-    Args:
-        memory: an int64 for each phase but the last, which all processes of a cell share; of this process alone if there are
-            no others.
-    """
-
-    def __init__(self, memory: Any = None) -> None:
-        self._moments: Any = [0, 0] if memory is None else memory
-
-    def moment_ns(self, phase: int) -> int:
-        return int(self._moments[phase])
-
-    def set(self, phase: int) -> None:
-        """Now all are in that phase."""
-        self._moments[phase] = time.perf_counter_ns()
-
-    def clear(self) -> None:
-        """A new cell begins."""
-        self._moments[0] = self._moments[1] = 0
+#: When messages of a phase had arrived of all producers, which the consumer sets and the producers read; 0 until then. One for
+#: each phase but the last, in nanoseconds, in memory that all processes of a cell share if there are several.
+Moments: TypeAlias = MutableSequence[int]
 
 
 class Source:
@@ -199,7 +181,7 @@ class Source:
     Args:
         cell: what to send.
         producer: which of the cell's producers this is, from 0.
-        start: shared with the consumer and the other producers; without it, this one waits for nobody.
+        moments: shared with the consumer and the other producers; without them, this one waits for nobody.
 
     Attributes:
         producer: as given.
@@ -209,10 +191,10 @@ class Source:
         meter: measures this process in the timed phase.
     """
 
-    def __init__(self, cell: Cell, producer: int = 0, start: Start | None = None) -> None:
+    def __init__(self, cell: Cell, producer: int = 0, moments: Moments | None = None) -> None:
         self.producer = producer
         self._cell = cell
-        self._start = start
+        self._moments = moments
         words = np.arange(cell.nbytes // ITEM_NBYTES, dtype=np.int32)
         self.array: NDArray[np.uint8] = words.view(np.uint8)
         self.tensor = torch.from_numpy(self.array).view(cell.torch_dtype)
@@ -246,8 +228,8 @@ class Source:
     def _advance(self, now: int) -> None:
         """Enough of a phase was sent: ends it, if it has lasted for long enough."""
         began_ns = self._phase_started_ns
-        if self._start is not None:
-            if not (all_ns := self._start.moment_ns(self._phase)):
+        if self._moments is not None:
+            if not (all_ns := self._moments[self._phase]):
                 return  # a producer is still missing
             began_ns = max(began_ns, all_ns)
         seconds = self._cell.warm_up_s if self._phase == Phase.WARM_UP else self._cell.timed_s
@@ -270,14 +252,14 @@ class Sink:
 
     Args:
         cell: what is sent.
-        start: shared with the producers.
+        moments: shared with the producers.
 
     Attributes:
         meter: measures this process in the timed phase.
     """
 
-    def __init__(self, cell: Cell, start: Start | None = None) -> None:
-        self._start = start
+    def __init__(self, cell: Cell, moments: Moments | None = None) -> None:
+        self._moments = moments
         self._stamps = Stamps(cell.nbytes, cell.torch_dtype)
         self._sequences = [0] * cell.producers
         self._whose = [f" (of producer {number})" if cell.producers > 1 else "" for number in range(cell.producers)]
@@ -312,8 +294,8 @@ class Sink:
         self._stamps.check("message", tensor, producer, sequence, self._whose[producer])
         if not sequence:
             self._unseen -= 1
-            if not self._unseen and self._start is not None:
-                self._start.set(Phase.WARM_UP)
+            if not self._unseen:
+                self._all_are_in(Phase.WARM_UP)
         if phase != Phase.WARM_UP:
             self._record(phase, sent_ns, received_ns, producer)
         return not self._unfinished
@@ -348,17 +330,15 @@ class Sink:
         if self.meter.cost is not None:
             return
         if self._untimed:
-            self._begin(producer)
+            self._untimed.discard(producer)
             if self._untimed:
                 return
+            self.meter.start()
+            self._all_are_in(Phase.TIMED)
         self._latencies_ns.append(received_ns - sent_ns)
         self._last_ns = received_ns
         self._first_ns = self._first_ns or received_ns
 
-    def _begin(self, producer: int) -> None:
-        """A timed message has come while not all producers were timed."""
-        self._untimed.discard(producer)
-        if not self._untimed:
-            self.meter.start()
-            if self._start is not None:
-                self._start.set(Phase.TIMED)
+    def _all_are_in(self, phase: int) -> None:
+        if self._moments is not None:
+            self._moments[phase] = time.perf_counter_ns()

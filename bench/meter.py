@@ -46,7 +46,6 @@ class Cost:
 
     Attributes:
         messages: handled in the phase.
-        elapsed_s: how long it was.
         cpu_s: user and system time of all its threads.
         resident_nbytes: at the end of the phase, shared memory and the benchmark's own buffers aside.
         descriptors: open at the end of the phase.
@@ -56,17 +55,12 @@ class Cost:
     """
 
     messages: int
-    elapsed_s: float
     cpu_s: float
     resident_nbytes: int
     descriptors: int
     lag: Lag | None
     connect_s: float | None = None
     idle_share: float | None = None
-
-    @property
-    def messages_per_s(self) -> float:
-        return self.messages / self.elapsed_s
 
 
 def resident_nbytes() -> int:
@@ -95,7 +89,7 @@ class Meter:
         self.cost: Cost | None = None
         self.connect_s: float | None = None
         self._own_nbytes = own_nbytes
-        self._started_s = self._started_cpu_s = 0.0
+        self._started_cpu_s = 0.0
         self._ticker: LoopLag | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -106,14 +100,13 @@ class Meter:
         """The phase begins."""
         if self._ticker is not None:
             self._ticker.reset()
-        self._started_s, self._started_cpu_s = time.perf_counter(), _cpu_s()
+        self._started_cpu_s = _cpu_s()
 
     def stop(self, messages: int) -> None:
         """The phase is over, in which so many messages were handled. Sets :attr:`cost`."""
-        elapsed_s, cpu_s = time.perf_counter() - self._started_s, _cpu_s() - self._started_cpu_s
+        cpu_s = _cpu_s() - self._started_cpu_s  # before anything else is looked at
         self.cost = Cost(
             messages=messages,
-            elapsed_s=elapsed_s,
             cpu_s=cpu_s,
             resident_nbytes=resident_nbytes() - self._own_nbytes,
             descriptors=len(os.listdir("/proc/self/fd")) - 1,  # one is the listing itself

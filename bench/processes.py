@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.children import BenchError, Child, Children, Parent
-from bench.messages import Cell, Measurement, Sink, Source, Start
+from bench.messages import Cell, Measurement, Sink, Source
 from bench.meter import Cost, Meter
 from bench.peers import Peer, RequestPeer
 from bench.request.questions import Client, Desk
@@ -35,13 +35,13 @@ class Part:
         peer: what it uses.
         shared: what the peer made for all of them.
         number: of who sends, from 0; without meaning to who receives.
-        start_memory: of a :class:`Start`.
+        moments: of the cell that is run.
     """
 
     peer: Any
     shared: Any = None
     number: int = 0
-    start_memory: Any = None
+    moments: Any = None
 
 
 class PeerGroup(Children):
@@ -60,8 +60,7 @@ class PeerGroup(Children):
         super().__init__(peer.title)
         self._peer = peer
         self._ends = ends
-        start_memory = context.RawArray("q", 2)
-        self._start = Start(start_memory)
+        self._moments = context.RawArray("q", 2)
         roles: list[tuple[str, Any]] = [("consumer", consume)] + [("producer", produce)] * ends
         if isinstance(peer, RequestPeer):
             roles = [("engine", answer)] + [("client", ask)] * ends
@@ -72,8 +71,8 @@ class PeerGroup(Children):
         try:
             for number, (role, play) in enumerate(roles, start=-1):
                 name = f"{role} {number}" if number >= 0 and ends > 1 else role
-                part = Part(peer, self._shared, number, start_memory)
-                self._children.append(Child(context, name, peer.name, functools.partial(play, part)))
+                part = Part(peer, self._shared, number, self._moments)
+                self.children.append(Child(context, name, peer.name, functools.partial(play, part)))
         except BaseException:
             self.kill()
             raise
@@ -92,13 +91,13 @@ class PeerGroup(Children):
                 processes are dead.
         """
         assert cell.producers == self._ends, "a group has the producers of its cells"
-        receiver, *senders = self._children
+        receiver, *senders = self.children
         with self._playing(cell.limit_s) as deadline:
-            self._start.clear()
+            self._moments[:] = 0, 0
             self._tell([receiver], cell, cell.title)
             self._hear([receiver], deadline, cell.title)  # it listens
             self._tell(senders, cell, cell.title)
-            measurement, *costs = self._hear(self._children, deadline, cell.title)
+            measurement, *costs = self._hear(self.children, deadline, cell.title)
             if isinstance(self._peer, RequestPeer):  # the engine has only said that it has answered the last question
                 latencies_ns = [latencies for _, latencies in costs]
                 costs = [cost for cost, _ in costs]
@@ -114,7 +113,7 @@ class PeerGroup(Children):
 
 async def produce(part: Part, parent: Parent, cell: Cell) -> Cost | None:
     """A producer's part of a cell; returns what it cost."""
-    source = Source(cell, part.number, Start(part.start_memory))
+    source = Source(cell, part.number, part.moments)
     with _watched(part.peer, source.meter):
         await part.peer.produce(cell, part.shared, source)
     return source.meter.cost
@@ -122,7 +121,7 @@ async def produce(part: Part, parent: Parent, cell: Cell) -> Cost | None:
 
 async def consume(part: Part, parent: Parent, cell: Cell) -> Measurement:
     """The consumer's part of a cell."""
-    sink = Sink(cell, Start(part.start_memory))
+    sink = Sink(cell, part.moments)
     with _watched(part.peer, sink.meter):
         await part.peer.consume(cell, part.shared, sink, lambda: parent.tell("listening"))
     return sink.measurement()
@@ -130,7 +129,7 @@ async def consume(part: Part, parent: Parent, cell: Cell) -> Measurement:
 
 async def ask(part: Part, parent: Parent, cell: Cell) -> tuple[Cost | None, NDArray[np.int64]]:
     """A client's; returns what it cost, and its round trips."""
-    client = Client(cell, part.number, Start(part.start_memory))
+    client = Client(cell, part.number, part.moments)
     async with part.peer.connect(cell, part.shared, part.number) as ask_one:
         await client.ask_all(ask_one)
     return client.source.meter.cost, np.array(client.latencies_ns, np.int64)
@@ -139,7 +138,7 @@ async def ask(part: Part, parent: Parent, cell: Cell) -> tuple[Cost | None, NDAr
 async def answer(part: Part, parent: Parent, cell: Cell) -> Measurement:
     """The engine's, which answers until its clients have gone."""
     finished, loop = asyncio.Event(), asyncio.get_running_loop()
-    desk = Desk(cell, Start(part.start_memory), lambda: loop.call_soon_threadsafe(finished.set))
+    desk = Desk(cell, part.moments, lambda: loop.call_soon_threadsafe(finished.set))
 
     async def serve() -> None:
         await part.peer.serve(cell, part.shared, desk, lambda: parent.tell("listening"))

@@ -108,19 +108,25 @@ class Result(msgspec.Struct, frozen=True):
     numbers: dict[str, float]
 
 
+#: A result, and where it stands: the title of its table, its column, and what it says there.
+_Shown = tuple[Result, str, str, str]
+
+
 def measure(plan: Plan, progress: Callable[[str], None]) -> Findings:
     """Measures what a plan says, with a line before each step."""
-    results = list(_results(plan, progress))
-    tables = list(_tables(results))
+    shown = list(_shown(plan, progress))
+    results = [result for result, *_ in shown]
+    tables: dict[str, list[tuple[str, str, str]]] = {}
     cases: dict[str, list[str]] = {}
-    for table, result in zip(map(_table, results), results, strict=True):
-        cases.setdefault(f"{table}, {_column(result)}", []).append(result.subject)
+    for result, title, column, cell in shown:
+        tables.setdefault(title, []).append((_TITLES[result.subject], column, cell))
+        cases.setdefault(f"{title}, {column}", []).append(result.subject)
     planned = [Planned(case, subjects, 1) for case, subjects in cases.items()]  # a run that was ended before stores nothing
     measured = {(case, subject): 1 for case, subjects in cases.items() for subject in subjects}
     return Findings(
         mode="allocator",
         machine=Machine.here(),
-        tables=tables,
+        tables=[Table.crossed(title, "who places", cells) for title, cells in tables.items()],
         notes=_notes(plan),
         results=results,
         targets=list(_targets(plan, results)),
@@ -128,74 +134,42 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> Findings:
     )
 
 
-def _results(plan: Plan, progress: Callable[[str], None]) -> Iterator[Result]:
+def _shown(plan: Plan, progress: Callable[[str], None]) -> Iterator[_Shown]:
     for sizes, slab_nbytes, seeds, name in plan.fills():
         progress(f"fill: {SIZES[sizes].title}, {_TITLES[name]}, a slab of {_size(slab_nbytes)}")
+        title = f"fill at the first failure, mean / p1 / min: {SIZES[sizes].title}, slab of {_size(slab_nbytes)}"
         for lifetime in LIFETIMES:
             at = {"sizes": sizes, "lifetime": lifetime, "slab_nbytes": slab_nbytes}
             fill = first_failures(POLICIES[name], SIZES[sizes], LIFETIMES[lifetime], slab_nbytes, range(seeds))
-            yield Result("filled", name, at, fill)
+            yield Result("filled", name, at, fill), title, LIFETIMES[lifetime].title, _fill(fill)
+    title = "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min"
     for name, policy in POLICIES.items():
         if policy.evicts:
             progress(f"fill by Mooncake's method: {policy.title}")
-            yield Result("evicting", name, {}, evicting(policy, plan.placements, seed=1))
+            fill = evicting(policy, plan.placements, seed=1)
+            yield Result("evicting", name, {}, fill), title, "fill", _fill(fill)
+    title = "microseconds of processor time per operation, median (minimum), by slots live"
     timed = {name: policy for name, policy in POLICIES.items() if policy.timed}
     for live in plan.live:
         progress(f"time: {live:,} slots live")
-        found = costs(list(timed.values()), SIZES[_LOG_UNIFORM], live, plan.batches)
-        for name, cost in zip(timed, found, strict=True):
-            yield Result("cost", name, {"live": live}, cost)
+        all_costs = costs(list(timed.values()), SIZES[_LOG_UNIFORM], live, plan.batches)
+        for name, cost in zip(timed, all_costs, strict=True):
+            cell = f"{cost['median_us']:.2f} ({cost['minimum_us']:.2f})"
+            yield Result("cost", name, {"live": live}, cost), title, f"{live:,}", cell
     for in_flight, nbytes in plan.copied():
         progress(f"copies of {_size(nbytes)}, {in_flight} in flight")
-        found_by_name = copies(nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s)
-        for name, bandwidth in found_by_name.items():
-            yield Result("bandwidth", name, {"nbytes": nbytes, "in_flight": in_flight}, bandwidth)
+        title = f"copies, {in_flight} in flight, GB/s (memory touched in all), by where they go"
+        bandwidths = copies(nbytes, in_flight, plan.copy_slab_nbytes, plan.repetitions, plan.copy_s)
+        for name, bandwidth in bandwidths.items():
+            cell = f"{bandwidth['gb_per_s']:.1f} ({_size(int(bandwidth['touched_nbytes']))})"
+            yield Result("bandwidth", name, {"nbytes": nbytes, "in_flight": in_flight}, bandwidth), title, _size(nbytes), cell
 
 
 # -- as people read it -----------------------------------------------------------------------------------------------------
 
 
-def _table(result: Result) -> str:
-    """The title of the table that a result stands in."""
-    match result.kind:
-        case "filled":
-            slab = f"slab of {_size(result.at['slab_nbytes'])}"
-            return f"fill at the first failure, mean / p1 / min: {SIZES[result.at['sizes']].title}, {slab}"
-        case "evicting":
-            return "fill by Mooncake's method (2 GiB, 1 KiB..64 MiB uniform, random ones thrown out), mean / p1 / min"
-        case "cost":
-            return "microseconds of processor time per operation, median (minimum), by slots live"
-        case _:
-            return f"copies, {result.at['in_flight']} in flight, GB/s (memory touched in all), by where they go"
-
-
-def _column(result: Result) -> str:
-    match result.kind:
-        case "filled":
-            return LIFETIMES[result.at["lifetime"]].title
-        case "evicting":
-            return "fill"
-        case "cost":
-            return f"{result.at['live']:,}"
-        case _:
-            return _size(result.at["nbytes"])
-
-
-def _cell(result: Result) -> str:
-    numbers = result.numbers
-    match result.kind:
-        case "filled" | "evicting":
-            return " / ".join(f"{numbers[part]:.1%}" for part in ("mean", "p1", "minimum"))
-        case "cost":
-            return f"{numbers['median_us']:.2f} ({numbers['minimum_us']:.2f})"
-        case _:
-            return f"{numbers['gb_per_s']:.1f} ({_size(int(numbers['touched_nbytes']))})"
-
-
-def _tables(results: Sequence[Result]) -> Iterator[Table]:
-    for title in dict.fromkeys(map(_table, results)):
-        cells = [(_TITLES[result.subject], _column(result), _cell(result)) for result in results if _table(result) == title]
-        yield Table.crossed(title, "who places", cells)
+def _fill(numbers: dict[str, float]) -> str:
+    return " / ".join(f"{numbers[part]:.1%}" for part in ("mean", "p1", "minimum"))
 
 
 def _targets(plan: Plan, results: Sequence[Result]) -> Iterator[Verdict]:

@@ -25,7 +25,7 @@ import functools
 import itertools
 import mmap
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
@@ -34,10 +34,10 @@ import torch
 
 import shmring
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
-from bench.gpu.processes import Opened, opened
+from bench.gpu.processes import Command, Numbers, Openers
 from bench.peers.shmring_ring import see_to_its_end
 
-__all__ = ["BANDWIDTH", "CEILING", "CLONED", "PINNED_SLOT", "STALLS", "WAYS", "copying", "in_flight"]
+__all__ = ["BANDWIDTH", "CEILING", "CLONED", "COMMANDS", "PINNED_SLOT", "STALLS", "WAYS", "in_flight", "openers"]
 
 BANDWIDTH, STALLS = "bandwidth", "stalls"  # what is measured
 
@@ -155,11 +155,7 @@ class _FromMemory(Way):
         return self._bring(*request.source)
 
 
-def _open_memory(memory: torch.Tensor, bring: _Bring) -> AbstractAsyncContextManager[Way]:
-    return contextlib.nullcontext(_FromMemory(memory, bring))
-
-
-def _shared(nbytes: int) -> torch.Tensor:
+def _shared(gpu: Gpu, nbytes: int) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))  # shared and anonymous
 
 
@@ -169,11 +165,26 @@ def _to_reused(gpu: Gpu, nbytes: int) -> _Bring:
     return lambda source, start: target[start : start + source.nbytes].view(DTYPE).copy_(source, non_blocking=True)
 
 
+def _cloned(gpu: Gpu, nbytes: int) -> _Bring:
+    return lambda source, start: source.clone().to(gpu.device, non_blocking=True)
+
+
+def _pinned(gpu: Gpu, nbytes: int) -> _Bring:
+    return lambda source, start: gpu.pin(source).to(gpu.device, non_blocking=True)
+
+
 class Contender(NamedTuple):
     """A way that is compared, opened with the GPU, a directory for sockets, and the bytes of all requests in flight."""
 
     title: str
     open: Callable[[Gpu, str, int], AbstractAsyncContextManager[Way]]
+
+    @classmethod
+    def of_memory(
+        cls, title: str, memory: Callable[[Gpu, int], torch.Tensor], bring: Callable[[Gpu, int], _Bring]
+    ) -> Contender:
+        """Returns that of memory which is there before."""
+        return cls(title, lambda gpu, _, nbytes: contextlib.nullcontext(_FromMemory(memory(gpu, nbytes), bring(gpu, nbytes))))
 
 
 PINNED_SLOT, CEILING, CLONED = "slot-pinned", "pin-memory", "clone"
@@ -181,66 +192,42 @@ PINNED_SLOT, CEILING, CLONED = "slot-pinned", "pin-memory", "clone"
 WAYS: dict[str, Contender] = {
     PINNED_SLOT: Contender("slot, pinned slab", functools.partial(_open_slots, "on")),
     "slot-unpinned": Contender("slot, slab not pinned", functools.partial(_open_slots, "off")),
-    CEILING: Contender(
-        "pin_memory() memory", lambda gpu, _, nbytes: _open_memory(gpu.page_locked(nbytes), _to_reused(gpu, nbytes))
-    ),
-    "pageable": Contender(
-        "pageable memory", lambda gpu, _, nbytes: _open_memory(torch.empty(nbytes, dtype=torch.uint8), _to_reused(gpu, nbytes))
-    ),
-    CLONED: Contender(
-        "cloned, then copied",
-        lambda gpu, _, nbytes: _open_memory(
-            _shared(nbytes), lambda source, start: source.clone().to(gpu.device, non_blocking=True)
-        ),
-    ),
-    "pin": Contender(
-        "pinned each, then copied",
-        lambda gpu, _, nbytes: _open_memory(
-            _shared(nbytes), lambda source, start: gpu.pin(source).to(gpu.device, non_blocking=True)
-        ),
-    ),
+    CEILING: Contender.of_memory("pin_memory() memory", lambda gpu, nbytes: gpu.page_locked(nbytes), _to_reused),
+    "pageable": Contender.of_memory("pageable memory", lambda gpu, nbytes: torch.empty(nbytes, dtype=torch.uint8), _to_reused),
+    CLONED: Contender.of_memory("cloned, then copied", _shared, _cloned),
+    "pin": Contender.of_memory("pinned each, then copied", _shared, _pinned),
 }
 """By name, in the order of tables."""
+
+
+def openers(directory: str, sizes: Sequence[int], names: Sequence[str], gpu: Gpu) -> Openers:
+    """Returns the ways with these names to a GPU, for tensors of these sizes in bytes."""
+    footprint_nbytes = max(in_flight(nbytes) * nbytes for nbytes in sizes)
+    return {name: functools.partial(WAYS[name].open, gpu, directory, footprint_nbytes) for name in names}
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def copying(directory: str, sizes: Sequence[int], names: Sequence[str], gpu: Gpu) -> AsyncIterator[Opened]:
-    """The process that copies to a GPU, from tensors of these sizes in bytes, by the ways with these names."""
-    footprint_nbytes = max(in_flight(nbytes) * nbytes for nbytes in sizes)
-    openers = {name: functools.partial(WAYS[name].open, gpu, directory, footprint_nbytes) for name in names}
-    async with opened(openers) as (ways, absent):
-
-        async def bandwidth(name: str, nbytes: int, timed_s: float) -> dict[str, list[float]]:
-            return {"gb_per_s": [await _bandwidth(gpu, name, ways[name], nbytes, timed_s)]}
-
-        async def stalls(name: str, nbytes: int, requests: int) -> dict[str, list[float]]:
-            return await _stalls(gpu, name, ways[name], nbytes, requests)
-
-        yield Opened(absent, {BANDWIDTH: bandwidth, STALLS: stalls})
-
-
-async def _bandwidth(gpu: Gpu, name: str, way: Way, nbytes: int, timed_s: float) -> float:
+async def _bandwidth(gpu: Gpu, way: Way, nbytes: int, timed_s: float) -> Numbers:
     """GB/s, over so many seconds of copying and at least one pass."""
     requests = in_flight(nbytes)
-    await _timed_pass(gpu, name, way, nbytes, requests)  # to warm up
+    await _timed_pass(gpu, way, nbytes, requests)  # to warm up
     passes, elapsed_s = 0, 0.0
     while not passes or (elapsed_s < timed_s and passes < _MOST_PASSES):
-        elapsed_s += await _timed_pass(gpu, name, way, nbytes, requests)
+        elapsed_s += await _timed_pass(gpu, way, nbytes, requests)
         passes += 1
-    return passes * requests * nbytes / elapsed_s / 1e9
+    return {"gb_per_s": [passes * requests * nbytes / elapsed_s / 1e9]}
 
 
-async def _timed_pass(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> float:
+async def _timed_pass(gpu: Gpu, way: Way, nbytes: int, requests: int) -> float:
     async with _prepared(gpu, way, nbytes, requests) as prepared:
         started_s = time.perf_counter()
         arrived = [await way.bring(request) for request in prepared]
         gpu.finish()
         elapsed_s = time.perf_counter() - started_s
         for request, tensor in zip(prepared, arrived, strict=True):
-            check(sample(tensor).tolist(), request.number, WAYS[name].title)
+            check(sample(tensor).tolist(), request.number)
         del arrived, tensor
     return elapsed_s
 
@@ -257,10 +244,10 @@ async def _prepared(gpu: Gpu, way: Way, nbytes: int, requests: int) -> AsyncIter
         await asyncio.sleep(0)  # what was dropped on the GPU comes back by the loop
 
 
-async def _stalls(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> dict[str, list[float]]:
+async def _stalls(gpu: Gpu, way: Way, nbytes: int, requests: int) -> Numbers:
     """The longest time between two turns of the loop: while each of so many requests is brought, and before it."""
     brought_us, idle_us = [], []
-    await _timed_pass(gpu, name, way, nbytes, 1)
+    await _timed_pass(gpu, way, nbytes, 1)
     for _ in range(requests):
         async with _prepared(gpu, way, nbytes, 1) as (request,):
             with _Turns() as turns:
@@ -275,7 +262,7 @@ async def _stalls(gpu: Gpu, name: str, way: Way, nbytes: int, requests: int) -> 
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
             brought_us.append(turns.longest_s * 1e6)
-            check(sample(arrived).tolist(), request.number, WAYS[name].title)
+            check(sample(arrived).tolist(), request.number)
             del arrived
     return {"brought_us": brought_us, "idle_us": idle_us}
 
@@ -300,3 +287,6 @@ class _Turns:
 
     def __exit__(self, *exception: object) -> None:
         self._next.cancel()
+
+
+COMMANDS: Mapping[str, Command] = {BANDWIDTH: _bandwidth, STALLS: _stalls}

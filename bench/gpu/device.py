@@ -153,7 +153,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     return marks(tensor).clone()
 
 
-def check(samples: Sequence[int], number: int, what: str) -> None:
+def check(samples: Sequence[int], number: int) -> None:
     """Compares what :func:`sample` found with the number of the message.
 
     Raises:
@@ -161,6 +161,4 @@ def check(samples: Sequence[int], number: int, what: str) -> None:
     """
     wrong = [value for value in samples if value != number]
     if wrong or len(samples) != _PLACES:
-        raise CheckError(
-            f"{what}: message {number} holds {wrong[:1]} in {len(wrong)} of {len(samples)} places: it is corrupted"
-        )
+        raise CheckError(f"message {number} holds {wrong[:1]} in {len(wrong)} of {len(samples)} places: it is corrupted")

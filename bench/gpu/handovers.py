@@ -30,9 +30,9 @@ import torch.multiprocessing
 import shmring
 from bench.children import described
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
-from bench.gpu.processes import SPAWN, Opened, opened
+from bench.gpu.processes import SPAWN, Command, Numbers, Openers
 
-__all__ = ["DEVICE_SLAB", "HAND_OVERS", "HOST_SLOT", "ROUTES", "CudaIpc", "answering", "asking"]
+__all__ = ["COMMANDS", "DEVICE_SLAB", "HAND_OVERS", "HOST_SLOT", "ROUTES", "CudaIpc", "openers"]
 
 HAND_OVERS = "hand-overs"  # what is measured
 
@@ -42,6 +42,7 @@ _ANSWER_LIMIT_S = 30.0  # a thousand times what the slowest takes
 _STOP_S = 0.2  # between two looks of the engine's thread whether it is to end
 _SLOTS = 3  # that there is room for: the one that is being written, and those whose release is on its way
 _SPARE_NBYTES = 16 << 20  # of a lease, and of a slab that has none
+_numbers = itertools.count(1)  # of all messages of this process, so that none can be taken for an earlier one
 _WARM_UP = 5  # messages: a slot's first use, an event's first opening, a clock that had slowed down
 
 #: Hands so many bytes over, with this number, and returns how many nanoseconds later they were usable.
@@ -110,7 +111,7 @@ class _Slots:
                     started_ns = time.monotonic_ns()
                     answer = await client.request({"x": tensor}, timeout=_ANSWER_LIMIT_S, reply_type=_Usable)
                     del tensor  # or the slot would wait for the next message to let go of it
-                check(answer.samples, number, self.title)
+                check(answer.samples, number)
                 return int(answer.at_ns - started_ns)
 
             yield ask
@@ -154,7 +155,7 @@ class CudaIpc:
             answer = answers.recv()
             if not isinstance(answer, _Usable):
                 raise RuntimeError(f"the engine's thread: {answer}")
-            check(answer.samples, number, self.title)
+            check(answer.samples, number)
             return answer.at_ns - started_ns
 
         yield ask
@@ -185,26 +186,14 @@ ROUTES: dict[str, _Slots | CudaIpc] = {
 """By name, in the order of tables."""
 
 
-# -- the two processes ---------------------------------------------------------------------------------------------------
+def openers(end: str, directory: str, nbytes: int, shared: Mapping[str, Any], gpu: Gpu) -> Openers:
+    """Returns an end, ``answering`` or ``asking``, of each route that something is shared for; of tensors up to that size."""
+    return {name: functools.partial(getattr(ROUTES[name], end), gpu, directory, shared[name], nbytes) for name in shared}
 
 
-@contextlib.asynccontextmanager
-async def answering(directory: str, nbytes: int, shared: Mapping[str, Any], gpu: Gpu) -> AsyncIterator[Opened]:
-    """The engine's process: answers by the routes that something is shared for as long as it lives, and has no commands."""
-    openers = {name: functools.partial(ROUTES[name].answering, gpu, directory, shared[name], nbytes) for name in shared}
-    async with opened(openers) as (_, absent):
-        yield Opened(absent, {})
+async def _hand_overs(gpu: Gpu, ask: Ask, nbytes: int, messages: int) -> Numbers:
+    times_ns = [await ask(nbytes, next(_numbers)) for _ in range(_WARM_UP + messages)]
+    return {"us": [time_ns / 1e3 for time_ns in times_ns[_WARM_UP:]]}
 
 
-@contextlib.asynccontextmanager
-async def asking(directory: str, nbytes: int, shared: Mapping[str, Any], gpu: Gpu) -> AsyncIterator[Opened]:
-    """The frontend's process."""
-    numbers = itertools.count(1)
-    openers = {name: functools.partial(ROUTES[name].asking, gpu, directory, shared[name], nbytes) for name in shared}
-    async with opened(openers) as (asks, absent):
-
-        async def hand_over(name: str, nbytes: int, messages: int) -> dict[str, list[float]]:
-            times_ns = [await asks[name](nbytes, next(numbers)) for _ in range(_WARM_UP + messages)]
-            return {"us": [time_ns / 1e3 for time_ns in times_ns[_WARM_UP:]]}
-
-        yield Opened(absent, {HAND_OVERS: hand_over})
+COMMANDS: Mapping[str, Command] = {HAND_OVERS: _hand_overs}

@@ -23,7 +23,7 @@ from bench.gpu import copies, handovers
 from bench.gpu.copies import BANDWIDTH, STALLS, WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import HAND_OVERS, ROUTES
-from bench.gpu.processes import Process, Refused
+from bench.gpu.processes import Numbers, Process, Refused
 from bench.machine import Machine
 from bench.results import format_nbytes
 
@@ -67,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True):
     what: str
     name: str
     nbytes: int
-    runs: list[dict[str, list[float]]]
+    runs: list[Numbers]
 
     def medians(self, number: str) -> list[float]:
         """Returns the median of each repetition."""
@@ -112,7 +112,8 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     running = _Run(plan, progress)
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
         progress("starting: copies")
-        with Process("copies", functools.partial(copies.copying, directory, plan.sizes, plan.ways)) as process:
+        ways = functools.partial(copies.openers, directory, plan.sizes, plan.ways)
+        with Process("copies", ways, copies.COMMANDS) as process:
             gpu, absent = process.open()
             running.measure(BANDWIDTH, process, plan.timed_s, absent)
             running.measure(STALLS, process, plan.stalls, absent)
@@ -120,31 +121,34 @@ def run(plan: Plan, progress: Callable[[str], None]) -> Results:
                 process.finish()
         progress("starting: engine and frontend")
         shared = {name: ROUTES[name].create_shared() for name in plan.routes}
-        largest_nbytes = max(plan.sizes)
-        with (
-            running.going(HAND_OVERS),
-            Process("engine", functools.partial(handovers.answering, directory, largest_nbytes, shared)) as engine,
-        ):
+        answering = functools.partial(handovers.openers, "answering", directory, max(plan.sizes), shared)
+        with running.going(HAND_OVERS), Process("engine", answering, {}) as engine:
             _, absent = engine.open()
             answered = {name: value for name, value in shared.items() if name not in absent}
-            with Process("frontend", functools.partial(handovers.asking, directory, largest_nbytes, answered)) as frontend:
+            asking = functools.partial(handovers.openers, "asking", directory, max(plan.sizes), answered)
+            with Process("frontend", asking, handovers.COMMANDS) as frontend:
                 running.measure(HAND_OVERS, frontend, plan.messages, frontend.open()[1] | absent)
                 frontend.finish()
             engine.finish()
-    measured = [Measured(what, name, nbytes, runs) for (what, nbytes, name), runs in running.ordered()]
+    measured = [Measured(*cell, runs) for cell, runs in running.runs.items() if runs]
     return Results(Machine.here(), gpu, plan.repetitions, plan.timed_s, measured, running.coverage())
 
 
+#: What is measured, of which way or route, at which size.
+_Cell = tuple[str, str, int]
+
+
 class _Run:
-    """What commands have returned so far, by what was measured, size and name. What failed is not tried again."""
+    """What commands have returned so far. What failed is not tried again."""
 
     def __init__(self, plan: Plan, progress: Callable[[str], None]) -> None:
-        self._plan = plan
+        self._repetitions = plan.repetitions
         self._progress = progress
         names = {BANDWIDTH: plan.ways, STALLS: plan.ways, HAND_OVERS: plan.routes}
-        self._cells = {what: list(itertools.product((what,), plan.sizes, names[what])) for what in names}
-        self._runs: dict[tuple[str, int, str], list[dict[str, list[float]]]] = {}
-        self._reasons: dict[tuple[str, int, str], str] = {}
+        self.runs: dict[_Cell, list[Numbers]] = {
+            (what, name, nbytes): [] for what in names for nbytes in plan.sizes for name in names[what]
+        }
+        self._reasons: dict[_Cell, str] = {}
 
     @contextlib.contextmanager
     def going(self, what: str) -> Iterator[None]:
@@ -152,33 +156,32 @@ class _Run:
         try:
             yield
         except BenchError as error:
-            for cell in self._cells[what]:
+            for cell in self._cells(what):
                 self._reasons.setdefault(cell, f"broken off: {error}")
 
     def measure(self, what: str, process: Process, amount: float, absent: Mapping[str, str]) -> None:
         """Measures A B C at each size, then all of it again; what could not be opened is absent, by name."""
-        self._reasons |= {cell: absent[cell[2]] for cell in self._cells[what] if cell[2] in absent}
-        repetitions = self._plan.repetitions
+        cells = self._cells(what)
+        self._reasons |= {cell: absent[cell[1]] for cell in cells if cell[1] in absent}
         with self.going(what):
-            for repetition, cell in itertools.product(range(1, repetitions + 1), self._cells[what]):
-                _, nbytes, name = cell
-                self._progress(f"{what}: {title_of(name)}, {nbytes:,} bytes, {repetition} of {repetitions}")
+            for repetition, cell in itertools.product(range(self._repetitions), cells):
+                _, name, nbytes = cell
+                self._progress(f"{what}: {title_of(name)}, {nbytes:,} bytes, {repetition + 1} of {self._repetitions}")
                 if cell in self._reasons:
                     continue
                 answer = process.carry_out(what, name, nbytes, amount)
                 if isinstance(answer, Refused):
                     self._reasons[cell] = answer.error
-                    self._runs.pop(cell, None)
+                    self.runs[cell].clear()
                 else:
-                    self._runs.setdefault(cell, []).append(answer)
-
-    def ordered(self) -> Iterator[tuple[tuple[str, int, str], list[dict[str, list[float]]]]]:
-        """Yields what was measured, as it was planned."""
-        return ((cell, self._runs[cell]) for cell in itertools.chain(*self._cells.values()) if cell in self._runs)
+                    self.runs[cell].append(answer)
 
     def coverage(self) -> Coverage:
         """What was planned, and what of it is missing."""
-        keys = {cell: (f"{cell[0]}, {format_nbytes(cell[1])}", cell[2]) for cell in itertools.chain(*self._cells.values())}
-        planned = [Planned(case, [name], self._plan.repetitions) for case, name in keys.values()]
-        measured = {keys[cell]: len(runs) for cell, runs in self._runs.items()}
+        keys = {cell: (f"{cell[0]}, {format_nbytes(cell[2])}", cell[1]) for cell in self.runs}
+        planned = [Planned(case, [name], self._repetitions) for case, name in keys.values()]
+        measured = {keys[cell]: len(runs) for cell, runs in self.runs.items()}
         return Coverage.of(planned, measured, {keys[cell]: (Status.FAILED, why) for cell, why in self._reasons.items()})
+
+    def _cells(self, what: str) -> list[_Cell]:
+        return [cell for cell in self.runs if cell[0] == what]

@@ -8,20 +8,20 @@ each bounded in time by the parent. What fails in a command is its result, in wo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from multiprocessing import get_context
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from bench.children import Child, Children, Parent, described
 from bench.gpu.device import Accelerator, Gpu
 
-__all__ = ["SPAWN", "Opened", "Process", "Refused", "opened"]
+__all__ = ["SPAWN", "Command", "Numbers", "Openers", "Process", "Refused", "opened"]
 
 _OPEN_LIMIT_S = 180.0  # a context, and half a dozen buffers of half a GB, on a machine that does much else
 _COMMAND_LIMIT_S = 120.0  # hundreds of times what the slowest command takes
@@ -29,14 +29,12 @@ _END_LIMIT_S = 30.0  # to unpin and unmap
 
 SPAWN = get_context("spawn")  # CUDA can't be used in a process that was forked
 
-_Thing = TypeVar("_Thing")
-
-
-class Opened(NamedTuple):
-    """What a child could not open, and why; what it carries out: of what was opened, at a size in bytes, so much of it."""
-
-    absent: Mapping[str, str]
-    commands: Mapping[str, Callable[[str, int, Any], Awaitable[Any]]]
+#: What is measured, each for the time of a ``with``, by name.
+Openers: TypeAlias = Mapping[str, Callable[[], AbstractAsyncContextManager[Any]]]
+#: What a command returns: numbers, by what they are.
+Numbers: TypeAlias = dict[str, list[float]]
+#: Measures what was opened, on a GPU, at a size in bytes, so much of it.
+Command: TypeAlias = Callable[[Gpu, Any, int, Any], Awaitable[Numbers]]
 
 
 class Refused(NamedTuple):
@@ -45,23 +43,10 @@ class Refused(NamedTuple):
     error: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Open:
-    """The one cell of a child; it has no limit of its own."""
-
-    limit_s: float | None = None
-
-
-#: What a child does: opens something on its GPU, for as long as it is measured.
-_Role: TypeAlias = Callable[[Gpu], AbstractAsyncContextManager[Opened]]
-
-
 @contextlib.asynccontextmanager
-async def opened(
-    openers: Mapping[str, Callable[[], AbstractAsyncContextManager[_Thing]]],
-) -> AsyncIterator[tuple[dict[str, _Thing], dict[str, str]]]:
+async def opened(openers: Openers) -> AsyncIterator[tuple[dict[str, Any], dict[str, str]]]:
     """Opens things for the time of a ``with``; yields those that could be, and why others could not, by name."""
-    things: dict[str, _Thing] = {}
+    things: dict[str, Any] = {}
     absent: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as stack:
         for name, opener in openers.items():
@@ -74,23 +59,31 @@ async def opened(
 
 class Process(Children):
     """One of the processes. Use it with ``with``: :meth:`open`, :meth:`carry_out`, :meth:`finish`; each raises
-    :class:`~bench.children.BenchError` if the process failed, died or took too long. Its role travels to it with what processes
-    share, which can be handed over at their start only.
+    :class:`~bench.children.BenchError` if the process failed, died or took too long.
+
+    Args:
+        name: of its role.
+        openers: called in the process with its GPU. They travel to it with what processes share, which can be handed over at
+            their start only.
+        commands: what it can be asked for, by name.
     """
 
-    def __init__(self, name: str, role: _Role) -> None:
+    def __init__(self, name: str, openers: Callable[[Gpu], Openers], commands: Mapping[str, Command]) -> None:
         super().__init__("GPU")
-        self._children.append(Child(SPAWN, name, "gpu", functools.partial(_play, role)))
+        self.children.append(Child(SPAWN, name, "gpu", functools.partial(_play, openers, commands)))
 
     def open(self) -> tuple[Accelerator, dict[str, str]]:
         """Waits until it has opened everything; returns its GPU, and what could not be opened, by name."""
         self.start()
-        gpu, absent = self._answer(_Open(), _OPEN_LIMIT_S, "opening")
+        gpu, absent = self._answer(SimpleNamespace(limit_s=None), _OPEN_LIMIT_S, "opening")  # its one cell, without a limit
         return gpu, absent
 
-    def carry_out(self, command: str, name: str, nbytes: int, amount: float) -> Any:
-        """Has a command of :class:`Opened` carried out; returns its result, or that it was :class:`Refused`."""
-        return self._answer((command, name, nbytes, amount), _COMMAND_LIMIT_S, f"{command}, {name}, {nbytes:,} bytes")
+    def carry_out(self, command: str, name: str, nbytes: int, amount: float) -> Numbers | Refused:
+        """Has a command carried out, with what was opened by that name."""
+        answer: Numbers | Refused = self._answer(
+            (command, name, nbytes, amount), _COMMAND_LIMIT_S, f"{command}, {name}, {nbytes:,} bytes"
+        )
+        return answer
 
     def finish(self) -> None:
         """Has everything closed."""
@@ -98,21 +91,21 @@ class Process(Children):
 
     def _answer(self, message: object, limit_s: float, what: str) -> Any:
         with self._playing(limit_s) as deadline:
-            self._tell(self._children, message, what)
-            (answer,) = self._hear(self._children, deadline, what)
+            self._tell(self.children, message, what)
+            (answer,) = self._hear(self.children, deadline, what)
         return answer
 
 
-async def _play(role: _Role, parent: Parent, _: _Open) -> None:
+async def _play(openers: Callable[[Gpu], Openers], commands: Mapping[str, Command], parent: Parent, _: object) -> None:
     """In the child."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # what a clone takes by itself; vLLM leaves it less
     gpu = Gpu()
-    async with role(gpu) as (absent, commands):
+    async with opened(openers(gpu)) as (things, absent):
         parent.tell((gpu.describe(), absent))
         while (message := await parent.hear()) is not None:
-            command, *arguments = message
+            command, name, nbytes, amount = message
             try:
-                result = await commands[command](*arguments)
+                result: Numbers | Refused = await commands[command](gpu, things[name], nbytes, amount)
             except Exception as error:  # noqa: BLE001 # it is the command's result
                 result = Refused(described(error))
             parent.tell(result)

@@ -30,14 +30,13 @@ import contextlib
 import ctypes
 import importlib
 import math
-import os
 import secrets
-import socket
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from bench.messages import DTYPES, Cell, Header, Source
@@ -75,7 +74,7 @@ class _Services(NamedTuple):
 
 
 class Iceoryx2(WindowedPeer):
-    """See the head of this file. What the processes share is the prefix of all names that iceoryx2 gives out."""
+    """What the processes share is the prefix of all names that iceoryx2 gives out."""
 
     name = "iceoryx2"
     title = "iceoryx2, one copy"
@@ -139,8 +138,6 @@ class Iceoryx2(WindowedPeer):
 
 
 class Iceoryx2Loaned(Iceoryx2):
-    """See the head of this file."""
-
     name = "iceoryx2-loaned"
     title = "iceoryx2, loaned"
     in_place = True
@@ -204,12 +201,9 @@ def _descriptor(cell: Cell) -> int:
     Raises:
         RuntimeError: there is none.
     """
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing, which is closed by now
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if str(copy.getsockname()).startswith(f"{_root(cell)}/"):
-                        return descriptor
+    for connection in psutil.Process().net_connections("unix"):
+        if str(connection.laddr).startswith(f"{_root(cell)}/"):
+            return int(connection.fd)
     raise RuntimeError("this version of iceoryx2 has listeners without a socket: the adapter must wait in another way")
 
 

@@ -39,8 +39,6 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 
 class InlineMsgpack(SocketPeer):
-    """See the head of this file."""
-
     name = "inline-msgpack"
     title = "inline msgpack, same socket"
 
@@ -53,8 +51,6 @@ class InlineMsgpack(SocketPeer):
 
 
 class InlineRequest(RequestPeer):
-    """See the head of this file."""
-
     name = "inline-msgpack"
     title = "inline msgpack, same socket"
 

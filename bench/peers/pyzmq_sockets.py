@@ -66,8 +66,6 @@ def _unpack(head: Any, content: Any) -> tuple[Header, torch.Tensor]:
 
 
 class PyzmqMultipart(WindowedPeer):
-    """See the head of this file."""
-
     name = "pyzmq"
     title = "pyzmq multipart (vLLM direct_rpc)"
     requires = "pyzmq"
@@ -122,8 +120,6 @@ def _receive(context: Any, cell: Cell, intake: Intake, listening: Callable[[], o
 
 
 class PyzmqRequest(RequestPeer):
-    """See the head of this file."""
-
     name = "pyzmq"
     title = "pyzmq DEALER/ROUTER"
     requires = "pyzmq"

@@ -142,8 +142,6 @@ class _QueueStream(_Plain, WindowedPeer):
 
 
 class FasterFifoQueue(_QueueStream):
-    """See the head of this file."""
-
     name = "faster-fifo"
     title = "faster-fifo"
     requires = "faster-fifo"
@@ -191,8 +189,6 @@ def _loads(content: memoryview) -> _Message:
 
 
 class MultiprocessingQueue(_QueueStream):
-    """See the head of this file."""
-
     name = "multiprocessing-queue"
     title = "multiprocessing.Queue"
 
@@ -210,8 +206,6 @@ class MultiprocessingQueue(_QueueStream):
 
 
 class TorchQueueByDescriptor(_Torch, _QueueStream):
-    """See the head of this file."""
-
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"
 
@@ -224,8 +218,6 @@ class TorchQueueByDescriptor(_Torch, _QueueStream):
 
 
 class TorchQueueByName(TorchQueueByDescriptor):
-    """See the head of this file."""
-
     name = "torch-queue-by-name"
     title = "torch.multiprocessing.Queue, file_system"
     strategy = "file_system"
@@ -240,7 +232,7 @@ class _SharedByRequests(NamedTuple):
 
 
 class MultiprocessingRequest(_Plain, RequestPeer):
-    """See the head of this file. None in a queue ends the thread that reads it."""
+    """None in a queue ends the thread that reads it."""
 
     name = "multiprocessing-queue"
     title = "multiprocessing.Queue"
@@ -293,7 +285,5 @@ def _receive_all(replies: Any, loop: asyncio.AbstractEventLoop, pending: Pending
 
 
 class TorchRequest(_Torch, MultiprocessingRequest):
-    """See the head of this file."""
-
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"

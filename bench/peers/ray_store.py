@@ -26,7 +26,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -36,11 +35,11 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from bench.messages import Cell, Header, Source
 from bench.peers.in_flight import Intake, Send, WindowedPeer
-from bench.peers.memory import meminfo_nbytes
 from bench.peers.peer import allow_read_only_tensors
 from shmring.memory.slab import SHM_DIRECTORY
 
@@ -68,8 +67,6 @@ class _Cluster(NamedTuple):
 
 
 class RayStore(WindowedPeer):
-    """See the head of this file."""
-
     name = "ray"
     title = "Ray object store"
     requires = "ray"
@@ -205,22 +202,20 @@ def _end_survivors(directory: str) -> None:
         RuntimeError: some can't be ended.
     """
     deadline = time.monotonic() + _END_LIMIT_S
-    while survivors := [process for entry in Path("/proc").glob("[0-9]*") if _writes_in(process := int(entry.name), directory)]:
+    while survivors := [process for process in psutil.process_iter() if _writes_in(process, directory)]:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {survivors} of the Ray cluster in {directory} can't be ended: end them by hand")
+            pids = [process.pid for process in survivors]
+            raise RuntimeError(f"processes {pids} of the Ray cluster in {directory} can't be ended: end them by hand")
         for process in survivors:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(_END_POLL_S)
 
 
-def _writes_in(process: int, directory: str) -> bool:
+def _writes_in(process: psutil.Process, directory: str) -> bool:
     """Returns whether a process has a file of a directory open, as every one of a cluster has its log."""
-    with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-        for descriptor in os.listdir(f"/proc/{process}/fd"):
-            with contextlib.suppress(FileNotFoundError):  # closed by now
-                if os.readlink(f"/proc/{process}/fd/{descriptor}").startswith(f"{directory}/"):
-                    return True
+    with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+        return any(file.path.startswith(f"{directory}/") for file in process.open_files())
     return False
 
 
@@ -233,7 +228,7 @@ def _import_ray(cluster: _Cluster) -> Any:
 
 
 def _store_nbytes() -> int:
-    return int(_STORE_SHARE * min(shutil.disk_usage(SHM_DIRECTORY).total, meminfo_nbytes("MemTotal")))
+    return int(_STORE_SHARE * min(shutil.disk_usage(SHM_DIRECTORY).total, psutil.virtual_memory().total))
 
 
 def _address_path(cluster: _Cluster) -> Path:

@@ -39,8 +39,6 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 
 class SharedMemorySegments(SocketPeer):
-    """See the head of this file."""
-
     name = "shared-memory"
     title = "a segment per tensor (SGLang)"
 

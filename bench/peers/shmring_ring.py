@@ -104,7 +104,7 @@ class ShmringCopy(Peer):
 
 
 class ShmringInPlace(ShmringCopy):
-    """See the head of this file. The consumer is that of :class:`ShmringCopy`."""
+    """The consumer is that of :class:`ShmringCopy`."""
 
     name = "shmring-in-place"
     title = "shmring, in place"
@@ -120,8 +120,6 @@ class ShmringInPlace(ShmringCopy):
 
 
 class ShmringBusyPoll(ShmringCopy):
-    """See the head of this file."""
-
     name = "shmring-busy-poll"
     title = "shmring, busy polling"
     busy_poll_s = 0.0002
@@ -143,8 +141,6 @@ async def see_to_its_end(submission: shmring.Submission) -> None:
 
 
 class ShmringRequest(RequestPeer):
-    """See the head of this file."""
-
     name = "shmring"
     title = "shmring, client.request"
 

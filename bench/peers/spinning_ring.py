@@ -233,8 +233,6 @@ async def _on_a_thread(run: Callable[[_Spinning], None]) -> None:
 
 
 class SpinningRing(Peer):
-    """See the head of this file."""
-
     name = "spinning-ring"
     title = "spinning ring (vLLM MessageQueue)"
     event_driven = False
@@ -279,8 +277,6 @@ class SpinningRing(Peer):
 
 
 class SpinningArena(SpinningRing):
-    """See the head of this file."""
-
     name = "spinning-arena"
     title = "spinning tensor arena (vLLM)"
     lane = _ArenaLane

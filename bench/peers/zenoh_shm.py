@@ -52,7 +52,7 @@ _MIN_POOL_NBYTES = 1 << 20  # less would be made anew for each of the smaller si
 
 
 class ZenohShm(WindowedPeer):
-    """See the head of this file. What the processes share is a directory, where each says what it has mapped."""
+    """What the processes share is a directory, where each says what it has mapped."""
 
     name = "zenoh"
     title = "zenoh, shared memory"

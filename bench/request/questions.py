@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 
 from bench import messages
-from bench.messages import Answer, Ask, Cell, Header, Phase, Sink, Source, Start
+from bench.messages import Answer, Ask, Cell, Header, Moments, Phase, Sink, Source
 from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, CheckError, Stamps
 
@@ -57,7 +57,7 @@ class Client:
     Args:
         cell: what to ask.
         number: of this client, from 0.
-        start: shared with the engine and the other clients.
+        moments: shared with the engine and the other clients.
 
     Attributes:
         source: of its questions.
@@ -65,8 +65,8 @@ class Client:
             its reply was in the hands of whoever asked.
     """
 
-    def __init__(self, cell: Cell, number: int, start: Start | None = None) -> None:
-        self.source = Source(cell, number, start)
+    def __init__(self, cell: Cell, number: int, moments: Moments | None = None) -> None:
+        self.source = Source(cell, number, moments)
         self._tensors = [self.source.tensor.clone() for _ in range(cell.window)]
         self._reply_stamps = Stamps(cell.reply_nbytes)
         self.latencies_ns: list[int] = []
@@ -106,8 +106,8 @@ class Desk(Sink):
         finished: called when the last question of the last client has been answered.
     """
 
-    def __init__(self, cell: Cell, start: Start | None = None, finished: Callable[[], object] = lambda: None) -> None:
-        super().__init__(cell, start)
+    def __init__(self, cell: Cell, moments: Moments | None = None, finished: Callable[[], object] = lambda: None) -> None:
+        super().__init__(cell, moments)
         self._finished = finished
         self._corrupt_reply = cell.corrupt_reply
         self._reply_stamps, self._reply_length = Stamps(cell.reply_nbytes), cell.reply_nbytes // ITEM_NBYTES

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import dataclasses
 import io
 import time
 from collections.abc import Mapping
@@ -45,20 +46,18 @@ class ServerUnusableError(BenchError):
     """The server can't be asked at all."""
 
 
+@dataclasses.dataclass(slots=True)
 class Exchange:
     """A request and what became of it, by ``time.perf_counter``: when it was due and its turn had come; when sending began;
     when each event with text came; when the answer was whole, or the request had failed and why.
     """
 
-    __slots__ = ("began", "ended", "failure", "output_tokens", "sent", "token_times")
-
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.sent = began
-        self.ended = began
-        self.token_times = array.array("d")
-        self.output_tokens = 0
-        self.failure: str | None = None
+    began: float
+    sent: float = 0.0
+    ended: float = 0.0
+    token_times: array.array[float] = dataclasses.field(default_factory=lambda: array.array("d"))
+    output_tokens: int = 0
+    failure: str | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -92,16 +91,7 @@ class _Answer(msgspec.Struct):
     error: _Error | None = None
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 _ANSWER = msgspec.json.Decoder(_Answer)
-_MODELS = msgspec.json.Decoder(_Models)
 
 
 class Client:
@@ -129,13 +119,13 @@ class Client:
         Raises:
             ServerUnusableError: it lists none, or does not answer.
         """
+        url = f"{self._base}/v1/models"
         try:
-            models = _MODELS.decode(await self._get("/v1/models")).data
-        except msgspec.DecodeError:
-            raise ServerUnusableError(f"{self._base}/v1/models lists nothing; is that a server of OpenAI's API?") from None
-        if not models:
-            raise ServerUnusableError(f"{self._base}/v1/models lists no model; name one with --model")
-        return models[0].id
+            return str(msgspec.json.decode(await self._get(url))["data"][0]["id"])
+        except (msgspec.DecodeError, LookupError, TypeError):
+            raise ServerUnusableError(
+                f"{url} lists no model; is that a server of OpenAI's API? or name one with --model"
+            ) from None
 
     async def counted(self, counter: str) -> int:
         """Returns what the frontends of an idle server of ours have counted, ever.
@@ -146,19 +136,16 @@ class Client:
         Raises:
             ServerUnusableError: it does not answer.
         """
-        counted = -1
-        while counted != (latest := await self._counted(counter)):
+        name, counted = f"shmring_frontend_{counter}_total", -1
+        while True:
+            families = text_string_to_metric_families((await self._get(f"{self._base}/metrics")).decode())
+            latest = int(sum(sample.value for family in families for sample in family.samples if sample.name == name))
+            if latest == counted:
+                return counted
             counted = latest
             await asyncio.sleep(_METRICS_PERIOD_S)
-        return counted
 
-    async def _counted(self, counter: str) -> int:
-        families = text_string_to_metric_families((await self._get("/metrics")).decode())
-        samples = (sample for family in families for sample in family.samples)
-        return int(sum(sample.value for sample in samples if sample.name == f"shmring_frontend_{counter}_total"))
-
-    async def _get(self, path: str) -> bytes:
-        url = self._base + path
+    async def _get(self, url: str) -> bytes:
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S), self._session.get(url) as response:
                 body = await response.read()
@@ -170,8 +157,7 @@ class Client:
 
     async def exchange(self, body: bytes, began: float) -> Exchange:
         """Sends a request, and returns when it has ended, however that is."""
-        exchange = Exchange(began)
-        exchange.sent = time.perf_counter()
+        exchange = Exchange(began, sent=time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout_s):
                 # Read in pieces: bytes of a megabyte would be handed to the socket at once, with nothing else served meanwhile.
@@ -203,8 +189,14 @@ class Client:
                 data = line[len(_DATA) :].strip()
                 if data == b"[DONE]":
                     done = True
-                else:
-                    _take_chunk(_ANSWER.decode(data), now, exchange)
+                    continue
+                chunk = _ANSWER.decode(data)
+                if chunk.error is not None:
+                    raise RequestFailedError(f"in the stream{chunk.error}")
+                if chunk.choices and chunk.choices[0].delta is not None and chunk.choices[0].delta.content:
+                    exchange.token_times.append(now)
+                if chunk.usage is not None and chunk.usage.completion_tokens:
+                    exchange.output_tokens = chunk.usage.completion_tokens
         if not done:
             raise RequestFailedError("the stream ended before [DONE]")
         if not exchange.token_times:
@@ -214,15 +206,6 @@ class Client:
     async def _embed(self, response: aiohttp.ClientResponse, exchange: Exchange) -> None:
         if not _ANSWER.decode(await response.read()).data:
             raise RequestFailedError("the answer had no embeddings")
-
-
-def _take_chunk(chunk: _Answer, now: float, exchange: Exchange) -> None:
-    if chunk.error is not None:
-        raise RequestFailedError(f"in the stream{chunk.error}")
-    if chunk.choices and chunk.choices[0].delta is not None and chunk.choices[0].delta.content:
-        exchange.token_times.append(now)
-    if chunk.usage is not None and chunk.usage.completion_tokens:
-        exchange.output_tokens = chunk.usage.completion_tokens
 
 
 async def _error_in(response: aiohttp.ClientResponse) -> _Error | str:

@@ -1,4 +1,4 @@
-"""``python -m bench serve``: the command line of the load generator. What it runs is imported when it is run."""
+"""``python -m bench serve``: the command line of the load generator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import click
 import msgspec
@@ -18,13 +18,11 @@ import uvloop
 from bench.children import BenchError
 from bench.command_line import SETTINGS, NotMeasured, json_option, shown_progress
 from bench.results import Findings
+from bench.serving import report, run
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
 from bench.tables import deliver
 from engine.option_types import COUNT, SECONDS, FiniteRange
 from engine.settings import MAX_ENGINES
-
-if TYPE_CHECKING:
-    from bench.serving.run import Results
 
 __all__ = ["serve_command"]
 
@@ -190,12 +188,6 @@ def _taken(kind: type[_Struct], values: dict[str, Any]) -> _Struct:
 def _run(plan: Plan) -> Findings:
     """Carries a plan out; returns what it has shown."""
     try:
-        from bench.serving import report, run
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"{error.name} is not installed: pip install -e '.[bench]' in a checkout of shmring"
-        ) from None
-    try:
         with shown_progress(run.steps(plan)) as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             results = runner.run(_until_terminated(run.run(plan, progress)))
     except asyncio.CancelledError:
@@ -205,7 +197,7 @@ def _run(plan: Plan) -> Findings:
     return report.report(results)
 
 
-async def _until_terminated(running: Coroutine[Any, Any, Results]) -> Results:
+async def _until_terminated(running: Coroutine[Any, Any, run.Results]) -> run.Results:
     """Runs it; SIGTERM cancels it, as SIGINT does by itself, so that what was started is stopped on the way out.
 
     A handler that raises, as other modes have, may raise inside the HTTP client, which takes it for a failed request.

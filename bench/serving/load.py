@@ -19,7 +19,7 @@ import asyncio
 import collections
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from bench.meter import Lag, LoopLag
 from bench.serving.client import Client, Exchange
 from bench.serving.plan import Load, arrival_times
 
-__all__ = ["Generator", "Latency", "Measurement", "Request", "Requests", "measure", "play", "warm_up"]
+__all__ = ["Body", "Generator", "Latency", "Measurement", "Request", "measure", "play", "request_body", "warm_up"]
 
 _WARM_UP_CONCURRENCY = 4
 
@@ -36,77 +36,63 @@ _WARM_UP_CONCURRENCY = 4
 # -- sending -------------------------------------------------------------------------------------------------------------
 
 
-class Requests:
-    """The bodies of a load's requests, made when they are sent: together they would take as much memory as their media.
+#: Makes the body of a load's request, by its number, when it is sent: together they would take as much memory as their media.
+Body = Callable[[int], bytes]
+
+
+def request_body(load: Load, model: str, parts: Sequence[msgspec.Raw], number: int) -> bytes:
+    """Returns a request's body. No two of a load have the same text, so that no cache of prompts answers them.
 
     Args:
-        load, model: what they ask for, of whom.
-        parts: JSON of message parts with media, taken in turn; none: text alone.
+        load, model: what it asks for, of whom.
+        parts: JSON of message parts with media, which requests take in turn; none: text alone.
+        number: of the request.
     """
-
-    def __init__(self, load: Load, model: str, parts: Sequence[msgspec.Raw]) -> None:
-        self._load = load
-        self._model = model
-        self._parts = parts
-
-    def body(self, number: int) -> bytes:
-        """Returns a request's body. No two of a load have the same text, so that no cache of prompts answers them."""
-        parts = [self._parts[number % len(self._parts)]] if self._parts else []
-        text = f"Request {number} of seed {self._load.seed}: what is this?"
-        if self._load.endpoint == "embeddings":
-            content: list[object] = [*parts] or [{"type": "text", "text": text}]  # each part has an embedding of its own
-            return msgspec.json.encode(
-                {
-                    "model": self._model,
-                    "input": [],
-                    "messages": [{"role": "user", "content": content}],
-                    "encoding_format": "base64",  # as the openai client asks for them
-                }
-            )
-        return msgspec.json.encode(
-            {
-                "model": self._model,
-                "messages": [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}],
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "max_tokens": self._load.output_tokens,
-                "ignore_eos": True,
-            }
-        )
+    content: list[object] = [parts[number % len(parts)]] if parts else []
+    text = {"type": "text", "text": f"Request {number} of seed {load.seed}: what is this?"}
+    body: dict[str, object] = {"model": model}
+    if load.endpoint == "embeddings":
+        content = content or [text]  # each part has an embedding of its own
+        body |= {"input": [], "encoding_format": "base64"}  # as the openai client asks for them
+    else:
+        content = [text, *content]
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": load.output_tokens, "ignore_eos": True}
+    return msgspec.json.encode(body | {"messages": [{"role": "user", "content": content}]})
 
 
-async def warm_up(load: Load, client: Client, requests: Requests) -> None:
+async def warm_up(load: Load, client: Client, body: Body) -> None:
     """Sends a few requests that do not count. What fails there fails in the load, too, and is reported there."""
     few = asyncio.Semaphore(_WARM_UP_CONCURRENCY)
 
     async def send(number: int) -> None:
         async with few:
-            await client.exchange(requests.body(load.requests + number), time.perf_counter())
+            await client.exchange(body(load.requests + number), time.perf_counter())
 
     await asyncio.gather(*map(send, range(load.warm_up_requests)))
 
 
-async def play(variant: str, load: Load, client: Client, requests: Requests) -> Measurement:
+async def play(variant: str, load: Load, client: Client, body: Body) -> Measurement:
     """Sends a load, and returns when the last of it has ended; see :func:`measure`, which knows nothing yet of the server."""
     gc.collect()
     watch = LoopLag(asyncio.get_running_loop())
     gc.freeze()  # a collection would walk all that was imported, and be taken for a pause of the server
     try:
         cpu_s, start = time.process_time(), time.perf_counter()
-        exchanges = await _send_all(load, client, requests, start)
+        exchanges = await _send_all(load, client, body, start)
         return measure(variant, exchanges, start, time.process_time() - cpu_s, watch.lag())
     finally:
         watch.close()
         gc.unfreeze()
 
 
-async def _send_all(load: Load, client: Client, requests: Requests, start: float) -> list[Exchange]:
+async def _send_all(load: Load, client: Client, body: Body, start: float) -> list[Exchange]:
     turns: asyncio.Queue[float] = asyncio.Queue()  # when each came free
     for _ in range(load.max_concurrency or load.requests):
         turns.put_nowait(start)
 
     async def send(number: int, began: float) -> Exchange:
-        exchange = await client.exchange(requests.body(number), began)
+        exchange = await client.exchange(body(number), began)
         turns.put_nowait(exchange.ended)
         return exchange
 
@@ -213,7 +199,7 @@ def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator
         requests_per_s=len(whole) / duration_s,
         output_tokens_per_s=sum(exchange.output_tokens for exchange in whole) / duration_s,
         ttft=Latency.of([exchange.token_times[0] - exchange.began for exchange in chats]),
-        tpot=Latency.of([_time_per_token(exchange) for exchange in chats if exchange.output_tokens > 1]),
+        tpot=Latency.of([(e.ended - e.token_times[0]) / (e.output_tokens - 1) for e in chats if e.output_tokens > 1]),
         itl=Latency.of(np.concatenate([np.diff(exchange.token_times) for exchange in chats]).tolist() if chats else []),
         e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
         peak_concurrency=_peak(exchanges),
@@ -230,10 +216,6 @@ def measure(variant: str, exchanges: Sequence[Exchange], start: float, generator
             for exchange in exchanges
         ],
     )
-
-
-def _time_per_token(exchange: Exchange) -> float:
-    return (exchange.ended - exchange.token_times[0]) / (exchange.output_tokens - 1)
 
 
 def _peak(exchanges: Sequence[Exchange]) -> int:

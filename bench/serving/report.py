@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from bench.coverage import Coverage
 from bench.results import Findings, Spread, Table, Verdict
@@ -20,12 +22,48 @@ from bench.serving.run import LOAD, Results, planned
 
 __all__ = ["report"]
 
-_REPEATED_RATIO = 5.0  # of requests a second about a picture that was sent before to those about a new one
-_LARGE_SET_RATIO = 0.97  # of what can't be kept: no worse than without, within what two equal servers differ by
-_TARGET_RATIO = 1.0  # of requests a second with decoding into slots to those with a copy
-_TARGET_OF_WAITING_ENGINES = 1.9  # of requests a second with two engines to those with one
 _BUSY_SHARE = 0.7  # of the generator's one core; above it, waiting for the generator shows in the latencies
 
+
+class _Target(NamedTuple):
+    """Of requests a second of the first server to those of the second, with a preset's load at any scale.
+
+    Attributes:
+        compared: the plan's field that says what is compared.
+        preset, alike: a load is that of the preset if these parameters of it are the same.
+    """
+
+    compared: str
+    preset: str
+    alike: tuple[str, ...]
+    what: str
+    at: str
+    limit: float
+
+
+_MEDIA = ("kinds", "picture_size", "distinct")
+_ENGINES = ("compare_engines", "executor", "api_servers", "endpoint", "kinds")
+_REPEATED = "a repeated picture of 12 MP through HTTP"
+_TARGETS = (
+    _Target(
+        "compare", "pr32104", ("endpoint", "kinds", "video_frames", "output_tokens", "executor"),
+        "decoded into slots: requests/s of copying there", "preset of PR 32104", 1.0,
+    ),
+    _Target(
+        "compare_engines", "engines-wait", (*_ENGINES, "executor_options"),
+        "two engines whose steps wait 20 ms, two frontends: requests/s of one", "preset engines-wait", 1.9,
+    ),
+    _Target(
+        "compare_engines", "engines-compute", _ENGINES,
+        "two engines whose steps compute: requests/s of one", "preset engines-compute", 1.0,
+    ),
+    _Target("compare_kept", "repeated", _MEDIA, "kept content: requests/s of a new picture", _REPEATED, 5.0),
+    # What can't be kept is no worse than without, within what two equal servers differ by.
+    _Target(
+        "compare_kept", "twice-the-slab", _MEDIA,
+        "kept content: requests/s of without", "a working set twice the slab", 0.97,
+    ),
+)  # fmt: skip
 
 #: Of what is in a row; one where it is not said.
 _DECIMALS = {"requests/s": 2, "output tokens/s": 0, "peak concurrency": 0}
@@ -41,7 +79,7 @@ def report(results: Results) -> Findings:
         machine=results.machine,
         tables=[_table(results)],
         notes=_notes(results),
-        targets=_targets(results),
+        targets=list(_targets(results)),
         results=results.measurements,
         plan=results.plan,
         coverage=Coverage.of(planned(results.plan), there),
@@ -146,18 +184,18 @@ def _notes(results: Results) -> list[str]:
             f"{server.slab_nbytes}" + "".join(f" {argument}" for argument in server.further)
         )
     if results.plan.compares:
-        which = " and ".join(results.variants) + (" (--disable-mm-shm)" if results.plan.compare else "")
+        which = " and ".join(results.variants)
+        if results.plan.compare:
+            which += " (--disable-mm-shm)"
+        if results.plan.compare_kept:
+            which += f" (--mm-processor-cache-gb=0), of {load.media.distinct} media,"
         lines.append(
             f"{results.plan.repetitions} repetitions of the same load, {which} in turn; medians, with the least and the "
             f"greatest; ratios within each repetition."
         )
-    if results.plan.compare_kept:
-        lines.append(
-            f"{results.plan.repetitions} repetitions of the same load, on a server that keeps what it has prepared and on one "
-            f"with --mm-processor-cache-gb=0 in turn, of {load.media.distinct} media; medians, with the least and the "
-            "greatest; ratios within each repetition."
-        )
-    return [*lines, *_busy_notes(results), *_failure_notes(results)]
+    failed = sum(measurement.requests - measurement.completed for measurement in results.measurements)
+    failures = [f"{failed:,} requests failed; rates and latencies are those of the others."] if failed else []
+    return [*lines, *_busy_notes(results), *failures]
 
 
 def _busy_notes(results: Results) -> Iterator[str]:
@@ -174,77 +212,21 @@ def _busy_notes(results: Results) -> Iterator[str]:
             yield f"The load generator was busy {generator_share:.0%} of the {variant} load: it may be what was measured."
 
 
-def _failure_notes(results: Results) -> Iterator[str]:
-    failed = sum(measurement.requests - measurement.completed for measurement in results.measurements)
-    if failed:
-        yield f"{failed:,} requests failed; rates and latencies are those of the others."
-
-
-def _targets(results: Results) -> list[Verdict]:
-    """What a comparison says of the targets, if its load is that of one, at any scale."""
-    if results.plan.compare_kept:
-        return _kept_targets(results)
-    return [*_target_of_copies(results), *_target_of_engines(results)]
-
-
-def _target_of_engines(results: Results) -> list[Verdict]:
-    plan = results.plan
-    if plan.compare_engines != 2:
-        return []
-    for preset, what, limit in (
-        ("engines-wait", "two engines whose steps wait 20 ms, two frontends: requests/s of one", _TARGET_OF_WAITING_ENGINES),
-        ("engines-compute", "two engines whose steps compute: requests/s of one", _TARGET_RATIO),
-    ):
-        wanted = PRESETS[preset]
-        told = (plan.server.executor, plan.server.api_servers, plan.load.endpoint, plan.load.media.kinds)
-        if told == tuple(wanted[name] for name in ("executor", "api_servers", "endpoint", "kinds")) and (
-            "executor_options" not in wanted or plan.server.executor_options == wanted["executor_options"]
-        ):
-            several, one = (results.of(variant) for variant in results.variants)
-            pairs = zip(several, one, strict=True)
-            ratio = Spread.of(ours.requests_per_s / theirs.requests_per_s for ours, theirs in pairs if theirs.requests_per_s)
-            at = f"preset {preset}, {plan.load.requests:,} requests"
-            detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
-            return [Verdict(what, at, f">= {limit:g} x", f"{ratio.median:.2f} x", ratio.median >= limit, detail)]
-    return []
-
-
-def _target_of_copies(results: Results) -> list[Verdict]:
-    load, preset = results.plan.load, PRESETS["pr32104"]
-    of_preset = (load.endpoint, load.media.kinds, load.media.video_frames, load.output_tokens, results.plan.server.executor)
-    names = ("endpoint", "kinds", "video_frames", "output_tokens", "executor")
-    if not results.plan.compare or of_preset != tuple(preset[name] for name in names):
-        return []
-    pairs = zip(*(results.of(variant) for variant in results.variants), strict=True)
-    ratio = Spread.of(slab.requests_per_s / copied.requests_per_s for slab, copied in pairs if copied.requests_per_s)
-    what, at = "decoded into slots: requests/s of copying there", f"preset of PR 32104, {load.requests:,} requests"
-    detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
-    return [Verdict(what, at, f">= {_TARGET_RATIO:g} x", f"{ratio.median:.2f} x", ratio.median >= _TARGET_RATIO, detail)]
-
-
-def _kept_targets(results: Results) -> list[Verdict]:
-    """What a comparison with and without kept media says, if its media are those of a preset, at any scale."""
-    load = results.plan.load
-    pairs = zip(*(results.of(variant) for variant in results.variants), strict=True)
-    ratio = Spread.of(kept.requests_per_s / other.requests_per_s for kept, other in pairs if other.requests_per_s)
-    detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
-
-    def is_like(name: str) -> bool:
-        preset = PRESETS[name]
-        media = (load.media.kinds, load.media.picture_size, load.media.distinct)
-        return media == (preset["kinds"], preset["picture_size"], preset["distinct"])
-
-    if is_like("repeated"):
-        what, limit = "kept content: requests/s of a new picture", _REPEATED_RATIO
-        at = f"a repeated picture of 12 MP through HTTP, {load.requests:,} requests"
-        copied = results.copied_nbytes[results.variants[0]]
-        none_copied = Verdict("kept content: bytes copied", at, "0", f"{copied:,}", copied == 0)
-        return [_ratio_verdict(what, at, limit, ratio, detail), none_copied]
-    if is_like("twice-the-slab"):
-        what, at = "kept content: requests/s of without", f"a working set twice the slab, {load.requests:,} requests"
-        return [_ratio_verdict(what, at, _LARGE_SET_RATIO, ratio, detail)]
-    return []
-
-
-def _ratio_verdict(what: str, at: str, limit: float, ratio: Spread, detail: str) -> Verdict:
-    return Verdict(what, at, f">= {limit:g} x", f"{ratio.median:.2f} x", ratio.median >= limit, detail)
+def _targets(results: Results) -> Iterator[Verdict]:
+    """What a comparison says of the targets, if its load is that of one."""
+    plan, load = results.plan, results.plan.load
+    asked = {name: value for part in (load.media, load, plan.server, plan) for name, value in asdict(part).items()}
+    for target in _TARGETS:
+        preset = PRESETS[target.preset]
+        if not asked[target.compared] or any(asked[name] != preset[name] for name in target.alike):
+            continue
+        ours, theirs = (results.of(variant) for variant in results.variants)
+        pairs = zip(ours, theirs, strict=True)
+        ratio = Spread.of(one.requests_per_s / other.requests_per_s for one, other in pairs if other.requests_per_s)
+        at = f"{target.at}, {load.requests:,} requests"
+        detail = f"{ratio.minimum:.2f} x to {ratio.maximum:.2f} x. {' '.join(_busy_notes(results))}"
+        met = ratio.median >= target.limit
+        yield Verdict(target.what, at, f">= {target.limit:g} x", f"{ratio.median:.2f} x", met, detail)
+        if target.preset == "repeated":
+            copied = results.copied_nbytes[results.variants[0]]
+            yield Verdict("kept content: bytes copied", at, "0", f"{copied:,}", copied == 0)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import platform
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.metadata import version
+from typing import NamedTuple
 
 import msgspec
 
 from bench.coverage import Planned
 from bench.machine import Machine
 from bench.serving.client import Client
-from bench.serving.load import Measurement, Requests, play, warm_up
+from bench.serving.load import Body, Measurement, play, request_body, warm_up
 from bench.serving.media import media_parts
 from bench.serving.plan import Plan, ServerOptions
 from bench.serving.server import Server, serving
@@ -65,9 +67,9 @@ class Results(msgspec.Struct, frozen=True):
         return list(dict.fromkeys(measurement.variant for measurement in self.measurements))
 
 
-class _Target(msgspec.Struct, frozen=True):
+class _Target(NamedTuple):
     client: Client
-    requests: Requests
+    body: Body
     server: Server | None
 
     def cpu_s(self) -> dict[str, float]:
@@ -93,15 +95,15 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     if plan.url is None:
         progress("starting two servers" if plan.compares else "starting a server")
     async with _targets(plan, parts) as targets:
-        request_nbytes = max(len(target.requests.body(0)) for target in targets.values())
+        request_nbytes = max(len(target.body(0)) for target in targets.values())
         for variant, target in targets.items():
             progress(f"{variant}: warming up")
-            await warm_up(plan.load, target.client, target.requests)
+            await warm_up(plan.load, target.client, target.body)
         for repetition in range(plan.repetitions):
             for variant, target in targets.items():
                 progress(f"{variant}: {plan.load.requests:,} requests, {repetition + 1} of {plan.repetitions}")
                 cpu_s = target.cpu_s()
-                measurement = await play(variant, plan.load, target.client, target.requests)
+                measurement = await play(variant, plan.load, target.client, target.body)
                 used_s = {part: after - cpu_s[part] for part, after in target.cpu_s().items()}
                 measurements.append(msgspec.structs.replace(measurement, cpu_s=used_s))
         progress("reading the servers' counters")
@@ -131,7 +133,7 @@ async def _targets(plan: Plan, parts: list[msgspec.Raw]) -> AsyncIterator[Mappin
             client = Client(url, plan.load.endpoint, plan.load.request_timeout_s, plan.api_key)
             await stack.enter_async_context(client)
             model = await client.model() if plan.model is None else plan.model
-            return _Target(client, Requests(plan.load, model, parts), server)
+            return _Target(client, functools.partial(request_body, plan.load, model, parts), server)
 
         wanted = _wanted(plan)
         # Waits for all of them whatever happens, so that each server is either the stack's or has been stopped.

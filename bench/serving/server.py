@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import re
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from bench.children import BenchError
 from bench.serving.plan import Load, ServerOptions
-from shmring.transport.liveness import ProcessWatch
 
 __all__ = ["Server", "ServerError", "serving"]
 
@@ -32,56 +33,38 @@ _READY = re.compile(r"serving on (?P<url>\S+) \(engines? pids? (?P<engine>[\d ]+
 _PARTS = ("engine", "frontends")
 _STOP_TIMEOUT_S = 15.0  # three seconds are what `shmring serve` may take; a busy machine reaps slowly
 _LAST_WORDS_LENGTH = 2000  # of what a server that failed wrote to stderr
-_CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_LOOK_S = 0.02  # between two looks whether processes have gone
 
 
 class ServerError(BenchError):
     """The server did not start, or did not last."""
 
 
-class _Process:
-    """A process of the server, which is no child of ours. Its pidfd says that it has ended, and reaches nobody else."""
-
-    def __init__(self, part: str, pid: int) -> None:
-        self.part = part
-        self.ended = asyncio.Event()
-        self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
-        self._watch = ProcessWatch(asyncio.get_running_loop(), os.dup(self._pidfd), self.ended.set)
-
-    def cpu_s(self) -> float:
-        """Returns its CPU seconds, user and system."""
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if not self.ended.is_set():
-                fields = Path("/proc", str(self.pid), "stat").read_text().rpartition(")")[2].split()
-                return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS_PER_S
-        raise ServerError(f"a process of the server (pid {self.pid}) ended during the run")
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def close(self) -> None:
-        self._watch.close()
-        os.close(self._pidfd)
-
-
 class Server(msgspec.Struct):
-    """A server that runs: its URL without ``/v1``, and its processes."""
+    """A server that runs: its URL without ``/v1``, and its processes by part, which are no children of ours."""
 
     url: str
-    processes: list[_Process]
+    processes: dict[str, list[psutil.Process]]
 
     def cpu_s(self) -> dict[str, float]:
-        """Returns the CPU seconds that its processes have used, by part.
+        """Returns the CPU seconds, user and system, that its processes have used, by part.
 
         Raises:
             ServerError: one of them has ended.
         """
-        used_s = dict.fromkeys(_PARTS, 0.0)
-        for process in self.processes:
-            used_s[process.part] += process.cpu_s()
-        return used_s
+        if not all(map(_lives, self.every())):
+            raise ServerError("a process of the server ended during the run")
+        return {part: sum(sum(one.cpu_times()[:2]) for one in processes) for part, processes in self.processes.items()}
+
+    def every(self) -> Iterator[psutil.Process]:
+        return itertools.chain(*self.processes.values())
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether a process runs. One that has ended does not, even if nobody has asked how."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +85,7 @@ async def serving(options: ServerOptions, load: Load) -> AsyncIterator[Server]:
             if process.returncode is not None:
                 raise ServerError("the server ended during the run; it was not told to")
         finally:
-            await _stop(process, [] if server is None else server.processes)
+            await _stop(process, [] if server is None else list(server.every()))
             if server is not None and (words := _last_words(errors)):
                 logger.warning("the server wrote%s", words)
         if process.returncode != 0:
@@ -157,40 +140,36 @@ async def _until_ready(process: asyncio.subprocess.Process, timeout_s: float, er
     if ready is None:
         raise ServerError(f"the server did not start{_last_words(errors)}")
     try:
-        return Server(ready["url"], [_Process(part, int(pid)) for part in _PARTS for pid in ready[part].split()])
-    except ProcessLookupError:
+        pids = {part: map(int, ready[part].split()) for part in _PARTS}
+        return Server(ready["url"], {part: list(map(psutil.Process, pids[part])) for part in _PARTS})
+    except psutil.NoSuchProcess:
         raise ServerError(f"a process of the server ended at once{_last_words(errors)}") from None
 
 
-async def _stop(supervisor: asyncio.subprocess.Process, processes: Sequence[_Process]) -> None:
+async def _stop(supervisor: asyncio.subprocess.Process, processes: Sequence[psutil.Process]) -> None:
     """Ends a server; does not return before its processes are gone, unless it is cancelled: then they are killed."""
+
+    async def gone() -> None:
+        await supervisor.wait()
+        while any(map(_lives, processes)):  # noqa: ASYNC110 # they end by themselves when their supervisor was killed
+            await asyncio.sleep(_LOOK_S)
+
+    def kill() -> None:
+        for process in (supervisor, *processes):
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                process.kill()
+
     if supervisor.returncode is None:
         supervisor.send_signal(signal.SIGTERM)
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await _gone(supervisor, processes)
+            await gone()
     except TimeoutError:
-        _kill(supervisor, processes)
-        await _gone(supervisor, processes)
+        kill()
+        await gone()
     except asyncio.CancelledError:
-        _kill(supervisor, processes)
+        kill()
         raise
-    finally:
-        for process in processes:
-            process.close()
-
-
-async def _gone(supervisor: asyncio.subprocess.Process, processes: Sequence[_Process]) -> None:
-    await supervisor.wait()
-    for process in processes:  # they end by themselves when their supervisor was killed
-        await process.ended.wait()
-
-
-def _kill(supervisor: asyncio.subprocess.Process, processes: Sequence[_Process]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        supervisor.kill()
-    for process in processes:
-        process.kill()
 
 
 def _last_words(errors: Path) -> str:

@@ -24,11 +24,11 @@ import torch
 import shmring
 from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
-from bench.gpu.copies import WAYS, in_flight
+from bench.gpu.copies import COMMANDS, WAYS, in_flight
 from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.plan import Plan, Results, run, steps
-from bench.gpu.processes import Process, Refused
+from bench.gpu.processes import Process, Refused, opened
 from bench.stamps import CheckError
 from shmring.client.client import RingClient
 from shmring.client.connecting import Connecting
@@ -97,7 +97,7 @@ SIZES = (4 * KB, 256 * KB)
 def test_the_marks_of_a_tensor_are_as_many_whatever_its_size(items: int) -> None:
     tensor = torch.zeros(items, dtype=torch.int32)
     marks(tensor).fill_(7)
-    check(sample(tensor).tolist(), 7, "this")
+    check(sample(tensor).tolist(), 7)
     places = tensor.nonzero().flatten().tolist()
     assert len(places) == 64
     assert places[0] < 63
@@ -108,10 +108,10 @@ def test_the_marks_of_a_tensor_are_as_many_whatever_its_size(items: int) -> None
 def test_a_mark_that_is_not_there_is_noticed(place: int) -> None:
     tensor = torch.full((1000,), 7, dtype=torch.int32)
     tensor[max(0, place - 20) : place + 20] = 6
-    with pytest.raises(CheckError, match=r"this: message 7 holds \[6\] in \d+ of 64 places"):
-        check(sample(tensor).tolist(), 7, "this")
+    with pytest.raises(CheckError, match=r"message 7 holds \[6\] in \d+ of 64 places"):
+        check(sample(tensor).tolist(), 7)
     with pytest.raises(CheckError):
-        check([7], 7, "this")
+        check([7], 7)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -119,12 +119,12 @@ def test_a_mark_that_is_not_there_is_noticed(place: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, socket_dir: Path) -> None:
-    async with copies.copying(str(socket_dir), SIZES, [way], gpu) as (absent, commands):
+    async with opened(copies.openers(str(socket_dir), SIZES, [way], gpu)) as (ways, absent):
         assert absent == {}
         for nbytes in SIZES:
-            assert (await commands["bandwidth"](way, nbytes, 0.0))["gb_per_s"][0] > 0
+            assert (await COMMANDS["bandwidth"](gpu, ways[way], nbytes, 0.0))["gb_per_s"][0] > 0
             gpu.lag = 3
-            stalls = await commands["stalls"](way, nbytes, 2)
+            stalls = await COMMANDS["stalls"](gpu, ways[way], nbytes, 2)
             assert len(stalls["brought_us"]) == len(stalls["idle_us"]) == 2
             assert min(stalls["brought_us"] + stalls["idle_us"]) > 0
     if way.startswith("slot"):
@@ -134,17 +134,17 @@ async def test_every_way_brings_what_was_written(way: str, gpu: HostMemory, sock
 
 async def test_what_a_gpu_got_wrong_is_noticed(gpu: HostMemory, socket_dir: Path) -> None:
     gpu.cuda.copy_to_device = lambda target, source, stream: None
-    async with copies.copying(str(socket_dir), SIZES, ["slot-pinned"], gpu) as (_, commands):
-        with pytest.raises(CheckError, match="slot, pinned slab: message 1 holds"):
-            await commands["bandwidth"]("slot-pinned", 4 * KB, 0.0)
+    async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
+        with pytest.raises(CheckError, match="message 1 holds"):
+            await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 4 * KB, 0.0)
 
 
 async def test_a_way_goes_on_after_a_request_that_failed(gpu: HostMemory, socket_dir: Path) -> None:
-    async with copies.copying(str(socket_dir), SIZES, ["slot-pinned"], gpu) as (_, commands):
+    async with opened(copies.openers(str(socket_dir), SIZES, ["slot-pinned"], gpu)) as (ways, _):
         gpu.cuda.fail("copy_to_device")
         with pytest.raises(CudaError):
-            await commands["bandwidth"]("slot-pinned", 256 * KB, 0.0)
-        assert (await commands["bandwidth"]("slot-pinned", 256 * KB, 0.0))["gb_per_s"][0] > 0
+            await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0)
+        assert (await COMMANDS["bandwidth"](gpu, ways["slot-pinned"], 256 * KB, 0.0))["gb_per_s"][0] > 0
 
 
 async def test_what_blocks_the_loop_is_seen_to(gpu: HostMemory, socket_dir: Path) -> None:
@@ -153,8 +153,8 @@ async def test_what_blocks_the_loop_is_seen_to(gpu: HostMemory, socket_dir: Path
         return tensor.clone()
 
     gpu.pin = slow
-    async with copies.copying(str(socket_dir), SIZES, ["pin"], gpu) as (_, commands):
-        stalls = await commands["stalls"]("pin", 4 * KB, 3)
+    async with opened(copies.openers(str(socket_dir), SIZES, ["pin"], gpu)) as (ways, _):
+        stalls = await COMMANDS["stalls"](gpu, ways["pin"], 4 * KB, 3)
     assert min(stalls["brought_us"]) >= 30_000
     assert min(stalls["idle_us"]) < 30_000
 
@@ -298,10 +298,12 @@ def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("threads")
 def test_a_command_that_fails_is_a_result() -> None:
-    with Process("copies", functools.partial(copies.copying, "/nonexistent", SIZES, ["pin"])) as process:
+    with Process("copies", functools.partial(copies.openers, "/nonexistent", SIZES, ["pin"]), COMMANDS) as process:
         process.open()
         assert isinstance(process.carry_out("no command", "pin", 4 * KB, 1), Refused)
-        assert len(process.carry_out("stalls", "pin", 4 * KB, 1)["brought_us"]) == 1
+        stalls = process.carry_out("stalls", "pin", 4 * KB, 1)
+        assert not isinstance(stalls, Refused)
+        assert len(stalls["brought_us"]) == 1
         process.finish()
 
 
@@ -319,7 +321,7 @@ def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
 def test_a_process_without_a_gpu_can_not_start() -> None:
     """A real one: all that it is to have gets there, what it says comes back, and it is gone."""
     shared = {name: route.create_shared() for name, route in ROUTES.items()}
-    with Process("engine", functools.partial(handovers.answering, "/nonexistent", 4 * KB, shared)) as process:
+    with Process("engine", functools.partial(handovers.openers, "answering", "/nonexistent", 4 * KB, shared), {}) as process:
         with pytest.raises(BenchError, match="GPU, opening: the engine failed: "):
             process.open()
-        assert process.ended
+        assert not any(child.process.is_alive() for child in process.children)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.messages import DTYPES, Cell, Header, Phase, Sink, Source, Start
+from bench.messages import DTYPES, Cell, Header, Phase, Sink, Source
 from bench.meter import Meter, resident_nbytes
 from bench.stamps import CheckError
 
@@ -55,6 +55,13 @@ def test_phases_follow_each_other_and_last_two_windows() -> None:
     assert phases.count(Phase.WARM_UP) >= 2 * CELL.window
     assert phases.count(Phase.TIMED) >= 2 * CELL.window
     assert phases.count(Phase.LAST) == 1
+
+
+def test_the_timed_phase_lasts_as_long_as_it_is_to() -> None:
+    first_ns: dict[int, int] = {}
+    for header, _ in sent(msgspec.structs.replace(CELL, timed_s=0.02)):
+        first_ns.setdefault(header.phase, header.sent_ns)
+    assert first_ns[Phase.LAST] - first_ns[Phase.TIMED] >= 20_000_000
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,9 +159,9 @@ def test_the_message_of_another_producer_is_noticed() -> None:
 
 
 def test_producers_warm_up_until_all_have_been_seen_and_are_timed_until_all_are() -> None:
-    start = Start()
-    sink = Sink(TWO, start)
-    first, second = (Source(TWO, producer, start) for producer in range(2))
+    moments = [0, 0]
+    sink = Sink(TWO, moments)
+    first, second = (Source(TWO, producer, moments) for producer in range(2))
 
     def send(source: Source, messages: int) -> list[int]:
         headers = []
@@ -165,11 +172,11 @@ def test_producers_warm_up_until_all_have_been_seen_and_are_timed_until_all_are(
 
     assert set(send(first, 20)) == {Phase.WARM_UP}  # the second is missing
     assert set(send(second, 1)) == {Phase.WARM_UP}
-    assert start.moment_ns(Phase.WARM_UP)
+    assert moments[Phase.WARM_UP]
     assert send(first, 10)[-1] == Phase.TIMED  # and stays there: the second is not timed
-    assert not start.moment_ns(Phase.TIMED)
+    assert not moments[Phase.TIMED]
     assert send(second, 3)[-1] == Phase.TIMED
-    assert start.moment_ns(Phase.TIMED)
+    assert moments[Phase.TIMED]
     assert send(first, 1) == [Phase.LAST]
     while not second.finished:
         send(second, 1)

@@ -25,7 +25,7 @@ import pytest
 
 import bench.peers
 from bench.children import Failed, play_cell
-from bench.messages import Cell, Start
+from bench.messages import Cell
 from bench.peers import PEERS
 from bench.processes import Part, consume, produce
 from shmring.memory.slab import SHM_DIRECTORY
@@ -64,14 +64,13 @@ class Ends:
         context = get_context("fork")
         self.peer = PEERS[name]
         self.shared = self.peer.create_shared(context, PRODUCERS)  # type: ignore[arg-type] # all contexts have pipes
-        memory = context.RawArray("q", 2)
-        self._start = Start(memory)
+        self._moments = context.RawArray("q", 2)
         self._controls: list[Connection] = []
         self.processes: list[Any] = []
         self._closed = False
         for number in range(1 + PRODUCERS):
             ours, theirs = context.Pipe()
-            part = Part(self.peer, self.shared, number - 1, memory)
+            part = Part(self.peer, self.shared, number - 1, self._moments)
             process = context.Process(target=live, args=(produce if number else consume, part, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -81,7 +80,7 @@ class Ends:
     def run(self, cell: Cell) -> list[Any]:
         """Returns the outcomes: the consumer's, and then those of the producers."""
         consumer, *producers = self._controls[: 1 + cell.producers]
-        self._start.clear()
+        self._moments[:] = 0, 0
         consumer.send(cell)
         report(consumer)  # it listens
         for producer in producers:

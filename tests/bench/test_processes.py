@@ -49,7 +49,7 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
         with pytest.raises(BenchError, match=r"the consumer failed: CheckError: message 10 holds .* it is corrupted") as caught:
             group.run(msgspec.structs.replace(cell, corrupt_sequence=10))
         assert PEERS[NAME].title in str(caught.value)
-        assert not any(process.is_alive() for process in group.processes)
+        assert not any(child.process.is_alive() for child in group.children)
         with pytest.raises(BenchError, match="were ended after a failure"):
             group.run(cell)
 
@@ -58,11 +58,10 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
 def test_a_process_that_dies_is_an_error(cell: Cell) -> None:
     with PeerGroup(PEERS[NAME]) as group:
         group.start()
-        group.processes[0].kill()
+        group.children[0].process.kill()
         with pytest.raises(BenchError, match="the consumer has died with exit code -9"):
             group.run(cell)
-        assert group.ended
-        assert not any(process.is_alive() for process in group.processes)
+        assert not any(child.process.is_alive() for child in group.children)
 
 
 def test_a_cell_that_takes_too_long_is_an_error(cell: Cell) -> None:

@@ -13,6 +13,7 @@ import multiprocessing
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -177,7 +178,6 @@ async def test_every_peer_answers_every_question(peer: RequestPeer, cell: Cell, 
     assert 8 <= cost.messages == len(client.latencies_ns)
     assert measurement.messages == cost.messages - 1
     assert min(client.latencies_ns) > 0
-    assert cost.elapsed_s >= 0.049  # of 0.05 between two messages, of which the clock reads a moment later
     assert measurement.consumer_us > 0
     assert list(Path(cell.directory).glob("*.sock")) == []
 
@@ -257,7 +257,7 @@ def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
         with pytest.raises(BenchError, match=r"^shmring.*the engine failed: CheckError: message 20 holds") as caught:
             group.run(msgspec.structs.replace(two, corrupt_sequence=20))
         assert "4 KB of float32, 2 producers, window 4" in str(caught.value)
-        assert not any(process.is_alive() for process in group.processes)
+        assert not any(child.process.is_alive() for child in group.children)
         with pytest.raises(BenchError, match="were ended after a failure"):
             group.run(two)
 
@@ -321,7 +321,7 @@ def run(plan: Plan, keep: Callable[[Results], object] = lambda results: None) ->
 
 
 def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.peers.memory.available_nbytes", lambda: 1 << 30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     kept: list[Results] = []
     results = run(planned(1 << 30, 2 << 30), kept.append)
     assert results.results == []
@@ -344,7 +344,7 @@ class Pretended:
     def run(self, cell: Cell) -> Measurement:
         if self.name == "pyzmq" and cell.nbytes > 4096:
             raise BenchError("broke")
-        return Measurement(10, 1.0, np.full(10, 1000, np.int64), cost_of(10, 1.0, 0.001), (cost_of(10, 1.0, 0.002),))
+        return Measurement(10, 1.0, np.full(10, 1000, np.int64), cost_of(10, 0.001), (cost_of(10, 0.002),))
 
     def close(self) -> None:
         pass
@@ -410,8 +410,8 @@ def test_a_run_says_nothing_of_targets_that_it_did_not_measure(result: Make, mad
     assert only.met
 
 
-def cost_of(messages: int, elapsed_s: float, cpu_s: float) -> Cost:
-    return Cost(messages, elapsed_s, cpu_s, resident_nbytes=0, descriptors=0, lag=None)
+def cost_of(messages: int, cpu_s: float) -> Cost:
+    return Cost(messages, cpu_s, resident_nbytes=0, descriptors=0, lag=None)
 
 
 def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
@@ -419,8 +419,8 @@ def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
         messages=100,
         elapsed_s=0.625,
         latencies_ns=np.ones(100, np.int64),
-        consumer=cost_of(200, 1.0, 0.004),
-        producers=(cost_of(60, 0.5, 0.003), cost_of(40, 1.0, 0.001)),
+        consumer=cost_of(200, 0.004),
+        producers=(cost_of(60, 0.003), cost_of(40, 0.001)),
     )
     assert measurement.messages_per_s == pytest.approx(160)
     assert measurement.consumer_us == pytest.approx(20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
@@ -32,10 +33,11 @@ from aiohttp import web
 from bench.machine import Machine
 from bench.meter import Lag
 from bench.results import Spread, write_json
-from bench.serving import command, report, run, serve_command
+from bench.serving import command, report, run
 from bench.serving import server as server_module
 from bench.serving.client import Client, Exchange, ServerUnusableError
-from bench.serving.load import Generator, Latency, Measurement, Requests, measure, play
+from bench.serving.command import serve_command
+from bench.serving.load import Generator, Latency, Measurement, measure, play, request_body
 from bench.serving.media import MediaFileError, media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
 from bench.serving.server import Server, ServerError, serving
@@ -95,12 +97,12 @@ def test_files_of_a_directory_are_sent_instead(tmp_path: Path) -> None:
 def test_the_server_reads_what_is_sent(kinds: tuple[MediaKind, ...]) -> None:
     media = Media(kinds=kinds, picture_size=(32, 32), audio_seconds=0.1, video_size=(32, 32), video_frames=2)
     chats = Load(requests=1, output_tokens=9, media=media)
-    generation, sources = engine_request(CHAT_PARSER.parse(Requests(chats, "a model", media_parts(chats)).body(3)))
+    generation, sources = engine_request(CHAT_PARSER.parse(request_body(chats, "a model", media_parts(chats), 3)))
     names = {"picture": "image", "audio": "audio", "video": "video"}
     assert [source.kind for source in sources] == [names[kind] for kind in kinds]
     assert generation.sampling.max_tokens == 9
     embeddings = Load(requests=1, endpoint="embeddings", media=media)
-    body = Requests(embeddings, "a model", media_parts(embeddings)).body(3)
+    body = request_body(embeddings, "a model", media_parts(embeddings), 3)
     [one] = take_inputs(EMBEDDING_PARSER.parse(body), 1)
     assert isinstance(one, MediaSource) == bool(kinds)
 
@@ -283,7 +285,7 @@ async def stub() -> AsyncIterator[Stub]:
 
 async def ask(url: str, load: Load) -> Exchange:
     async with Client(url, load.endpoint, load.request_timeout_s, "a key") as client:
-        return await client.exchange(Requests(load, "stub", []).body(0), time.perf_counter())
+        return await client.exchange(request_body(load, "stub", [], 0), time.perf_counter())
 
 
 async def test_tokens_are_events_with_text_unless_the_server_counts(stub: Stub) -> None:
@@ -341,7 +343,7 @@ async def test_no_more_are_in_flight_than_allowed(stub: Stub) -> None:
     script, url = stub
     load = Load(requests=30, max_concurrency=4, media=TEXT_ONLY)
     async with Client(url, "chat", 10.0) as client:
-        found = await play("url", load, client, Requests(load, "stub", []))
+        found = await play("url", load, client, functools.partial(request_body, load, "stub", []))
     assert (found.completed, script.peak) == (30, 4)
     assert found.peak_concurrency <= 4
     assert len({body["messages"][0]["content"][0]["text"] for body in script.bodies}) == 30
@@ -354,7 +356,7 @@ async def test_a_slow_server_gets_the_same_load(stub: Stub) -> None:
     script.hangs = True
     load = Load(requests=6, request_rate=100, request_timeout_s=0.4, media=TEXT_ONLY)
     async with Client(url, "chat", load.request_timeout_s) as client:
-        found = await play("url", load, client, Requests(load, "stub", []))
+        found = await play("url", load, client, functools.partial(request_body, load, "stub", []))
     assert [one.began_s for one in found.by_request] == pytest.approx(arrival_times(load))
     assert script.peak == 6
     assert {one.failure for one in found.by_request} == {"no whole answer within 0.4 s"}
@@ -538,7 +540,7 @@ sys.stdin.read()
 
 async def main():
     async with server.serving(ServerOptions(), Load(requests=1)) as served:
-        print(served.processes[0].pid, flush=True)
+        print(next(served.every()).pid, flush=True)
         await asyncio.Event().wait()
 
 server._PROGRAM = ("-S", "-c", STAND_IN)

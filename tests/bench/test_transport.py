@@ -61,12 +61,6 @@ def test_a_quick_run_says_what_it_leaves_out() -> None:
     assert limits == sorted(set(limits)) == list(cases.QUICK_SIZES)
 
 
-def test_the_product_has_every_combination() -> None:
-    rounds = cases.product(Choice(sizes=(4096, 8192), producers=(1, 2)), ["shmring"])
-    found = [case for one in rounds for case in one.cases]
-    assert len(found) == len(set(found)) == 2 * 2 * 2 * 2 * 3
-
-
 def test_what_is_in_flight_fits_into_memory() -> None:
     assert Case(256 << 20).bounded().window == 4
     assert Case(256 << 20, producers=8).bounded().window == 1
@@ -105,7 +99,7 @@ class Pretended:
     def run(self, cell: Cell) -> Measurement:
         if (self.name, cell.nbytes) in self.fails:
             raise BenchError(f"{self.name} broke")
-        cost = Cost(messages=10, elapsed_s=1.0, cpu_s=0.001, resident_nbytes=1 << 20, descriptors=5, lag=None)
+        cost = Cost(messages=10, cpu_s=0.001, resident_nbytes=1 << 20, descriptors=5, lag=None)
         latencies = np.full(10, 1000, np.int64)
         return Measurement(10, 10 / self.speeds[self.name], latencies, cost, (cost,) * self.producers)
 
