@@ -147,8 +147,8 @@ class RingConfig:
         copy_offload_nbytes: copies larger than this run on a thread (they release the interpreter lock); up to it, waking
             a thread costs more than the copy. A frontend's is larger: nobody's accelerator waits for its loop.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
-            microseconds off its latency and costs a core meanwhile. 0: for 60 microseconds, which is what sleeping costs,
-            and only while that helps. 200 microseconds cover a reply to a frontend that answers at once.
+            microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, which cover the answer of
+            a peer that has to be woken, and only while that helps. Longer than that, it helps where answers take longer.
         max_workers: workers at a time, those that have gone but may still be reading included; at most 64. Each costs two
             descriptors and two message rings.
         worker_backlog: messages that a worker may have that it has not left yet; at most 256. One that has as many holds up

@@ -5,9 +5,14 @@ When nothing has come for as long as being woken would take, it falls asleep. So
 of ours in an idle process.
 
 Looking costs less than sleeping, if what is looked for comes soon: for a sleeper, one end rings, the kernel wakes the other,
-and that takes both of them tens of microseconds. So a link looks for that long before it sleeps: never more than twice the cost
-of what would have been best. A turn that finds nothing lets other processes run first, one of which may be about to answer.
-Where a link has looked in vain several times in a row it sleeps at once, and tries again now and then: its peer takes longer.
+and that takes both of them tens of microseconds. So a link looks for about as long before it sleeps: never more than a small
+multiple of the cost of what would have been best. A turn that finds nothing lets other processes run first, one of which may be
+about to answer. Where a link has looked in vain several times in a row it sleeps at once, and tries again now and then: its
+peer takes longer.
+
+Two ends that both sleep answer each other slowly *because* they sleep. Each of them would find out if it looked for longer than
+its peer takes to be woken and to answer; if it looked for less, it would look in vain for ever, and both would stay in that
+state. So the time to look is that of a peer that has to be woken, with room for its answer.
 
 The budget. A turn ends after a set time, and the links that have not had theirs come first in the next one. In a turn, a link
 delivers so many records, or for so long: whichever is over first. Time is what others wait for. What a record costs depends on
@@ -34,7 +39,7 @@ __all__ = ["LINK_S", "RECORDS_IN_TURN", "Polled", "Poller", "Vigil"]
 RECORDS_IN_TURN = 64  # of a link: as many small requests take about a millisecond
 LINK_S = 0.001  # of a turn, for one link
 _TURN_S = 0.004  # for all of them together: what an event loop is expected to take anyway
-_VIGIL_S = 0.00006  # what sleeping and being woken take both ends, about, where the cores have fallen asleep too
+_VIGIL_S = 0.0002  # to wake a peer whose core sleeps, too, takes up to 0.05 ms, and to copy a megabyte for an answer as long
 _VAIN_VIGILS = 4  # in a row, after which a link sleeps at once
 _RETRY = 32  # how many times it does so before it looks again
 

@@ -255,6 +255,22 @@ def test_a_link_that_looks_in_vain_sleeps_at_once_and_tries_again_now_and_then()
     assert vigils(vigil, 2, found=True) == 2, "one that helped is believed"
 
 
+def test_two_ends_that_both_sleep_find_out_that_they_need_not() -> None:
+    """Each answers at once, but being woken takes it a while: who looks again must look for longer than that."""
+    waking_s, answering_s = 50e-6, 50e-6
+    ends = Vigil(), Vigil()
+    for vigil in ends:
+        vigils(vigil, polling._VAIN_VIGILS, found=False)  # something has held both up for a while
+    now_s, looked = 1000.0, []
+    for number in range(4 * polling._RETRY):  # records that the two send each other in turn
+        ends[number % 2].begin(now_s)
+        now_s += answering_s
+        looked.append(not ends[1 - number % 2].is_over(now_s))
+        now_s += 0.0 if looked[-1] else waking_s
+    assert not looked[0]
+    assert all(looked[-polling._RETRY :])
+
+
 async def test_an_end_with_nothing_to_do_sleeps(serve: Any, connect: Any) -> None:
     """Also one that has just had its first messages, and was answered at once."""
     ring, client = await serve(), await connect()
