@@ -13,6 +13,7 @@ from bench.allocation.command import allocator_command
 from bench.command_line import DIRECTORY, SETTINGS, console
 from bench.commands import quick_command, transport_command
 from bench.cost import cost_command
+from bench.fan_out.command import fan_out_command
 from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
@@ -31,6 +32,7 @@ for command in (
     cost_command,
     request_command,
     serve_command,
+    fan_out_command,
     allocator_command,
     gpu_command,
     vllm_command,

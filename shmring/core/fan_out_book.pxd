@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from shmring.core.blocks cimport RunAllocator
-from shmring.core.message_ring cimport RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.views cimport Lent
 
 cdef enum:
@@ -35,7 +35,9 @@ cdef class WorkerRecord:
     cdef readonly uint32_t unacknowledged
     cdef readonly uint64_t unacknowledged_nbytes
     cdef readonly uint64_t sent
-    cdef RecordWriter writer
+    cdef RecordWriter writer   # None: it gets nothing
+    cdef RecordReader reader   # None: nothing is read of it, or somebody else sees to that
+    cdef RecordTaker taker     # of what is read
     cdef object _page
     cdef uint8_t* _at
 

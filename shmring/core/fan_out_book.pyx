@@ -162,7 +162,7 @@ cdef class FanOutBook:
         """It gets nothing more; what it has stays outstanding. Twice is once."""
         if worker.is_member:
             worker.is_member = False
-            worker.writer = None
+            worker.writer = worker.reader = worker.taker = None
             del self._members[worker.rank]
             self._member_mask &= ~(<uint64_t>1 << worker.place)
             self.ranks = tuple(sorted(self._members))

@@ -1,13 +1,14 @@
 """The C interface of :mod:`shmring.core.fan_out_end`, and what a message to workers says beside its content."""
 
 cimport cython
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from shmring.core.awaiting cimport Awaited
 from shmring.core.engine_end cimport ClaimEnd, EngineEnd
-from shmring.core.fan_out_book cimport FanOutBook, WorkerRecord
+from shmring.core.fan_out_book cimport MAX_WORKERS, FanOutBook, WorkerRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.mapping cimport Mapping
+from shmring.core.message_ring cimport RecordTaker
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport PayloadDecoder
 from shmring.core.views cimport Lent
@@ -27,6 +28,11 @@ cdef class ClaimedSlots(HeldSlots):
     cdef ClaimEnd _last      # in which something was found last
 
     cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1
+
+
+cdef class JoinedWorker(RecordTaker):
+    cdef readonly FanOutEnd end
+    cdef readonly WorkerRecord record    # None: its connection is not there yet
 
 
 @cython.final
@@ -65,7 +71,10 @@ cdef class FanOutEnd:
     cdef uint64_t _record_nbytes
     cdef uint64_t _at_once_nbytes
     cdef uint32_t _max_tensors
+    cdef double _look_s
 
+    cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1
+    cdef Gathering _gathering(self, WorkerRecord worker, uint64_t sequence)
     cdef Parcel _pack(self, object payload, object to, uint32_t flags)
     cdef uint64_t _mask(self, Parcel parcel) except? 0
     cdef bint _send_at_once(self, Parcel parcel) except -1
@@ -94,8 +103,11 @@ cdef class Gathering(Awaited):
     cdef object timer
     cdef readonly uint64_t expected   # places of those who have not replied
     cdef list answers                 # in order of rank
-    cdef tuple order                  # places, in the same order
-    cdef readonly bint is_sent
+    cdef uint8_t _orders[MAX_WORKERS] # by place, where in that a reply goes
+    cdef object _error                # why one will not come; None: it may
 
     cdef int _sent(self) except -1
-    cdef int _fail(self, error) except -1
+    cdef int _look(self) except -1
+    cdef int _take(self, WorkerRecord worker, object answer) except -1
+    cdef int _fail(self, object error) except -1
+    cdef int _end(self) except -1

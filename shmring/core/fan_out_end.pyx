@@ -9,7 +9,8 @@ Nothing is waited for here. What finds no memory, no place, or no room in a ring
 (:mod:`shmring.ring.workers`), which is handed in; it has those who wait stand in line, and calls back here.
 
 What a worker sends is its own word about itself. A reply that nobody waits for (any more) is counted; what can't be true ends that
-worker's connection.
+worker's connection. Replies are read in C, like submissions. An engine that polls busily looks for those that it has just asked for
+before it lets its loop go on, for a moment at most: a turn of the loop takes longer than workers that poll need to reply.
 """
 
 cimport cython
@@ -24,7 +25,7 @@ from shmring.core.fan_out_book cimport WINDOW, FanOutBook, WorkerRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.lending cimport BLOCK_NBYTES, slot_blocks
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned, read_array, read_unsigned, unsigned_nbytes
 from shmring.core.payload cimport Packed, Packer, put_slot
 from shmring.core.received cimport PayloadDecoder, regions_of
@@ -39,6 +40,17 @@ cdef extern from *:
     #define lowest_bit(mask) __builtin_ctzll(mask)
     """
     int lowest_bit(uint64_t mask) noexcept nogil
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<time.h>" nogil:
+    struct timespec:
+        long tv_sec
+        long tv_nsec
+    int clock_gettime(int, timespec*)
+    enum:
+        CLOCK_MONOTONIC
 
 cdef enum:
     _HEADER_NBYTES = 64
@@ -100,6 +112,45 @@ cdef class ClaimedSlots(HeldSlots):
         return False
 
 
+cdef class JoinedWorker(RecordTaker):
+    """A worker, as far as every reply needs it; the shell's worker is a subclass.
+
+    Args:
+        end: that it belongs to.
+
+    Attributes:
+        record: its record, once its connection is there.
+    """
+
+    def __init__(self, FanOutEnd end not None) -> None:
+        self.end = end
+
+    def attach(self, WorkerRecord record not None, RecordReader reader not None) -> None:
+        """Its connection is there, whose ring the shell reads, too."""
+        self.record = record
+        record.reader, record.taker = reader, self
+
+    cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1:
+        return self.end._take_answer(self.record, record, nbytes)
+
+    def take_record(self, bytes record not None) -> None:
+        """A record came from it.
+
+        Raises:
+            RemoteProtocolError: it broke the rules.
+        """
+        if not self.take_answer(record):
+            self.take_message(record)
+
+    def take_answer(self, bytes record not None) -> bool:
+        """The same, of a record of any length; returns False if it is no reply."""
+        return self.end._take_answer(self.record, <const uint8_t*>PyBytes_AS_STRING(record), <uint64_t>PyBytes_GET_SIZE(record))
+
+    def take_message(self, record) -> None:
+        """A record came that is no reply; for the subclass."""
+        raise NotImplementedError
+
+
 @cython.final
 @cython.no_gc
 cdef class Parcel:
@@ -143,6 +194,7 @@ cdef class FanOutEnd:
         record_nbytes: of a record, at most.
         at_once_nbytes: copies of no more than this are made at once.
         max_tensors: in a payload.
+        look_s: so long it looks for replies before it waits for them. Meanwhile nothing else happens in the loop.
 
     Attributes:
         is_crowded: whether others wait, and come first; the shell says so.
@@ -152,7 +204,7 @@ cdef class FanOutEnd:
 
     def __init__(
         self, shell, EngineEnd end not None, FanOutBook book not None, Packer packer not None, PayloadDecoder decoder not None,
-        Mapping slab not None, *, inline_nbytes, record_nbytes, at_once_nbytes, max_tensors,
+        Mapping slab not None, *, inline_nbytes, record_nbytes, at_once_nbytes, max_tensors, look_s=0.0,
     ) -> None:
         self.shell = shell
         self.book = book
@@ -165,6 +217,7 @@ cdef class FanOutEnd:
         self._inline_nbytes, self._record_nbytes = inline_nbytes, record_nbytes
         self._at_once_nbytes = at_once_nbytes
         self._max_tensors = max_tensors
+        self._look_s = look_s
 
     def reserve(self, Mapping memory not None) -> None:
         """There is memory for broadcasts."""
@@ -352,6 +405,7 @@ cdef class FanOutEnd:
         cdef uint64_t left, sequence
         cdef uint32_t nbytes, slots = parcel.slot_count, i
         cdef int stamp
+        cdef bint is_told = False
         cdef uint8_t* to
         if not mask:
             return 0
@@ -391,8 +445,9 @@ cdef class FanOutEnd:
         while left:
             worker = self.book.at_place(lowest_bit(left))
             worker.writer.wake_reader()
-            if worker.writer.told:
-                self.shell.published(worker)
+            if parcel.flags & WANTS_ANSWER and worker.writer.told and (not is_told or not worker.reader.awake):
+                self.shell.expects_replies(worker)
+                is_told = True
             left &= left - 1
         if slots:
             self.shell.slots_are_kept()
@@ -400,7 +455,7 @@ cdef class FanOutEnd:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def take_answer(self, WorkerRecord worker not None, bytes record not None) -> bool:
+    cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1:
         """A record came from a worker; returns False if it is no reply.
 
         Raises:
@@ -409,8 +464,9 @@ cdef class FanOutEnd:
         cdef Cursor cursor
         cdef uint64_t members, tag, sequence
         cdef Content content
-        cursor.at = <const uint8_t*>PyBytes_AS_STRING(record)
-        cursor.end = cursor.at + PyBytes_GET_SIZE(record)
+        cdef Gathering gathering
+        cursor.at = record
+        cursor.end = record + nbytes
         if not read_array(&cursor, &members) or not members or not read_unsigned(&cursor, &tag) or tag != ANSWER:
             return False
         if members != 4 or not read_unsigned(&cursor, &sequence):
@@ -426,9 +482,9 @@ cdef class FanOutEnd:
             except RemoteProtocolError:
                 raise
             except Exception as error:
-                gathering.fail(error)
+                gathering._fail(error)
             else:
-                gathering.take(worker, answer)
+                gathering._take(worker, answer)
         return True
 
     def take_failure(self, WorkerRecord worker not None, sequence: int, type_name: str, message: str) -> None:
@@ -439,9 +495,9 @@ cdef class FanOutEnd:
         """
         gathering = self._gathering(worker, sequence)
         if gathering is not None:
-            gathering.fail(WorkerFailedError(type_name, message, rank=worker.rank))
+            gathering._fail(WorkerFailedError(type_name, message, rank=worker.rank))
 
-    def _gathering(self, WorkerRecord worker, uint64_t sequence):
+    cdef Gathering _gathering(self, WorkerRecord worker, uint64_t sequence):
         """Who waits for a worker's reply to a message; None: nobody does any more."""
         cdef Gathering gathering
         if not sequence or sequence >= self.book.next_sequence:
@@ -458,7 +514,7 @@ cdef class FanOutEnd:
         cdef Gathering gathering
         for gathering in list(self.gathers.values()):
             if gathering.expected >> worker.place & 1:
-                gathering.fail(WorkerLostError(
+                gathering._fail(WorkerLostError(
                     f"worker {worker.rank} {reason} before it replied to message {gathering.parcel.sequence}", ranks=(worker.rank,)
                 ))
 
@@ -483,17 +539,25 @@ cdef class Gathering(Awaited):
     """What sends a message to workers and waits for their replies."""
 
     cdef PyObject* happen(self) except NULL:
-        loop = self.end.shell.loop
         self.parcel = self.end._pack(self.payload, self.to, WANTS_ANSWER)
         self.payload = None
         if not self.end._send_at_once(self.parcel):
             return self.wait_in(self.end.shell.gather_in_turn(self, self.parcel, self.timeout))
         if not self.parcel.sequence:
             return owned([])
+        self._sent()
+        if self.end._look_s > 0:
+            self._look()
+            if self._error is not None or not self.expected:
+                error = self._error
+                self.forget()
+                if error is not None:
+                    raise error
+                return owned(self.answers)
+        loop = self.end.shell.loop
         self.future = loop.create_future()
         if self.timeout is not None:
             self.timer = loop.call_later(self.timeout, self.time_out)
-        self._sent()
         return self.wait_in(self.future)
 
     def sent(self, future, timer) -> None:
@@ -507,28 +571,68 @@ cdef class Gathering(Awaited):
 
     cdef int _sent(self) except -1:
         cdef FanOutBook book = self.end.book
+        cdef WorkerRecord worker
+        cdef uint8_t order = 0
         ranks = book.ranks if self.to is None else sorted(set(self.to))
-        self.order = tuple([(<WorkerRecord?>book.member(rank)).place for rank in ranks])
-        self.answers = [None] * len(self.order)
-        for place in self.order:
-            self.expected |= <uint64_t>1 << <int>place
+        for rank in ranks:
+            worker = <WorkerRecord?>book.member(rank)
+            self._orders[worker.place] = order
+            self.expected |= <uint64_t>1 << worker.place
+            order += 1
+        self.answers = [None] * order
         self.end.gathers[self.parcel.sequence] = self
         return 0
 
-    def take(self, WorkerRecord worker not None, answer) -> None:
+    cdef int _look(self) except -1:
+        """Takes replies as they come, for a moment; lets other processes run whenever there is none."""
+        cdef FanOutEnd end = self.end
+        cdef FanOutBook book = end.book
+        cdef WorkerRecord worker
+        cdef uint64_t left
+        cdef double until = _now() + end._look_s
+        cdef bint is_news
+        while True:
+            left, is_news = self.expected, False
+            while left and self._error is None:
+                worker = book.at_place(lowest_bit(left))
+                left &= left - 1
+                if worker is None or worker.reader is None or not worker.reader.has_news():
+                    continue
+                is_news = True
+                if not worker.reader.records_left:
+                    return 0  # it has had its share of this turn
+                try:
+                    if not worker.reader.hear(worker.taker):
+                        return 0  # who gives it its turns does that
+                except RemoteProtocolError as error:
+                    end.shell.worker_violated(worker, error)
+            if not self.expected or self._error is not None:
+                return 0
+            if not is_news:
+                if _now() > until:
+                    return 0
+                with nogil:
+                    sched_yield()
+
+    cdef int _take(self, WorkerRecord worker, object answer) except -1:
         """A reply came."""
-        self.answers[self.order.index(worker.place)] = answer
+        self.answers[self._orders[worker.place]] = answer
         self.expected &= ~(<uint64_t>1 << worker.place)
-        if not self.expected and not self.future.done():
-            self.future.set_result(None)
+        return 0 if self.expected else self._end()
 
-    def fail(self, error) -> None:
+    cdef int _fail(self, object error) except -1:
         """A reply will not come."""
-        self._fail(error)
+        if self._error is None:
+            self._error = error
+            self._end()
+        return 0
 
-    cdef int _fail(self, error) except -1:
-        if not self.future.done():
-            self.future.set_exception(error)
+    cdef int _end(self) except -1:
+        if self.future is not None and not self.future.done():
+            if self._error is None:
+                self.future.set_result(None)
+            else:
+                self.future.set_exception(self._error)
         return 0
 
     def missing(self) -> tuple:
@@ -558,7 +662,13 @@ cdef class Gathering(Awaited):
             self.end.gathers.pop(self.parcel.sequence, None)
         if self.timer is not None:
             self.timer.cancel()
-        self.timer = self.future = None
+        self.timer = self.future = self._error = None
+
+
+cdef double _now() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec + now.tv_nsec * 1e-9
 
 
 may_be_awaited(Broadcasting)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmring.core.engine_end import ClaimEnd, EngineEnd
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
-from shmring.core.fan_out_end import FanOutEnd, Gathering, Parcel
+from shmring.core.fan_out_end import FanOutEnd, Gathering, JoinedWorker, Parcel
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.mapping import Mapping
 from shmring.core.messages import (
@@ -61,16 +61,18 @@ _INLINE_NBYTES = (
 )
 _KEPT_S = 0.001  # after which somebody looks whether slots of claims may go back
 _GONE_S = 0.1  # the same of workers that ring no more: dropped ones, of which only their pages tell
+_LOOK_S = 0.00025  # for replies, before the loop goes on, if this engine polls busily: a part of what a turn may take
 _MOST_ANSWERS = 4  # of max_payload_nbytes: what one reply may take in parts, tensors included
 _BACKLOG_NBYTES = 64 << 10  # of what can't wait: the word that a connection ends
 
 
-class _Worker:
+class _Worker(JoinedWorker):
     """A worker that has joined: what its connection reports."""
 
     def __init__(self, workers: Workers, peer: Peer, watch: ProcessWatch, page: Mapping, ring_fds: tuple[int, int]) -> None:
         hello = peer.hello
         assert isinstance(hello, Join)
+        super().__init__(workers.end)
         self._workers = workers
         self.rank = hello.rank
         self.name = hello.name
@@ -83,20 +85,16 @@ class _Worker:
         self.link = _WorkerLink(
             self, peer.socket, to_engine, to_worker, workers.ring.poller, max_backlog_nbytes=_BACKLOG_NBYTES
         )
-        self.record: WorkerRecord
 
     def __str__(self) -> str:
         return f"worker {self.rank} ({self.name or 'unnamed'}, pid {self.pid})"
 
-    def take_record(self, record: bytes) -> None:
-        end = self._workers.end
-        if end.take_answer(self.record, record):
-            return
+    def take_message(self, record: bytes) -> None:
         message = decode_worker_message(record)
         if isinstance(message, AnswerPart):
             self._take_part(message)
         elif isinstance(message, AnswerFailed):
-            end.take_failure(self.record, message.sequence, message.type_name, message.message)
+            self.end.take_failure(self.record, message.sequence, message.type_name, message.message)
         else:
             raise RemoteProtocolError("a worker joins once")
 
@@ -107,7 +105,7 @@ class _Worker:
             raise RemoteProtocolError(f"a reply in parts exceeds {_MOST_ANSWERS} times max_payload_nbytes")
         if not part.more:
             record, self.parts, self.parts_nbytes = b"".join(self.parts), [], 0
-            if not self._workers.end.take_answer(self.record, record):
+            if not self.take_answer(record):
                 raise RemoteProtocolError("what came in parts is no reply")
 
     def rang(self) -> None:
@@ -164,6 +162,7 @@ class Workers:
             record_nbytes=record_nbytes,
             at_once_nbytes=int(config.copy_offload_nbytes),
             max_tensors=config.max_tensors,
+            look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
         self._line: deque[asyncio.Future[None]] = deque()  # of those who wait for their turn to send
@@ -325,8 +324,8 @@ class Workers:
             worker = self._workers.pop(record)
             worker.watch.close()
 
-    def published(self, record: WorkerRecord) -> None:
-        """For the end: a worker was written to, whose link is told of it."""
+    def expects_replies(self, record: WorkerRecord) -> None:
+        """For the end: a worker is to reply to an engine that polls busily, so its link stays awake."""
         self._workers[record].link.published()
 
     def hear(self) -> None:
@@ -451,7 +450,7 @@ class Workers:
             page.advise(0, WORKER_PAGE_NBYTES, _MADV_DONTFORK)
             worker = _Worker(self, peer, watch, page, ring_fds)
             answer_peer(peer, self._welcome(), (slab_fd, self._slab.reply_fd, self._fd, *ring_fds, page_fd))
-            worker.record = self.book.join(worker.rank, page, worker.link.writer)
+            worker.attach(self.book.join(worker.rank, page, worker.link.writer), worker.link.reader)
             self._workers[worker.record] = worker
             return worker
         finally:

@@ -1,0 +1,293 @@
+"""The measurements of one cell: in the engine's process, with each worker in a process of its own.
+
+A *flood* is messages as fast as they are taken, timed until the last worker has the last one. In a *pace* there is a message
+each 2 ms, and what counts is when the last worker has it, by the clock that all processes share. Each message has its number
+and one tensor, whose first item a worker reads before it leaves the message; a worker that misses one, or gets one out of
+turn, fails the cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.fan_out.plan import Cell, Run
+
+__all__ = ["END", "PATIENCE_S", "Stamps", "Way", "measure", "wait_until_ready"]
+
+PATIENCE_S = 60.0  # for workers to join, or to have what was sent
+END = -1  # the number of a cell's last message
+
+_GAP_S = 0.002
+_MOST = 1 << 18  # messages of a cell
+_WARM_UP = 16  # so that memory which is used in turn was touched
+_ITEM = 7  # the first of each tensor
+_REST_S = 1.0
+_SPUN_S = 0.3  # beyond which nobody still looks whom the last message has kept awake for a second
+_ROUNDS = 3  # of stopping a worker
+_STOPPED_STEPS = 32  # of each: less than it may have unread
+
+
+class Stamps:
+    """When each worker has had each message: memory that engine and workers share.
+
+    Args:
+        workers: how many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        memory = mmap.mmap(-1, 8 * workers * _MOST)
+        self.times: NDArray[np.int64] = np.frombuffer(memory, np.int64).reshape(workers, _MOST)
+        self._last = [0] * workers
+
+    def note(self, rank: int, number: int, item: int) -> bool:
+        """A worker has a message; returns whether it was the last of all.
+
+        Raises:
+            RuntimeError: it is not the one that was due.
+        """
+        now_ns = time.monotonic_ns()
+        if number == END:
+            return True
+        if number != self._last[rank] + 1 or item != _ITEM:
+            raise RuntimeError(f"worker {rank} got {number}, {item} after {self._last[rank]}")
+        self._last[rank] = number
+        self.times[rank, number] = now_ns
+        return False
+
+    def is_ready(self, rank: int) -> None:
+        """A worker has joined."""
+        self.times[rank, 0] = 1
+
+
+class Way:
+    """How messages get to workers; one object, which is made before the workers are forked, for all processes of a cell.
+
+    Args:
+        cell: what is measured.
+        directory: of its own.
+        stamps: for the workers.
+    """
+
+    name: ClassVar[str]
+    most_unread: ClassVar[int | None] = None  # messages, where nothing else bounds them
+
+    def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
+        self.cell, self.directory, self.stamps = cell, directory, stamps
+        self.tensor: Any = torch.zeros(cell.nbytes, dtype=torch.uint8)
+        self.tensor[0] = _ITEM
+
+    def work(self, rank: int) -> None:
+        """A worker, until its last message."""
+        raise NotImplementedError
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """The engine, for as long as it is measured; workers have joined when it is entered."""
+        raise NotImplementedError
+
+    async def send(self, number: int) -> None:
+        """Sends a message to all workers."""
+        raise NotImplementedError
+
+    async def gather(self, number: int) -> Sequence[Any]:
+        """Sends one, and returns all replies, in order of rank."""
+        raise NotImplementedError
+
+    async def pause(self, seconds: float) -> None:
+        """Waits as programs of this kind do."""
+        time.sleep(seconds)  # noqa: ASYNC251 # nothing else is in the loop of a blocking peer
+
+    def close(self) -> None:
+        """All has ended, in the engine's process."""
+
+
+def wait_until_ready(stamps: Stamps) -> None:
+    """For engines that are not told: waits until all workers have said that they are there."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not stamps.times[:, 0].all():
+        if time.monotonic() > until_s:
+            raise TimeoutError("the workers did not come")
+        time.sleep(0.005)
+
+
+class _Measurement:
+    def __init__(self, way: Way, pids: Sequence[int]) -> None:
+        self._way, self._cell, self._times, self._pids = way, way.cell, way.stamps.times, pids
+        self._sent = 0
+
+    async def run(self) -> Run:
+        cell = self._cell
+        for _ in range(_WARM_UP):
+            await self._send()
+        self._settle()
+        per_s = await self._flood()
+        last_us, engine_us, worker_us = await self._pace()
+        gathers_per_s = await self._gather() if cell.gathers else None
+        awake, idle = await self._rest() if cell.rests else (None, None)
+        stopped = await self._stop() if cell.stops else None
+        return Run(per_s, last_us, engine_us, worker_us, gathers_per_s, awake, idle, stopped)
+
+    async def _send(self) -> int:
+        """Returns when it began to."""
+        self._sent += 1
+        began_ns = time.monotonic_ns()
+        await self._way.send(self._sent)
+        most = self._way.most_unread
+        if most is not None and not self._sent % most:
+            self._settle()
+        return began_ns
+
+    def _settle(self, ranks: slice = slice(None)) -> int:
+        """Waits until these workers have the last message; returns when the last of them had it."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not (arrived := self._times[ranks, self._sent]).all():
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"message {self._sent} did not come to all workers")
+            for pid in self._pids:
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    raise RuntimeError("a worker has died")
+            time.sleep(0.0003)
+        return int(arrived.max())
+
+    async def _flood(self) -> float:
+        first, began_ns = self._sent, time.monotonic_ns()
+        until_ns = began_ns + int(self._cell.seconds * 1e9)
+        while time.monotonic_ns() < until_ns and self._sent < _MOST // 2:
+            await self._send()
+        return (self._sent - first) / (self._settle() - began_ns) * 1e9
+
+    async def _pace(self) -> tuple[float, float, float]:
+        steps = self._cell.steps
+        began_s = time.process_time()
+        for _ in range(steps):
+            await self._way.pause(_GAP_S)
+        pauses_s = time.process_time() - began_s
+        began_s, workers_s = time.process_time(), self._workers_s()
+        late_us = []
+        in_between_s = 0.0
+        for _ in range(steps):
+            await self._way.pause(_GAP_S)
+            began_ns = await self._send()
+            paused_s = time.process_time()
+            late_us.append((began_ns, self._sent))
+            if self._cell.nbytes >= 1 << 24:
+                self._settle()
+            in_between_s += time.process_time() - paused_s
+        engine_s = time.process_time() - began_s - pauses_s - in_between_s
+        self._settle()
+        workers_s = self._workers_s() - workers_s
+        last_us = statistics.median((int(self._times[:, number].max()) - began_ns) / 1e3 for began_ns, number in late_us)
+        return last_us, max(0.0, engine_s) / steps * 1e6, workers_s / steps / len(self._pids) * 1e6
+
+    async def _gather(self) -> float:
+        began_s, count = time.perf_counter(), 0
+        while time.perf_counter() - began_s < self._cell.seconds and self._sent < _MOST - 4096:
+            self._sent += 1
+            count += 1
+            replies = await self._way.gather(self._sent)
+            if [reply["number"] for reply in replies] != [self._sent] * self._cell.workers:
+                raise RuntimeError(f"the replies to {self._sent} were {replies}")
+        return count / (time.perf_counter() - began_s)
+
+    def _workers_s(self) -> float:
+        """CPU time of all workers so far."""
+        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self._pids)  # as clock_getcpuclockid makes it of a pid
+
+    async def _rest(self) -> tuple[float, float]:
+        taken = []
+        await self._way.pause(_REST_S)
+        for phase in ("awake", "idle"):
+            if phase == "awake":
+                await self._send()
+            else:
+                await self._way.pause(_SPUN_S)
+            before_s, began_s = self._workers_s(), time.monotonic()
+            await self._way.pause(_REST_S)
+            taken.append((self._workers_s() - before_s) / (time.monotonic() - began_s) * 100)
+        return taken[0], taken[1]
+
+    async def _stop(self) -> float:
+        """The others are the first ranks; the last one is stopped."""
+        others = slice(0, self._cell.workers - 1)
+        late_us: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(_ROUNDS):
+            for is_stopped in late_us:
+                if is_stopped:
+                    os.kill(self._pids[-1], signal.SIGSTOP)
+                try:
+                    for _ in range(_STOPPED_STEPS):
+                        await self._way.pause(_GAP_S)
+                        began_ns = await self._send()
+                        late_us[is_stopped].append((self._settle(others) - began_ns) / 1e3)
+                finally:
+                    os.kill(self._pids[-1], signal.SIGCONT)
+                self._settle()
+        return statistics.median(late_us[True]) / statistics.median(late_us[False])
+
+
+@contextlib.contextmanager
+def _workers(way: Way) -> Iterator[list[int]]:
+    """Yields the pids of worker processes, which have ended afterwards."""
+    pids: list[int] = []
+    try:
+        for rank in range(way.cell.workers):
+            pid = os.fork()
+            if not pid:
+                _work(way, rank)
+            pids.append(pid)
+        yield pids
+        until_s = time.monotonic() + PATIENCE_S
+        while pids:
+            if os.waitpid(pids[-1], os.WNOHANG)[0]:
+                pids.pop()
+            elif time.monotonic() > until_s:
+                raise TimeoutError("a worker did not end")
+            else:
+                time.sleep(0.001)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _work(way: Way, rank: int) -> None:
+    """The process of a worker, which this does not leave."""
+    code = 1
+    try:
+        way.work(rank)
+        code = 0
+    except BaseException:  # noqa: BLE001 # the engine finds it dead, and this says why
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def measure(way: Way, run: Callable[[Coroutine[Any, Any, Run]], Run]) -> Run:
+    """Measures a cell.
+
+    Args:
+        way: of it.
+        run: of a coroutine: ``asyncio.run`` or the like.
+    """
+    with _workers(way) as pids:
+
+        async def in_engine() -> Run:
+            async with way.serving():
+                found = await _Measurement(way, pids).run()
+                await way.send(END)
+                return found
+
+        return run(in_engine())

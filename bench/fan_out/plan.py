@@ -1,0 +1,94 @@
+"""What ``bench fan-out`` measures: cells, and what is found in each."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["FOREIGN", "GATHERING", "IN_PLACE", "OURS", "POLLING", "SIZES", "SUBJECTS", "WORKERS", "Cell", "Run", "planned"]
+
+OURS, POLLING, IN_PLACE = "shmring", "shmring-polling", "shmring-in-place"
+MESSAGE_QUEUE, SPINNING_RING = "message-queue", "spinning-ring"
+QUEUES, PUBLISHED, ICEORYX2 = "torch-queues", "pyzmq-pub-sub", "iceoryx2"
+
+#: In words, in the order of tables.
+SUBJECTS = {
+    OURS: "shmring",
+    POLLING: "shmring, busy_poll_s",
+    IN_PLACE: "shmring, in a slot already",
+    MESSAGE_QUEUE: "vLLM MessageQueue",
+    SPINNING_RING: "spinning ring",
+    QUEUES: "torch.multiprocessing queues",
+    PUBLISHED: "pyzmq PUB/SUB",
+    ICEORYX2: "iceoryx2",
+}
+
+#: Those of which the first that is there is what shmring is compared with: the real one, or what stands for it.
+FOREIGN = (MESSAGE_QUEUE, SPINNING_RING)
+
+#: Those that bring replies back.
+GATHERING = (OURS, POLLING, *FOREIGN)
+
+SMALL, MIDDLE, LARGE = SIZES = (4 << 10, 1 << 20, 64 << 20)
+WORKERS = (1, 2, 4, 8)
+CENTRAL = 4  # workers, of which most targets speak
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One repetition of a case, of one subject.
+
+    Attributes:
+        subject: one of :data:`SUBJECTS`.
+        workers: how many.
+        nbytes: of the tensor in each message.
+        seconds: of the flood, and of the gathers.
+        steps: messages of the pace.
+        gathers: whether replies are measured, too.
+        rests: whether it is measured what workers take when nothing comes.
+        stops: whether one worker is stopped for a while.
+    """
+
+    subject: str
+    workers: int
+    nbytes: int
+    seconds: float
+    steps: int
+    gathers: bool = False
+    rests: bool = False
+    stops: bool = False
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What was measured in a cell; None: that was not asked for.
+
+    Attributes:
+        per_s: messages a second of a flood, until the last worker has the last one.
+        last_us: the median time from sending to the last worker, a message each 2 ms.
+        engine_us, worker_us: CPU time of the engine, and of one worker, for each of those; the engine's pauses left out.
+        gathers_per_s: how often in a second all replied, one gather after the other.
+        awake_percent, idle_percent: CPU of all workers in the second after a message, and in the one after that, of one core.
+        stopped_ratio: the median time to the last of the others while one worker is stopped, of that before.
+    """
+
+    per_s: float
+    last_us: float
+    engine_us: float
+    worker_us: float
+    gathers_per_s: float | None = None
+    awake_percent: float | None = None
+    idle_percent: float | None = None
+    stopped_ratio: float | None = None
+
+
+def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
+    """Returns what is measured of a subject in a case."""
+    is_central = workers == CENTRAL and nbytes == SMALL
+    return Cell(
+        subject,
+        workers,
+        nbytes,
+        seconds,
+        steps=max(20, min(300, round(seconds * 300))) if nbytes < LARGE else 20,
+        gathers=nbytes == SMALL and subject in GATHERING,
+        rests=is_central and subject in (OURS, *FOREIGN),
+        stops=is_central and subject == OURS,
+    )

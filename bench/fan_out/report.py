@@ -1,0 +1,226 @@
+"""The tables, the targets and the plot of ``bench fan-out``.
+
+Ratios are taken within each repetition, and their median counts. Where a target spans several cases, the worst of them
+decides.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench import plots
+from bench.coverage import Coverage
+from bench.fan_out.plan import (
+    CENTRAL,
+    FOREIGN,
+    IN_PLACE,
+    LARGE,
+    MIDDLE,
+    OURS,
+    POLLING,
+    PUBLISHED,
+    SMALL,
+    SUBJECTS,
+    WORKERS,
+    Run,
+)
+from bench.machine import Machine
+from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate
+from bench.targets import judge
+
+__all__ = ["Measured", "Stored", "draw", "report", "title"]
+
+#: The runs of each subject, by number of workers and size.
+Measured = dict[tuple[int, int], dict[str, list[Run]]]
+
+_Number = Callable[[Run], float | None]
+_Case = tuple[int, int]
+
+_COLOURS = {OURS: "#c1121f", POLLING: "#b5179e", IN_PLACE: "#f77f00"}
+_OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """The runs of a subject in a case, as they are stored."""
+
+    workers: int
+    nbytes: int
+    subject: str
+    runs: list[Run]
+
+
+def title(workers: int, nbytes: int) -> str:
+    """Returns a case in words."""
+    return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
+
+
+def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ()) -> Findings:
+    """Returns what a run has found.
+
+    Args:
+        measured: the runs.
+        coverage: what was planned.
+        left_out: what was not there to be measured, in sentences.
+    """
+    columns = [
+        "case", "peer", "messages/s", "least, most", "to the last, p50 us", "engine CPU us", "a worker's CPU us", "gathers/s",
+    ]  # fmt: skip
+    rows = [_row(case, subject, runs) for case, found in measured.items() for subject, runs in found.items()]
+    notes = [
+        "A message each 2 ms: the time to the last worker, and CPU a message. Medians of interleaved repetitions.",
+        *(f"Not measured: {sentence}." for sentence in left_out),
+        *_rests(measured),
+    ]
+    return Findings(
+        mode="fan-out",
+        machine=Machine.here(),
+        tables=[Table("a message to each of several workers", columns, rows, texts=("peer",), grouped=True)],
+        notes=notes,
+        targets=_verdicts(measured),
+        results=[Stored(*case, subject, runs) for case, found in measured.items() for subject, runs in found.items()],
+        coverage=coverage,
+    )
+
+
+def _row(case: _Case, subject: str, runs: Sequence[Run]) -> list[str]:
+    per_s = Spread.of(run.per_s for run in runs)
+    numbers = (
+        _median(runs, number)
+        for number in (
+            lambda run: run.last_us,
+            lambda run: run.engine_us,
+            lambda run: run.worker_us,
+            lambda run: run.gathers_per_s,
+        )
+    )
+    return [
+        title(*case), SUBJECTS[subject], format_rate(per_s.median), deviation(per_s),
+        *("" if number is None else f"{number:,.0f}" for number in numbers),
+    ]  # fmt: skip
+
+
+def _median(runs: Sequence[Run], number: _Number) -> float | None:
+    numbers = [found for run in runs if (found := number(run)) is not None]
+    return statistics.median(numbers) if numbers else None
+
+
+def _rests(measured: Measured) -> Iterator[str]:
+    for case, found in measured.items():
+        for subject, runs in found.items():
+            awake, idle = (_median(runs, number) for number in (lambda run: run.awake_percent, lambda run: run.idle_percent))
+            if awake is not None and idle is not None:
+                yield (
+                    f"{SUBJECTS[subject]}: {case[0]} workers take {awake:.1f} % of a core in the second after a message, "
+                    f"{idle:.2f} % idle."
+                )
+
+
+# -- targets -------------------------------------------------------------------------------------------------------------
+
+
+def _verdicts(measured: Measured) -> list[Verdict]:
+    foreign = next((name for name in FOREIGN for found in measured.values() if name in found), FOREIGN[0])
+    queue = SUBJECTS[foreign]
+
+    def ratio(ours: str, theirs: str, number: _Number, case: _Case, of_case: _Case | None = None) -> float | None:
+        """The median over the repetitions of one's number over the other's, in the same case or in another."""
+        pairs = zip(measured.get(case, {}).get(ours, ()), measured.get(of_case or case, {}).get(theirs, ()), strict=False)
+        numbers = [(number(run), number(other)) for run, other in pairs]
+        ratios = [mine / other for mine, other in numbers if mine is not None and other]
+        return statistics.median(ratios) if ratios else None
+
+    def of_workers(
+        ours: str, theirs: str, number: _Number, nbytes: int, of_nbytes: int | None = None, counts: Sequence[int] = WORKERS
+    ) -> Iterator[tuple[str, float | None]]:
+        """Such a ratio for each number of workers."""
+        for count in counts:
+            of_case = None if of_nbytes is None else (count, of_nbytes)
+            yield f"{count}", ratio(ours, theirs, number, (count, nbytes), of_case)
+
+    def at_central(ours: str, theirs: str, number: _Number) -> list[tuple[str, float | None]]:
+        return [(SUBJECTS[ours], ratio(ours, theirs, number, (CENTRAL, SMALL)))]
+
+    def alone(number: _Number) -> list[tuple[str, float | None]]:
+        return [(SUBJECTS[OURS], _median(measured.get((CENTRAL, SMALL), {}).get(OURS, ()), number))]
+
+    def per_s(run: Run) -> float:
+        return run.per_s
+
+    def last_us(run: Run) -> float:
+        return run.last_us
+
+    def at_most(what: str, limit: float, numbers: list[tuple[str, float | None]], unit: str = "x") -> Verdict:
+        return judge(what, title(CENTRAL, SMALL), limit, unit, numbers, at_least=False)
+
+    steady = [(count, times and max(times, 1 / times)) for count, times in of_workers(IN_PLACE, IN_PLACE, per_s, SMALL, LARGE)]
+    return [
+        judge(f"messages/s of {queue}", "4 KB", 2, "x", of_workers(OURS, foreign, per_s, SMALL)),
+        judge(f"messages/s of {queue}", "1 MB", 1.5, "x", of_workers(OURS, foreign, per_s, MIDDLE)),
+        judge(f"messages/s of {queue}", "64 MB, 1 worker", 0.9, "x", of_workers(OURS, foreign, per_s, LARGE, counts=(1,))),
+        judge(f"messages/s of {queue}", "64 MB, 4 workers", 2, "x", of_workers(OURS, foreign, per_s, LARGE, counts=(4,))),
+        judge(
+            f"messages/s in place, 4 KB to 64 MB, of {queue} at 1 MB", "any workers", 10, "x",
+            (
+                (f"{format_nbytes(nbytes)} to {name}", times)
+                for nbytes in (SMALL, MIDDLE, LARGE)
+                for name, times in of_workers(IN_PLACE, foreign, per_s, nbytes, MIDDLE)
+            ),
+        ),
+        judge("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", steady, at_least=False),
+        at_most(f"p50 to the last worker, asleep, of {queue}", 0.8, at_central(OURS, foreign, last_us)),
+        at_most(f"p50 to the last worker, polling, of {queue}", 0.7, at_central(POLLING, foreign, last_us)),
+        at_most(f"p50 to the last worker, asleep, of {SUBJECTS[PUBLISHED]}", 0.65, at_central(OURS, PUBLISHED, last_us)),
+        judge(
+            f"gathers/s with busy_poll_s, of {queue}", "4 KB, 1, 2, 4 workers", 3, "x",
+            of_workers(POLLING, foreign, lambda run: run.gathers_per_s, SMALL, counts=(1, 2, 4)),
+        ),
+        at_most(f"engine's CPU a message, of {queue}", 0.4, at_central(OURS, foreign, lambda run: run.engine_us)),
+        at_most("CPU of the workers in the second after a message", 5, alone(lambda run: run.awake_percent), "%"),
+        at_most("CPU of the workers, idle", 1, alone(lambda run: run.idle_percent), "%"),
+        at_most("p50 of the others while one worker is stopped, of before", 1.1, alone(lambda run: run.stopped_ratio)),
+    ]  # fmt: skip
+
+
+# -- the plot ------------------------------------------------------------------------------------------------------------
+
+
+def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draws messages per second and the time to the last worker, by workers; see :func:`bench.plots.save`.
+
+    Raises:
+        msgspec.ValidationError: what is stored is no run of this benchmark.
+    """
+    stored = msgspec.convert(findings.results, list[Stored], from_attributes=True)
+    return plots.save(lambda: _figure(stored), stem, kinds)
+
+
+def _figure(stored: Sequence[Stored]) -> Any:
+    sizes = sorted({entry.nbytes for entry in stored})
+    if not sizes:
+        return None
+    figure, axes = plots.panels(len(sizes), "messages to several workers: messages per second")
+    subjects = [subject for subject in SUBJECTS if any(entry.subject == subject for entry in stored)]
+    others = [subject for subject in subjects if subject not in _COLOURS]
+    for nbytes, panel in zip(sizes, axes, strict=True):
+        for subject in subjects:
+            points = sorted(
+                (entry.workers, statistics.median(run.per_s for run in entry.runs))
+                for entry in stored
+                if (entry.nbytes, entry.subject) == (nbytes, subject)
+            )
+            if points:
+                is_ours = subject in _COLOURS
+                colour = _COLOURS[subject] if is_ours else _OTHER_COLOURS[others.index(subject) % len(_OTHER_COLOURS)]
+                width = 2.5 if is_ours else 1.2
+                panel.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=width, label=SUBJECTS[subject])
+        panel.set(title=format_nbytes(nbytes), xlabel="workers", xscale="log", yscale="log")
+        counts = sorted({entry.workers for entry in stored})
+        panel.set_xticks(counts, [str(count) for count in counts])
+        panel.grid(alpha=0.25)
+    axes[-1].legend(fontsize="small")
+    return figure

@@ -1,0 +1,236 @@
+"""How each peer hands messages to workers, done as its users do it.
+
+- shmring: blocking workers, as the ranks of a model are; with ``busy_poll_s`` longer than the gaps of the pace; and with a
+  tensor that lies in a claim's slot already.
+- torch.multiprocessing: a queue for each worker. A message is a tensor of its own, which the first queue moves to shared
+  memory; the others send the same descriptor.
+- pyzmq: PUB that drops nothing (XPUB_NODROP), the tensor as a frame of its own, which is not copied before it is sent.
+- iceoryx2: publish-subscribe with loans, and an event service that wakes the workers; one copy into the loan. Nothing
+  overflows: who publishes waits for the slowest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import torch.multiprocessing
+
+import shmring
+from bench.fan_out.measuring import PATIENCE_S, Stamps, Way, wait_until_ready
+from bench.fan_out.plan import ICEORYX2, IN_PLACE, LARGE, OURS, POLLING, PUBLISHED, QUEUES, Cell
+
+__all__ = ["WAYS"]
+
+_NAME = "fan-out"
+_POLL_S = 0.005  # longer than a gap of the pace
+_MEMORY_NBYTES = 64 << 20
+
+
+class _Shmring(Way):
+    name = OURS
+    busy_poll_s: ClassVar[float] = 0.0
+    _ring: shmring.Ring
+
+    def work(self, rank: int) -> None:
+        with shmring.threads.join(
+            _NAME, rank, socket_dir=self.directory, connect_timeout_s=PATIENCE_S, busy_poll_s=self.busy_poll_s
+        ) as worker:
+            for message in worker:
+                with message:
+                    payload = message.payload
+                    if self.stamps.note(rank, payload["n"], int(payload["t"][0])):
+                        return
+                    if message.wants_reply:
+                        message.reply({"number": payload["n"], "tokens": [1, 2, 3]})
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        memory_nbytes = max(_MEMORY_NBYTES, 3 * self.cell.nbytes)
+        async with shmring.serve(
+            _NAME,
+            slab_nbytes=memory_nbytes,
+            broadcast_nbytes=memory_nbytes,
+            socket_dir=self.directory,
+            busy_poll_s=self.busy_poll_s,
+        ) as self._ring:
+            await self._ring.wait_workers(self.cell.workers, timeout=PATIENCE_S)
+            yield
+
+    async def send(self, number: int) -> None:
+        await self._ring.broadcast({"n": number, "t": self.tensor})
+
+    async def gather(self, number: int) -> Sequence[Any]:
+        return await self._ring.gather({"n": number, "t": self.tensor})
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class _Polling(_Shmring):
+    name = POLLING
+    busy_poll_s = _POLL_S
+
+
+class _InPlace(_Shmring):
+    name = IN_PLACE
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async with super().serving(), shmring.connect(_NAME, socket_dir=self.directory) as client:
+            submission = await client.submit({"t": self.tensor})
+            with await self._ring.claim() as claim:
+                self.tensor = claim.payload["t"]
+                try:
+                    yield
+                finally:
+                    self.tensor = None
+            submission.abort()
+
+
+class _Queues(Way):
+    name = QUEUES
+    most_unread = 64  # each of them has a descriptor
+
+    def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
+        super().__init__(cell, directory, stamps)
+        context = torch.multiprocessing.get_context("fork")
+        self._queues = [context.Queue() for _ in range(cell.workers)]
+
+    def work(self, rank: int) -> None:
+        self.stamps.is_ready(rank)
+        is_last = False
+        while not is_last:
+            number, tensor = self._queues[rank].get()
+            is_last = self.stamps.note(rank, number, int(tensor[0]))
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        wait_until_ready(self.stamps)
+        yield
+        for queue in self._queues:
+            queue.close()
+            queue.join_thread()
+
+    async def send(self, number: int) -> None:
+        tensor = self.tensor.clone()
+        for queue in self._queues:
+            queue.put((number, tensor))
+
+
+class _Published(Way):
+    name = PUBLISHED
+    _publisher: Any
+
+    @property
+    def _address(self) -> str:
+        return f"ipc://{self.directory}/zmq"
+
+    @property
+    def _most_queued(self) -> int:
+        return max(2, min(64, (256 << 20) // self.cell.nbytes))
+
+    def work(self, rank: int) -> None:
+        zmq: Any = importlib.import_module("zmq")
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.set_hwm(self._most_queued)
+            subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+            subscriber.connect(self._address)
+            is_last = False
+            while not is_last:
+                header, body = subscriber.recv_multipart(copy=False)
+                tensor = torch.frombuffer(body.buffer, dtype=torch.uint8)
+                is_last = self.stamps.note(rank, msgspec.msgpack.decode(header.buffer), int(tensor[0]))
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        zmq: Any = importlib.import_module("zmq")
+        with zmq.Context() as context, context.socket(zmq.XPUB) as self._publisher:
+            self._publisher.set_hwm(self._most_queued)
+            self._publisher.setsockopt(zmq.XPUB_NODROP, 1)
+            self._publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
+            self._publisher.setsockopt(zmq.RCVTIMEO, round(PATIENCE_S * 1e3))
+            self._publisher.bind(self._address)
+            for _ in range(self.cell.workers):
+                self._publisher.recv()  # that one has subscribed
+            yield
+
+    async def send(self, number: int) -> None:
+        body = memoryview(self.tensor.numpy())
+        self._publisher.send_multipart([msgspec.msgpack.encode(number), body], copy=self.cell.nbytes < 65536)
+
+
+class _Iceoryx2(Way):
+    name = ICEORYX2
+    _services: tuple[Any, Any, Any]
+
+    @property
+    def _depth(self) -> int:
+        return 64 if self.cell.nbytes < LARGE else 3
+
+    def _open(self) -> Any:
+        iceoryx2: Any = importlib.import_module("iceoryx2")
+        iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
+        config = iceoryx2.config.default()
+        config.global_cfg.root_path = iceoryx2.Path.new(f"{self.directory}/iceoryx2")
+        config.global_cfg.prefix = iceoryx2.FileName.new(f"{Path(self.directory).name}_")
+        builder = iceoryx2.NodeBuilder.new().config(config)
+        node = builder.signal_handling_mode(iceoryx2.SignalHandlingMode.Disabled).create(iceoryx2.ServiceType.Ipc)
+        most = self.cell.workers + 1
+        tensors = node.service_builder(iceoryx2.ServiceName.new("tensors")).publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
+        tensors = tensors.user_header(ctypes.c_int64).payload_alignment(iceoryx2.Alignment.new(64))
+        tensors = tensors.max_nodes(most).max_publishers(1).max_subscribers(most).subscriber_max_buffer_size(self._depth)
+        tensors = tensors.subscriber_max_borrowed_samples(1).history_size(0).enable_safe_overflow(False)
+        arrivals = node.service_builder(iceoryx2.ServiceName.new("arrivals")).event()
+        arrivals = arrivals.max_nodes(most).max_notifiers(1).max_listeners(most)
+        self._services = node, tensors.open_or_create(), arrivals.open_or_create()
+        return iceoryx2
+
+    def work(self, rank: int) -> None:
+        iceoryx2 = self._open()
+        _, tensors, arrivals = self._services
+        subscriber = tensors.subscriber_builder().buffer_size(self._depth).create()
+        listener = arrivals.listener_builder().create()
+        self.stamps.is_ready(rank)
+        is_last = False
+        while not is_last:
+            listener.timed_wait(iceoryx2.Duration.from_millis(200))
+            while not is_last and (sample := subscriber.receive()) is not None:
+                number = ctypes.c_int64.from_address(sample.user_header_ptr).value
+                content = (ctypes.c_uint8 * self.cell.nbytes).from_address(sample.payload_ptr)
+                is_last = self.stamps.note(rank, number, int(torch.frombuffer(content, dtype=torch.uint8)[0]))
+                sample.delete()
+        listener.delete()
+        subscriber.delete()
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        iceoryx2 = self._open()
+        _, tensors, arrivals = self._services
+        builder = tensors.publisher_builder().initial_max_slice_len(self.cell.nbytes).max_loaned_samples(1)
+        self._publisher = builder.allocation_strategy(iceoryx2.AllocationStrategy.Static).create()
+        self._notifier = arrivals.notifier_builder().create()
+        wait_until_ready(self.stamps)
+        try:
+            yield
+            await asyncio.sleep(0.3)  # who is in the middle of the last message still opens what is deleted now
+        finally:
+            self._notifier.delete()
+            self._publisher.delete()
+
+    async def send(self, number: int) -> None:
+        loan = self._publisher.loan_slice_uninit(self.cell.nbytes)
+        ctypes.memmove(loan.payload_ptr, self.tensor.data_ptr(), self.cell.nbytes)
+        ctypes.c_int64.from_address(loan.user_header_ptr).value = number
+        loan.assume_init().send()
+        self._notifier.notify()
+
+
+#: By subject.
+WAYS: dict[str, type[Way]] = {way.name: way for way in (_Shmring, _Polling, _InPlace, _Queues, _Published, _Iceoryx2)}

@@ -1,0 +1,201 @@
+"""``bench fan-out``: real workers of small cells, what is made of their numbers, and that what fails is said."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from bench.__main__ import main
+from bench.children import BenchError
+from bench.coverage import Coverage
+from bench.fan_out import command
+from bench.fan_out.command import Host
+from bench.fan_out.measuring import END, Stamps
+from bench.fan_out.plan import CENTRAL, FOREIGN, IN_PLACE, LARGE, MIDDLE, OURS, POLLING, SMALL, SUBJECTS, Cell, Run, planned
+from bench.fan_out.report import draw, report
+from bench.results import Findings
+
+QUEUE = FOREIGN[0]
+
+
+def run(per_s: float = 1.0, **numbers: Any) -> Run:
+    return msgspec.structs.replace(Run(per_s, last_us=100.0, engine_us=10.0, worker_us=5.0), **numbers)
+
+
+def no_plan() -> Coverage:
+    return Coverage.of([], {})
+
+
+# -- cells ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    host = Host("own", sys.executable)
+    yield host
+    host.end()
+
+
+@pytest.mark.parametrize("subject", [OURS, POLLING, IN_PLACE, "torch-queues", "pyzmq-pub-sub", "iceoryx2"])
+def test_every_way_brings_each_message_to_all_workers(host: Host, subject: str) -> None:
+    if subject in command._REQUIRED:
+        pytest.importorskip(command._REQUIRED[subject])
+    found = host.play(Cell(subject, 2, 4096, seconds=0.02, steps=3, gathers=subject in (OURS, POLLING)))
+    assert found.per_s > 0
+    assert found.last_us > 0
+    assert (found.gathers_per_s is not None) is (subject in (OURS, POLLING))
+
+
+def test_the_ring_that_stands_for_the_message_queue_needs_no_vllm() -> None:
+    host = Host("foreign", sys.executable)
+    try:
+        found = host.play(Cell("spinning-ring", 2, 4096, seconds=0.02, steps=3, gathers=True))
+    finally:
+        host.end()
+    assert found.gathers_per_s is not None
+    assert found.gathers_per_s > 0
+
+
+def test_rest_and_a_stopped_worker_are_measured(host: Host) -> None:
+    found = host.play(Cell(OURS, 2, 4096, seconds=0.02, steps=3, rests=True, stops=True))
+    assert found.awake_percent is not None
+    assert found.idle_percent is not None
+    assert 0 <= found.idle_percent < 100
+    assert found.stopped_ratio is not None
+    assert found.stopped_ratio > 0
+
+
+def test_a_host_tells_what_failed_and_is_started_again_when_it_has_died(host: Host) -> None:
+    with pytest.raises(BenchError, match="ended with"):
+        host.play(Cell("nothing-of-this-name", 1, 4096, seconds=0.02, steps=3))
+    cell = Cell(OURS, 1, 4096, seconds=0.02, steps=3)
+    host.start()
+    assert host._process is not None
+    host._process.kill()
+    host._process.wait()
+    with pytest.raises(BenchError, match="its host has died"):
+        host.play(cell)
+    assert host.play(cell).per_s > 0
+
+
+def test_a_message_out_of_turn_is_noticed() -> None:
+    stamps = Stamps(1)
+    assert not stamps.note(0, 1, 7)
+    with pytest.raises(RuntimeError, match="worker 0 got 3, 7 after 1"):
+        stamps.note(0, 3, 7)
+    with pytest.raises(RuntimeError, match="got 2, 0"):
+        stamps.note(0, 2, 0)
+    assert stamps.note(0, END, 0)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[str] = []
+
+    def play(host: Host, cell: Cell) -> Run:
+        played.append(cell.subject)
+        if cell.subject == "torch-queues":
+            raise BenchError("no descriptors are left")
+        return run(200.0 if cell.subject == OURS else 50.0)
+
+    monkeypatch.setattr(Host, "play", play)
+    path = tmp_path / "fan-out.json"
+    options = ["--workers", "1", "--size", "4KiB", "--repetitions", "2", "--environment", str(tmp_path), "--json", str(path)]
+    subjects = [word for name in (OURS, "spinning-ring", "torch-queues") for word in ("--subject", name)]
+    done = CliRunner().invoke(main, ["fan-out", *options, *subjects])
+    assert done.exit_code == 3, done.output
+    assert "no descriptors are left" in done.stdout
+    assert played == [OURS, "spinning-ring", "torch-queues", "spinning-ring", OURS]  # in turns; what fails is not tried again
+    stored = json.loads(path.read_bytes())
+    assert (stored["mode"], len(stored["coverage"]["gaps"])) == ("fan-out", 1)
+    assert next(verdict["met"] for verdict in stored["targets"] if "spinning ring" in verdict["what"]) is True
+
+
+def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["fan-out", "--subject", QUEUE, "--environment", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "has no vLLM; `make test-vllm` makes an environment that has" in done.output
+
+
+# -- the report ----------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_those_of_the_same_repetition_and_the_worst_case_decides() -> None:
+    findings = report(
+        {
+            (1, SMALL): {OURS: [run(30), run(60), run(15)], QUEUE: [run(10), run(20), run(5)]},
+            (2, SMALL): {OURS: [run(19)], QUEUE: [run(10)]},
+        },
+        no_plan(),
+    )
+    verdict = findings.targets[0]
+    assert (verdict.at, verdict.met, verdict.measured) == ("4 KB", False, "1.9 x")
+    assert verdict.detail == "1: 3, 2: 1.9, 4: not measured, 8: not measured"
+
+
+def test_in_place_is_compared_with_itself_either_way() -> None:
+    def steady(small: float, large: float) -> bool | None:
+        findings = report({(1, SMALL): {IN_PLACE: [run(small)]}, (1, LARGE): {IN_PLACE: [run(large)]}}, no_plan())
+        (verdict,) = [verdict for verdict in findings.targets if verdict.what.endswith("of the other")]
+        return verdict.met
+
+    assert steady(100, 70) is True
+    assert steady(100, 60) is False
+    assert steady(60, 100) is False
+
+
+def test_every_target_is_judged_by_what_it_speaks_of() -> None:
+    good = run(
+        10_000.0, last_us=50.0, engine_us=3.0, gathers_per_s=40_000.0, awake_percent=1.0, idle_percent=0.1, stopped_ratio=1.0
+    )
+    measured = {
+        (workers, nbytes): {
+            OURS: [good], POLLING: [good], IN_PLACE: [good], "pyzmq-pub-sub": [run()],
+            QUEUE: [run(100.0, gathers_per_s=9_000.0)],
+        }
+        for workers in (1, 2, CENTRAL, 8)
+        for nbytes in (SMALL, MIDDLE, LARGE)
+    }  # fmt: skip
+    findings = report(measured, no_plan())
+    assert {verdict.what: verdict.met for verdict in findings.targets if not verdict.met} == {}
+    bad = run(1.0, last_us=1e6, engine_us=1e3, gathers_per_s=1.0, awake_percent=136.0, idle_percent=2.0, stopped_ratio=1.2)
+    for found in measured.values():
+        found |= {OURS: [bad], POLLING: [bad], IN_PLACE: [bad]}
+    findings = report(measured, no_plan())
+    assert [verdict.what for verdict in findings.targets if verdict.met] == [
+        "messages/s in place, 4 KB and 64 MB, of the other"
+    ]
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    findings = report({(1, SMALL): {OURS: [run()]}}, no_plan(), ["it is not installed"])
+    assert {verdict.met for verdict in findings.targets} == {None}
+    assert "Not measured: it is not installed." in findings.notes
+
+
+def test_only_the_central_case_is_looked_at_more_closely() -> None:
+    assert planned(OURS, CENTRAL, SMALL, 0.5).stops
+    assert planned(QUEUE, CENTRAL, SMALL, 0.5).rests
+    assert not planned(QUEUE, CENTRAL, SMALL, 0.5).stops
+    assert planned(POLLING, 1, SMALL, 0.5).gathers
+    assert not planned("torch-queues", 1, SMALL, 0.5).gathers
+    assert not planned(OURS, CENTRAL, MIDDLE, 0.5).rests
+
+
+def test_the_plot_has_a_line_for_each_subject(tmp_path: Path) -> None:
+    measured = {(workers, SMALL): {OURS: [run(31.0)], QUEUE: [run(20.5)]} for workers in (1, 4)}
+    stored = msgspec.json.decode(msgspec.json.encode(report(measured, no_plan())), type=Findings)
+    (svg,) = draw(stored, tmp_path / "fan-out", kinds=("svg",))
+    assert {"4 KB", SUBJECTS[OURS], SUBJECTS[QUEUE]} <= set(re.findall(r">([^<>\n]+)</text>", svg.read_text()))
