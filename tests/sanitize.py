@@ -20,11 +20,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOKS = ("engine_book", "engine_book_machine", "client_book", "client_book_machine", "lending", "book_fields", "pressure")
+HANDED_OUT = ("fan_out_book_machine", "kept_book_machine")
 RECORDS = ("wire", "received")
 #: Both ends, over real rings and a real slab: what asyncio does for them is not compiled.
-ENDS = ("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py")
+ENDS = (
+    *("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py"),
+    *("tests/test_workers.py", "tests/test_kept.py"),
+)
 COMPILED = (
-    *(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *RECORDS, *BOOKS)),
+    *(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *RECORDS, *BOOKS, *HANDED_OUT)),
     "tests/memory/test_codec.py",
     *ENDS,
 )

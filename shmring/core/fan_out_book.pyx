@@ -10,7 +10,8 @@ message has. Its place in the page counts only if it equals the message's number
 nothing. So a worker can free nothing but what it was given itself, whatever it writes. The masks are the engine's own.
 
 Nobody is rung for an acknowledgement: the engine looks (:meth:`FanOutBook.sweep`) when it publishes the next message. An engine that
-waits says so in the pages of those it waits for (``want_*``), looks once more, and then waits for a bell.
+waits says so in the pages of those it waits for (``want_*``), looks once more, and then waits for a bell. A bell is rung once for all
+who wait: each asks anew. ``tests/model/acknowledgements.pml`` is this protocol in Promela.
 
 A worker that *parts* gets nothing more. What it had stays outstanding until it has acknowledged it or is proven dead: that its
 connection has ended, or that it was dropped, proves nothing.

@@ -231,7 +231,10 @@ class Workers:
         await self.send_in_turn(parcel, timeout)
         future: asyncio.Future[None] = self.loop.create_future()
         gathering.sent(future, None if deadline_s is None else self.loop.call_at(deadline_s, gathering.time_out))
-        await future
+        try:
+            await future
+        finally:
+            del future  # it holds its error, whose traceback holds this frame, and those of callers with views of requests
 
     async def _send(self, parcel: Parcel) -> None:
         try:

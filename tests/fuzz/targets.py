@@ -6,8 +6,10 @@ bytes that reach new code. What goes wrong with one input goes wrong with it aga
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,23 +29,33 @@ from frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.core.effects import EngineEffect, RequestAborted
 from shmring.core.engine_book import EngineBook
 from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
+from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
+from shmring.core.fan_out_end import FanOutEnd
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
 from shmring.core.held_slots import HeldSlots
+from shmring.core.kept_content import check_kept
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordWriter, largest_record_nbytes, ring_nbytes
 from shmring.core.messages import (
     SLOT_HEADER_NBYTES,
     SLOT_MAGIC,
     Abort,
+    AnswerFailed,
+    AnswerPart,
+    Find,
     Goodbye,
     Hello,
+    Join,
+    Keep,
     LeaseRequest,
     LeaseReturn,
     Release,
     ReplyRelease,
     SlotRef,
+    Unpin,
     decode_engine_message,
     decode_frontend_message,
+    decode_worker_message,
     encode_message,
 )
 from shmring.core.payload import Packed, write_done, write_reply, write_submit
@@ -51,7 +63,8 @@ from shmring.core.received import decode_content
 from shmring.core.states import RequestEvent
 from shmring.core.views import Regions
 from shmring.core.wire import Content, Done, Reply, Submit, check_payload, read_record
-from shmring.errors import RemoteProtocolError, StaleDescriptorError
+from shmring.core.worker_end import MessageEnd, WorkerEnd
+from shmring.errors import RemoteProtocolError, ShmringError, StaleDescriptorError
 from shmring.memory.tensors import make_decoder, make_packer
 
 __all__ = ["SEEDS", "TARGETS"]
@@ -92,7 +105,7 @@ def message_rings(data: bytes) -> None:
 
 def messages(data: bytes) -> None:
     """Bytes are a message that says the same when it is sent on, or are refused."""
-    for decode in (decode_frontend_message, decode_engine_message):
+    for decode in (decode_frontend_message, decode_engine_message, decode_worker_message):
         with contextlib.suppress(RemoteProtocolError):
             message = decode(data)
             assert decode(encode_message(message)) == message
@@ -184,7 +197,9 @@ def _check_views(value: object, content: Content) -> None:
 
 
 _GEOMETRY = Geometry(leasable_blocks=12, reply_blocks=2)
-_LIMITS = EngineBookLimits(max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4)
+_LIMITS = EngineBookLimits(
+    max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4, kept_blocks=4, max_kept=3, max_pins=3
+)
 
 
 class _NoLink:
@@ -258,8 +273,16 @@ class _Engine:
                 self.carry_out(self.book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
                 self.carry_out(self.book.release_replies(client_id, generations))
-            case Goodbye(kept_lease_ids, kept_reply_generations):
-                self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations))
+            case Find(token, key):
+                self.carry_out(self.book.find(client_id, token, key))
+            case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
+                check_kept(payload, nbytes, is_copied, _MAX_TENSORS)
+                slot = SlotRef(lease_id, offset, nbytes, generation)
+                self.carry_out(self.book.keep(client_id, token, key, slot, is_copied, payload))
+            case Unpin(generations):
+                self.carry_out(self.book.unpin(client_id, generations))
+            case Goodbye(kept_lease_ids, kept_reply_generations, pinned_generations=pinned):
+                self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations, pinned))
                 self.frontends[client_id].detach()
 
     def work(self, client_id: int) -> None:
@@ -357,7 +380,9 @@ def books(data: bytes) -> None:
     assert not engine.end.waiting_count
     assert not engine.end.running_count
     assert not book.clients
-    assert book.host.free_nbytes == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
+    kept = book.kept.blocks * BLOCK_NBYTES
+    assert book.kept.unpinned_blocks == book.kept.blocks
+    assert book.host.free_nbytes + kept == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
 
 
 def slot_headers(data: bytes) -> None:
@@ -383,6 +408,216 @@ def slot_headers(data: bytes) -> None:
     engine.collect()
     engine.book.check()
     assert not engine.book.clients[1].requests
+
+
+_WORKERS = 2
+_WORKER_RING_NBYTES = 1 << 13
+_PAYLOADS = ({"step": 1}, {"text": "x" * 90}, {"pixels": np.ones(600, np.uint8)}, [np.ones((5, 900), np.uint8)])
+_LOOP = asyncio.new_event_loop()  # that makes futures, and never runs
+
+
+class _FanOut:
+    """The shell of an engine's end towards its workers: what :class:`~shmring.ring.workers.Workers` does for it, without
+    connections."""
+
+    loop = _LOOP
+
+    def __init__(self, engine: _Engine) -> None:
+        self.book = FanOutBook(3, _WORKERS)
+        self.memory = _mapped(4 * BLOCK_NBYTES)
+        self.end = FanOutEnd(
+            self,
+            engine.end,
+            self.book,
+            make_packer(_MAX_TENSORS, _MAX_PAYLOAD_NBYTES),
+            _DECODERS[0],
+            engine.slab,
+            inline_nbytes=64,
+            record_nbytes=largest_record_nbytes(_WORKER_RING_NBYTES),
+            at_once_nbytes=1 << 20,
+            max_tensors=_MAX_TENSORS,
+        )
+        self.end.reserve(self.memory)
+        self.pages: list[bytearray] = []
+        self.rings: list[bytearray] = []  # to each
+        self.records: list[WorkerRecord] = []
+        self.gatherings: list[tuple[Any, asyncio.Future[None]]] = []
+        for rank in range(_WORKERS):
+            self.join(rank)
+
+    def join(self, rank: int) -> None:
+        """A worker joins in the place of one that is dead."""
+        page, ring = bytearray(WORKER_PAGE_NBYTES), bytearray(ring_nbytes(_WORKER_RING_NBYTES))
+        for of_each, new in ((self.pages, page), (self.rings, ring)):
+            of_each[rank : rank + 1] = [new]
+        self.records[rank : rank + 1] = [self.book.join(rank, page, RecordWriter(ring, -1))]
+
+    def hear(self, rank: int, record: bytes) -> None:
+        """A worker has sent a record."""
+        if self.end.take_answer(self.records[rank], record):
+            return
+        match decode_worker_message(record):
+            case AnswerFailed(sequence, type_name, message):
+                self.end.take_failure(self.records[rank], sequence, type_name, message)
+
+    def send(self, payload: object, to: tuple[int, ...] | None) -> None:
+        """The engine sends something to workers, if nothing has to be waited for."""
+        with contextlib.suppress(ShmringError):
+            self.end.send_now(payload, to)
+
+    def gather(self, payload: object, to: tuple[int, ...] | None) -> None:
+        """The same, and waits for their replies."""
+        gathering = self.end.gather(payload, to, None)
+        with contextlib.suppress(ShmringError, StopIteration):
+            self.gatherings.append((gathering, gathering.send(None)))
+
+    def end_gatherings(self) -> None:
+        """Whoever has what it waits for, or will never get it, goes on; the others give up."""
+        for gathering, future in self.gatherings:
+            with contextlib.suppress(ShmringError, StopIteration, msgspec.ValidationError, asyncio.CancelledError):
+                if future.done():
+                    gathering.send(None)
+                else:
+                    gathering.throw(asyncio.CancelledError())
+        self.gatherings.clear()
+
+    # -- for the end -------------------------------------------------------------------------------------------------
+
+    def worker_violated(self, record: WorkerRecord, error: RemoteProtocolError) -> None:
+        """What a worker says of its ring can't be true."""
+        self.book.part(record)
+        self.end.lost(record, "broke the protocol")
+
+    async def gather_in_turn(self, gathering: Any, parcel: Any, timeout: float | None) -> None:
+        """Nobody waits for room here."""
+        self.end.discard(parcel)
+        raise RemoteProtocolError("there is no room")
+
+    def published(self, record: WorkerRecord) -> None:
+        """Nobody stays awake."""
+
+    def slots_are_kept(self) -> None:
+        """Somebody looks anyway."""
+
+
+def workers(data: bytes) -> None:
+    """Two workers write what they like into their pages, their rings, and what they send: the book stays sound, and all that
+    they had comes back when both are dead.
+
+    A byte chooses who does what; a length and a body follow. The engine shares a claim meanwhile.
+    """
+    engine = _Engine()
+    engine.connect(1)
+    slot = SlotRef(1, BLOCK_NBYTES, 100, (1 << GENERATION_BITS) + 1)
+    engine.write(slot.offset, _header(slot))
+    engine.frontends[1].take_record(_submit(_PIXELS, slot))
+    claim = engine.end.take_next()
+    fan_out = _FanOut(engine)
+    book = fan_out.book
+    place = 0
+    while place + 2 <= len(data):
+        choice, length = data[place], data[place + 1]
+        body, place = data[place + 2 : place + 2 + length], place + 2 + length
+        rank, to = choice % 2, (None, (0,), (1,), (0, 1))[choice >> 4 & 3]
+        record = fan_out.records[rank]
+        match choice >> 1 & 7:
+            case 0 if record.is_member:
+                with contextlib.suppress(RemoteProtocolError):
+                    fan_out.hear(rank, body)
+            case 1 if len(body) > 2:
+                at = int.from_bytes(body[:2], "little") % WORKER_PAGE_NBYTES
+                page, written = fan_out.pages[rank], body[2:][: WORKER_PAGE_NBYTES - at]
+                page[at : at + len(written)] = written
+            case 2 if body:
+                ring = fan_out.rings[rank]
+                at = body[0] * 64 % _RECORDS_AT
+                assert len(ring) > _RECORDS_AT + 256
+                ring[at : at + len(body) - 1] = body[1:]
+            case 3:
+                fan_out.send(_PAYLOADS[length % len(_PAYLOADS)], to)
+            case 4:
+                fan_out.send({"shared": claim.payload}, to)
+            case 5:
+                fan_out.gather(_PAYLOADS[length % len(_PAYLOADS)], to)
+            case 6:
+                book.sweep()
+                if book.ranks:
+                    book.want(book.ranks)
+                book.want_memory()
+                book.want_slots()
+            case 7 if choice & 64:
+                book.died(record)
+                fan_out.end.lost(record, "has died")
+                if rank not in book.ranks and len(book.workers()) < _WORKERS:
+                    fan_out.join(rank)
+            case 7:
+                book.part(record)
+                fan_out.end.lost(record, "has left")
+        book.check()
+    fan_out.end_gatherings()
+    assert not fan_out.end.gathers
+    for record in book.workers():
+        book.died(record)
+    book.check()
+    assert not book.outstanding
+    assert book.free_blocks == 4
+    claim.finish()
+    claim = None
+    engine.collect()
+    engine.book.check()
+    assert not engine.book.clients[1].slots
+
+
+class _Message(MessageEnd):
+    def fail_to_open(self, error: BaseException) -> None:
+        """Its engine would be told."""
+
+
+_PAIR_DECODER = make_decoder(tuple[Any, Any])  # of a claim's payload, and what goes beside it
+_BELL, _ENGINES_BELL = socket.socketpair()
+
+
+def worker_records(data: bytes) -> None:
+    """What an engine sends to a worker is a message whose tensors lie in its memory, a record of another kind, or refused."""
+    page = _mapped(WORKER_PAGE_NBYTES)
+    memory = bytearray(ring_nbytes(1 << 13))
+    end = WorkerEnd(
+        RecordReader(memory, -1),
+        RecordWriter(bytearray(ring_nbytes(256)), -1),
+        _BELL.fileno(),
+        _SLAB,
+        page,
+        _DECODERS[0],
+        _PAIR_DECODER,
+        _PACKER,
+        _Message,
+        max_tensors=_MAX_TENSORS,
+        max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
+    )
+    if not RecordWriter(memory, -1).write(data[: largest_record_nbytes(1 << 13)]):
+        return
+    with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError, TypeError):
+        message = end.take()
+        if isinstance(message, _Message):
+            for value in (message.payload, message.beside):
+                _check_lies_in(value, _SLAB.address, _SLAB_NBYTES, len(data))
+            value = None
+            message.leave_end()
+    end.close()
+    with memoryview(page) as said:
+        assert sum(map(bool, said.cast("Q")[256:])) <= 1
+        assert not any(said[:2048])
+
+
+def _check_lies_in(value: object, start: int, nbytes: int, inline_nbytes: int) -> None:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for child in value:
+            _check_lies_in(child, start, nbytes, inline_nbytes)
+    elif isinstance(value, torch.Tensor | np.ndarray) and value.nbytes:
+        at = value.data_ptr() if isinstance(value, torch.Tensor) else value.ctypes.data
+        assert start <= at <= start + nbytes - value.nbytes or value.nbytes <= inline_nbytes
 
 
 def requests(data: bytes) -> None:
@@ -424,7 +659,10 @@ def media_headers(data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__.replace("_", "-"): target
-    for target in (message_rings, messages, records, payloads, books, slot_headers, requests, addresses, media_headers)
+    for target in (
+        *(message_rings, messages, records, payloads, books, slot_headers, workers, worker_records),
+        *(requests, addresses, media_headers),
+    )
 }
 
 
@@ -466,6 +704,17 @@ def _header(slot: SlotRef) -> bytes:
     return SLOT_MAGIC + slot.generation.to_bytes(8, "little") + slot.nbytes.to_bytes(8, "little")
 
 
+_KEY = bytes(range(32))
+_KEPT_GENERATION = (1 << GENERATION_BITS) + 2
+_KEPT_MESSAGES = (
+    Find(1, _KEY),
+    Keep(2, _KEY, 1, 2 * BLOCK_NBYTES, 100, _KEPT_GENERATION, False, b"\xc0"),
+    Find(3, _KEY),
+    Keep(4, _KEY, 1, BLOCK_NBYTES, 100, _KEPT_GENERATION + 1, False, b"\xc0"),
+    Unpin((_KEPT_GENERATION, _KEPT_GENERATION)),
+)
+
+
 def _seeds_of_messages() -> list[bytes]:
     sent: list[Any] = [
         Hello(1, BLOCK_NBYTES, "fuzz"),
@@ -475,6 +724,11 @@ def _seeds_of_messages() -> list[bytes]:
         ReplyRelease((1,)),
         Goodbye((1,)),
         Release((1,)),
+        *_KEPT_MESSAGES,
+        Goodbye((), (), False, False, ((1 << GENERATION_BITS) + 2,)),
+        Join(1, 0, "fuzz"),
+        AnswerFailed(1, "ValueError", "text"),
+        AnswerPart(b"part", False),
     ]
     return [encode_message(message) for message in sent]
 
@@ -499,7 +753,49 @@ def _seeds_of_books() -> list[bytes]:
         others = ((0, message) for message in _seeds_of_messages()[1:6])
         steps = [(4, header), (0, _submit(_PIXELS, slot)), (2, b""), (2, b""), *others]
         found.append(b"".join(bytes([choice + client - 1, len(body)]) + body for choice, body in steps))
+    kept = [encode_message(message) for message in _KEPT_MESSAGES]
+    again = SlotRef(0, 2 * BLOCK_NBYTES, 100, _KEPT_GENERATION)  # sent where it lies, and worked on
+    header = bytes([again.offset // BLOCK_NBYTES]) + _header(again)
+    steps = [(4, header), *((0, record) for record in kept[:4]), (0, _submit(_PIXELS, again)), (0, kept[4]), (2, b""), (2, b"")]
+    found.append(b"".join(bytes([choice, len(body)]) + body for choice, body in steps))
     return found
+
+
+def _seeds_of_workers() -> list[bytes]:
+    """An honest session of both: messages to each, acknowledgements, replies, ends."""
+    reply, failure = msgspec.msgpack.encode([32, 3, None, 1]), encode_message(AnswerFailed(3, "E", "text"))
+    stamp_of = {number: (2048 + 8 * number).to_bytes(2, "little") for number in range(4)}  # stamps are given out in order
+    left = [(2, stamp_of[number] + (number + 1).to_bytes(8, "little")) for number in range(4)]
+    steps = [
+        *((6, b"x" * kind) for kind in range(2)),
+        (10, b""),  # a gather
+        (8, b""),  # a claim that is shared
+        (0, reply),
+        (1, failure),
+        *((choice + rank, body) for choice, body in left for rank in range(2)),
+        (12, b""),
+        (14, b""),
+        (15 + 64, b""),
+        (6 + 48, b"xx"),
+        (4, b"\0" + (1 << 40).to_bytes(8, "little")),
+        *((6, b"x") for _ in range(3)),
+    ]
+    return [b"".join(bytes([choice, len(body)]) + body for choice, body in steps[start:]) for start in (0, 2, 8)]
+
+
+def _seeds_of_worker_records() -> list[bytes]:
+    """What the engine's end writes."""
+    fan_out, records = _FanOut(_Engine()), []
+    for payload in _PAYLOADS:
+        reader = RecordReader(fan_out.rings[0], -1)
+        fan_out.book.part(fan_out.records[1])
+        fan_out.send(payload, None)
+        record = reader.read()
+        assert record is not None
+        records.append(record)
+        fan_out.book.died(fan_out.records[0])
+        fan_out.join(0)
+    return records
 
 
 def _seeds_of_payloads() -> list[bytes]:
@@ -527,6 +823,8 @@ SEEDS: dict[str, list[bytes]] = {
     "records": _seeds_of_records(),
     "payloads": _seeds_of_payloads(),
     "books": _seeds_of_books(),
+    "workers": _seeds_of_workers(),
+    "worker-records": _seeds_of_worker_records(),
     "slot-headers": [
         bytes(32),
         bytes(range(32)),

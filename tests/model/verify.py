@@ -1,7 +1,9 @@
-"""Has spin search the message ring's protocol for a lost wake-up or a torn record: ``make verify``.
+"""Has spin search the protocols of sleeping and waking for a lost wake-up or a torn record: ``make verify``.
 
-Each run is one size of the ring and one kind of memory (x86: stores leave in order; ARM: in any order that its barriers allow).
-Then the protocol is mutilated, one step at a time: spin must find a fault in every mutant, or the model proves nothing.
+There are two: of the message ring, and of an engine that waits for its workers to leave messages. Each run is one size of the
+ring, or one choice of who waits for what, and one kind of memory (x86: stores leave in order; ARM: in any order that its
+barriers allow). Then a protocol is mutilated, one step at a time: spin must find a fault in every mutant, or the model proves
+nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-MODEL = Path(__file__).with_name("message_ring.pml")
+RING = Path(__file__).with_name("message_ring.pml")
+ACKNOWLEDGEMENTS = Path(__file__).with_name("acknowledgements.pml")
 
 #: Units in the ring, units of the longest record, records.
 SIZES = ((1, 1, 4), (2, 1, 4), (4, 1, 6), (4, 2, 4), (8, 2, 5))
@@ -34,6 +37,20 @@ MUTANTS = {
     "NO_RELEASE_OF_HEAD": (1, 1, 3),
 }
 
+#: The messages that are waited for: by who sends, and by frontends whose slots one keeps.
+WAITING = ((2, 1), (1, 2))
+
+#: What is left out of the protocol of acknowledgements.
+DEAF = (
+    "NO_FENCE_BEFORE_BELL",
+    "NO_BELL_FOR_A_LATER_MESSAGE",
+    "NO_EXCHANGE",
+    "NO_REGARD_FOR_WHO_WAITS",
+    "NO_FENCE_BEFORE_LOOKING",
+    "NO_SECOND_LOOK",
+    "NO_ASKING_ANEW",
+)
+
 
 def main() -> None:
     """Runs everything and prints a line each; exits with 1 if a run is not as it must be."""
@@ -41,8 +58,8 @@ def main() -> None:
     if missing:
         sys.exit(f"{' and '.join(missing)} not found: apt install {' '.join(missing)}")
     wrong = 0
-    for title, options, must_hold in runs():
-        errors, states = search(options)
+    for title, model, options, must_hold in runs():
+        errors, states = search(model, options)
         as_it_must = (errors == 0) is must_hold
         wrong += not as_it_must
         found = "no fault" if errors == 0 else "a fault"
@@ -51,21 +68,27 @@ def main() -> None:
     sys.exit(wrong > 0)
 
 
-def runs() -> Iterator[tuple[str, str, bool]]:
-    """Yields a title, the options, and whether the protocol must hold."""
+def runs() -> Iterator[tuple[str, Path, str, bool]]:
+    """Yields a title, the model, the options, and whether the protocol must hold."""
     for memory in ("", " -DARM"):
         for units, longest, records in SIZES:
             options = f"-DUNITS={units} -DLONGEST={longest} -DRECORDS={records}{memory}"
-            yield f"{'ARM' if memory else 'x86'}, {units} units, {records} records of up to {longest}", options, True
+            yield f"{'ARM' if memory else 'x86'}, {units} units, {records} records of up to {longest}", RING, options, True
+        for caller, slots in WAITING:
+            options = f"-DCALLER={caller} -DSLOTS={slots}{memory}"
+            title = f"{'ARM' if memory else 'x86'}, message {caller} of 3 is waited for by who sends, {slots} by frontends"
+            yield title, ACKNOWLEDGEMENTS, options, True
     for mutant, (units, longest, records) in MUTANTS.items():
-        yield f"mutant {mutant}", f"-DUNITS={units} -DLONGEST={longest} -DRECORDS={records} -D{mutant}", False
+        yield f"mutant {mutant}", RING, f"-DUNITS={units} -DLONGEST={longest} -DRECORDS={records} -D{mutant}", False
+    for mutant in DEAF:
+        yield f"mutant {mutant} of acknowledgements", ACKNOWLEDGEMENTS, f"-D{mutant}", False
 
 
-def search(options: str) -> tuple[int, int]:
+def search(model: Path, options: str) -> tuple[int, int]:
     """Searches one configuration; returns the errors and the states that were visited."""
     with tempfile.TemporaryDirectory() as directory:
         for command in (
-            ["spin", *options.split(), "-a", str(MODEL)],
+            ["spin", *options.split(), "-a", str(model)],
             ["gcc", "-O2", "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=4096", "-o", "pan", "pan.c"],
         ):
             subprocess.run(command, cwd=directory, check=True, capture_output=True, text=True)
