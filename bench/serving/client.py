@@ -35,6 +35,7 @@ _ERROR_NBYTES = 64 << 10  # of an error's body, of which a code is wanted
 _CODE_LENGTH = 64  # of a code; nothing longer is one
 _KEEP_ALIVE_S = 2.0  # uvicorn closes what was idle for 5 s; a request sent at that very moment would fail
 _GET_TIMEOUT_S = 10.0  # it takes milliseconds
+_COUNTERS = ("slab_bytes", "copied_bytes", "media_decoded")
 _METRICS_PERIOD_S = 1.5  # frontends bring their counters up to date every second
 
 
@@ -127,19 +128,19 @@ class Client:
                 f"{url} lists no model; is that a server of OpenAI's API? or name one with --model"
             ) from None
 
-    async def counted(self, counter: str) -> int:
-        """Returns what the frontends of an idle server of ours have counted, ever.
-
-        Args:
-            counter: ``slab_bytes``, for the bytes of slots that they have handed to their engine; or another.
+    async def counters(self) -> dict[str, int]:
+        """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others.
 
         Raises:
             ServerUnusableError: it does not answer.
         """
-        name, counted = f"shmring_frontend_{counter}_total", -1
+        counted: dict[str, int] | None = None
         while True:
             families = text_string_to_metric_families((await self._get(f"{self._base}/metrics")).decode())
-            latest = int(sum(sample.value for family in families for sample in family.samples if sample.name == name))
+            latest = dict.fromkeys(_COUNTERS, 0)
+            for sample in (sample for family in families for sample in family.samples):
+                if (name := sample.name.removeprefix("shmring_frontend_").removesuffix("_total")) in latest:
+                    latest[name] += int(sample.value)
             if latest == counted:
                 return counted
             counted = latest
