@@ -21,9 +21,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
-
-import shmring
 
 __all__ = ["CopyLimits", "Machine", "torch_resident_nbytes"]
 
@@ -61,14 +58,10 @@ class Machine(msgspec.Struct, frozen=True):
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             kernel=platform.release(),
             python=platform.python_version(),
-            torch=str(torch.__version__),
-            numpy=np.__version__,
-            msgspec=msgspec.__version__,
-            uvloop=version("uvloop"),
-            shmring=shmring.__version__,
             commit=_commit(),
             libc=" ".join(platform.libc_ver()),
             cache_nbytes=_cache_nbytes(),
+            **{name: version(name) for name in ("torch", "numpy", "msgspec", "uvloop", "shmring")},
         )
 
 

@@ -119,7 +119,7 @@ async def dialled(path: Path, end: Messages) -> AsyncIterator[None]:
 
 
 async def served(path: Path, take: Callable[[Messages, memoryview], bool], listening: Callable[[], None]) -> None:
-    """Accepts connections at a path until the last message has come; the path is gone when this returns. All clients go in the end.
+    """Accepts connections at a path, whose clients may come and go, until the last message; the path is gone when this returns.
 
     Args:
         take: called with each message that has come, and the end that it came to; returns whether it was the last one.
