@@ -66,14 +66,14 @@ def transport_plan(
     seconds: float | None,
     **dimensions: tuple[Any, ...],
 ) -> Plan:
-    """Returns what the options of ``bench transport`` mean, of which the dimensions are those of a :class:`cases.Choice`."""
+    """Returns what the options of ``bench transport`` mean, of which the dimensions are those of :func:`cases.sweeps`."""
     names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
     dimensions["copies_out"] = () if copies_out is None else (copies_out,)
     chosen = {name: values for name, values in dimensions.items() if values}
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
-    choice = cases.Choice(**_QUICK_CHOICE | chosen if quick else chosen)
-    return Plan(rounds=cases.sweeps(choice, names), **_timing(_QUICK if quick else _FULL, repetitions, seconds))
+    rounds = cases.sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen)
+    return Plan(rounds=rounds, **_timing(_QUICK if quick else _FULL, repetitions, seconds))
 
 
 def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:

@@ -85,9 +85,7 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     """Carries a plan out, with a line before each step. When this returns or raises, no process and no file of it is left.
 
     Raises:
-        ServerError: a server did not start or did not last.
-        ServerUnusableError: it can't be asked.
-        MediaFileError, OSError: there are no media to send.
+        BenchError, OSError: a server did not start, did not last, or can't be asked; or there are no media to send.
     """
     progress("making media")
     parts = await asyncio.to_thread(media_parts, plan.load)

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from bench import cases, commands, interleaving, transport
 from bench.__main__ import main
-from bench.cases import Case, Choice
+from bench.cases import Case
 from bench.children import BenchError
 from bench.interleaving import Plan, Round
 from bench.messages import Cell, Measurement
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_sweeps_vary_one_dimension_at_a_time() -> None:
-    rounds = cases.sweeps(Choice(sizes=(4096,), producers=(1, 2)), ["shmring", "pyzmq"])
+    rounds = cases.sweeps(["shmring", "pyzmq"], sizes=(4096,), producers=(1, 2))
     base = Case(4096)
     assert rounds[0].cases == (
         base,
@@ -65,7 +65,7 @@ def test_what_is_in_flight_fits_into_memory() -> None:
     assert Case(256 << 20).bounded().window == 4
     assert Case(256 << 20, producers=8).bounded().window == 1
     assert Case(1 << 20).bounded().window == 16
-    rounds = cases.sweeps(Choice(sizes=(1 << 30,), dtypes=("uint8",), producers=(1,), copies_out=(False,)), ["shmring"])
+    rounds = cases.sweeps(["shmring"], sizes=(1 << 30,), dtypes=("uint8",), producers=(1,), copies_out=(False,))
     assert rounds[0].cases == (Case(1 << 30, "uint8", window=1),)  # once, though two windows were asked for
 
 
