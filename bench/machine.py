@@ -12,6 +12,7 @@ import functools
 import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -66,10 +67,8 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()  # ARM has no model names there
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()  # ARM has no model names there
 
 
 def _commit() -> str | None:

@@ -69,11 +69,8 @@ def run(
 
     with Run(plan, peers, progress) as running:
         for part in plan.rounds:
-            if part.limits:
-                with _timed_limits(part, limits) as time_limits:
-                    running.play(part, time_limits)
-            else:
-                running.play(part)
+            with _timed_limits(part, limits) if part.limits else contextlib.nullcontext(lambda: None) as time_limits:
+                running.play(part, time_limits)
             yield results()
 
 
