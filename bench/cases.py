@@ -7,7 +7,6 @@ so that whatever else the machine does hits all of it alike.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ from bench.interleaving import Round
 from bench.messages import Case
 from bench.peers import BASELINE
 
-__all__ = ["QUICK_SIZES", "SIZES", "Case", "Choice", "quick", "quick_without", "sweeps"]
+__all__ = ["QUICK_SIZES", "SIZES", "Case", "quick", "quick_without", "sweeps"]
 
 #: The sizes of the full benchmark, and of the quick one.
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
@@ -31,30 +30,28 @@ _QUICK_SCALING_NBYTES = 64 << 10  # small enough for the fixed cost of a message
 _QUICK_SCALING_PRODUCERS = 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """Values of each dimension, of which the first is the base."""
+def sweeps(
+    peers: Sequence[str],
+    sizes: Sequence[int] = SIZES,
+    dtypes: Sequence[str] = ("float32", "bfloat16", "uint8"),
+    producers: Sequence[int] = (1, 2, 4, 8),
+    windows: Sequence[int] = (16, 1),
+    copies_out: Sequence[bool] = (False, True),
+) -> list[Round]:
+    """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers.
 
-    sizes: Sequence[int] = SIZES
-    dtypes: Sequence[str] = ("float32", "bfloat16", "uint8")
-    producers: Sequence[int] = (1, 2, 4, 8)
-    windows: Sequence[int] = (16, 1)
-    copies_out: Sequence[bool] = (False, True)
-
-
-def sweeps(choice: Choice, peers: Sequence[str]) -> list[Round]:
-    """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers."""
+    The first value of a dimension is the base.
+    """
     rounds: list[Round] = []
-    for nbytes in choice.sizes:
-        base = Case(nbytes, choice.dtypes[0], choice.producers[0], choice.windows[0], choice.copies_out[0])
-        varied = [msgspec.structs.replace(base, window=window) for window in choice.windows[1:]]
-        varied += [msgspec.structs.replace(base, copies_out=copies) for copies in choice.copies_out[1:]]
-        varied += [msgspec.structs.replace(base, dtype=dtype) for dtype in choice.dtypes[1:]]
-        rounds.append(Round(_distinct([base, *varied]), tuple(peers), limits=True))
-    for producers in choice.producers[1:]:
-        for nbytes in choice.sizes:
-            case = Case(nbytes, choice.dtypes[0], producers, choice.windows[0], choice.copies_out[0])
-            rounds.append(Round(_distinct([case]), tuple(peers)))
+    bases = [Case(nbytes, dtypes[0], producers[0], windows[0], copies_out[0]) for nbytes in sizes]
+    for base in bases:
+        varied = [msgspec.structs.replace(base, window=window) for window in windows[1:]]
+        varied += [msgspec.structs.replace(base, copies_out=copies) for copies in copies_out[1:]]
+        varied += [msgspec.structs.replace(base, dtype=dtype) for dtype in dtypes[1:]]
+        # With windows as large as memory allows, each once.
+        rounds.append(Round(tuple(dict.fromkeys(case.bounded() for case in (base, *varied))), tuple(peers), limits=True))
+    for number, base in itertools.product(producers[1:], bases):
+        rounds.append(Round((msgspec.structs.replace(base, producers=number).bounded(),), tuple(peers)))
     return rounds
 
 
@@ -83,8 +80,3 @@ def quick_without(peers: Sequence[str]) -> dict[Key, str]:
             elif name not in part.peers:
                 left_out[case.title, name] = "left out: no target is about it in this case"
     return left_out
-
-
-def _distinct(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """The cases with windows as large as memory allows, each once."""
-    return tuple(dict.fromkeys(case.bounded() for case in cases))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from bench import cases, command_line, plots, tables, targets, transport
 from bench.interleaving import Plan
 from bench.messages import DTYPES
 from bench.peers import BASELINE, PEERS
-from bench.records import Results
-from bench.results import Findings, Verdict
+from bench.results import Findings
 from bench.stamps import ITEM_NBYTES
 
 __all__ = ["quick_command", "quick_plan", "transport_command", "transport_plan"]
@@ -66,14 +65,14 @@ def transport_plan(
     seconds: float | None,
     **dimensions: tuple[Any, ...],
 ) -> Plan:
-    """Returns what the options of ``bench transport`` mean, of which the dimensions are those of a :class:`cases.Choice`."""
+    """Returns what the options of ``bench transport`` mean, of which the dimensions are those of :func:`cases.sweeps`."""
     names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
     dimensions["copies_out"] = () if copies_out is None else (copies_out,)
     chosen = {name: values for name, values in dimensions.items() if values}
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
-    choice = cases.Choice(**_QUICK_CHOICE | chosen if quick else chosen)
-    return Plan(rounds=cases.sweeps(choice, names), **_timing(_QUICK if quick else _FULL, repetitions, seconds))
+    rounds = cases.sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen)
+    return Plan(rounds=rounds, **_timing(_QUICK if quick else _FULL, repetitions, seconds))
 
 
 def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:
@@ -94,20 +93,20 @@ def _timing(defaults: dict[str, Any], repetitions: int | None, seconds: float | 
 @command_line.plot_option
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
     """Transports in under 5 minutes; ends with 1 if a target that this measures is missed, with 3 if a measurement failed."""
-    _measure(quick_plan(repetitions, seconds), json_path, plot_stem, targets.evaluate)
+    _measure(quick_plan(repetitions, seconds), json_path, plot_stem, is_judged=True)
 
 
 def _measure(
     plan: Plan,
     json_path: Path | None,
     plot_stem: Path | None,
-    judge: Callable[[Results], list[Verdict]] = lambda results: [],
+    is_judged: bool = False,
 ) -> None:
     """Runs a plan, prints its tables and what becomes of the targets, and draws its plots."""
     if plot_stem is not None:
         plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
     results, _ = transport.carry_out(plan, json_path, lambda results: results)
-    verdicts = judge(results)
+    verdicts = targets.evaluate(results) if is_judged else []
     load = f"Load {results.load_before:.1f} before the run."
     shown = list(tables.transport_tables(results))
     tables.show(Findings(results.mode, results.machine, shown, [load], verdicts, coverage=results.coverage))

@@ -13,7 +13,7 @@ import itertools
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from bench.children import BenchError
@@ -133,28 +133,29 @@ class Run:
             if (reason := self._peers[name].missing() or self._peers[name].limits(self._cell(case))) is not None:
                 self._reasons[case.title, name] = Status.EXCLUDED, reason
         for number, peers in enumerate(dataclasses.replace(part, peers=there).chunks()):
-            able = [pair for pair in itertools.product(part.cases, peers) if (pair[0].title, pair[1]) not in self._reasons]
-            self._repeat(self._start(able, peers[0]), peers[0], (lambda: None) if number else after_first)
+            pairs = [pair for pair in itertools.product(part.cases, peers) if self._is_able(*pair)]
+            self._start(pairs)
+            self._repeat(pairs, peers[0], (lambda: None) if number else after_first)
+
+    def _is_able(self, case: Case, *names: str) -> bool:
+        """Whether nothing is known that keeps peers from measuring a case."""
+        return not any((case.title, name) in self._reasons for name in names)
 
     def _cell(self, case: Case) -> Cell:
         plan, directory = self._plan, self._directory.name
         return case.cell(warm_up_s=plan.warm_up_s, timed_s=plan.timed_s, limit_s=plan.limit_s, directory=directory)
 
-    def _start(self, pairs: list[tuple[Case, str]], baseline: str) -> list[tuple[Case, str]]:
-        """Has the processes that are needed and no others. Returns the pairs that have theirs."""
+    def _start(self, pairs: Sequence[tuple[Case, str]]) -> None:
+        """Has the processes that are needed, and no others."""
         needed = dict.fromkeys((name, case.producers) for case, name in pairs)
         for key in self._groups.keys() - needed.keys():
             self._groups.pop(key).close()
         new = [key for key in needed if key not in self._groups]
         self._progress(f"peers to start: {len(new)}")
-        errors = self._launch(new)
-        for case, name in pairs:
-            if (error := errors.get((name, case.producers))) is not None:
-                self._fail(case, name, error)
-        return self._with_baseline([pair for pair in pairs if (pair[1], pair[0].producers) not in errors], baseline)
+        self._launch(new, pairs)
 
-    def _launch(self, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], BenchError]:
-        """Starts processes, all at the same time. Returns what went wrong."""
+    def _launch(self, keys: Sequence[tuple[str, int]], pairs: Sequence[tuple[Case, str]]) -> None:
+        """Starts processes, all at the same time. Where that fails, no pair that needs them has a result."""
         errors = {}
         for name, ends in keys:
             try:
@@ -167,45 +168,32 @@ class Run:
             except BenchError as error:
                 errors[key] = error
                 self._groups.pop(key).kill()
-        return errors
+        for case, name in pairs:
+            if (name, case.producers) in errors:
+                self._fail(case, name, errors[name, case.producers])
 
-    def _repeat(self, pairs: list[tuple[Case, str]], baseline: str, after_first: Callable[[], object]) -> None:
-        """Measures cases with peers, interleaved."""
+    def _repeat(self, pairs: Sequence[tuple[Case, str]], baseline: str, after_first: Callable[[], object]) -> None:
+        """Measures cases with peers, interleaved. Where the baseline has failed there is nothing to compare others with."""
         measured: dict[tuple[Case, str], list[Measurement]] = {pair: [] for pair in pairs}
-        for repetition, pair in itertools.product(range(self._plan.repetitions), pairs):
-            case, name = pair
-            if pair not in measured:
-                continue  # it has failed
+        for repetition, (case, name) in itertools.product(range(self._plan.repetitions), pairs):
+            if not self._is_able(case, name, baseline):
+                continue
             self._progress(f"{case.title}, repetition {repetition + 1} of {self._plan.repetitions}: {self._peers[name].title}")
+            key = name, case.producers
             try:
-                measured[pair].append(self._groups[name, case.producers].run(self._cell(case)))
+                measured[case, name].append(self._groups[key].run(self._cell(case)))
             except BenchError as error:
                 self._fail(case, name, error)
-                lost = {pair} | self._restart(name, case.producers, measured)
-                kept = self._with_baseline([other for other in measured if other not in lost], baseline)
-                measured = {other: measured[other] for other in kept}
-            if pair == pairs[0]:
+                self._groups.pop(key).close()
+                self._launch([key], pairs)
+            if (case, name) == pairs[0]:
                 after_first()
         for (case, name), measurements in measured.items():
-            self.measured[case, name] += zip(measurements, measured[case, baseline], strict=True)
+            if self._is_able(case, name, baseline):
+                self.measured[case, name] += zip(measurements, measured[case, baseline], strict=True)
+            else:
+                self._fail(case, name, f"{self._peers[baseline].title}, which it is compared with, has failed")
 
-    def _restart(self, name: str, ends: int, pairs: Iterable[tuple[Case, str]]) -> set[tuple[Case, str]]:
-        """Replaces processes that have failed. Returns which pairs are lost, because there are no new ones."""
-        self._groups.pop((name, ends)).close()
-        error = self._launch([(name, ends)]).get((name, ends))
-        lost = {(case, other) for case, other in pairs if error is not None and (other, case.producers) == (name, ends)}
-        for case, _ in lost:
-            self._reasons.setdefault((case.title, name), (Status.FAILED, str(error)))
-        return lost
-
-    def _with_baseline(self, pairs: Sequence[tuple[Case, str]], baseline: str) -> list[tuple[Case, str]]:
-        """Drops the cases in which the baseline has failed: there is nothing to compare the others with."""
-        alone = BenchError(f"{self._peers[baseline].title}, which it is compared with, has failed")
-        for case, name in pairs:
-            if (case, baseline) not in pairs:
-                self._fail(case, name, alone)
-        return [(case, name) for case, name in pairs if (case, baseline) in pairs]
-
-    def _fail(self, case: Case, name: str, error: BenchError) -> None:
-        """A peer has no result in a case."""
-        self._reasons[case.title, name] = Status.FAILED, str(error)
+    def _fail(self, case: Case, name: str, error: object) -> None:
+        """A peer has no result in a case; if there are several reasons, the first one counts."""
+        self._reasons.setdefault((case.title, name), (Status.FAILED, str(error)))

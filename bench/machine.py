@@ -12,6 +12,7 @@ import functools
 import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -21,9 +22,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
-
-import shmring
 
 __all__ = ["CopyLimits", "Machine", "torch_resident_nbytes"]
 
@@ -61,22 +59,16 @@ class Machine(msgspec.Struct, frozen=True):
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             kernel=platform.release(),
             python=platform.python_version(),
-            torch=str(torch.__version__),
-            numpy=np.__version__,
-            msgspec=msgspec.__version__,
-            uvloop=version("uvloop"),
-            shmring=shmring.__version__,
             commit=_commit(),
             libc=" ".join(platform.libc_ver()),
             cache_nbytes=_cache_nbytes(),
+            **{name: version(name) for name in ("torch", "numpy", "msgspec", "uvloop", "shmring")},
         )
 
 
 def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()  # ARM has no model names there
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()  # ARM has no model names there
 
 
 def _commit() -> str | None:

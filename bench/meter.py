@@ -11,11 +11,13 @@ or a segment of any peer is left out, and so are the buffers that belong to the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import resource
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -92,9 +94,14 @@ class Meter:
         self._started_cpu_s = 0.0
         self._ticker: LoopLag | None = None
 
-    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Has the loop's lag measured, too, until :meth:`close`. Called on the loop's thread."""
-        self._ticker = LoopLag(loop)
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Has the running loop's lag measured, too, for the time of a ``with``."""
+        self._ticker = LoopLag(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            self._rest()
 
     def start(self) -> None:
         """The phase begins."""
@@ -121,13 +128,12 @@ class Meter:
             seconds: for how long.
         """
         assert self.cost is not None, "the phase is over"
-        self.close()  # ticks are no rest
+        self._rest()  # ticks are none
         cpu_s, wall_s = _cpu_s(), time.perf_counter()
         await asyncio.sleep(seconds)
         self.cost = dataclasses.replace(self.cost, idle_share=(_cpu_s() - cpu_s) / (time.perf_counter() - wall_s))
 
-    def close(self) -> None:
-        """Ends the watch over the loop. Called on the loop's thread. Twice is once."""
+    def _rest(self) -> None:
         if self._ticker is not None:
             self._ticker.close()
             self._ticker = None

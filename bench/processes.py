@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from multiprocessing import get_context
 from typing import Any
 
@@ -114,7 +114,7 @@ class PeerGroup(Children):
 async def produce(part: Part, parent: Parent, cell: Cell) -> Cost | None:
     """A producer's part of a cell; returns what it cost."""
     source = Source(cell, part.number, part.moments)
-    with _watched(part.peer, source.meter):
+    with _watching(part, source.meter):
         await part.peer.produce(cell, part.shared, source)
     return source.meter.cost
 
@@ -122,7 +122,7 @@ async def produce(part: Part, parent: Parent, cell: Cell) -> Cost | None:
 async def consume(part: Part, parent: Parent, cell: Cell) -> Measurement:
     """The consumer's part of a cell."""
     sink = Sink(cell, part.moments)
-    with _watched(part.peer, sink.meter):
+    with _watching(part, sink.meter):
         await part.peer.consume(cell, part.shared, sink, lambda: parent.tell("listening"))
     return sink.measurement()
 
@@ -153,12 +153,6 @@ async def answer(part: Part, parent: Parent, cell: Cell) -> Measurement:
     return desk.measurement()
 
 
-@contextlib.contextmanager
-def _watched(peer: Peer, meter: Meter) -> Iterator[None]:
+def _watching(part: Part, meter: Meter) -> AbstractContextManager[None]:
     """Has the meter look after the running loop, where the loop is meant to be free for other work."""
-    if peer.loop_is_free:
-        meter.watch(asyncio.get_running_loop())
-    try:
-        yield
-    finally:
-        meter.close()
+    return meter.watched() if part.peer.loop_is_free else contextlib.nullcontext()

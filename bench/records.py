@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from bench.cases import Case
 from bench.coverage import Coverage, Gap, Status
 from bench.machine import Machine
-from bench.messages import Measurement
+from bench.messages import Case, Measurement
 from bench.meter import Cost
 from bench.results import Spread
 
@@ -95,6 +94,11 @@ class Result(msgspec.Struct, frozen=True):
     consumer_us_runs: list[float] = []
     producer_us_runs: list[float] = []
 
+    @property
+    def cpu_us(self) -> float:
+        """CPU microseconds of a message at both sides."""
+        return self.producer.cpu_us_per_message.median + self.consumer.cpu_us_per_message.median
+
     @classmethod
     def of(
         cls, peer: str, case: Case, measurements: Sequence[Measurement], beside: Sequence[Measurement], baseline: str
@@ -172,3 +176,7 @@ class Results(msgspec.Struct, frozen=True):
     def find(self, peer: str, case: Case) -> Result | None:
         """Returns a peer's result in a case, if there is one."""
         return next((result for result in self.results if result.peer == peer and result.case == case), None)
+
+    def base(self, peer: str, nbytes: int, window: int = 16) -> Result | None:
+        """Returns a peer's result of one producer and float32, with so many messages in flight, or as many as memory allows."""
+        return self.find(peer, Case(nbytes, window=window).bounded())

@@ -244,10 +244,6 @@ def _by_size(results: Results) -> Iterator[str]:
             yield Table.crossed(title, "transport", cells, [format_nbytes(nbytes) for nbytes in sizes]).markdown()
 
 
-def _cpu_us(result: Result) -> float:
-    return result.producer.cpu_us_per_message.median + result.consumer.cpu_us_per_message.median
-
-
 _SUMMARIES: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
     ("Messages per second, 16 in flight:", 16, lambda result: format_rate(result.messages_per_s.median)),
     (
@@ -256,7 +252,7 @@ _SUMMARIES: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
         lambda result: format_times(result.shmring_ratio.median),
     ),
     ("One-way latency in microseconds, one in flight:", 1, lambda result: f"{result.latency_p50_us.median:,.0f}"),
-    ("CPU microseconds per message, both sides, 16 in flight:", 16, lambda result: f"{_cpu_us(result):,.0f}"),
+    ("CPU microseconds per message, both sides, 16 in flight:", 16, lambda result: f"{result.cpu_us:,.0f}"),
 )
 
 
@@ -265,7 +261,7 @@ _SUMMARIES: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
 _MEASURES: tuple[tuple[str, Callable[[Result], float]], ...] = (
     ("messages/s", lambda result: 1 / result.messages_per_s.median),
     ("median latency", lambda result: result.latency_p50_us.median),
-    ("CPU per message", _cpu_us),
+    ("CPU per message", lambda result: result.cpu_us),
 )
 
 

@@ -97,64 +97,51 @@ def command_of(mode: str) -> str:
 
 # -- what is compared ----------------------------------------------------------------------------------------------------
 
-#: A number of results at a size, if they have it.
-_Number = Callable[[Results, int], float | None]
+#: Numbers of results at a size, one of each repetition or of all together; none if they have not measured it.
+_Runs = Callable[[Results, int], Sequence[float]]
 
 
-def _by_size(sizes: Sequence[int], number: _Number) -> Callable[[Results], Numbers]:
-    """A number of each size."""
-    return lambda results: ((format_nbytes(nbytes), number(results, nbytes)) for nbytes in sizes)
+def _by_size(sizes: Sequence[int], ours: _Runs, theirs: _Runs | None = None) -> Callable[[Results], Numbers]:
+    """A number of each size, as a multiple of another if there is one: the median over the repetitions that have both."""
+
+    def numbers(results: Results) -> Numbers:
+        for nbytes in sizes:
+            runs = ours(results, nbytes)
+            if theirs is not None:
+                runs = [mine / other for mine, other in zip(runs, theirs(results, nbytes), strict=False)]
+            yield format_nbytes(nbytes), statistics.median(runs) if runs else None
+
+    return numbers
 
 
-def _of(mine: _Number, other: _Number) -> _Number:
-    """A number as a multiple of another."""
+def _of(peer: str, number: Callable[[Result], Sequence[float]], window: int = 16) -> _Runs:
+    """A number of a peer's base case."""
 
-    def ratio(results: Results, nbytes: int) -> float | None:
-        ours, theirs = mine(results, nbytes), other(results, nbytes)
-        return ours / theirs if ours and theirs else None
+    def runs(results: Results, nbytes: int) -> Sequence[float]:
+        result = results.base(peer, nbytes, window)
+        return () if result is None else number(result)
 
-    return ratio
-
-
-def _faster(ours: str, peer: str, sizes: Sequence[int]) -> Callable[[Results], Numbers]:
-    """Messages a second of one of ours, as a multiple of a peer's."""
-
-    def ratio(results: Results, nbytes: int) -> float | None:
-        mine, theirs = _base(results, ours, nbytes), _base(results, peer, nbytes)
-        return _median_ratio(mine.runs, theirs.runs) if mine and theirs else None
-
-    return _by_size(sizes, ratio)
+    return runs
 
 
-def _of_memcpy(sizes: Sequence[int]) -> Callable[[Results], Numbers]:
-    """Messages a second with one copy, as a part of the copies a second into memory that is in no cache."""
-
-    def ratio(results: Results, nbytes: int) -> float | None:
-        mine = _base(results, _COPY, nbytes)
-        limits = {limit.nbytes: limit.copies_cold_runs for limit in results.limits}
-        return _median_ratio(mine.runs, limits[nbytes]) if mine and nbytes in limits else None
-
-    return _by_size(sizes, ratio)
+def _speed(peer: str) -> _Runs:
+    """Messages a second."""
+    return _of(peer, lambda result: result.runs)
 
 
-def _p50_us(peer: str) -> _Number:
+def _p50_us(peer: str) -> _Runs:
     """One-way latency, in microseconds."""
-
-    def number(results: Results, nbytes: int) -> float | None:
-        result = _base(results, peer, nbytes, window=1)
-        return None if result is None else result.latency_p50_us.median
-
-    return number
+    return _of(peer, lambda result: (result.latency_p50_us.median,), window=1)
 
 
-def _cpu_us(peer: str) -> _Number:
+def _cpu_us(peer: str) -> _Runs:
     """CPU time of a message at both sides, in microseconds."""
+    return _of(peer, lambda result: (result.cpu_us,))
 
-    def number(results: Results, nbytes: int) -> float | None:
-        result = _base(results, peer, nbytes)
-        return None if result is None else result.producer.cpu_us_per_message.median + result.consumer.cpu_us_per_message.median
 
-    return number
+def _memcpy(results: Results, nbytes: int) -> Sequence[float]:
+    """Copies a second into memory that is in no cache."""
+    return next((limit.copies_cold_runs for limit in results.limits if limit.nbytes == nbytes), ())
 
 
 def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = True) -> Callable[[Results], Numbers]:
@@ -172,12 +159,12 @@ def _sooner(ours: str, sizes: Sequence[int] = _UP_TO_1_MB, event_driven: bool = 
     def numbers(results: Results) -> Numbers:
         for nbytes in sizes:
             mine_us = _p50_us(ours)(results, nbytes)
-            others_us = {name: us for name in peers if (us := _p50_us(name)(results, nbytes)) is not None}
-            if mine_us is None or not others_us:
+            others_us = {name: us for name in peers for us in _p50_us(name)(results, nbytes)}
+            if not mine_us or not others_us:
                 yield format_nbytes(nbytes), None
             else:
                 nearest = min(others_us, key=others_us.__getitem__)
-                yield f"{format_nbytes(nbytes)} ({nearest})", others_us[nearest] / mine_us
+                yield f"{format_nbytes(nbytes)} ({nearest})", others_us[nearest] / mine_us[0]
 
     return numbers
 
@@ -211,18 +198,10 @@ def _together(producers: int, peer: str = _COPY, others: int = 1) -> Callable[[R
             if result.peer == _COPY and result.case.producers == producers:
                 theirs = results.find(peer, msgspec.structs.replace(result.case, producers=others))
                 if theirs is not None:
-                    yield format_nbytes(result.case.nbytes), _median_ratio(result.runs, theirs.runs)
+                    ratios = [mine / other for mine, other in zip(result.runs, theirs.runs, strict=False)]
+                    yield format_nbytes(result.case.nbytes), statistics.median(ratios)
 
     return numbers
-
-
-def _base(results: Results, peer: str, nbytes: int, window: int = 16) -> Result | None:
-    return results.find(peer, Case(nbytes, window=window).bounded())
-
-
-def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over the repetitions that both were measured in."""
-    return statistics.median(mine / other for mine, other in zip(ours, theirs, strict=False))
 
 
 def _median(spread: Spread | None) -> float | None:
@@ -233,7 +212,7 @@ def _than(at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str 
     """Yields a target for each peer."""
     for peer, limit in limits.items():
         what = f"{PEERS[ours].title}: messages/s of {PEERS[peer].title}"
-        yield Target(what, at, limit, "x", _faster(ours, peer, sizes))
+        yield Target(what, at, limit, "x", _by_size(sizes, _speed(ours), _speed(peer)))
 
 
 #: In the order of the table.
@@ -243,26 +222,26 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     *_than("64 KB", _SMALL[1:], {"inline-msgpack": 2.5, "pyzmq": 5.0}),
     *_than("1 MB", _LARGE[:1], {"inline-msgpack": 3.5}),
     *_than("1 MB to 64 MB", _LARGE, {"iceoryx2": 1.05, "pyzmq": 3.0}),
-    Target("of the memcpy limit, cold", "1 MB", 0.65, "x", _of_memcpy(_LARGE[:1])),
-    Target("of the memcpy limit, cold", "8 MB, 64 MB", 1.05, "x", _of_memcpy(_LARGE[1:])),
+    Target("of the memcpy limit, cold", "1 MB", 0.65, "x", _by_size(_LARGE[:1], _speed(_COPY), _memcpy)),
+    Target("of the memcpy limit, cold", "8 MB, 64 MB", 1.05, "x", _by_size(_LARGE[1:], _speed(_COPY), _memcpy)),
     *_than("8 MB", _LARGE[1:2], {"torch-queue": 8.0}),
     *_than("1 MB", _LARGE[:1], {"spinning-arena": 1.0}, ours=_BUSY_POLL),
     *_than("8 MB, 64 MB", _LARGE[1:], {"spinning-arena": 1.2}),
     *_than("64 KB to 64 MB", (_SMALL[1], *_LARGE), {"iceoryx2-loaned": 1.5}, ours=_IN_PLACE),
     Target(
         "one copy: CPU of both sides, of iceoryx2's", "4 KB, 64 KB", 0.75, "x",
-        _by_size(_SMALL, _of(_cpu_us(_COPY), _cpu_us("iceoryx2"))),
+        _by_size(_SMALL, _cpu_us(_COPY), _cpu_us("iceoryx2")),
         at_least=False,
     ),
     Target(
         "in place: CPU of both sides, of iceoryx2's", "64 KB to 64 MB", 0.6, "x",
-        _by_size((_SMALL[1], *_LARGE), _of(_cpu_us(_IN_PLACE), _cpu_us("iceoryx2-loaned"))), at_least=False,
+        _by_size((_SMALL[1], *_LARGE), _cpu_us(_IN_PLACE), _cpu_us("iceoryx2-loaned")), at_least=False,
     ),
     Target("one copy: p50 of the nearest event-driven peer that copies", "4 KB to 1 MB", 1.0, "x", _sooner(_COPY)),
     Target("in place: p50 of the nearest event-driven peer", "4 KB to 1 MB", 1.0, "x", _sooner(_IN_PLACE)),
     Target(
         "in place: p50 at 8 MB over that at 4 KB", "8 MB", 1.3, "x",
-        _by_size([8 * _MB], _of(_p50_us(_IN_PLACE), lambda results, _: _p50_us(_IN_PLACE)(results, 4 * _KB))),
+        _by_size([8 * _MB], _p50_us(_IN_PLACE), lambda results, _: _p50_us(_IN_PLACE)(results, 4 * _KB)),
         at_least=False,
     ),
     Target("busy polling: p50", "4 KB, 64 KB", 25.0, "us", _by_size(_SMALL, _p50_us(_BUSY_POLL)), at_least=False),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,16 @@ _LIMITS_S = 0.1  # for each of the three, in each repetition
 def run(
     plan: Plan,
     progress: Callable[[str], None],
-    keep: Callable[[Results], object] = lambda results: None,
     *,
     mode: str = "transport",
     peers: Mapping[str, Peer | RequestPeer] = PEERS,
-) -> Results:
-    """Measures what a plan says. When this returns or raises, no process and no file of it is left.
+) -> Generator[Results, None, None]:
+    """Measures what a plan says; yields after each round what there is so far, so that a long run that is ended early was not
+    for nothing. When this is over, no process and no file of it is left.
 
     Args:
-        plan: what to measure.
+        plan: what to measure, in at least one round.
         progress: called with a line before each step; ``plan.steps()`` says how many there are.
-        keep: called after each round with what there is so far, so that a long run that is ended early was not for nothing.
         mode: which benchmark it is.
         peers: by name.
     """
@@ -70,13 +69,9 @@ def run(
 
     with Run(plan, peers, progress) as running:
         for part in plan.rounds:
-            if part.limits:
-                with _timed_limits(part, limits) as time_limits:
-                    running.play(part, time_limits)
-            else:
-                running.play(part)
-            keep(results())
-    return results()
+            with _timed_limits(part, limits) if part.limits else contextlib.nullcontext(lambda: None) as time_limits:
+                running.play(part, time_limits)
+            yield results()
 
 
 def carry_out(
@@ -88,13 +83,10 @@ def carry_out(
         which: of :func:`run`: mode and peers.
     """
     command = command_line.typed()
-
-    def keep(results: Results) -> None:
-        if json_path is not None:
-            write_json(msgspec.structs.replace(stored(results), command=command), json_path)
-
-    with command_line.measuring(plan.steps()) as progress:
-        results = run(plan, progress, keep, **which)
+    with command_line.measuring(plan.steps()) as progress, contextlib.closing(run(plan, progress, **which)) as running:
+        for results in running:
+            if json_path is not None:
+                write_json(msgspec.structs.replace(stored(results), command=command), json_path)
     return results, stored(results)
 
 

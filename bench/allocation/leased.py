@@ -8,7 +8,6 @@ for its quota. Slots are requested by the frontends in turn.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 
 from shmring.config import ClientConfig, RingConfig
@@ -45,64 +44,55 @@ class Leased:
             grant = self.ledger.connect(client_id, int(client.lease_nbytes))
             self.books[client_id] = ClientBook(_book_limits(client_id, length, ring, client))
             if grant is not None:
-                self._exchange([effects.Granted(client_id, grant)], [])
+                self._reach(effects.Granted(client_id, grant))
 
     def allocate(self, length: int) -> int | None:
         client_id = self.arrivals % len(self.books) + 1
         self.arrivals += 1
         book, nbytes = self.books[client_id], length * BLOCK_NBYTES - SLOT_HEADER_NBYTES
-        self._exchange([], [(client_id, effect) for effect in book.expire(self._now())])
-        slot = book.acquire(nbytes, held=False) or self._wait(client_id, book, nbytes)
-        if slot is None:
-            return None
+        self._follow(client_id, book.expire(self._now()))
+        slot = book.acquire(nbytes, held=False)
+        if slot is None:  # queues for one, and gives up if all that follows does not bring it
+            ticket = next(self.tickets)
+            slot = self._follow(client_id, book.queue(ticket, nbytes, held=False))
+            if slot is None:
+                self._follow(client_id, book.cancel(ticket))
+                return None
         assert slot.blocks == length
         self.slots[slot.start] = (book, client_id, slot)
         return slot.start
 
-    def _wait(self, client_id: int, book: ClientBook, nbytes: int) -> ClientSlotRecord | None:
-        """Queues for a slot, carries out all that follows, and gives up if that did not bring it."""
-        ticket = next(self.tickets)
-        acquired = self._exchange([], [(client_id, effect) for effect in book.queue(ticket, nbytes, held=False)])
-        if acquired is None:
-            self._exchange([], [(client_id, effect) for effect in book.cancel(ticket)])
-        return acquired
-
     def free(self, start: int, length: int) -> None:
         book, client_id, slot = self.slots.pop(start)
-        self._exchange([], [(client_id, effect) for effect in book.give_up(slot, self._now())])
+        self._follow(client_id, book.give_up(slot, self._now()))
 
     def _now(self) -> float:
         return self.arrivals / _ARRIVALS_PER_S
 
-    def _exchange(
-        self, engine: Sequence[effects.EngineEffect], frontends: Sequence[tuple[int, effects.ClientEffect]]
-    ) -> ClientSlotRecord | None:
-        """Carries effects of both sides out, and those that follow; returns the slot that somebody waited for."""
-        of_engine, of_frontends = deque(engine), deque(frontends)
+    def _follow(self, client_id: int, caused: Sequence[effects.ClientEffect]) -> ClientSlotRecord | None:
+        """Carries out what a frontend causes, and all that follows; returns the slot that somebody waited for."""
         acquired = None
-        while of_engine or of_frontends:
-            while of_engine:
-                client_id, caused = self._at_frontend(of_engine.popleft())
-                of_frontends += [(client_id, effect) for effect in caused]
-            while of_frontends:
-                client_id, effect = of_frontends.popleft()
-                if isinstance(effect, effects.Acquired):
-                    acquired = effect.slot
-                elif isinstance(effect.message, LeaseRequest):
-                    request = effect.message
-                    of_engine += self.ledger.request_lease(
-                        client_id, request.token, request.nbytes, request.preferred_nbytes, request.memory, request.waits
-                    )
-                else:
-                    of_engine += self.ledger.return_leases(client_id, effect.message.lease_ids)
+        for effect in caused:
+            if isinstance(effect, effects.Acquired):
+                acquired = effect.slot
+                continue
+            if isinstance(request := effect.message, LeaseRequest):
+                answers = self.ledger.request_lease(
+                    client_id, request.token, request.nbytes, request.preferred_nbytes, request.memory, request.waits
+                )
+            else:
+                answers = self.ledger.return_leases(client_id, request.lease_ids)
+            for answer in answers:
+                acquired = self._reach(answer) or acquired
         return acquired
 
-    def _at_frontend(self, effect: effects.EngineEffect) -> tuple[int, list[effects.ClientEffect]]:
+    def _reach(self, effect: effects.EngineEffect) -> ClientSlotRecord | None:
+        """Carries out what the engine causes at a frontend, likewise."""
         match effect:
             case effects.Granted(client_id, grant):
-                return client_id, self.books[client_id].granted(grant, self._now())
+                return self._follow(client_id, self.books[client_id].granted(grant, self._now()))
             case effects.Recalled(client_id, lease_ids):
-                return client_id, self.books[client_id].recalled(lease_ids)
+                return self._follow(client_id, self.books[client_id].recalled(lease_ids))
         raise AssertionError(f"nothing of this causes {effect}")
 
 

@@ -18,16 +18,15 @@ work of the loop would have waited at most. An idle loop's longest is taken besi
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import functools
 import itertools
 import mmap
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +48,8 @@ _HOME_LIMIT_S, _LOOK_S = 20.0, 0.001  # for slots to come back after their last 
 _MOST_PASSES = 50  # of a repetition: preparing small requests takes longer than bringing them
 _IDLE_TURNS = 200  # a millisecond or less
 
+_numbers = itertools.count(1)  # of all requests of this process, so that none can be taken for an earlier one
+
 
 def in_flight(nbytes: int) -> int:
     """Returns how many requests of a size are in flight together: at least two, so that one can follow another."""
@@ -59,64 +60,17 @@ def in_flight(nbytes: int) -> int:
 
 
 class Request(NamedTuple):
-    """A request whose data is in host memory: what its marks hold, and whatever the way brings it from."""
+    """A request whose data is in host memory: what its marks hold, and what brings it to the GPU, as a tensor ``int32 (n,)`` to
+    be used on this thread's current stream.
+    """
 
     number: int
-    source: Any
+    bring: Callable[[], Awaitable[torch.Tensor]]
 
 
-class Way(abc.ABC):
-    """One way to the GPU, opened in one process and used with one size at a time."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-
-    @abc.abstractmethod
-    async def prepare(self, nbytes: int, requests: int) -> list[Request]:
-        """Returns so many requests, each with a tensor of so many bytes, marked with its number."""
-
-    @abc.abstractmethod
-    async def bring(self, request: Request) -> torch.Tensor:
-        """Returns a request's tensor on the GPU, to be used on this thread's current stream: ``int32 (n,)``."""
-
-    async def clear(self, requests: Sequence[Request]) -> None:
-        """Ends requests, brought or not. Their tensors on the GPU were dropped before."""
-        return
-
-
-class _FromSlot(Way):
-    def __init__(self, ring: shmring.Ring, client: shmring.RingClient) -> None:
-        super().__init__()
-        self._ring = ring
-        self._client = client
-
-    async def prepare(self, nbytes: int, requests: int) -> list[Request]:
-        prepared = []
-        for number in itertools.islice(self._numbers, requests):
-            async with self._client.slot(nbytes) as slot:
-                tensor = slot.tensor((nbytes // ITEM_NBYTES,), DTYPE)
-                marks(tensor).fill_(number)
-                submission = await self._client.submit({"x": tensor})
-                del tensor
-            prepared.append(Request(number, (await self._ring.claim(), submission)))
-        return prepared
-
-    async def bring(self, request: Request) -> torch.Tensor:
-        claim, _ = request.source
-        tensor: torch.Tensor = (await claim.to("cuda"))["x"]
-        return tensor
-
-    async def clear(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            claim, submission = request.source
-            claim.done()
-            await see_to_its_end(submission)
-        # The next ones, of another size, may not fit between slots that still are not free.
-        deadline_s = time.monotonic() + _HOME_LIMIT_S
-        while (now := self._client.statistics()).free_nbytes < now.leased_nbytes:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{now.leased_nbytes - now.free_nbytes} bytes of slots did not come back")
-            await asyncio.sleep(_LOOK_S)
+#: A way to the GPU, opened in one process: has tensors of so many bytes in so many requests for the time of a ``with``, before
+#: whose end those on the GPU are dropped. It is used with one size at a time.
+Way = Callable[[int, int], AbstractAsyncContextManager[list[Request]]]
 
 
 @contextlib.asynccontextmanager
@@ -128,31 +82,56 @@ async def _open_slots(pin: str, gpu: Gpu, directory: str, footprint_nbytes: int)
         gpu.serve(name, socket_dir=directory, **options) as ring,
         gpu.connect(name, socket_dir=directory, lease_nbytes=leased) as client,
     ):
-        yield _FromSlot(ring, client)
+        yield functools.partial(_in_slots, ring, client)
+
+
+@contextlib.asynccontextmanager
+async def _in_slots(ring: shmring.Ring, client: shmring.RingClient, nbytes: int, requests: int) -> AsyncIterator[list[Request]]:
+    async def bring(claim: shmring.Claim) -> torch.Tensor:
+        tensor: torch.Tensor = (await claim.to("cuda"))["x"]
+        return tensor
+
+    claims = {}
+    prepared = []
+    for number in itertools.islice(_numbers, requests):
+        async with client.slot(nbytes) as slot:
+            tensor = slot.tensor((nbytes // ITEM_NBYTES,), DTYPE)
+            marks(tensor).fill_(number)
+            submission = await client.submit({"x": tensor})
+            del tensor
+        claims[submission] = await ring.claim()
+        prepared.append(Request(number, functools.partial(bring, claims[submission])))
+    try:
+        yield prepared
+    finally:
+        for submission, claim in claims.items():
+            claim.done()
+            await see_to_its_end(submission)
+        # The next ones, of another size, may not fit between slots that still are not free.
+        deadline_s = time.monotonic() + _HOME_LIMIT_S
+        while (now := client.statistics()).free_nbytes < now.leased_nbytes:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{now.leased_nbytes - now.free_nbytes} bytes of slots did not come back")
+            await asyncio.sleep(_LOOK_S)
 
 
 #: Brings a tensor, which starts so many bytes from the beginning of its memory, to the GPU.
 _Bring = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-class _FromMemory(Way):
-    """From memory that is there before; all copies are ``non_blocking``."""
+@contextlib.asynccontextmanager
+async def _in_memory(memory: torch.Tensor, bring: _Bring, nbytes: int, requests: int) -> AsyncIterator[list[Request]]:
+    """Requests in memory that is there before; all copies are ``non_blocking``."""
 
-    def __init__(self, memory: torch.Tensor, bring: _Bring) -> None:
-        super().__init__()
-        self._memory = memory.fill_(1)  # touched: a page's first use is not what is measured
-        self._bring = bring
+    async def bring_it(source: torch.Tensor, start: int) -> torch.Tensor:
+        return bring(source, start)
 
-    async def prepare(self, nbytes: int, requests: int) -> list[Request]:
-        prepared = []
-        for place, number in enumerate(itertools.islice(self._numbers, requests)):
-            source = self._memory[place * nbytes : (place + 1) * nbytes].view(DTYPE)
-            marks(source).fill_(number)
-            prepared.append(Request(number, (source, place * nbytes)))
-        return prepared
-
-    async def bring(self, request: Request) -> torch.Tensor:
-        return self._bring(*request.source)
+    prepared = []
+    for place, number in enumerate(itertools.islice(_numbers, requests)):
+        source = memory[place * nbytes : (place + 1) * nbytes].view(DTYPE)
+        marks(source).fill_(number)
+        prepared.append(Request(number, functools.partial(bring_it, source, place * nbytes)))
+    yield prepared
 
 
 def _shared(gpu: Gpu, nbytes: int) -> torch.Tensor:
@@ -184,7 +163,12 @@ class Contender(NamedTuple):
         cls, title: str, memory: Callable[[Gpu, int], torch.Tensor], bring: Callable[[Gpu, int], _Bring]
     ) -> Contender:
         """Returns that of memory which is there before."""
-        return cls(title, lambda gpu, _, nbytes: contextlib.nullcontext(_FromMemory(memory(gpu, nbytes), bring(gpu, nbytes))))
+
+        def opened(gpu: Gpu, _: str, nbytes: int) -> AbstractAsyncContextManager[Way]:
+            touched = memory(gpu, nbytes).fill_(1)  # a page's first use is not what is measured
+            return contextlib.nullcontext(functools.partial(_in_memory, touched, bring(gpu, nbytes)))
+
+        return cls(title, opened)
 
 
 PINNED_SLOT, CEILING, CLONED = "slot-pinned", "pin-memory", "clone"
@@ -223,7 +207,7 @@ async def _bandwidth(gpu: Gpu, way: Way, nbytes: int, timed_s: float) -> Numbers
 async def _timed_pass(gpu: Gpu, way: Way, nbytes: int, requests: int) -> float:
     async with _prepared(gpu, way, nbytes, requests) as prepared:
         started_s = time.perf_counter()
-        arrived = [await way.bring(request) for request in prepared]
+        arrived = [await request.bring() for request in prepared]
         gpu.finish()
         elapsed_s = time.perf_counter() - started_s
         for request, tensor in zip(prepared, arrived, strict=True):
@@ -235,12 +219,11 @@ async def _timed_pass(gpu: Gpu, way: Way, nbytes: int, requests: int) -> float:
 @contextlib.asynccontextmanager
 async def _prepared(gpu: Gpu, way: Way, nbytes: int, requests: int) -> AsyncIterator[list[Request]]:
     """Requests in host memory, and a GPU that has nothing left to do; afterwards, a loop that has nothing left either."""
-    prepared = await way.prepare(nbytes, requests)
-    gpu.finish()
     try:
-        yield prepared
+        async with way(nbytes, requests) as prepared:
+            gpu.finish()
+            yield prepared
     finally:
-        await way.clear(prepared)
         await asyncio.sleep(0)  # what was dropped on the GPU comes back by the loop
 
 
@@ -250,43 +233,42 @@ async def _stalls(gpu: Gpu, way: Way, nbytes: int, requests: int) -> Numbers:
     await _timed_pass(gpu, way, nbytes, 1)
     for _ in range(requests):
         async with _prepared(gpu, way, nbytes, 1) as (request,):
-            with _Turns() as turns:
+            with _turns() as turns:
                 for _ in range(_IDLE_TURNS):
                     await asyncio.sleep(0)
-            idle_us.append(turns.longest_s * 1e6)
-            with _Turns() as turns:
+            idle_us.append(_longest_us(turns))
+            with _turns() as turns:
                 await asyncio.sleep(0)
-                arrived = await way.bring(request)
+                arrived = await request.bring()
                 over = gpu.watch()
                 while not over():  # noqa: ASYNC110 # a loop that turns is what is looked at
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            brought_us.append(turns.longest_s * 1e6)
+            brought_us.append(_longest_us(turns))
             check(sample(arrived).tolist(), request.number)
             del arrived
     return {"brought_us": brought_us, "idle_us": idle_us}
 
 
-class _Turns:
-    """Looks at how long the running loop takes at most from one turn to the next, for the time of a ``with``."""
+@contextlib.contextmanager
+def _turns() -> Iterator[list[float]]:
+    """Yields when turns of the running loop began, from now on until the end of a ``with``; it does nothing but turn."""
+    loop, times_s = asyncio.get_running_loop(), [time.perf_counter()]
 
-    def __init__(self) -> None:
-        self.longest_s = self._last_s = 0.0
-        self._loop = asyncio.get_running_loop()
+    def turn() -> None:
+        times_s.append(time.perf_counter())
+        handles[0] = loop.call_soon(turn)
 
-    def _turn(self) -> None:
-        now_s = time.perf_counter()
-        self.longest_s = max(self.longest_s, now_s - self._last_s)
-        self._last_s = now_s
-        self._next = self._loop.call_soon(self._turn)
+    handles = [loop.call_soon(turn)]
+    try:
+        yield times_s
+    finally:
+        handles[0].cancel()
 
-    def __enter__(self) -> _Turns:
-        self._last_s = time.perf_counter()
-        self._next = self._loop.call_soon(self._turn)
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._next.cancel()
+def _longest_us(times_s: list[float]) -> float:
+    """The longest time from one turn to the next."""
+    return float(np.diff(times_s).max()) * 1e6
 
 
 COMMANDS: Mapping[str, Command] = {BANDWIDTH: _bandwidth, STALLS: _stalls}

@@ -162,18 +162,17 @@ class CudaIpc:
 
 
 def _receive(gpu: Gpu, tensors: Any, answers: Any, stop: threading.Event) -> None:
-    """The engine's thread."""
+    """The engine's thread: says of each tensor when it was usable, or what of CUDA has failed: the frontend has to know."""
+
+    def receive_one() -> _Usable | str:  # a function, so that the tensor is dropped before anything is said of it
+        try:
+            return _use(gpu, tensors.get(timeout=_STOP_S))
+        except RuntimeError as error:
+            return described(error)
+
     while not stop.is_set():
         with contextlib.suppress(queue.Empty):
-            answers.send(_received(gpu, tensors))
-
-
-def _received(gpu: Gpu, tensors: Any) -> _Usable | str:
-    """What is to be said of the next tensor, which is dropped before it is said."""
-    try:
-        return _use(gpu, tensors.get(timeout=_STOP_S))
-    except RuntimeError as error:  # of CUDA: the frontend has to know
-        return described(error)
+            answers.send(receive_one())
 
 
 HOST_SLOT, DEVICE_SLAB = "host-slot", "device-slab"

@@ -9,7 +9,6 @@ tensor is a view of that, and consumer and engine do their work within the callb
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from bench.messages import Answer, Ask, Cell, Header, Source
 from bench.peers.description import Description, encode
 from bench.peers.in_flight import Intake, Pending
 from bench.peers.peer import RequestPeer
-from bench.peers.unix_stream import Messages, Served, SocketPeer, dialled, served
+from bench.peers.unix_stream import Messages, SocketPeer, dialled, served
 from bench.request.questions import Desk
 
 __all__ = ["InlineMsgpack", "InlineRequest"]
@@ -60,12 +59,28 @@ class InlineRequest(RequestPeer):
         return super().limits(cell)
 
     async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
-        await served(_path(cell), lambda finished: _Answering(finished, desk), listening)
+        def take(end: Messages, body: memoryview) -> bool:
+            """Does not wait for a client to read: a client has no more replies to come than it has asked for."""
+            message = _decoder.decode(body)
+            end.send(_encoded(message.header, desk.answer(message.header, message.tensor(message.content))))
+            return False
+
+        await served(_path(cell), take, listening)
 
     @contextlib.asynccontextmanager
     async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
-        async with dialled(_path(cell), _Asking) as asking:
-            yield asking.pending.ask
+        def send(header: Header, tensor: torch.Tensor) -> Awaitable[object] | None:
+            end.send(_encoded(header, tensor))
+            return None if end.writable.is_set() else end.writable.wait()
+
+        def received(body: memoryview) -> None:
+            message = _decoder.decode(body)
+            pending.settle(Answer(message.header, message.tensor(message.content)))
+
+        pending = Pending(send)
+        end = Messages(received, pending.fail)
+        async with dialled(_path(cell), end):
+            yield pending.ask
 
 
 def _path(cell: Cell) -> Path:
@@ -74,34 +89,3 @@ def _path(cell: Cell) -> Path:
 
 def _encoded(header: Header, tensor: torch.Tensor) -> bytes:
     return encode(_Message(header, _REQUEST_DTYPE, tuple(tensor.shape), tensor.numpy().data.cast("B")))
-
-
-class _Answering(Served):
-    """The engine's end. It does not wait for a client to read: a client has no more replies to come than it has asked for."""
-
-    def __init__(self, finished: asyncio.Future[None], desk: Desk) -> None:
-        super().__init__(finished)
-        self._desk = desk
-
-    def received(self, body: memoryview) -> None:
-        message = _decoder.decode(body)
-        self.send(_encoded(message.header, self._desk.answer(message.header, message.tensor(message.content))))
-
-
-class _Asking(Messages):
-    """A client's end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pending = Pending(self._ask)
-
-    def failed(self, error: BaseException) -> None:
-        self.pending.fail(error)
-
-    def _ask(self, header: Header, tensor: torch.Tensor) -> Awaitable[object] | None:
-        self.send(_encoded(header, tensor))
-        return None if self.writable.is_set() else self.writable.wait()
-
-    def received(self, body: memoryview) -> None:
-        message = _decoder.decode(body)
-        self.pending.settle(Answer(message.header, message.tensor(message.content)))

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import importlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +142,7 @@ class PyzmqRequest(RequestPeer):
     async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
         with _awaitable_socket("DEALER") as dealer:
             dealer.connect(f"ipc://{_path(cell)}")
-
-            def send(header: Header, tensor: torch.Tensor) -> Awaitable[object]:
-                sending: Awaitable[object] = dealer.send_multipart(_pack(header, tensor), copy=False)
-                return sending
-
-            pending = Pending(send)
+            pending = Pending(lambda header, tensor: dealer.send_multipart(_pack(header, tensor), copy=False))
             reading = asyncio.create_task(_read(dealer, pending))
             try:
                 yield pending.ask

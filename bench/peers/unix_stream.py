@@ -13,14 +13,14 @@ import contextlib
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from bench.messages import Cell, Header, Source
 from bench.peers.in_flight import Intake, Send, WindowedPeer
 
-__all__ = ["Messages", "Served", "SocketPeer", "dialled", "served"]
+__all__ = ["Messages", "SocketPeer", "dialled", "served"]
 
 _PREFIX = struct.Struct("<I")
 _SCRATCH_NBYTES = 256 << 10  # what uvloop, too, reads at a time
@@ -29,6 +29,11 @@ _SCRATCH_NBYTES = 256 << 10  # what uvloop, too, reads at a time
 class Messages(asyncio.BufferedProtocol):
     """An end of a connection: writes messages, and cuts what comes into messages.
 
+    Args:
+        received: called with each message that has come. What it raises is said to ``failed``.
+        failed: called when something on the connection was wrong, or when it has ended.
+        may_end: whether the other end may go, which is no failure then.
+
     Attributes:
         writable: set while the transport's buffer has room; to be awaited by who writes much.
         transport: there as soon as there is a connection.
@@ -36,9 +41,18 @@ class Messages(asyncio.BufferedProtocol):
 
     transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        received: Callable[[memoryview], object],
+        failed: Callable[[BaseException], object] = lambda error: None,
+        *,
+        may_end: bool = False,
+    ) -> None:
         self.writable = asyncio.Event()
         self.writable.set()
+        self._received = received
+        self._failed = failed
+        self._may_end = may_end
         self._scratch = memoryview(bytearray(_SCRATCH_NBYTES))
         self._kept = 0  # bytes at the start of scratch
         self._body: memoryview | None = None
@@ -48,19 +62,13 @@ class Messages(asyncio.BufferedProtocol):
         """Writes a message."""
         self.transport.writelines((_PREFIX.pack(len(body)), body))
 
-    def received(self, body: memoryview) -> None:
-        """A message has come. What this raises is said to :meth:`failed`."""
-        raise NotImplementedError
-
-    def failed(self, error: BaseException) -> None:
-        """The connection has ended, or what came on it was wrong; to be overridden where somebody waits for more."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.writable.set()
-        self.failed(exc or ConnectionError("the other end closed the connection"))
+        if not self._may_end:
+            self._failed(exc or ConnectionError("the other end closed the connection"))
 
     def pause_writing(self) -> None:
         self.writable.clear()
@@ -79,9 +87,9 @@ class Messages(asyncio.BufferedProtocol):
             self._filled += nbytes
             if self._filled == len(self._body):
                 body, self._body = self._body, None
-                self.received(body)
+                self._received(body)
         except Exception as error:  # noqa: BLE001 # above us is only the loop; whoever waits for us hears of it
-            self.failed(error)
+            self._failed(error)
 
     def _cut(self, end: int) -> None:
         position = 0
@@ -95,52 +103,44 @@ class Messages(asyncio.BufferedProtocol):
             if self._filled < length:
                 self._body = body
                 break
-            self.received(body)
+            self._received(body)
         self._kept = end - position
         self._scratch[: self._kept] = self._scratch[position:end]
 
 
-_End = TypeVar("_End", bound=Messages)
-
-
 @contextlib.asynccontextmanager
-async def dialled(path: Path, end: Callable[[], _End]) -> AsyncIterator[_End]:
-    """A connection to whoever serves at a path, for the time of a ``with``."""
-    transport, protocol = await asyncio.get_running_loop().create_unix_connection(end, str(path))
+async def dialled(path: Path, end: Messages) -> AsyncIterator[None]:
+    """Connects an end to whoever serves at a path, for the time of a ``with``."""
+    transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: end, str(path))
     try:
-        yield protocol
+        yield
     finally:
         transport.close()
 
 
-class Served(Messages):
-    """An end of whoever serves at a path. A client that goes is no failure: all of them do in the end.
+async def served(path: Path, take: Callable[[Messages, memoryview], bool], listening: Callable[[], None]) -> None:
+    """Accepts connections at a path, whose clients may come and go, until the last message; the path is gone when this returns.
 
     Args:
-        finished: set when no more is to be served, or as soon as something has failed.
+        take: called with each message that has come, and the end that it came to; returns whether it was the last one.
+        listening: called when there can be connections.
     """
-
-    def __init__(self, finished: asyncio.Future[None]) -> None:
-        super().__init__()
-        self.finished = finished
-
-    def failed(self, error: BaseException) -> None:
-        if not self.finished.done():
-            self.finished.set_exception(error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.writable.set()
-
-
-async def served(path: Path, end: Callable[[asyncio.Future[None]], Served], listening: Callable[[], None]) -> None:
-    """Accepts connections at a path until one of their ends has finished; the path is gone when this returns."""
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[None] = loop.create_future()
-    ends: list[Served] = []
+    ends: list[Messages] = []
 
-    def accept() -> Served:
-        ends.append(end(finished))
-        return ends[-1]
+    def failed(error: BaseException) -> None:
+        if not finished.done():
+            finished.set_exception(error)
+
+    def accept() -> Messages:
+        def received(body: memoryview) -> None:
+            if take(end, body):
+                finished.set_result(None)
+
+        end = Messages(received, failed, may_end=True)
+        ends.append(end)
+        return end
 
     server = await loop.create_unix_server(accept, str(path))
     try:
@@ -169,7 +169,8 @@ class SocketPeer(WindowedPeer):
 
     @contextlib.asynccontextmanager
     async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
-        async with dialled(self._path(cell), Messages) as end:
+        end = Messages(lambda body: None)  # of which none comes
+        async with dialled(self._path(cell), end):
 
             def send() -> Awaitable[object] | None:
                 end.send(self.encode(cell, own, source))
@@ -178,22 +179,12 @@ class SocketPeer(WindowedPeer):
             yield send
 
     async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
-        await served(self._path(cell), lambda finished: _Receiver(finished, self, intake), listening)
+        def take(_: Messages, body: memoryview) -> bool:
+            header, last = self.take(body, intake)
+            intake.acknowledge(header)
+            return last
+
+        await served(self._path(cell), take, listening)
 
     def _path(self, cell: Cell) -> Path:
         return Path(cell.directory, f"{self.name}.sock")
-
-
-class _Receiver(Served):
-    """The consumer's end of a producer's connection."""
-
-    def __init__(self, finished: asyncio.Future[None], peer: SocketPeer, intake: Intake) -> None:
-        super().__init__(finished)
-        self._peer = peer
-        self._intake = intake
-
-    def received(self, body: memoryview) -> None:
-        header, last = self._peer.take(body, self._intake)
-        self._intake.acknowledge(header)
-        if last:
-            self.finished.set_result(None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 
 from bench.peers import BASELINE, REQUEST_PEERS
 from bench.records import Result, Results
 from bench.request.questions import checks_us
 from bench.request.scaling import VARIANTS
-from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate, format_times
+from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_rate, format_times
 
 __all__ = ["report", "scaling_report"]
 
@@ -68,7 +70,7 @@ def scaling_report(results: Results) -> Findings:
             format_rate(result.messages_per_s.median),
             f"{result.consumer.cpu_us_per_message.median:.1f}",
             f"{result.producer.cpu_us_per_message.median:.1f}",
-            *(f"{ratio.median:.2f} x" for ratio in _ratios(results, result)),
+            *(f"{ratio:.2f} x" for ratio in _ratios(results, result)),
         ]
         for result in results.results
     ]
@@ -106,16 +108,18 @@ def _row(result: Result) -> list[str]:
     ]
 
 
-def _ratios(results: Results, result: Result) -> tuple[Spread, Spread, Spread]:
-    """CPU of a request in the engine, in its client, and in both, to that of the baseline in the same repetition."""
+def _ratios(results: Results, result: Result) -> tuple[float, float, float]:
+    """CPU of a request in the engine, in its client, and in both, to that of the baseline in the same repetition: medians."""
     base = results.find(result.baseline, result.case)
     assert base is not None, "without its baseline, a case has no results"
-    engine = list(zip(result.consumer_us_runs, base.consumer_us_runs, strict=True))
-    client = list(zip(result.producer_us_runs, base.producer_us_runs, strict=True))
+
+    def ratio(cpu_us: Callable[[Result], Iterable[float]]) -> float:
+        return statistics.median(ours / theirs for ours, theirs in zip(cpu_us(result), cpu_us(base), strict=True))
+
     return (
-        Spread.of(ours / theirs for ours, theirs in engine),
-        Spread.of(ours / theirs for ours, theirs in client),
-        Spread.of((a + c) / (b + d) for (a, b), (c, d) in zip(engine, client, strict=True)),
+        ratio(lambda run: run.consumer_us_runs),
+        ratio(lambda run: run.producer_us_runs),
+        ratio(lambda run: map(operator.add, run.consumer_us_runs, run.producer_us_runs)),
     )
 
 
@@ -152,9 +156,9 @@ def _scaling_targets(results: Results) -> Iterator[Verdict]:
                 f"CPU time per request with {VARIANTS[result.peer].title}",
                 format_nbytes(result.case.nbytes),
                 f"<= {_TARGET_SCALING_RATIO} x",
-                format_times(both.median),
-                both.median <= _TARGET_SCALING_RATIO,
-                f"engine {format_times(engine.median)}, client {format_times(client.median)}",
+                format_times(both),
+                both <= _TARGET_SCALING_RATIO,
+                f"engine {format_times(engine)}, client {format_times(client)}",
             )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import shmring
-from bench.messages import Answer, Ask, Cell, Header
+from bench.messages import Ask, Cell
 from bench.peers import RequestPeer
 from bench.peers.shmring_ring import RING, answer, request
 from bench.request.questions import Desk
@@ -88,11 +88,7 @@ class ConnectedClients(_Variant):
             for connected in clients:
                 await connected.wait_prefaulted()
             turns = itertools.cycle(clients[: self._asking])
-
-            async def ask(header: Header, tensor: torch.Tensor) -> Answer:
-                return await request(next(turns), header, tensor)
-
-            yield ask
+            yield lambda header, tensor: request(next(turns), header, tensor)
 
 
 class SlotsInUse(_Variant):
@@ -109,11 +105,7 @@ class SlotsInUse(_Variant):
             await connected.wait_prefaulted()
             submissions = await self._submit(connected, cell.nbytes)
             await connected.call("wait_until_kept", len(submissions))
-
-            async def ask(header: Header, tensor: torch.Tensor) -> Answer:
-                return await request(connected, header, tensor)
-
-            yield ask
+            yield lambda header, tensor: request(connected, header, tensor)
             for submission in submissions:
                 submission.abort()
 

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.children import BenchError
 from bench.serving.plan import Endpoint
 
-__all__ = ["Client", "Exchange", "RequestFailedError", "ServerUnusableError"]
+__all__ = ["Client", "Exchange", "RequestFailedError"]
 
 _PATHS: Mapping[Endpoint, str] = {"chat": "/v1/chat/completions", "embeddings": "/v1/embeddings"}
 _DATA = b"data:"  # each event of these servers is one such line
@@ -35,15 +35,12 @@ _ERROR_NBYTES = 64 << 10  # of an error's body, of which a code is wanted
 _CODE_LENGTH = 64  # of a code; nothing longer is one
 _KEEP_ALIVE_S = 2.0  # uvicorn closes what was idle for 5 s; a request sent at that very moment would fail
 _GET_TIMEOUT_S = 10.0  # it takes milliseconds
+_COUNTERS = ("slab_bytes", "copied_bytes", "media_decoded")
 _METRICS_PERIOD_S = 1.5  # frontends bring their counters up to date every second
 
 
 class RequestFailedError(Exception):
     """A request had no whole answer; the text is the reason, and the same for all that failed alike."""
-
-
-class ServerUnusableError(BenchError):
-    """The server can't be asked at all."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,29 +114,27 @@ class Client:
         """Returns the first model that the server lists.
 
         Raises:
-            ServerUnusableError: it lists none, or does not answer.
+            BenchError: it lists none, or does not answer.
         """
         url = f"{self._base}/v1/models"
         try:
             return str(msgspec.json.decode(await self._get(url))["data"][0]["id"])
         except (msgspec.DecodeError, LookupError, TypeError):
-            raise ServerUnusableError(
-                f"{url} lists no model; is that a server of OpenAI's API? or name one with --model"
-            ) from None
+            raise BenchError(f"{url} lists no model; is that a server of OpenAI's API? or name one with --model") from None
 
-    async def counted(self, counter: str) -> int:
-        """Returns what the frontends of an idle server of ours have counted, ever.
-
-        Args:
-            counter: ``slab_bytes``, for the bytes of slots that they have handed to their engine; or another.
+    async def counters(self) -> dict[str, int]:
+        """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others.
 
         Raises:
-            ServerUnusableError: it does not answer.
+            BenchError: it does not answer.
         """
-        name, counted = f"shmring_frontend_{counter}_total", -1
+        counted: dict[str, int] | None = None
         while True:
             families = text_string_to_metric_families((await self._get(f"{self._base}/metrics")).decode())
-            latest = int(sum(sample.value for family in families for sample in family.samples if sample.name == name))
+            latest = dict.fromkeys(_COUNTERS, 0)
+            for sample in (sample for family in families for sample in family.samples):
+                if (name := sample.name.removeprefix("shmring_frontend_").removesuffix("_total")) in latest:
+                    latest[name] += int(sample.value)
             if latest == counted:
                 return counted
             counted = latest
@@ -150,9 +145,9 @@ class Client:
             async with asyncio.timeout(_GET_TIMEOUT_S), self._session.get(url) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerUnusableError(f"{url} does not answer ({type(error).__name__}); does the server run?") from None
+            raise BenchError(f"{url} does not answer ({type(error).__name__}); does the server run?") from None
         if response.status != 200:
-            raise ServerUnusableError(f"{url} answers HTTP {response.status}; is that a server of OpenAI's API?")
+            raise BenchError(f"{url} answers HTTP {response.status}; is that a server of OpenAI's API?")
         return body
 
     async def exchange(self, body: bytes, began: float) -> Exchange:

@@ -81,10 +81,7 @@ def _rate(value: str) -> float | None:
     "--request-rate", default="inf", type=_rate, metavar="RATE", help="Requests that become due a second; inf: all at once."
 )
 @click.option(
-    "--burstiness",
-    default=1.0,
-    type=SECONDS,
-    help="Of their arrival: 1 is a Poisson process, less is burstier, more steadier.",
+    "--burstiness", default=1.0, type=SECONDS, help="Of their arrival: 1 is a Poisson process, less is burstier, more steadier."
 )
 @click.option("--max-concurrency", type=COUNT, help="Requests in flight at most.  [default: as many as are due]")
 @click.option("--endpoint", default="chat", type=click.Choice(get_args(Endpoint)), help="Chats are streamed.")

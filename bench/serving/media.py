@@ -24,7 +24,7 @@ from PIL import Image
 from bench.children import BenchError
 from bench.serving.plan import Load, Media, MediaKind
 
-__all__ = ["FILE_TYPES", "MediaFileError", "media_parts", "picture", "recording", "video"]
+__all__ = ["FILE_TYPES", "media_parts", "picture", "recording", "video"]
 
 _Generator: TypeAlias = np.random.Generator
 
@@ -54,15 +54,11 @@ FILE_TYPES: Mapping[str, tuple[MediaKind, str]] = {
 }
 
 
-class MediaFileError(BenchError):
-    """A directory has no media to send."""
-
-
 def media_parts(load: Load) -> list[msgspec.Raw]:
     """Returns the JSON of the message parts that the load's requests take in turn; none if they have no media.
 
     Raises:
-        MediaFileError: there are no files of these kinds in the directory.
+        BenchError: there are no files of these kinds in the directory.
         OSError: they can't be read.
     """
     media = load.media
@@ -89,7 +85,7 @@ def _read_directory(directory: Path, kinds: tuple[MediaKind, ...]) -> list[msgsp
             parts.append(_part(kind, media_type, path.read_bytes()))
     if not parts:
         suffixes = ", ".join(suffix for suffix, (kind, _) in FILE_TYPES.items() if kind in kinds)
-        raise MediaFileError(f"{directory} has no files of the kinds that were asked for ({suffixes})")
+        raise BenchError(f"{directory} has no files of the kinds that were asked for ({suffixes})")
     return parts
 
 

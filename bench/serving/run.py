@@ -85,9 +85,7 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
     """Carries a plan out, with a line before each step. When this returns or raises, no process and no file of it is left.
 
     Raises:
-        ServerError: a server did not start or did not last.
-        ServerUnusableError: it can't be asked.
-        MediaFileError, OSError: there are no media to send.
+        BenchError, OSError: a server did not start, did not last, or can't be asked; or there are no media to send.
     """
     progress("making media")
     parts = await asyncio.to_thread(media_parts, plan.load)
@@ -108,12 +106,18 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Results:
                 measurements.append(msgspec.structs.replace(measurement, cpu_s=used_s))
         progress("reading the servers' counters")
         requests = plan.load.warm_up_requests + plan.repetitions * plan.load.requests
-        slab_nbytes = {name: total // requests for name, total in (await _counted("slab_bytes", targets)).items()}
-        copied_nbytes = await _counted("copied_bytes", targets)
-        decoded = await _counted("media_decoded", targets)
-    client = f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}"
-    stored_plan = msgspec.structs.replace(plan, api_key=None)
-    return Results(Machine.here(), client, stored_plan, request_nbytes, slab_nbytes, measurements, copied_nbytes, decoded)
+        ours = {name: target.client for name, target in targets.items() if target.server is not None}
+        counted = dict(zip(ours, await asyncio.gather(*(client.counters() for client in ours.values())), strict=True))
+    return Results(
+        machine=Machine.here(),
+        client=f"aiohttp {version('aiohttp')}, uvloop {version('uvloop')}, Python {platform.python_version()}",
+        plan=msgspec.structs.replace(plan, api_key=None),
+        request_nbytes=request_nbytes,
+        slab_nbytes={name: counters["slab_bytes"] // requests for name, counters in counted.items()},
+        measurements=measurements,
+        copied_nbytes={name: counters["copied_bytes"] for name, counters in counted.items()},
+        decoded={name: counters["media_decoded"] for name, counters in counted.items()},
+    )
 
 
 def planned(plan: Plan) -> list[Planned]:
@@ -160,10 +164,3 @@ def _wanted(plan: Plan) -> dict[str, ServerOptions | None]:
     if plan.compare:
         return {name: msgspec.structs.replace(plan.server, copied=name == COPIED) for name in (SLAB, COPIED)}
     return {COPIED if plan.server.copied else SLAB: plan.server}
-
-
-async def _counted(counter: str, targets: Mapping[str, _Target]) -> dict[str, int]:
-    """What the frontends of each server have counted. That one path uses the slab and the other does not is to be seen."""
-    ours = {name: target for name, target in targets.items() if target.server is not None}
-    totals = await asyncio.gather(*(target.client.counted(counter) for target in ours.values()))
-    return dict(zip(ours, totals, strict=True))

@@ -223,15 +223,12 @@ def test_shared_memory_is_not_resident_memory() -> None:
 
 async def test_a_stalled_loop_is_noticed_and_its_rest_is_not() -> None:
     meter = Meter(own_nbytes=0)
-    meter.watch(asyncio.get_running_loop())
-    try:
+    with meter.watched():
         meter.start()
         await asyncio.sleep(0.03)
         time.sleep(0.05)  # stalls the loop
         await asyncio.sleep(0.03)
         meter.stop(1)
-    finally:
-        meter.close()
     assert meter.cost is not None
     assert meter.cost.lag is not None
     assert meter.cost.lag.max_ms >= 40
@@ -241,13 +238,10 @@ async def test_a_stalled_loop_is_noticed_and_its_rest_is_not() -> None:
 
 async def test_a_loop_that_never_comes_back_is_late_from_the_start() -> None:
     meter = Meter(own_nbytes=0)
-    meter.watch(asyncio.get_running_loop())
-    try:
+    with meter.watched():
         meter.start()
         time.sleep(0.03)  # stalls the loop until the end
         meter.stop(1)
-    finally:
-        meter.close()
     assert meter.cost is not None
     assert meter.cost.lag is not None
     assert meter.cost.lag.max_ms >= 20

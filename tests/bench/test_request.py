@@ -316,20 +316,21 @@ def planned(*sizes: int) -> Plan:
     return Plan(rounds=rounds, repetitions=2, timed_s=1.0, warm_up_s=0.1)
 
 
-def run(plan: Plan, keep: Callable[[Results], object] = lambda results: None) -> Results:
-    return transport.run(plan, lambda line: None, keep, mode="request", peers=REQUEST_PEERS)
+def run(plan: Plan) -> list[Results]:
+    """What there is after each round."""
+    return list(transport.run(plan, lambda line: None, mode="request", peers=REQUEST_PEERS))
 
 
 def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
-    kept: list[Results] = []
-    results = run(planned(1 << 30, 2 << 30), kept.append)
-    assert results.results == []
+    kept = run(planned(1 << 30, 2 << 30))
+    assert kept[-1].results == []
     reasons = [f"{size}.0 GiB would be in flight, and 1.0 GiB of memory are available" for size in (48, 96)]
-    assert [
-        [gap.reason for gap in each.coverage.gaps if gap.subject == "shmring"] for each in (*kept, results) if each.coverage
-    ] == [[reasons[0], ""], reasons, reasons]
-    assert report(results, 64).coverage == results.coverage
+    assert [[gap.reason for gap in each.coverage.gaps if gap.subject == "shmring"] for each in kept if each.coverage] == [
+        [reasons[0], ""],
+        reasons,
+    ]
+    assert report(kept[-1], 64).coverage == kept[-1].coverage
 
 
 class Pretended:
@@ -355,7 +356,7 @@ class Pretended:
 def test_a_peer_that_fails_is_reported_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaving, "PeerGroup", Pretended)
     monkeypatch.setattr(type(REQUEST_PEERS["pyzmq"]), "requires", None)
-    results = run(planned(4096, 8192))
+    *_, results = run(planned(4096, 8192))
     assert results.coverage is not None
     assert [(one.peer, one.case.nbytes, one.baseline) for one in results.results] == [
         ("shmring", 4096, "shmring"), ("pyzmq", 4096, "shmring"), ("shmring", 8192, "shmring"),

@@ -30,15 +30,16 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import web
 
+from bench.children import BenchError
 from bench.machine import Machine
 from bench.meter import Lag
 from bench.results import Spread, write_json
 from bench.serving import command, report, run
 from bench.serving import server as server_module
-from bench.serving.client import Client, Exchange, ServerUnusableError
+from bench.serving.client import Client, Exchange
 from bench.serving.command import serve_command
 from bench.serving.load import Generator, Latency, Measurement, measure, play, request_body
-from bench.serving.media import MediaFileError, media_parts, picture, recording, video
+from bench.serving.media import media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
 from bench.serving.server import Server, ServerError, serving
 from frontend.media.loader import MediaSource
@@ -89,7 +90,7 @@ def test_files_of_a_directory_are_sent_instead(tmp_path: Path) -> None:
         {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,c291bmQ="}},
         {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,cGljdHVyZQ=="}},
     ]
-    with pytest.raises(MediaFileError, match=r"\.mp4"):
+    with pytest.raises(BenchError, match=r"\.mp4"):
         media_parts(msgspec.structs.replace(load, media=Media(kinds=("video",), directory=str(tmp_path))))
 
 
@@ -324,7 +325,7 @@ async def test_every_failure_has_its_reason(stub: Stub, changes: dict[str, Any],
 
 async def test_nobody_there_is_a_failure_too() -> None:
     assert (await ask("http://127.0.0.1:1", Load(requests=1))).failure == "connection: ClientConnectorError"
-    with pytest.raises(ServerUnusableError, match="does the server run"):
+    with pytest.raises(BenchError, match="does the server run"):
         async with Client("http://127.0.0.1:1", "chat", 1.0) as client:
             await client.model()
 

@@ -10,25 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.unix_stream import Messages, Served, dialled, served
+from bench.peers.unix_stream import Messages, dialled, served
 
 BODIES = [b"", b"a", bytes(range(256)) * 3, b"x" * 300_000, b"end"]  # one of them larger than what is read at a time
 LIMIT_S = 10.0
 
 
 class Kept(Messages):
+    """Keeps what has come and what was wrong; of some contents it will not hear."""
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.keep, lambda error: self.errors.append(error))
         self.bodies: list[bytes] = []
         self.errors: list[BaseException] = []
 
-    def received(self, body: memoryview) -> None:
+    def keep(self, body: memoryview) -> None:
         if body == b"end":
             raise ValueError("not this one")
         self.bodies.append(bytes(body))
-
-    def failed(self, error: BaseException) -> None:
-        self.errors.append(error)
 
 
 def prefixed(body: bytes) -> bytes:
@@ -55,22 +54,20 @@ def path() -> Iterator[Path]:
         yield Path(directory, "test.sock")
 
 
-class Counting(Served):
+def count(end: Messages, body: memoryview) -> bool:
     """Answers each message with its length, and has finished after the last."""
-
-    def received(self, body: memoryview) -> None:
-        self.send(str(len(body)).encode())
-        if len(body) == len(BODIES[-2]):
-            raise ValueError("not this one")
-        if body == b"end":
-            self.finished.set_result(None)
+    end.send(str(len(body)).encode())
+    if len(body) == len(BODIES[-2]):
+        raise ValueError("not this one")
+    return body == b"end"
 
 
 async def test_whoever_serves_goes_on_until_an_end_has_finished(path: Path) -> None:
     listening = asyncio.Event()
 
     async def talk(*bodies: bytes) -> Kept:
-        async with dialled(path, Kept) as client:
+        client = Kept()
+        async with dialled(path, client):
             for body in bodies:
                 client.send(body)
                 await client.writable.wait()
@@ -80,7 +77,7 @@ async def test_whoever_serves_goes_on_until_an_end_has_finished(path: Path) -> N
         return client
 
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(served(path, Counting, listening.set))
+        serving = tasks.create_task(served(path, count, listening.set))
         await listening.wait()
         first = await talk(*BODIES[:3])
         assert first.bodies == [b"0", b"1", b"768"]
@@ -92,9 +89,10 @@ async def test_whoever_serves_goes_on_until_an_end_has_finished(path: Path) -> N
 async def test_what_is_wrong_on_a_connection_ends_the_serving(path: Path) -> None:
     listening = asyncio.Event()
     async with asyncio.timeout(LIMIT_S):
-        serving = asyncio.create_task(served(path, Counting, listening.set))
+        serving = asyncio.create_task(served(path, count, listening.set))
         await listening.wait()
-        async with dialled(path, Kept) as client:
+        client = Kept()
+        async with dialled(path, client):
             client.send(BODIES[-2])
             with pytest.raises(ValueError, match="not this one"):
                 await serving
