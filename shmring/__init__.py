@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     )
     from shmring.memory.tensors import nbytes_for
     from shmring.ring.claim import Claim
-    from shmring.ring.ring import Ring, serve
+    from shmring.ring.ring import Ring
+    from shmring.ring.serving import serve
     from shmring.statistics import ClientStatistics, RingStatistics, WorkerStatistics
     from shmring.worker.worker import Message, Worker, join
 
@@ -110,7 +111,7 @@ _MODULES = {
     "connect": "shmring.client.connecting",
     "join": "shmring.worker.worker",
     "nbytes_for": "shmring.memory.tensors",
-    "serve": "shmring.ring.ring",
+    "serve": "shmring.ring.serving",
     **dict.fromkeys(_ERRORS, "shmring.errors"),
 }
 

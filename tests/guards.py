@@ -35,9 +35,9 @@ class Guard:
 GUARDS = (
     Guard(
         "memory is reused only when the pidfd reports the death",
-        "shmring/ring/ring.py",
-        "self.carry_out(self._book.disconnect(frontend.client_id))",
-        "self.carry_out(self._book.died(frontend.client_id))",
+        "shmring/ring/frontend.py",
+        "self._ring.carry_out(self._book.disconnect(self.client_id))",
+        "self._ring.carry_out(self._book.died(self.client_id))",
         "tests/integration/test_process_death.py::test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory",
     ),
     Guard(

@@ -233,13 +233,13 @@ async def test_what_a_cancelled_waiter_passes_on_is_said_after_what_was_said_bef
     await eventually(lambda: client.statistics().waiting == 3)
     session = client._session
     assert session is not None
-    add_lease = session._add_lease
+    granted = session.host_slots.granted
 
-    def cancel_and_add_lease(grant: Any) -> None:
+    def cancel_and_grant(grant: Any) -> None:
         first.cancel()
-        add_lease(grant)
+        granted(grant)
 
-    monkeypatch.setattr(session, "_add_lease", cancel_and_add_lease)
+    monkeypatch.setattr(session.host_slots, "granted", cancel_and_grant)
     small.close()
     await asyncio.wait_for(second, 5)
     large.close()

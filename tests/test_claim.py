@@ -100,7 +100,7 @@ async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nob
     """A handler that forgets to await: the frontend must not see a reply after the end, nor lose its connection."""
     submission, claim = await ends.claim("x")
     other, _ = await ends.claim("y")
-    ends.ring._copier.offload_nbytes = 1
+    ends.ring.copier.offload_nbytes = 1
     replying = [asyncio.create_task(claim.reply({"x": tensor(nbytes)})) for _ in range(3)]
     with claim:
         await asyncio.sleep(0)
@@ -415,8 +415,8 @@ async def test_large_replies_of_many_claims_at_once_do_not_end_the_connection(
         await claim.reply("x" * 50_000)
 
     ring = await serve(reply)
-    monkeypatch.setattr("shmring.ring.ring._OTHER_UNREAD_NBYTES", 128 << 10)
-    monkeypatch.setattr("shmring.ring.ring._FAILED_NBYTES", 0)
+    monkeypatch.setattr("shmring.ring.frontend._OTHER_UNREAD_NBYTES", 128 << 10)
+    monkeypatch.setattr("shmring.ring.frontend._FAILED_NBYTES", 0)
     client = await connect()
     answers = await asyncio.gather(*(client.request(number, timeout=20) for number in range(50)))
     assert all(answer == "x" * 50_000 for answer in answers)
@@ -521,7 +521,7 @@ async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends) -> None:
 async def test_an_abort_at_any_moment_of_a_reply_leaks_nothing(
     ends: Ends, eventually: Any, copied_on_a_thread: bool, settled: Any
 ) -> None:
-    ends.ring._copier.offload_nbytes = 0 if copied_on_a_thread else 1 << 30
+    ends.ring.copier.offload_nbytes = 0 if copied_on_a_thread else 1 << 30
     end: Callable[[shmring.Submission], None]
     for steps in range(12):
         for end in (lambda submission: submission.abort(), lambda submission: None):

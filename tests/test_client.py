@@ -817,7 +817,7 @@ async def test_a_connect_that_is_cancelled_at_any_moment_keeps_nothing(
         result = (await asyncio.gather(connecting, return_exceptions=True))[0]
         if isinstance(result, shmring.RingClient):
             await result.close()
-        await eventually(lambda: not ring._handshakes)
+        await eventually(lambda: not ring._handshakes._running)
         await settled(ring)
         if arrived:
             return

@@ -348,7 +348,7 @@ async def test_a_handler_that_is_cancelled_before_it_starts_still_ends_its_claim
     submission = client.submit_nowait({"x": torch.ones(10_000)})
 
     def handlers() -> list[asyncio.Task[Any]]:
-        return [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "Ring._handle"]
+        return [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "_handle"]
 
     while not handlers():
         await asyncio.sleep(0)
@@ -506,8 +506,8 @@ async def test_large_calls_at_once_do_not_end_the_connection(serve: Any, connect
     async def echo_bytes(data: bytes) -> bytes:
         return data
 
-    monkeypatch.setattr("shmring.ring.ring._OTHER_UNREAD_NBYTES", 128 << 10)
-    monkeypatch.setattr("shmring.ring.ring._FAILED_NBYTES", 0)
+    monkeypatch.setattr("shmring.ring.frontend._OTHER_UNREAD_NBYTES", 128 << 10)
+    monkeypatch.setattr("shmring.ring.frontend._FAILED_NBYTES", 0)
     ring = await serve(calls={"echo": echo_bytes})
     client = await connect()
     data = bytes(50_000)
@@ -695,7 +695,7 @@ async def test_accepting_goes_on_whatever_the_kernel_says(
     serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A firewall, a security module, a frontend that went away in between: that must not be the last one for ever."""
-    monkeypatch.setattr("shmring.ring.ring._ACCEPT_PAUSE_S", 0.001)
+    monkeypatch.setattr("shmring.ring.handshakes._ACCEPT_PAUSE_S", 0.001)
     loop = asyncio.get_running_loop()
     accept, failures = loop.sock_accept, [OSError(number, os.strerror(number))] * 3
 
@@ -726,16 +726,16 @@ async def test_a_ring_that_cannot_accept_any_more_says_so(
         accepted.close()
         raise RuntimeError("a bug")
 
-    ring._shake_hands = break_down
+    ring._handshakes._shake_hands = break_down
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(os.fspath(ring._listener.path))
+        client.connect(os.fspath(ring._handshakes._listener.path))
         await eventually(lambda: "accepts no further frontends" in caplog.text)
     assert "a bug" in caplog.text
 
 
 @pytest.mark.parametrize("failing", ["sealed_rings", "map_rings", "send_welcome", "ProcessWatch"])
 async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
-    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, settled: Any, failing: str
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, settled: Any, eventually: Any, failing: str
 ) -> None:
     ring = await serve(echo)
     before = descriptors()
@@ -746,10 +746,10 @@ async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"shmring.ring.ring.{failing}", refuse)
+        patch.setattr(f"shmring.ring.handshakes.{failing}", refuse)
         with pytest.raises(shmring.EngineDeadError):
             await connect(connect_timeout_s=0.05)
-    assert descriptors() == before
+    await eventually(lambda: descriptors() == before)
     assert ring.statistics().refused > 0
     await settled(ring)
     client = await connect()
@@ -805,7 +805,7 @@ async def test_a_goodbye_that_keeps_more_than_a_message_names_gives_all_else_bac
     assert now.reply_nbytes - now.reply_free_nbytes == 1500 * 4096, "what is viewed is kept until the process ends"
     assert now.quarantined_nbytes == 0
     assert all(int(reply[0]) == (number + 100) % 251 for number, reply in enumerate(replies))
-    ring._frontend_died(next(iter(ring._frontends.values())))
+    next(iter(ring._frontends.values())).died()
     assert ring.statistics().reply_free_nbytes == now.reply_nbytes
 
 

@@ -17,12 +17,12 @@ from shmring.errors import CapacityError, RemoteError, RemoteProtocolError
 if TYPE_CHECKING:
     from shmring.client.session import Session
 
-__all__ = ["Calls"]
+__all__ = ["CallsInFlight"]
 
 _CALL_NBYTES = 1280  # at most, of a call around its arguments
 
 
-class Calls:
+class CallsInFlight:
     """The calls that a session makes.
 
     Args:

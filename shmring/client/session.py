@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shmring.client.calls import Calls
+from shmring.client.calls import CallsInFlight
 from shmring.client.counters import ClientCounters
 from shmring.client.kept import KeptContents
 from shmring.client.sending import Sending
@@ -160,7 +160,7 @@ class Session:
         self.end.device_slots = self.device_slots
         self.take_record = self.end
         self.sending = Sending(self, copier, slab)
-        self.calls = Calls(self)
+        self.calls = CallsInFlight(self)
         self.kept = KeptContents(self, _OF_KEPT)
         # For the end: it asks its shell for these.
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up

@@ -14,7 +14,7 @@ class Awaited(Coroutine[Any, Any, _Result]):
     ) -> Any: ...
     def close(self) -> None: ...
 
-class Done(Awaitable[None]):
+class AlreadyDone(Awaitable[None]):
     def __await__(self) -> Generator[Any]: ...
 
-done: Done
+done: AlreadyDone

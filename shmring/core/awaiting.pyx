@@ -129,7 +129,7 @@ cdef class Awaited:
             PyErr_Restore(kind, value, traceback)
 
 
-cdef class Done:
+cdef class AlreadyDone:
     """What has happened already, for who awaits it."""
 
     def __await__(self):
@@ -142,7 +142,7 @@ cdef class Done:
         raise StopIteration
 
 
-done = Done()
+done = AlreadyDone()
 
 
 cdef int _send(PyObject* self, PyObject* value, PyObject** result) except -1:

@@ -127,7 +127,7 @@ class Claim(ClaimEnd):
             CapacityError: it can never fit the reply reserve, or a message.
         """
         self.check_running()
-        await self._ring.send_reply(self, payload)
+        await self._ring.replies.send(self, payload)
 
     def reply_nowait(self, payload: object) -> None:
         """Sends an answer if that needs no waiting; the copy is made in the loop.
@@ -137,7 +137,7 @@ class Claim(ClaimEnd):
             AbortedError, TypeError, CapacityError: as :meth:`reply`.
         """
         self.check_running()
-        self._ring.send_reply_nowait(self, payload)
+        self._ring.replies.send_nowait(self, payload)
 
     def share(
         self, beside: object = None, *, to: Iterable[int] | None = None, timeout: float | None = None
@@ -188,7 +188,7 @@ class Claim(ClaimEnd):
 
     async def _done_with(self, reply: object) -> None:
         self.check_running()
-        await self._ring.send_last_reply(self, reply)
+        await self._ring.replies.send_last(self, reply)
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""

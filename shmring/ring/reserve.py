@@ -20,13 +20,13 @@ from shmring.gpu.pinned import PinnedSlab, pin_slab
 from shmring.memory.slab import Slab, sweep
 from shmring.transport.load import create_load_page
 
-__all__ = ["Memories", "create_memories"]
+__all__ = ["Reserved", "reserve"]
 
 logger = logging.getLogger("shmring.ring")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Memories:
+class Reserved:
     """What an engine reserves.
 
     Attributes:
@@ -54,9 +54,9 @@ class Memories:
                 logger.error("the device slab stays allocated until this process ends: %s", error)
 
 
-async def create_memories(
+async def reserve(
     name: str, geometry: Geometry, epoch: int, config: RingConfig, cuda: Cuda, device_memory: DeviceMemory
-) -> Memories:
+) -> Reserved:
     """Reserves and pins on a thread: that takes a second per 4 GiB, and the caller's loop may have other work.
 
     Args:
@@ -75,7 +75,7 @@ async def create_memories(
     # Of this thread: the one that creates has none of its own.
     device = cuda_index(cuda, config.device_slab_device) if device_nbytes else cuda.current_device()
 
-    def create() -> Memories:
+    def create() -> Reserved:
         with contextlib.ExitStack() as undo:
             slab = Slab.create(
                 name,
@@ -92,11 +92,11 @@ async def create_memories(
             device_slabs = (DeviceSlab.create(cuda, device_memory, device, device_nbytes),) if device_nbytes else ()
             for device_slab in device_slabs:
                 undo.callback(device_slab.close)
-            memories = Memories(slab, pin_slab(slab, config.pin, cuda, device), device_slabs, load_fd, load)
+            reserved = Reserved(slab, pin_slab(slab, config.pin, cuda, device), device_slabs, load_fd, load)
             undo.pop_all()
-            return memories
+            return reserved
 
-    def discard(done: asyncio.Future[Memories]) -> None:
+    def discard(done: asyncio.Future[Reserved]) -> None:
         if done.exception() is None:
             done.result().close()
 

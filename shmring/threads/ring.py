@@ -21,7 +21,7 @@ import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
 from shmring.config import RingConfig, configured
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
-from shmring.ring.ring import CallHandler
+from shmring.ring.frontend import CallHandler
 from shmring.statistics import RingStatistics
 from shmring.threads.loop_thread import Call, LoopThread, within
 
@@ -202,9 +202,8 @@ class _LoopRing(ring_in_loop.Ring):
         frontend = self._frontends.get(client_id)
         return frontend is not None and frontend.connected
 
-    def connection_lost(self, frontend: Any) -> None:
-        super().connection_lost(frontend)
-        self.arrivals.client_gone(frontend.client_id)
+    def client_lost(self, client_id: int) -> None:
+        self.arrivals.client_gone(client_id)
 
     def take_up_failed(self, claim: in_loop.Claim, error: Exception, *, breaks_rules: bool) -> None:
         super().take_up_failed(claim, error, breaks_rules=breaks_rules)

@@ -34,7 +34,8 @@ from shmring.client.client import RingClient
 from shmring.client.connecting import Connecting
 from shmring.config import ClientConfig, RingConfig
 from shmring.gpu.cuda import CudaError
-from shmring.ring.ring import Ring, Serving
+from shmring.ring.ring import Ring
+from shmring.ring.serving import Serving
 
 KB, MB = 1 << 10, 1 << 20
 NAME = "A GPU made of host memory"

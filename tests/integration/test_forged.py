@@ -437,8 +437,8 @@ async def test_a_payload_in_a_slot_that_is_none_fails_its_request_and_nothing_el
 async def test_a_frontend_that_never_reads_is_disconnected(
     serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.ring.ring._OTHER_UNREAD_NBYTES", 1 << 20)
-    monkeypatch.setattr("shmring.ring.ring._FAILED_NBYTES", 0)
+    monkeypatch.setattr("shmring.ring.frontend._OTHER_UNREAD_NBYTES", 1 << 20)
+    monkeypatch.setattr("shmring.ring.frontend._FAILED_NBYTES", 0)
 
     async def fail(claim: shmring.Claim) -> None:
         raise ValueError("x" * 4096)

@@ -59,8 +59,9 @@ def pretend_to_be_elsewhere(ring: Ring) -> None:
     own_handle = slab.handle
     slab.handle = msgspec.structs.replace(own_handle, memory=b"own" + own_handle.memory[:61])
     device_module._mappings[slab.handle.memory] = device_module._mappings.pop(own_handle.memory)
-    welcome = ring._welcome
-    ring._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device_slab=own_handle)  # type: ignore[method-assign]
+    handshakes = ring._handshakes
+    welcome = handshakes._welcome
+    handshakes._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device_slab=own_handle)  # type: ignore[method-assign]
 
 
 class Ends:
@@ -565,7 +566,7 @@ async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it
         await eventually(lambda: ring.statistics().clients == 0)
         assert ring.statistics().device_slab_quarantined_nbytes > 0
     await eventually(lambda: ends.memory.opened == [])  # by a thread; a process that is dead has nothing open
-    ring._frontend_died(next(iter(ring._frontends.values())))
+    next(iter(ring._frontends.values())).died()
     await settled(ring)
     assert ring.statistics().device_slab_free_nbytes == 2 * MIB
 
@@ -868,7 +869,7 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     await eventually(lambda: not liar.session.device_slots.is_mapped)  # a thread of this process does it
-    ring._frontend_died(ring._frontends[2]) if 2 in ring._frontends else ring._device_claims[0].unmapped(2)  # type: ignore[union-attr]
+    ring._frontends[2].died() if 2 in ring._frontends else ring._device_claims[0].unmapped(2)  # type: ignore[union-attr]
 
 
 async def test_a_frontend_cannot_ask_for_memory_that_is_not_there(ends: Ends, eventually: Eventually) -> None:

@@ -1,0 +1,244 @@
+"""A connected frontend, as the engine has it: what its messages ask for, and how its connection ends.
+
+Theory of operation: submissions are the :class:`~shmring.core.engine_end.FrontendEnd`'s. :class:`Frontend` takes all other
+messages; each is one event of the book.
+
+What ends a frontend: its goodbye, its socket, its process's death, or breaking the rules. In each case its requests are
+aborted at once; its memory comes back when the kernel says that its process is dead (or when it said goodbye), and no
+claim or view of ours still reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shmring.core.engine_end import FrontendEnd
+from shmring.core.kept_content import check_kept
+from shmring.core.message_ring import RingMemory
+from shmring.core.messages import (
+    MAX_FINDS,
+    Abort,
+    Call,
+    CallResult,
+    EngineMessage,
+    Find,
+    Goodbye,
+    Hello,
+    Keep,
+    LeaseRequest,
+    LeaseReturn,
+    Refused,
+    ReplyRelease,
+    SlotRef,
+    Unpin,
+    decode_frontend_message,
+)
+from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
+from shmring.transport.endpoint import Peer
+from shmring.transport.link import Link
+from shmring.transport.liveness import ProcessWatch
+
+if TYPE_CHECKING:
+    from shmring.ring.ring import Ring
+
+__all__ = ["CallHandler", "Frontend", "fit_text"]
+
+logger = logging.getLogger("shmring.ring")
+
+#: A control call: positional arguments in, any msgspec-encodable result out.
+CallHandler = Callable[..., Awaitable[Any]]
+
+_MAX_ERROR_TEXT = 4096  # characters of an exception's text that travel; the rest is in the engine's log
+_CALL_RESULT_NBYTES = 64  # at most, of a call's result around the result itself
+_FAILED_NBYTES = 4 * _MAX_ERROR_TEXT + 2048  # at most, of the end of a request and of the release of its slots
+_OTHER_UNREAD_NBYTES = 4 << 20  # of leases, and of slots that drained: far more than there are
+
+
+class Frontend(FrontendEnd):
+    """A connected frontend.
+
+    Args:
+        ring: that it belongs to.
+        client_id: in its book, which knows it already.
+        peer: whose socket is taken over.
+        watch: of its process; taken over.
+        incoming, outgoing: its message rings.
+
+    Attributes:
+        connected: whether its connection has neither ended nor said goodbye.
+    """
+
+    def __init__(
+        self, ring: Ring, client_id: int, peer: Peer, watch: ProcessWatch, incoming: RingMemory, outgoing: RingMemory
+    ) -> None:
+        super().__init__(ring.engine_end, client_id)
+        self.pid = peer.pid
+        self.name = peer.hello.name
+        self.connected = True
+        self.watch = watch
+        self._ring = ring
+        self._book = ring.engine_end.book
+        self._calls: set[asyncio.Task[None]] = set()
+        self._goodbyes: list[Goodbye] = []  # what it has said so far of what it will still use
+        # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight.
+        max_backlog_nbytes = ring.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
+        self.link = Link(
+            self,
+            peer.socket,
+            incoming,
+            outgoing,
+            ring.poller,
+            max_backlog_nbytes=max_backlog_nbytes,
+        )
+        self.attach(self.link.writer, self.link.reader)
+
+    def __str__(self) -> str:
+        return f"client {self.client_id} ({self.name or 'unnamed'}, pid {self.pid})"
+
+    def send(self, message: EngineMessage) -> None:
+        self.link.send(message)
+
+    def describe(self, error: BaseException) -> tuple[str, str]:
+        """Returns an error's type and text as they can travel, whatever is in them."""
+        return type(error).__name__[:256], fit_text(str(error), self._ring.record_nbytes)
+
+    # -- what it says --------------------------------------------------------------------------------------------------
+
+    def take_message(self, record: bytes) -> None:
+        """One message, other than a submission, is one event."""
+        client_id, book, carry_out = self.client_id, self._book, self._ring.carry_out
+        message = decode_frontend_message(record)
+        match message:
+            case Abort(request_id):
+                carry_out(book.abort(client_id, request_id))
+            case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
+                carry_out(book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
+            case LeaseReturn(lease_ids):
+                carry_out(book.return_leases(client_id, lease_ids))
+            case ReplyRelease(generations):
+                carry_out(book.release_replies(client_id, generations))
+            case Find(token, key):
+                carry_out(book.find(client_id, token, key))
+            case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
+                check_kept(payload, nbytes, is_copied, self._ring.config.max_tensors)
+                slot = SlotRef(lease_id, offset, nbytes, generation)
+                carry_out(book.keep(client_id, token, key, slot, is_copied, payload))
+            case Unpin(generations):
+                carry_out(book.unpin(client_id, generations))
+            case Call():
+                self._call(message)
+            case Goodbye():
+                self._hear_goodbye(message)
+            case Hello():
+                raise RemoteProtocolError("a connection says hello once")
+
+    def _call(self, call: Call) -> None:
+        if len(self._calls) >= self._ring.config.max_calls:
+            raise RemoteProtocolError(f"more than max_calls ({self._ring.config.max_calls}) calls were made at a time")
+        task = self._ring.loop.create_task(self._answer_call(call))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _answer_call(self, call: Call) -> None:
+        handlers, record_nbytes = self._ring.call_handlers, self._ring.record_nbytes
+        try:
+            handler = handlers.get(call.method)
+            if handler is None:
+                raise LookupError(f"this engine has no method {call.method!r}; it has {sorted(handlers)}")
+            arguments = msgspec.msgpack.decode(call.arguments, type=list[Any])
+            encoded = msgspec.msgpack.encode(await handler(*arguments))
+            capacity = record_nbytes - _CALL_RESULT_NBYTES
+            if len(encoded) > capacity:
+                raise CapacityError(
+                    f"the result takes {len(encoded)} bytes, and has to fit a message of {record_nbytes}",
+                    needed=len(encoded),
+                    capacity=capacity,
+                )
+            result = CallResult(call.call_id, encoded)
+            with contextlib.suppress(PeerLostError):  # then it goes nowhere
+                await self.link.drain()
+        except Exception as error:
+            # Whatever a method raises is its caller's to handle: it travels there, with its type.
+            if not isinstance(error, LookupError | msgspec.MsgspecError):
+                logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, error)
+                logger.debug("it was raised here", exc_info=error)
+            result = CallResult(call.call_id, b"", self.describe(error))
+        # Before its frontend learns of it: that may make the next call before this task counts as ended.
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.discard(task)
+        self.send(result)
+
+    # -- how it ends ---------------------------------------------------------------------------------------------------
+
+    def _hear_goodbye(self, goodbye: Goodbye) -> None:
+        self._goodbyes.append(goodbye)
+        if not goodbye.more:
+            self.said_goodbye(*self._goodbyes)
+            return
+        client = self._book.clients[self.client_id]
+        named = sum(
+            len(part.kept_lease_ids) + len(part.kept_reply_generations) + len(part.pinned_generations)
+            for part in self._goodbyes
+        )
+        there = len(client.leases) + len(client.replies) + len(client.pins) + MAX_FINDS  # what was refused may be named as well
+        if not len(self._goodbyes) <= named <= there:
+            raise RemoteProtocolError("a goodbye in parts keeps more than there is, or nothing in one of them")
+
+    def peer_gave_up(self) -> None:
+        """It does not attach."""
+        self.said_goodbye(Goodbye())
+
+    def said_goodbye(self, *goodbyes: Goodbye) -> None:
+        """It uses nothing any more but what it names."""
+        self.connected = False
+        if not any(goodbye.maps_device_slab for goodbye in goodbyes):
+            self._ring.device_slab_unmapped(self.client_id)
+        lease_ids = [lease_id for goodbye in goodbyes for lease_id in goodbye.kept_lease_ids]
+        generations = [generation for goodbye in goodbyes for generation in goodbye.kept_reply_generations]
+        pinned = [generation for goodbye in goodbyes for generation in goodbye.pinned_generations]
+        self._ring.carry_out(self._book.goodbye(self.client_id, lease_ids, generations, pinned))
+        self.link.close()
+
+    def protocol_violated(self, error: RemoteProtocolError) -> None:
+        """It broke the rules: it is told why, and disconnected."""
+        if not self.connected:
+            return
+        self._ring.count_protocol_error()
+        logger.warning("%s broke the protocol and is disconnected: %s", self, error)
+        self.dismiss(self.describe(error)[1])
+
+    def dismiss(self, reason: str) -> None:
+        """Ends its connection, and tells it why."""
+        self.send(Refused(reason))
+        self.link.close()
+        self.connection_lost()
+
+    def connection_lost(self) -> None:
+        """Its connection has ended: its memory is quarantined until its process is dead."""
+        self.detach()
+        for task in self._calls:
+            task.cancel()
+        if self.connected:
+            self.connected = False
+            self._ring.carry_out(self._book.disconnect(self.client_id))
+        self._ring.client_lost(self.client_id)
+
+    def died(self) -> None:
+        """The kernel says that its process is dead."""
+        self.connected = False
+        self.link.abort()
+        self._ring.device_slab_unmapped(self.client_id)
+        self._ring.carry_out(self._book.died(self.client_id))
+
+
+def fit_text(text: str, record_nbytes: int) -> str:
+    """Returns what of a text can travel, whatever is in it, in records of this size."""
+    length = min(_MAX_ERROR_TEXT, record_nbytes // 8)  # a character takes up to four bytes
+    return text[:length].encode(errors="replace").decode()  # file names can hold what is no text

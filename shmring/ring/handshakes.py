@@ -1,0 +1,194 @@
+"""How frontends and workers come: accepting connections, the handshake, and what a new frontend is told.
+
+Invariants: whoever fails on the way leaves nothing behind, and stops nobody else; there is no moment at which a frontend that
+has the slab could die unnoticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.messages import PROTOCOL_VERSION, Goodbye, Hello, Join, Welcome
+from shmring.errors import ClosedError, PeerLostError, RemoteProtocolError, SlabError
+from shmring.gpu.device_claims import DeviceClaims
+from shmring.memory.slab import Slab
+from shmring.ring.frontend import Frontend
+from shmring.transport.endpoint import Listener, Peer, describe_peer, greet, refuse, send_welcome
+from shmring.transport.liveness import ProcessWatch
+from shmring.transport.rings import map_rings, sealed_rings
+
+if TYPE_CHECKING:
+    from shmring.ring.ring import Ring
+
+__all__ = ["Handshakes"]
+
+logger = logging.getLogger("shmring.ring")
+
+_ACCEPT_PAUSE_S = 0.1  # before accepting again when that failed: mostly because this process is out of descriptors
+
+
+class Handshakes:
+    """Who comes to a ring. Lives in its loop, and begins at once.
+
+    Args:
+        ring: that they come to.
+        listener: taken over.
+        geometry: of the slab.
+        slab, load_fd: what a frontend maps.
+        device_claims: of the device slab: none or one.
+        frontends: that are there, by id; new ones are put there.
+
+    Attributes:
+        refused: connections that were refused so far.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        listener: Listener,
+        geometry: Geometry,
+        slab: Slab,
+        load_fd: int,
+        device_claims: tuple[DeviceClaims, ...],
+        frontends: dict[int, Frontend],
+    ) -> None:
+        self.refused = 0
+        self._ring = ring
+        self._config = ring.config
+        self._listener = listener
+        self._geometry = geometry
+        self._slab = slab
+        self._load_fd = load_fd
+        self._device_claims = device_claims
+        self._frontends = frontends
+        self._client_ids = itertools.count(1)
+        self._running: set[asyncio.Task[None]] = set()
+        self._greeting = 0  # of those, who are no frontends yet
+        self._accepting = ring.loop.create_task(self._accept(), name=f"shmring-accept-{ring.name}")
+        self._accepting.add_done_callback(self._accepting_ended)
+
+    async def close(self) -> None:
+        """Admits nobody any more, and waits until whoever was about to come has gone."""
+        tasks = [self._accepting, *self._running]
+        for task in tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._listener.close()
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = await self._ring.loop.sock_accept(self._listener.socket)
+            except OSError as error:
+                self.refused += 1
+                logger.warning("can't accept a frontend: %s; if there are too many open files, raise their limit", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            task = self._ring.loop.create_task(self._shake_hands(connected))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def _accepting_ended(self, accepting: asyncio.Task[None]) -> None:
+        if not accepting.cancelled():
+            logger.critical("ring %r accepts no further frontends", self._ring.name, exc_info=accepting.exception())
+
+    async def _shake_hands(self, connected: socket.socket) -> None:
+        """Admits a new connection, or refuses it; never lets its troubles out."""
+        description = describe_peer(connected)
+        try:
+            connected.setblocking(False)
+            if self._greeting >= self._config.max_clients + self._config.max_workers:
+                refuse(connected, "the engine is busy with connections that say nothing")
+                raise RemoteProtocolError("too many connections that say nothing")
+            allowed = self._config.allowed_uids if self._config.allowed_uids is not None else frozenset({os.getuid()})
+            self._greeting += 1
+            try:
+                async with asyncio.timeout(self._config.handshake_timeout_s):
+                    peer = await greet(connected, allowed)
+            finally:
+                self._greeting -= 1
+            if isinstance(peer.hello, Join):
+                await self._ring.workers.admit(peer)
+            else:
+                self._admit(peer, peer.hello)
+        except (RemoteProtocolError, PeerLostError, SlabError, ClosedError, TimeoutError, OSError) as error:
+            self.refused += 1
+            reason = "it sent no hello in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            logger.warning("a connection of %s was refused: %s", description, reason)
+            connected.close()
+        except BaseException:
+            connected.close()
+            raise
+
+    def _admit(self, peer: Peer, hello: Hello) -> None:
+        """Makes a peer a frontend, and takes its pidfd over."""
+        if len(self._frontends) >= self._config.max_clients:
+            os.close(peer.pidfd)
+            refuse(peer.socket, f"the engine has its max_clients ({self._config.max_clients}) frontends")
+            raise RemoteProtocolError("too many frontends")
+        client_id = next(self._client_ids)
+        # First of all, so that there is no moment at which it could die unnoticed.
+        watch = ProcessWatch(self._ring.loop, peer.pidfd, lambda: frontend.died())
+        try:
+            frontend = self._make_welcome(client_id, peer, hello, watch)
+        except BaseException:
+            watch.close()
+            raise
+        try:
+            frontend.link.start()
+        except BaseException:
+            frontend.link.abort()
+            frontend.connection_lost()
+            raise
+        logger.info("%s is connected", frontend)
+
+    def _make_welcome(self, client_id: int, peer: Peer, hello: Hello, watch: ProcessWatch) -> Frontend:
+        ring_nbytes = int(self._config.message_ring_nbytes)
+        ring_fds = sealed_rings(ring_nbytes)
+        try:
+            to_frontend, to_engine = map_rings(ring_fds, ring_nbytes)
+            base_lease = self._ring.engine_end.book.connect(client_id, hello.lease_nbytes)
+            frontend = Frontend(self._ring, client_id, peer, watch, to_engine, to_frontend)
+            self._frontends[client_id] = frontend
+            for device_claims in self._device_claims:
+                device_claims.announced(client_id)
+            try:
+                slab_fds = self._slab.fd, self._slab.reply_fd
+                send_welcome(peer, self._welcome(client_id, base_lease), slab_fds, ring_fds, self._load_fd)
+            except BaseException:  # it never got the slab, so nothing of it needs a proof that it does not write
+                frontend.said_goodbye(Goodbye())
+                raise
+            return frontend
+        finally:
+            for fd in ring_fds:
+                os.close(fd)
+
+    def _welcome(self, client_id: int, base_lease: Any) -> Welcome:
+        config = self._config
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            epoch=self._ring.epoch,
+            client_id=client_id,
+            slab_nbytes=self._geometry.slab_nbytes,
+            block_nbytes=BLOCK_NBYTES,
+            leasable_nbytes=self._geometry.leasable_blocks * BLOCK_NBYTES,
+            max_inflight=config.max_inflight,
+            max_calls=config.max_calls,
+            max_leases=config.max_leases,
+            message_ring_nbytes=int(config.message_ring_nbytes),
+            max_record_nbytes=self._ring.record_nbytes,
+            inline_nbytes=int(config.inline_nbytes),
+            max_payload_nbytes=int(config.max_payload_nbytes),
+            max_tensors=config.max_tensors,
+            base_lease=base_lease,
+            device_slab=next((device_claims.handle for device_claims in self._device_claims), None),
+            kept_nbytes=self._ring.engine_end.book.kept.max_blocks * BLOCK_NBYTES,
+        )

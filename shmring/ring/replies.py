@@ -1,0 +1,164 @@
+"""Replies on their way to a frontend, and what they wait for: space in the reply reserve, and a frontend that reads.
+
+Theory of operation: a reply's tensors are copied to a slot of the reserve, unless they are few enough to travel in the message.
+The slot is the engine's until the record that names it was written, and then its frontend's. Whoever waits for one stands in
+line in the book.
+
+Invariant: a slot whose reply is not sent goes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shmring.core.effects import EngineEffect, ReplySlot
+from shmring.core.geometry import BLOCK_NBYTES, Geometry
+from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.payload import Packed
+from shmring.errors import PeerLostError, WouldBlock
+from shmring.memory.copier import Copier
+from shmring.memory.slab import Slab
+from shmring.memory.tensors import make_packer
+from shmring.ring.claim import Claim
+
+if TYPE_CHECKING:
+    from shmring.ring.ring import Ring
+
+__all__ = ["Replies"]
+
+
+class Replies:
+    """The replies that an engine sends. Lives in a loop.
+
+    Args:
+        ring: that they belong to.
+        geometry: of the slab.
+        slab: that they are copied to.
+        copier: has the turns of copies, and the threads.
+    """
+
+    def __init__(self, ring: Ring, geometry: Geometry, slab: Slab, copier: Copier) -> None:
+        self._ring = ring
+        self._book = ring.engine_end.book
+        self._reserve_nbytes = geometry.reply_nbytes
+        self._slab = slab
+        self._copier = copier
+        self._packer = make_packer(ring.config.max_tensors, int(ring.config.max_payload_nbytes))
+        self._inline_nbytes = int(ring.config.inline_nbytes)
+        self._tickets = itertools.count(1)
+        self._waiters: dict[int, asyncio.Future[ReplySlot]] = {}
+
+    def __len__(self) -> int:
+        """How many wait for space."""
+        return len(self._waiters)
+
+    async def send(self, claim: Claim, payload: object) -> None:
+        """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
+        await self._send(claim, self._pack(payload), claim.send_reply)
+
+    async def send_last(self, claim: Claim, payload: object) -> None:
+        """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
+        await self._send(claim, self._pack(payload), claim.finish_with)
+
+    async def _send(self, claim: Claim, packed: Packed, send: Callable[[Packed, SlotRef | None], bool]) -> None:
+        slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes else None
+        sent = False
+        try:
+            claim.check_running()
+            if slot is not None:
+                await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
+            await self._writable(claim)
+            while not (sent := send(packed, self._ref(packed, slot))):
+                claim.frontend.link.expect_space()
+                await self._writable(claim)
+        finally:
+            if slot is not None and not sent:
+                self._ring.carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+
+    async def _writable(self, claim: Claim) -> None:
+        """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
+        with contextlib.suppress(PeerLostError):  # then the claim is aborted
+            await claim.frontend.link.drain()
+        claim.check_running()
+
+    def send_nowait(self, claim: Claim, payload: object) -> None:
+        """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
+        packed = self._pack(payload)
+        would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
+        if not claim.frontend.link.can_write:
+            raise would_block
+        slot = self._book.acquire_reply(claim.client_id, packed.slot_nbytes) if packed.slot_nbytes else None
+        if slot is None and packed.slot_nbytes:
+            raise WouldBlock(f"no {packed.slot_nbytes} bytes of reply space are free")
+        sent = False
+        try:
+            if slot is not None:
+                self._copier.count_in_turn(packed.slot_nbytes)
+                packed.copy_into(self._slab.address + _content_start(slot))
+            sent = claim.send_reply(packed, self._ref(packed, slot))
+            if not sent:
+                raise would_block
+        finally:
+            if slot is not None and not sent:
+                self._ring.carry_out(self._book.discard_reply(claim.client_id, slot.generation))
+
+    def _ref(self, packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
+        """Describes a reply's slot.
+
+        A caller may keep all its replies, and wait for more: views of them must never hold all of the reserve.
+        """
+        if slot is None:
+            return None
+        is_short = self._book.reply_free_nbytes < self._reserve_nbytes // 2
+        lease_id = COPY_OUT if is_short else 0
+        return SlotRef(lease_id, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
+
+    def _pack(self, payload: object) -> Packed:
+        self._ring.check_open()
+        return self._packer.pack(payload, self._inline_nbytes, self._ring.record_nbytes)
+
+    async def _acquire(self, claim: Claim, nbytes: int) -> ReplySlot:
+        slot = self._book.acquire_reply(claim.client_id, nbytes)
+        if slot is not None:
+            return slot
+        ticket = next(self._tickets)
+        future: asyncio.Future[ReplySlot] = self._ring.loop.create_future()
+        self._book.queue_reply(claim.client_id, ticket, nbytes)
+        self._waiters[ticket] = future
+        give_up = functools.partial(_give_up, future, claim)
+        claim.call_on_end(give_up)
+        try:
+            return await future
+        except BaseException:
+            self._waiters.pop(ticket, None)
+            self._ring.carry_out(self._book.cancel_reply(ticket))
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._ring.carry_out(self._book.discard_reply(claim.client_id, future.result().generation))
+            raise
+        finally:
+            claim.forget_on_end(give_up)
+            del future, give_up  # they hold their error, whose traceback holds this frame and its callers', and they views
+
+    def granted(self, ticket: int, slot: ReplySlot) -> list[EngineEffect]:
+        """Somebody who waits has its slot; returns what follows."""
+        future = self._waiters.pop(ticket)
+        if not future.done():
+            future.set_result(slot)
+            return []
+        # Its waiter was cancelled in this very iteration, and has not run yet.
+        client_id = next(c.client_id for c in self._book.clients.values() if slot.generation in c.replies)
+        return self._book.discard_reply(client_id, slot.generation)
+
+
+def _content_start(slot: ReplySlot) -> int:
+    return slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES
+
+
+def _give_up(future: asyncio.Future[ReplySlot], claim: Claim) -> None:
+    if not future.done():
+        future.set_exception(claim.why_not_running())
