@@ -572,8 +572,8 @@ def workers(data: bytes) -> None:
 class _Sharing:
     """An engine with two frontends and two workers, and beside it who holds which slot by right.
 
-    A slot is held by its claim until that is finished, and by each message that shows it until all who got that have left it or are
-    dead. It is in the book exactly for so long.
+    A slot is held by its claim until that is finished, and by each message that shows it until all who got that have left it
+    or are dead. It is in the book exactly for so long.
     """
 
     def __init__(self) -> None:
@@ -611,9 +611,12 @@ class _Sharing:
         records = [self.readers[rank].read() for rank in sorted(members)]
         assert all(record == records[0] for record in records), "workers got different messages"
         assert records[0] is not None
-        _, number, stamp, *_ = msgspec.msgpack.decode(records[0])
+        _, number, stamp, _, slots, *_ = msgspec.msgpack.decode(records[0])
         assert number == sequence
-        self.messages[sequence] = stamp, members, set(places)
+        blocks = {int.from_bytes(slot.data[8:16], "little") // BLOCK_NBYTES - 1 for slot in slots}
+        shown = {divmod(block, 2) for block in blocks}  # what was aborted may be copied
+        self.messages[sequence] = stamp, members, {(1 + lease, block) for lease, block in shown}
+        assert self.messages[sequence][2] >= {place for place in places if not self.claims[place].ended}
 
     def leave(self, rank: int, chosen: int) -> None:
         """A worker leaves a message that it has."""
@@ -633,6 +636,15 @@ class _Sharing:
             readers.discard(rank)
         self.fan_out.join(rank)
         self.readers[rank] = RecordReader(self.fan_out.rings[rank], -1)
+
+    def end_frontend(self, client: int, *, is_dead: bool) -> None:
+        """A frontend's connection has ended, or it is dead."""
+        book = self.engine.book
+        self.engine.frontends[client].detach()
+        if is_dead:
+            self.engine.carry_out(book.died(client))
+        elif book.clients[client].connected:
+            self.engine.carry_out(book.disconnect(client))
 
     def finish(self, chosen: int) -> None:
         """The engine finishes a request."""
@@ -687,10 +699,8 @@ def shared_claims(data: bytes) -> None:
                 world.finish(detail)
             case 6 if detail < 128:
                 world.end_worker(rank, is_dead=bool(detail & 1))
-            case 6 if client in world.engine.book.clients:  # their process may be dead; memory that others read is not free
-                book = world.engine.book
-                world.engine.frontends[client].detach()
-                world.engine.carry_out(book.died(client) if detail & 1 else book.disconnect(client))
+            case 6 if client in world.engine.book.clients:
+                world.end_frontend(client, is_dead=bool(detail & 1))
             case 7:
                 page = world.fan_out.pages[rank]
                 page[2048 + 8 * (detail % 8)] = choice >> 4
