@@ -482,6 +482,13 @@ GUARDS = (
         "tests/test_workers.py::test_who_breaks_the_rules_while_a_gather_waits_fails_it",
     ),
     Guard(
+        "a message keeps the slots that it shows",
+        "shmring/core/fan_out_end.pyx",
+        "parcel.regions, slots)\n        parcel.sequence, parcel.start = sequence, -1\n        parcel.regions, parcel.slot_count",
+        "NULL, 0)\n        parcel.sequence, parcel.start = sequence, -1\n        parcel.packed, parcel.slot_count",
+        "tests/fuzz/test_targets.py::test_a_target_keeps_its_promise",
+    ),
+    Guard(
         "memory is taken for a message that somebody gets",
         "shmring/core/fan_out_end.pyx",
         "        if not mask:\n            return True\n        if not self.take_memory(parcel):",

@@ -854,6 +854,9 @@ RECORDS = {
     "a reply to nothing": msgspec.msgpack.encode([32, 99, None, 1]),
     "a reply to message 0": msgspec.msgpack.encode([32, 0, None, 1]),
     "a reply with a slot": msgspec.msgpack.encode([32, 1, msgspec.msgpack.Ext(82, bytes(32)), 1]),
+    "a reply with a slot of the slab": msgspec.msgpack.encode(
+        [32, 1, msgspec.msgpack.Ext(82, b"".join(number.to_bytes(8, "little") for number in (1, 4096, 100, 1 << 40))), 1]
+    ),
     "a reply in a slot": msgspec.msgpack.encode([32, 1, msgspec.msgpack.Ext(82, bytes(32)), None, 0, 1]),
     "a reply with a tensor of nothing": msgspec.msgpack.encode([32, 1, None, msgspec.msgpack.Ext(83, bytes(20))]),
     "a reply that goes on": msgspec.msgpack.encode([32, 1, None, 1, 2]),

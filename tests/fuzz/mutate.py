@@ -14,7 +14,17 @@ from pathlib import Path
 
 from targets import SEEDS, TARGETS  # beside this file
 
-CORE = ("message-rings", "messages", "records", "payloads", "books", "slot-headers", "workers", "worker-records")
+CORE = (
+    "message-rings",
+    "messages",
+    "records",
+    "payloads",
+    "books",
+    "slot-headers",
+    "workers",
+    "worker-records",
+    "shared-claims",
+)
 _MOST_CHANGES = 6
 _LONGEST = 16  # bytes of one change
 

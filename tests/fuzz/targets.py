@@ -568,6 +568,152 @@ def workers(data: bytes) -> None:
     assert not engine.book.clients[1].slots
 
 
+class _Sharing:
+    """An engine with two frontends and two workers, and beside it who holds which slot by right.
+
+    A slot is held by its claim until that is finished, and by each message that shows it until all who got that have left it
+    or are dead. It is in the book exactly for so long.
+    """
+
+    def __init__(self) -> None:
+        self.engine = _Engine()
+        self.fan_out = _FanOut(self.engine)
+        self.readers = [RecordReader(ring, -1) for ring in self.fan_out.rings]
+        self.generations = {1: 0, 2: 0}
+        self.claims: dict[tuple[int, int], _Claim] = {}  # by client and block of its lease
+        self.messages: dict[int, tuple[int, set[int], set[tuple[int, int]]]] = {}  # by number: stamp, who reads it, slots
+        for client in self.generations:
+            self.engine.connect(client)
+
+    def submit(self, client: int, block: int) -> None:
+        """A frontend sends what lies in a slot, unless somebody holds that, and the engine takes it up."""
+        if (client, block) in self.held() or not self.engine.book.clients[client].connected:
+            return
+        self.generations[client] += 1
+        generation = (client << GENERATION_BITS) + self.generations[client]
+        slot = SlotRef(client, (1 + 2 * (client - 1) + block) * BLOCK_NBYTES, 100, generation)
+        self.engine.write(slot.offset, _header(slot))
+        self.engine.frontends[client].take_record(_submit(_PIXELS, slot, request_id=self.generations[client]))
+        claim = self.engine.end.take_next()
+        assert claim is not None
+        self.claims[client, block] = claim
+
+    def share(self, chosen: int, to: tuple[int, ...] | None) -> None:
+        """The engine shares a claim, or all of them in one message."""
+        places = list(self.claims) if chosen % 4 == 3 else list(self.claims)[chosen % 4 : chosen % 4 + 1]
+        members = set(self.fan_out.book.ranks if to is None else to)
+        sequence = self.fan_out.book.next_sequence
+        with contextlib.suppress(ShmringError):
+            self.fan_out.end.send_now([self.claims[place].payload for place in places], to)
+        if self.fan_out.book.next_sequence == sequence:
+            return
+        records = [self.readers[rank].read() for rank in sorted(members)]
+        assert all(record == records[0] for record in records), "workers got different messages"
+        assert records[0] is not None
+        _, number, stamp, _, slots, *_ = msgspec.msgpack.decode(records[0])
+        assert number == sequence
+        blocks = {int.from_bytes(slot.data[8:16], "little") // BLOCK_NBYTES - 1 for slot in slots}
+        shown = {divmod(block, 2) for block in blocks}  # what was aborted may be copied
+        self.messages[sequence] = stamp, members, {(1 + lease, block) for lease, block in shown}
+        assert self.messages[sequence][2] >= {place for place in places if not self.claims[place].ended}
+
+    def leave(self, rank: int, chosen: int) -> None:
+        """A worker leaves a message that it has."""
+        has = [(number, stamp) for number, (stamp, readers, _) in self.messages.items() if rank in readers]
+        if has:
+            number, stamp = has[chosen % len(has)]
+            self.fan_out.pages[rank][2048 + 8 * stamp : 2056 + 8 * stamp] = number.to_bytes(8, "little")
+
+    def end_worker(self, rank: int, *, is_dead: bool) -> None:
+        """A worker has parted, or is dead; then another one comes in its place."""
+        record = self.fan_out.records[rank]
+        if not is_dead:
+            self.fan_out.book.part(record)
+            return
+        self.fan_out.book.died(record)
+        for _, readers, _ in self.messages.values():
+            readers.discard(rank)
+        self.fan_out.join(rank)
+        self.readers[rank] = RecordReader(self.fan_out.rings[rank], -1)
+
+    def end_frontend(self, client: int, *, is_dead: bool) -> None:
+        """A frontend's connection has ended, or it is dead."""
+        book = self.engine.book
+        self.engine.frontends[client].detach()
+        if is_dead:
+            self.engine.carry_out(book.died(client))
+        elif book.clients[client].connected:
+            self.engine.carry_out(book.disconnect(client))
+
+    def finish(self, chosen: int) -> None:
+        """The engine finishes a request."""
+        if self.claims:
+            self.claims.pop(list(self.claims)[chosen % len(self.claims)]).finish()
+
+    def look(self) -> None:
+        """The engine looks at the pages. Who has said that it left a message has; nobody else holds less than before."""
+        self.fan_out.book.sweep()
+        for number, (stamp, readers, _) in list(self.messages.items()):
+            for rank in tuple(readers):
+                page = self.fan_out.pages[rank]
+                if int.from_bytes(page[2048 + 8 * stamp : 2056 + 8 * stamp], "little") == number:
+                    readers.remove(rank)
+            if not readers:
+                del self.messages[number]
+        self.engine.collect()
+
+    def held(self) -> set[tuple[int, int]]:
+        """Slots that somebody holds."""
+        return set(self.claims).union(*(slots for _, _, slots in self.messages.values()))
+
+    def check(self) -> None:
+        """The books have what is held, and nothing else."""
+        self.fan_out.book.check()
+        self.engine.book.check()
+        assert self.fan_out.book.outstanding == len(self.messages)
+        booked = set()
+        for client_id, client in self.engine.book.clients.items():
+            booked |= {(client_id, slot.start - 1 - 2 * (client_id - 1)) for slot in client.slots.values()}
+        assert booked == self.held(), "a slot is kept for nobody, or was freed while somebody reads it"
+
+
+def shared_claims(data: bytes) -> None:
+    """Slots of claims that are shared are free when the engine and the last worker have left them or have died, and not before;
+    whoever dies at whatever step, and whatever workers write into their pages.
+
+    Two bytes choose what happens, and to whom.
+    """
+    world = _Sharing()
+    for place in range(0, len(data) - 1, 2):
+        choice, detail = data[place], data[place + 1]
+        rank, client = choice >> 3 & 1, 1 + (choice >> 3 & 1)
+        match choice & 7:
+            case 0 | 1 if client in world.engine.book.clients:
+                world.submit(client, detail % 2)
+            case 2:
+                world.share(detail, (None, (0,), (1,), (0, 1))[choice >> 4 & 3])
+            case 3 | 4:
+                world.leave(rank, detail)
+            case 5:
+                world.finish(detail)
+            case 6 if detail < 128:
+                world.end_worker(rank, is_dead=bool(detail & 1))
+            case 6 if client in world.engine.book.clients:
+                world.end_frontend(client, is_dead=bool(detail & 1))
+            case 7:
+                page = world.fan_out.pages[rank]
+                page[2048 + 8 * (detail % 8)] = choice >> 4
+        world.look()
+        world.check()
+    for rank in range(_WORKERS):
+        world.end_worker(rank, is_dead=True)
+    while world.claims:
+        world.finish(0)
+    world.look()
+    world.check()
+    assert not world.messages
+
+
 class _Message(MessageEnd):
     def fail_to_open(self, error: BaseException) -> None:
         """Its engine would be told."""
@@ -660,7 +806,7 @@ def media_headers(data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__.replace("_", "-"): target
     for target in (
-        *(message_rings, messages, records, payloads, books, slot_headers, workers, worker_records),
+        *(message_rings, messages, records, payloads, books, slot_headers, workers, worker_records, shared_claims),
         *(requests, addresses, media_headers),
     )
 }
@@ -690,14 +836,16 @@ def _read(write: Callable[[RecordWriter], bool]) -> bytes:
     return record
 
 
-def _submit(payload: object, slot: SlotRef | None = None, *, in_place: np.ndarray[Any, Any] | None = None) -> bytes:
+def _submit(
+    payload: object, slot: SlotRef | None = None, *, in_place: np.ndarray[Any, Any] | None = None, request_id: int = 1
+) -> bytes:
     """A submission whose tensors lie in the slot, copied there or written in place; without one they are in the record."""
     held = HeldSlots()
     if in_place is not None:
         record: Any = _Held()
         held.hold(record, in_place.ctypes.data, in_place.nbytes)
     packed = _PACKER.pack(payload, 0 if slot else _INLINE_NBYTES, 1 << 15, held)
-    return _read(lambda writer: write_submit(writer, packed, 1, 1, "", b"", () if slot is None else (slot,)))
+    return _read(lambda writer: write_submit(writer, packed, 1, request_id, "", b"", () if slot is None else (slot,)))
 
 
 def _header(slot: SlotRef) -> bytes:
@@ -825,6 +973,11 @@ SEEDS: dict[str, list[bytes]] = {
     "books": _seeds_of_books(),
     "workers": _seeds_of_workers(),
     "worker-records": _seeds_of_worker_records(),
+    "shared-claims": [
+        bytes([0, 0, 8, 1, 2, 0, 2, 3, 5, 0, 3, 0, 11, 0, 3, 1, 11, 1, 5, 0, 0, 0]),
+        bytes([0, 0, 0, 1, 18, 3, 34, 0, 6, 1, 14, 0, 5, 0, 5, 0, 14, 1, 0, 0, 2, 0, 6, 255]),
+        bytes([0, 0, 2, 0, 6, 254, 5, 0, 3, 0, 11, 0, 8, 0, 2, 0, 6, 129, 14, 129, 6, 1, 14, 1]),
+    ],
     "slot-headers": [
         bytes(32),
         bytes(range(32)),
