@@ -134,10 +134,10 @@ class _Measurement:
         self._settle()
         per_s = await self._flood()
         last_us, engine_us, worker_us = await self._pace()
-        gathers_per_s = await self._gather() if cell.gathers else None
+        gathers_per_s, gather_us = await self._gather() if cell.gathers else (None, None)
         awake, idle = await self._rest() if cell.rests else (None, None)
         stopped = await self._stop() if cell.stops else None
-        return Run(per_s, last_us, engine_us, worker_us, gathers_per_s, awake, idle, stopped)
+        return Run(per_s, last_us, engine_us, worker_us, gathers_per_s, gather_us, awake, idle, stopped)
 
     async def _send(self) -> int:
         """Returns when it began to."""
@@ -191,15 +191,17 @@ class _Measurement:
         last_us = statistics.median((int(self._times[:, number].max()) - began_ns) / 1e3 for began_ns, number in late_us)
         return last_us, max(0.0, engine_s) / steps * 1e6, workers_s / steps / len(self._pids) * 1e6
 
-    async def _gather(self) -> float:
-        began_s, count = time.perf_counter(), 0
-        while time.perf_counter() - began_s < self._cell.seconds and self._sent < _MOST - 4096:
+    async def _gather(self) -> tuple[float, float]:
+        began_s = now_s = time.perf_counter()
+        taken_s = []
+        while now_s - began_s < self._cell.seconds and self._sent < _MOST - 4096:
             self._sent += 1
-            count += 1
             replies = await self._way.gather(self._sent)
             if [reply["number"] for reply in replies] != [self._sent] * self._cell.workers:
                 raise RuntimeError(f"the replies to {self._sent} were {replies}")
-        return count / (time.perf_counter() - began_s)
+            before_s, now_s = now_s, time.perf_counter()
+            taken_s.append(now_s - before_s)
+        return len(taken_s) / (now_s - began_s), statistics.median(taken_s) * 1e6
 
     def _workers_s(self) -> float:
         """CPU time of all workers so far."""

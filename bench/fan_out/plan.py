@@ -65,6 +65,7 @@ class Run(msgspec.Struct, frozen=True):
         last_us: the median time from sending to the last worker, a message each 2 ms.
         engine_us, worker_us: CPU time of the engine, and of one worker, for each of those; the engine's pauses left out.
         gathers_per_s: how often in a second all replied, one gather after the other.
+        gather_us: the median time of one.
         awake_percent, idle_percent: CPU of all workers in the second after a message, and in the one after that, of one core.
         stopped_ratio: the median time to the last of the others while one worker is stopped, of that before.
     """
@@ -74,6 +75,7 @@ class Run(msgspec.Struct, frozen=True):
     engine_us: float
     worker_us: float
     gathers_per_s: float | None = None
+    gather_us: float | None = None
     awake_percent: float | None = None
     idle_percent: float | None = None
     stopped_ratio: float | None = None

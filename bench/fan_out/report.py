@@ -68,7 +68,8 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
         left_out: what was not there to be measured, in sentences.
     """
     columns = [
-        "case", "peer", "messages/s", "least, most", "to the last, p50 us", "engine CPU us", "a worker's CPU us", "gathers/s",
+        "case", "peer", "messages/s", "least, most", "to the last, p50 us", "engine CPU us", "a worker's CPU us",
+        "gathers/s", "a gather, p50 us",
     ]  # fmt: skip
     rows = [_row(case, subject, runs) for case, found in measured.items() for subject, runs in found.items()]
     notes = [
@@ -96,6 +97,7 @@ def _row(case: _Case, subject: str, runs: Sequence[Run]) -> list[str]:
             lambda run: run.engine_us,
             lambda run: run.worker_us,
             lambda run: run.gathers_per_s,
+            lambda run: run.gather_us,
         )
     )
     return [

@@ -72,6 +72,7 @@ cdef class FanOutEnd:
     cdef uint64_t _at_once_nbytes
     cdef uint32_t _max_tensors
     cdef double _look_s
+    cdef uint32_t _crowded_gathers    # that do not look for replies: others want the core
 
     cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1
     cdef Gathering _gathering(self, WorkerRecord worker, uint64_t sequence)

@@ -55,8 +55,11 @@ cdef extern from "<time.h>" nogil:
 cdef enum:
     _HEADER_NBYTES = 64
     _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
+    _CROWDED_GATHERS = 64  # that do not look, after one in which others wanted the core
 
 assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+cdef double _LONG_YIELD_S = 0.0001  # workers that poll give a core back sooner
 
 
 cdef class ClaimedSlots(HeldSlots):
@@ -547,7 +550,10 @@ cdef class Gathering(Awaited):
             return owned([])
         self._sent()
         if self.end._look_s > 0:
-            self._look()
+            if self.end._crowded_gathers:
+                self.end._crowded_gathers -= 1
+            else:
+                self._look()
             if self._error is not None or not self.expected:
                 error = self._error
                 self.forget()
@@ -589,7 +595,8 @@ cdef class Gathering(Awaited):
         cdef FanOutBook book = end.book
         cdef WorkerRecord worker
         cdef uint64_t left
-        cdef double until = _now() + end._look_s
+        cdef double now = _now(), then
+        cdef double until = now + end._look_s
         cdef bint is_news
         while True:
             left, is_news = self.expected, False
@@ -608,11 +615,17 @@ cdef class Gathering(Awaited):
                     end.shell.worker_violated(worker, error)
             if not self.expected or self._error is not None:
                 return 0
-            if not is_news:
-                if _now() > until:
-                    return 0
-                with nogil:
-                    sched_yield()
+            if is_news:
+                now = _now()
+                continue
+            with nogil:
+                sched_yield()
+            then, now = now, _now()
+            if now - then > _LONG_YIELD_S:  # a sleeper gets its core back when it is rung, and who looks does not
+                end._crowded_gathers = _CROWDED_GATHERS
+                return 0
+            if now > until:
+                return 0
 
     cdef int _take(self, WorkerRecord worker, object answer) except -1:
         """A reply came."""

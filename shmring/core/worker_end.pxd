@@ -55,5 +55,6 @@ cdef class WorkerEnd:
     cdef type _message_type
     cdef uint32_t _max_tensors
     cdef uint64_t _max_payload_nbytes
+    cdef uint32_t _crowded_waits    # that do not look before they sleep: others want the core
 
     cdef MessageEnd _open(self, bytes record)

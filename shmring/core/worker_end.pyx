@@ -68,8 +68,11 @@ cdef extern from "<time.h>" nogil:
 
 cdef enum:
     _HEADER_NBYTES = 64
+    _CROWDED_WAITS = 64  # that sleep at once, after one in which others wanted the core
 
 assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+
+cdef double _LONG_YIELD_S = 0.0001  # polling workers, and their engine, give a core back sooner
 
 cdef object _LEFT = object()
 
@@ -364,29 +367,41 @@ cdef class WorkerEnd:
         Args:
             pidfd: of the engine.
             wait_s: seconds; less than 0: without end. A signal, or a descriptor that has something to say, ends it sooner.
-            busy_s: so long it looks before it sleeps, and lets other processes run between two looks.
+            busy_s: so long it looks before it sleeps, and lets other processes run between two looks. Where they keep the core
+                for long, it sleeps at once, and so do the next waits: a sleeper gets the core back when it is rung, and who
+                looks does not.
             for_room: it is not waited for messages.
 
         Returns:
             Whether a descriptor has something to say: the caller reads bells, and finds out what has ended.
         """
         cdef pollfd descriptors[2]
-        cdef double until = _now() + busy_s
         cdef bint is_news = False, is_for_room = for_room
         cdef RecordReader reader = self.reader
         cdef int ready = 0, patience
         cdef double wait = <double>wait_s
         cdef double busy = <double>busy_s
+        cdef double now, then, until
         descriptors[0].fd, descriptors[0].events = self._page.bell, POLLIN
         descriptors[1].fd, descriptors[1].events = <int>pidfd, POLLIN
+        if busy > 0 and self._crowded_waits:
+            self._crowded_waits -= 1
+            busy = 0
         with nogil:
             if not is_for_room:
-                while busy > 0 and not is_news:
-                    is_news = reader.has_news()
-                    if not is_news:
-                        sched_yield()
-                        if _now() > until:
-                            break
+                if busy > 0:
+                    now = _now()
+                    until = now + busy
+                    while not is_news:
+                        is_news = reader.has_news()
+                        if not is_news:
+                            sched_yield()
+                            then, now = now, _now()
+                            if now - then > _LONG_YIELD_S:
+                                self._crowded_waits = _CROWDED_WAITS
+                                break
+                            if now > until:
+                                break
                 is_news = is_news or not reader.fall_asleep()
             if not is_news:
                 # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.

@@ -77,6 +77,29 @@ async def test_a_killed_worker_is_struck_off_and_what_it_had_comes_back(
     assert not other.is_dead
 
 
+async def test_a_death_is_heard_of_by_its_pidfd_and_not_by_looking_now_and_then(
+    serve: Any, connect: Any, start: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.ring.workers._KEPT_S", 3600.0)
+    monkeypatch.setattr("shmring.ring.workers._GONE_S", 3600.0)
+    ring = await serve(**OPTIONS)
+    victim = start("hold", 0)
+    await ring.wait_workers(1, timeout=20)
+    client = await connect()
+    submission = await client.submit({"x": torch.ones(40_000)})
+    with await ring.claim() as claim:
+        await claim.share({"beside": 1})
+    await ring.broadcast({"x": torch.zeros(50_000, dtype=torch.uint8)})
+    await victim.said()
+    for number in ("1", "2"):
+        assert await victim.said() == ["held", number]
+    assert ring.workers.book.outstanding == 2
+    victim.signal(signal.SIGKILL)
+    await eventually(lambda: not ring.workers.book.outstanding)  # no statistics: they look
+    await eventually(lambda: is_whole(ring))
+    assert submission.request_id == 1
+
+
 async def test_a_stopped_worker_holds_up_others_at_the_bound_and_no_sooner(serve: Any, start: Any, eventually: Any) -> None:
     ring = await serve(**OPTIONS)
     stopped, other = start("serve", 0), start("serve", 1)
