@@ -379,18 +379,19 @@ async def test_submit_hands_over_and_returns(client: shmring.RingClient) -> None
     assert submission.ended
 
 
-@pytest.mark.parametrize(("nbytes", "yields"), [(100_000, False), (1 << 20, True)])
-async def test_after_a_large_copy_the_loop_has_a_turn_before_the_next(
-    serve: Any, connect: Any, nbytes: int, yields: bool
+@pytest.mark.parametrize(("nbytes", "copies"), [(100_000, 20), (1 << 20, 4), (2 << 20, 2), (4 << 20, 1)])
+async def test_after_4_mib_of_large_copies_the_loop_has_a_turn_before_the_next(
+    serve: Any, connect: Any, nbytes: int, copies: int
 ) -> None:
     await serve(handle, name="roomy", slab_nbytes="128MiB")
-    client = await connect("roomy", lease_nbytes="8MiB")
+    client = await connect("roomy", lease_nbytes="16MiB")
     payload = {"do": "count", "to": 0, "x": torch.ones(nbytes, dtype=torch.uint8)}
-    submissions = [await client.submit(payload)]
     turned: list[bool] = []
     asyncio.get_running_loop().call_soon(turned.append, True)
+    submissions = [await client.submit(payload) for _ in range(copies)]
+    assert not turned, "there was a turn"
     submissions.append(await client.submit(payload))
-    assert bool(turned) is yields
+    assert bool(turned) is (nbytes >= 1 << 20)
     await asyncio.sleep(0)
     turned.clear()
     asyncio.get_running_loop().call_soon(turned.append, True)

@@ -56,6 +56,7 @@ cdef class ClientBook:
     cdef uint64_t _lease_nbytes
     cdef uint64_t _common_blocks
     cdef double _lease_idle_s
+    cdef uint64_t _base_leases            # of those that are held
     cdef uint64_t _recalls                # leases that were recalled and are still held
     cdef uint64_t _slots_in[SLOT_STATES]
     cdef uint64_t _draining_blocks

@@ -133,6 +133,7 @@ cdef class ClientBook:
         lease = HeldLease.__new__(HeldLease)
         lease.lease_id, lease.is_base, lease.slots = grant.lease_id, grant.token == 0, RunAllocator(start, blocks)
         lease.empty_since = now
+        self._base_leases += lease.is_base
         self.leases[lease.lease_id] = lease
         if grant.token == self._token:
             self._requested_nbytes = self._wish_nbytes = 0
@@ -165,12 +166,8 @@ cdef class ClientBook:
         return None if first == INFINITY else first
 
     cdef bint has_further_leases(self) noexcept:
-        """Whether there is a lease beside the base lease, which alone may expire."""
-        cdef HeldLease lease
-        if len(self.leases) != 1:
-            return len(self.leases) > 1
-        for lease in self.leases.values():
-            return not lease.is_base
+        """Whether there is a lease beside the base lease; such a one may expire."""
+        return <uint64_t>len(self.leases) > self._base_leases
 
     cdef double earliest_expiry(self) noexcept:
         """As :meth:`next_expiry`; infinite if nothing is spare."""
@@ -186,6 +183,7 @@ cdef class ClientBook:
         for lease in leases:
             del self.leases[lease.lease_id]
             self._recalls -= lease.recalled
+            self._base_leases -= lease.is_base
         if leases:
             effects.append(Send(LeaseReturn(tuple([lease.lease_id for lease in leases]))))
         return 0
@@ -248,7 +246,7 @@ cdef class ClientBook:
         cdef HeldLease lease
         cdef ClientSlotRecord slot
         for lease in self.leases.values():
-            if not self._takes(lease, blocks):
+            if lease.slots.free_units < blocks or not self._takes(lease, blocks):
                 continue
             start = lease.slots.take(blocks)
             if start < 0:
@@ -488,11 +486,11 @@ cdef class ClientBook:
 
     @property
     def _counts(self):
-        return self._recalls, self._draining_blocks, tuple(self._slots_in)
+        return self._recalls, self._draining_blocks, tuple(self._slots_in), self._base_leases
 
     @_counts.setter
     def _counts(self, counts):
-        self._recalls, self._draining_blocks = counts[:2]
+        self._recalls, self._draining_blocks, self._base_leases = counts[0], counts[1], counts[3]
         for state in range(SLOT_STATES):
             self._slots_in[state] = counts[2][state]
 
@@ -508,6 +506,7 @@ cdef class ClientBook:
         cdef ClientSlotRecord slot
         slots = self._slots()
         assert self._recalls == sum(lease.recalled for lease in self.leases.values()), "a recall is forgotten"
+        assert self._base_leases == sum(lease.is_base for lease in self.leases.values())
         assert list(self._slots_in) == [sum(slot.state is state for slot in slots) for state in ClientSlot]
         assert self._draining_blocks == sum(slot.blocks for slot in slots if slot.state is ClientSlot.DRAINING)
         for lease in self.leases.values():

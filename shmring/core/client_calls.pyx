@@ -7,12 +7,17 @@ when it is awaited; where something has to be waited for, a coroutine of the sub
 cimport cython
 from cpython.object cimport PyObject
 
+from libc.stdint cimport uint64_t
+
 from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
 from shmring.core.client_end cimport ClientEnd, SlotEnd
 
 from shmring.core.awaiting import done
 
 cdef str _HOST = "cpu"
+
+cdef enum:
+    _LONG_NBYTES = 256 << 10  # a copy that may be worth counting: the copier knows
 
 
 def check_nbytes(nbytes) -> None:
@@ -120,11 +125,16 @@ cdef class ClientCalls:
     cdef object submit_now(self, payload, str name):
         """Submits; None if something has to be waited for."""
         cdef ClientEnd end = self._end
+        cdef uint64_t copied_nbytes
         if end is None:
             return None
         if self._copier.copied_in_turn:
             return None
-        return end.submit_now(payload, name, self._copier.short_nbytes)
+        copied_nbytes = end.copied_into_slots
+        sent = end.submit_now(payload, name, self._copier.at_once_nbytes)
+        if end.copied_into_slots - copied_nbytes >= _LONG_NBYTES:
+            self._copier.count_in_turn(end.copied_into_slots - copied_nbytes)
+        return sent
 
 
 @cython.final

@@ -62,6 +62,7 @@ cdef class ClientEnd(RecordTaker):
     cdef readonly bint found_full
     cdef public bint crowded
     cdef public bint is_open
+    cdef public bint expects_expiry
     cdef public object device_slots
     cdef public RecordReader reader
     cdef dict _decoders
@@ -78,6 +79,7 @@ cdef class ClientEnd(RecordTaker):
     cdef Packer _packer
     cdef RecordWriter _writer
     cdef type _submission_type
+    cdef uint64_t copied_into_slots  # bytes, by this end itself
     cdef uint64_t _next_id
     cdef uint64_t _reply_key
     cdef uint64_t _inline_nbytes

@@ -63,6 +63,7 @@ class SlotEnd:
 class ClientEnd(RecordTaker):
     crowded: bool
     is_open: bool
+    expects_expiry: bool
     device_slots: Any
     reader: RecordReader | None
     @property

@@ -345,6 +345,7 @@ cdef class ClientEnd(RecordTaker):
         found_full: whether :meth:`send_now` returned None because the ring is full.
         crowded: whether others wait for their turn; the shell says so.
         is_open: whether requests may be sent; the shell says so.
+        expects_expiry: whether the shell will look for leases that have been empty for long, and need not be told of another one.
         device_slots: what knows slots in device memory; the shell says so.
         held: slots that callers hold.
         pending: requests in flight, by id.
@@ -464,7 +465,7 @@ cdef class ClientEnd(RecordTaker):
 
     cdef int _follow(self, list effects) except -1:
         """Carries out what follows from a slot that came back."""
-        if effects or (self.book.has_further_leases() and self.book.earliest_expiry() != INFINITY):
+        if effects or (not self.expects_expiry and self.book.has_further_leases() and self.book.earliest_expiry() != INFINITY):
             self.shell.carry_out(effects or [])
         return 0
 
@@ -562,6 +563,7 @@ cdef class ClientEnd(RecordTaker):
         try:
             if slot is not None:
                 packed.copy_into(self.content_address(slot))
+                self.copied_into_slots += packed.slot_nbytes
             sent = self.send(packed, in_place, slot, name, stream)
         finally:
             if sent is None and slot is not None:

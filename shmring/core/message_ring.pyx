@@ -470,6 +470,7 @@ cdef class RecordReader:
         """
         cdef uint32_t nbytes
         cdef bint is_hot = True
+        cdef RecordReader kept = self  # by this call: a record may end the connection, and everybody else lets go of it then
         if not self.awake or self.is_reading or self.stopped or self._is_ending:
             return False
         self._make_copy()
@@ -483,7 +484,7 @@ cdef class RecordReader:
                 if not is_hot:  # which may be long work: what is behind it waits for the next call, or turn
                     taker.take_record(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
         finally:
-            self.is_reading = False
+            kept.is_reading = False
         self.wake_writer()
         return True
 

@@ -111,6 +111,9 @@ class Slots:
     def _leases_left(self, lease_ids: Collection[int]) -> None:
         """These leases are about to go back."""
 
+    def _expects_expiry(self, is_planned: bool) -> None:
+        """The next look for leases that have been empty for long is planned from now on, or not any more."""
+
     # -- acquiring -------------------------------------------------------------------------------------------------------
 
     async def acquire(self, nbytes: int, *, held: bool) -> ClientSlotRecord:
@@ -192,9 +195,11 @@ class Slots:
     def _plan_expiry(self) -> None:
         if self._expiry is None and (when := self.book.next_expiry()) is not None:
             self._expiry = self._loop.call_at(when, self._expire)
+            self._expects_expiry(True)
 
     def _expire(self) -> None:
         self._expiry = None
+        self._expects_expiry(False)
         self.carry_out(self.book.expire(self._loop.time()))
 
     # -- what the engine says ------------------------------------------------------------------------------------------------
@@ -244,6 +249,9 @@ class HostSlots(Slots):
     def statistics(self) -> dict[str, int]:
         book = self.book
         return {"leases": len(book.leases), "leased_nbytes": book.leased_nbytes, "free_nbytes": book.free_nbytes}
+
+    def _expects_expiry(self, is_planned: bool) -> None:
+        self._owner.end.expects_expiry = is_planned
 
     def left_viewed(self, record: ClientSlotRecord) -> None:
         """For the end: a slot was left that is kept until the last view of it has died."""

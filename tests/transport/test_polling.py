@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.messages import Refused
 from shmring.transport import polling
 from shmring.transport.polling import LINK_S, Poller, Vigil
 
@@ -213,6 +214,28 @@ async def test_both_ends_poll_and_sleep_again(
     await turns()
     assert looks == looks_before > 0
     running.cancel()
+
+
+async def test_a_frontend_that_hears_of_the_end_while_it_looks_for_a_reply(serve: Any, connect: Any) -> None:
+    """Its session lets go of the ring that it reads there and then."""
+    ring, client = await serve(busy_poll_s=0.1), await connect(busy_poll_s=0.1)
+    submission = await client.submit([1])
+    for frontend in ring._frontends.values():
+        frontend.send(Refused("no more"))
+    with pytest.raises(shmring.EngineDeadError, match="no more"):
+        await submission.next()
+    assert not client.connected
+
+
+async def test_an_engine_that_hears_of_the_end_while_it_looks_for_a_request(serve: Any, connect: Any) -> None:
+    ring, client = await serve(busy_poll_s=0.1), await connect(busy_poll_s=0.1)
+    await client.submit([1])
+    with ring.claim_nowait():
+        pass
+    client.session._say_goodbye(False)
+    with pytest.raises(shmring.WouldBlock):
+        ring.claim_nowait()
+    assert not ring.statistics().clients
 
 
 async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, connect: Any, eventually: Any) -> None:
