@@ -148,7 +148,8 @@ class RingConfig:
             a thread costs more than the copy. A frontend's is larger: nobody's accelerator waits for its loop.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
             microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, which cover the answer of
-            a peer that has to be woken, and only while that helps. Longer than that, it helps where answers take longer.
+            a peer that has to be woken, and only while that helps. Longer than that, it helps where answers take longer. If
+            it is set, who gathers replies of workers looks for them for up to 250 microseconds before the loop goes on.
         max_workers: workers at a time, those that have gone but may still be reading included; at most 64. Each costs two
             descriptors and two message rings.
         worker_backlog: messages that a worker may have that it has not left yet; at most 256. One that has as many holds up
@@ -288,7 +289,9 @@ class WorkerConfig:
         engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
         prefault: map all pages of the engine's memory when joining, so that no message pays for their first use.
         busy_poll_s: for how long ``receive`` looks for the next message before it sleeps, which takes tens of microseconds off
-            its latency and costs a core meanwhile; other processes run between two looks.
+            its latency and costs a core meanwhile; other processes run between two looks. Where they keep the core for more
+            than 100 microseconds, the next 64 waits sleep at once: who sleeps gets the core back sooner. An engine that
+            gathers replies polls with its own (``RingConfig``).
     """
 
     connect_timeout_s: float = 5.0

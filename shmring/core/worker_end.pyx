@@ -74,7 +74,8 @@ assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
 
 cdef double _LONG_YIELD_S = 0.0001  # polling workers, and their engine, give a core back sooner
 
-cdef object _LEFT = object()
+#: What :meth:`WorkerEnd.sleep` returns, added up.
+RANG, DIED = 1, 2
 
 
 # -- acknowledging, in C -----------------------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ cdef class WorkerEnd:
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def sleep(self, pidfd: int, wait_s: float, busy_s: float, *, for_room: bool = False) -> bool:
+    def sleep(self, pidfd: int, wait_s: float, busy_s: float, *, for_room: bool = False) -> int:
         """Waits, without the interpreter's lock, until there may be something to read, or room to write.
 
         Args:
@@ -373,7 +374,7 @@ cdef class WorkerEnd:
             for_room: it is not waited for messages.
 
         Returns:
-            Whether a descriptor has something to say: the caller reads bells, and finds out what has ended.
+            0, or a sum: ``RANG``, the socket has something to say, so the caller reads bells; ``DIED``, the engine is dead.
         """
         cdef pollfd descriptors[2]
         cdef bint is_news = False, is_for_room = for_room
@@ -411,7 +412,9 @@ cdef class WorkerEnd:
             reader.wake()
         if ready < 0 and errno == EINTR:
             PyErr_CheckSignals()
-        return ready > 0
+        if ready <= 0:
+            return 0
+        return (1 if descriptors[0].revents else 0) | (2 if descriptors[1].revents else 0)
 
 
 cdef double _now() noexcept nogil:

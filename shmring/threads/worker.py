@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from shmring.config import WorkerConfig, configured
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
+from shmring.core.worker_end import DIED, RANG
 from shmring.errors import ClosedError, EngineDeadError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.forks import Origin
 from shmring.worker.answers import failure_record, records_of
@@ -113,8 +113,8 @@ class Worker:
                     if wait_s <= 0:
                         raise _timeout_error(timeout)
                     busy_s = min(busy_s, wait_s)
-                if self._end.sleep(self._pidfd, wait_s, busy_s):
-                    self._hear()
+                if heard := self._end.sleep(self._pidfd, wait_s, busy_s):
+                    self._hear(heard)
                     busy_s = self.config.busy_poll_s
                 else:
                     busy_s = 0.0  # it has looked for so long already
@@ -172,12 +172,12 @@ class Worker:
         self._is_over(error)
         return fresh(error)
 
-    def _hear(self) -> None:
-        """A descriptor has something to say."""
-        heard = take_bells(self._socket.fileno()) if self._reason is None else 0
-        if heard & (FOREIGN | GAVE_UP):
+    def _hear(self, heard: int) -> None:
+        """A descriptor has something to say: ``RANG``, ``DIED`` or both."""
+        found = take_bells(self._socket.fileno()) if heard & RANG and self._reason is None else 0
+        if found & (FOREIGN | GAVE_UP):
             self._is_over(RemoteProtocolError("what came over the socket is no bell"))
-        elif heard & ENDED or _is_readable(self._pidfd):
+        elif found & ENDED or heard & DIED:
             self._has_ended = True
 
     def __iter__(self) -> Worker:
@@ -227,8 +227,8 @@ class Worker:
                         if is_begun:  # nothing else can follow half of a reply
                             self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
                         raise TimeoutError(f"waited {timeout:g} s for engine {self.name!r} to read a reply, and gave up")
-                    if self._writer.wait_for_space(len(part)) and self._end.sleep(self._pidfd, wait_s, 0.0, for_room=True):
-                        self._hear()
+                    if self._writer.wait_for_space(len(part)):
+                        self._hear(self._end.sleep(self._pidfd, wait_s, 0.0, for_room=True))
                     self._check_alive()
                     if self._has_ended:
                         raise self._dead()
@@ -290,12 +290,6 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _timeout_error(timeout: float | None) -> TimeoutError:

@@ -22,6 +22,7 @@ import msgspec
 import shmring
 from shmring.cancellation import uninterrupted
 from shmring.core.effects import ClientGone, EngineEffect, Reclaimed
+from shmring.ring.frontend import Frontend
 from tests.chaos import control
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Gone, Held, Journal
@@ -172,7 +173,7 @@ class _Engine:
 
 def _observe(ring: shmring.Ring, engine: _Engine) -> None:
     """Looks at what the ring's book decides: when a process has nothing of the slab left, and whether the book is sound."""
-    carry_out, died = ring.carry_out, ring._frontend_died
+    carry_out, died = ring.carry_out, Frontend.died
     reclaimed: dict[int, int] = {}
     heard: dict[int, tuple[int, int]] = {}  # of deaths, by pid: when, and how long this process had waited for a core
     effects_seen = 0
@@ -191,12 +192,13 @@ def _observe(ring: shmring.Ring, engine: _Engine) -> None:
         if before // _CHECK_EVERY != effects_seen // _CHECK_EVERY:
             engine.check_book()
 
-    def heard_of(frontend: Any) -> None:
+    def heard_of(frontend: Frontend) -> None:
         heard[frontend.pid] = time.monotonic_ns(), waited_ns(engine.pid)
         died(frontend)
 
     ring_: Any = ring
-    ring_.carry_out, ring_._frontend_died = observed, heard_of
+    ring_.carry_out = observed
+    setattr(Frontend, "died", heard_of)  # noqa: B010  # this process has one ring
 
 
 async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
