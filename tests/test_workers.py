@@ -294,6 +294,20 @@ async def test_tensors_of_claims_are_sent_in_place_beside_others(serve: Any, con
     await eventually(lambda: is_whole(ring))
 
 
+async def test_a_claim_that_was_shared_and_is_dropped_fails_its_request(serve: Any, connect: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    submission = await client.submit({"x": torch.zeros(20_000)})
+    with pytest.warns(ResourceWarning, match="request 1 was dropped before its claim was left"):
+        claim = await ring.claim()
+        await claim.share()
+        del claim
+        gc.collect()
+        with pytest.raises(shmring.RemoteError, match="dropped the request without an answer"):
+            await asyncio.wait_for(submission.result(), 10)
+    (await worker.receive()).leave()
+
+
 async def test_a_released_claim_can_not_be_shared_and_its_views_are_copied(serve: Any, connect: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     worker, client = await join(), await connect()

@@ -27,6 +27,7 @@ cdef class ClaimedSlots(HeldSlots):
     cdef uint64_t _nbytes
     cdef ClaimEnd _last      # in which something was found last
 
+    cdef int rest(self) except -1
     cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1
 
 

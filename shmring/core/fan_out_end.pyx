@@ -87,9 +87,10 @@ cdef class ClaimedSlots(HeldSlots):
                 return True
         return False
 
-    def rest(self) -> None:
-        """Keeps no claim alive any longer."""
-        self._last = None
+    cdef int rest(self) except -1:
+        """Keeps no claim alive any longer: who drops one is told so, and its request fails."""
+        self.found, self._last = [], None
+        return 0
 
     cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1:
         cdef SlotNumbers* slot
@@ -274,9 +275,7 @@ cdef class FanOutEnd:
             parcel.packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes, self._slots)
         finally:
             found = self._slots.found
-            self._slots.found = []
-            if not found:
-                self._slots._last = None
+            self._slots.rest()
         if parcel.packed.slot_nbytes:
             parcel.blocks = slot_blocks(parcel.packed.slot_nbytes)
             if self._memory is not None and parcel.blocks > self._memory.mapped.nbytes // BLOCK_NBYTES:
