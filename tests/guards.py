@@ -113,8 +113,8 @@ GUARDS = (
     Guard(
         "pins of kept content go with a proof of death only",
         "shmring/core/engine_book.pyx",
-        "        client.connected = False\n        self.host.forget",
-        "        client.connected = False\n        self._drop_pins(client, frozenset())\n        self.host.forget",
+        "        client.connected = False\n        for lending",
+        "        client.connected = False\n        self._drop_pins(client, frozenset())\n        for lending",
         "tests/test_kept.py::test_what_is_kept_outlives_who_gave_it",
     ),
     Guard(
