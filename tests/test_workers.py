@@ -914,6 +914,63 @@ async def test_a_second_reply_ends_its_worker(serve: Any, join: Any, joined: Any
     message.leave()
 
 
+# An engine that polls looks for replies itself: those that lie there before the message that they are to are found at once.
+POLLING = OPTIONS | {"busy_poll_s": 0.001, "worker_backlog": 128}
+
+
+async def test_an_engine_that_polls_takes_a_reply_without_its_loop(serve: Any, joined: Any) -> None:
+    ring = await serve(**POLLING)
+    worker = await joined(0)
+    writer = shmring.core.message_ring.RecordWriter(worker.outgoing, worker.socket.fileno())
+    assert writer.write(msgspec.msgpack.encode([32, 1, None, "mine"]))
+    with pytest.raises(StopIteration) as caught:
+        ring.gather(1).__await__().send(None)
+    assert caught.value.value == ["mine"]
+    assert not ring.workers.end.gathers
+    assert writer.write(encode_message(AnswerFailed(2, "ValueError", "no")))
+    with pytest.raises(shmring.WorkerFailedError, match="no"):
+        ring.gather(2).__await__().send(None)
+    assert not ring.workers.end.gathers
+
+
+async def test_who_gathers_again_and_again_lets_the_loop_go_on(serve: Any, joined: Any) -> None:
+    ring = await serve(**POLLING)
+    worker = await joined(0)
+    writer = shmring.core.message_ring.RecordWriter(worker.outgoing, worker.socket.fileno())
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    await asyncio.sleep(0)
+    before = turns
+    for number in range(1, 101):  # more than a link may deliver in a turn
+        assert writer.write(msgspec.msgpack.encode([32, number, None, number]))
+        assert await ring.gather(None) == [number]
+    assert turns > before
+    counting.cancel()
+
+
+async def test_a_wrong_record_that_is_looked_for_ends_one_worker(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
+    ring = await serve(**POLLING)
+    hostile, honest = await joined(0), await join(1)
+    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    assert writer.write(b"\x94\x20\x01\xc0")
+    gathering = asyncio.ensure_future(ring.gather(1))
+    message = await honest.receive()
+    await message.reply("fine")
+    with pytest.raises(shmring.WorkerLostError) as caught:
+        await gathering
+    assert caught.value.ranks == (0,)
+    await eventually(lambda: ring.ranks == (1,))
+    assert ring.statistics().protocol_errors == 1
+    message.leave()
+
+
 async def test_parts_without_end_are_bounded(serve: Any, joined: Any, eventually: Any) -> None:
     ring = await serve(**{**OPTIONS, "max_payload_nbytes": "8KiB"})
     hostile = await joined(0)
