@@ -514,7 +514,7 @@ GUARDS = (
         "shmring/core/fan_out_end.pyx",
         "        if content.slot_count:",
         "        if False:",
-        "tests/test_workers.py::test_a_record_that_is_wrong_ends_one_worker_and_nothing_else",
+        "tests/test_workers.py::test_a_reply_that_names_a_slot_ends_its_worker",
     ),
     Guard(
         "a reply in parts is bounded",
