@@ -545,13 +545,6 @@ GUARDS = (
         "tests/test_workers.py::test_a_message_is_kept_until_it_was_left_and_its_last_view_has_died",
     ),
     Guard(
-        "a forked child acknowledges nothing",
-        "shmring/core/worker_end.pyx",
-        "    if page.forks == forks():\n        at =",
-        "    if True:\n        at =",
-        "tests/integration/test_workers.py::test_a_forked_child_acknowledges_nothing",
-    ),
-    Guard(
         "kept content is where it was kept",
         "shmring/core/engine_book.pyx",
         "if slot.offset != kept.start * BLOCK_NBYTES or slot.nbytes != kept.nbytes:",
