@@ -514,7 +514,7 @@ GUARDS = (
         "shmring/core/fan_out_end.pyx",
         "        if content.slot_count:",
         "        if False:",
-        "tests/test_workers.py::test_a_record_that_is_wrong_ends_one_worker_and_nothing_else",
+        "tests/test_workers.py::test_a_reply_that_names_a_slot_ends_its_worker",
     ),
     Guard(
         "a reply in parts is bounded",
@@ -543,13 +543,6 @@ GUARDS = (
         "        regions.owner = &message._acknowledgement.owner",
         "        pass",
         "tests/test_workers.py::test_a_message_is_kept_until_it_was_left_and_its_last_view_has_died",
-    ),
-    Guard(
-        "a forked child acknowledges nothing",
-        "shmring/core/worker_end.pyx",
-        "    if page.forks == forks():\n        at =",
-        "    if True:\n        at =",
-        "tests/integration/test_workers.py::test_a_forked_child_acknowledges_nothing",
     ),
     Guard(
         "kept content is where it was kept",

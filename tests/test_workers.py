@@ -899,6 +899,22 @@ async def test_a_record_that_is_wrong_ends_one_worker_and_nothing_else(
     message.leave()
 
 
+async def test_a_reply_that_names_a_slot_ends_its_worker(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
+    """Also if a reply of it is waited for."""
+    ring = await serve(**OPTIONS)
+    hostile, honest = await joined(0), await join(1)
+    gathering = asyncio.ensure_future(ring.gather(1))
+    message = await honest.receive()
+    writer = shmring.core.message_ring.RecordWriter(hostile.outgoing, hostile.socket.fileno())
+    assert writer.write(RECORDS["a reply with a slot of the slab"])
+    hostile.socket.send(b"\0")
+    with pytest.raises(shmring.WorkerLostError, match="worker 0 broke the protocol"):
+        await asyncio.wait_for(gathering, 10)
+    assert ring.ranks == (1,)
+    await message.reply("late")
+    message.leave()
+
+
 async def test_a_second_reply_ends_its_worker(serve: Any, join: Any, joined: Any, eventually: Any) -> None:
     ring = await serve(**OPTIONS)
     hostile, honest = await joined(0), await join(1)

@@ -255,7 +255,7 @@ def _abort_latencies(ledger: _Ledger, stops: _Stops) -> list[tuple[int, int]]:
         else:
             wall = reusable.at_ns - aborted.at_ns
             waited = reusable.engine_waited_ns - aborted.engine_waited_ns + reusable.waited_ns - aborted.waited_ns
-        latencies.append((max(0, wall), max(0, wall - waited)))
+        latencies.append((max(0, wall), max(0, wall - max(0, waited))))
     return latencies
 
 
@@ -278,7 +278,8 @@ def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list
         if held is not None and held.until_ns > started_ns:
             started_ns, waited_ns = held.until_ns, held.engine_waited_ns
         wall = max(0, gone.at_ns - started_ns)
-        latencies.append((wall, max(0, wall - (gone.engine_waited_ns - waited_ns)), word_ns))
+        waited = max(0, gone.engine_waited_ns - waited_ns)  # a worker may write down later that it has left a request
+        latencies.append((wall, max(0, wall - waited), word_ns))
     return latencies
 
 
