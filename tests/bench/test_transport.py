@@ -61,6 +61,13 @@ def test_a_quick_run_says_what_it_leaves_out() -> None:
     assert limits == sorted(set(limits)) == list(cases.QUICK_SIZES)
 
 
+def test_the_product_has_every_combination() -> None:
+    rounds = cases.sweeps(["shmring"], sizes=(4096, 8192), producers=(1, 2), product=True)
+    found = [case for one in rounds for case in one.cases]
+    assert len(found) == len(set(found)) == 2 * 2 * 2 * 2 * 3
+    assert [one.limits for one in rounds] == [True, True, False, False]
+
+
 def test_what_is_in_flight_fits_into_memory() -> None:
     assert Case(256 << 20).bounded().window == 4
     assert Case(256 << 20, producers=8).bounded().window == 1
