@@ -1,8 +1,8 @@
 """What ``bench transport`` measures: cases, gathered in rounds whose repetitions are interleaved.
 
 A case is one kind of message stream. Every combination of sizes, dtypes, producers, windows and copying out would take a
-day, so each dimension is varied by itself around a base (:func:`sweeps`). What is compared with each other stands in one round,
-so that whatever else the machine does hits all of it alike.
+day, so each dimension is varied by itself around a base, unless somebody wants a part of it whole (:func:`sweeps`). What is
+compared with each other stands in one round, so that whatever else the machine does hits all of it alike.
 """
 
 from __future__ import annotations
@@ -37,21 +37,29 @@ def sweeps(
     producers: Sequence[int] = (1, 2, 4, 8),
     windows: Sequence[int] = (16, 1),
     copies_out: Sequence[bool] = (False, True),
+    product: bool = False,
 ) -> list[Round]:
     """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers.
 
-    The first value of a dimension is the base.
+    Args:
+        peers: in every case.
+        sizes, dtypes, producers, windows, copies_out: the first value of each is the base.
+        product: every combination instead.
     """
     rounds: list[Round] = []
-    bases = [Case(nbytes, dtypes[0], producers[0], windows[0], copies_out[0]) for nbytes in sizes]
-    for base in bases:
-        varied = [msgspec.structs.replace(base, window=window) for window in windows[1:]]
-        varied += [msgspec.structs.replace(base, copies_out=copies) for copies in copies_out[1:]]
-        varied += [msgspec.structs.replace(base, dtype=dtype) for dtype in dtypes[1:]]
+    for number, nbytes in itertools.product(producers, sizes):
+        base = Case(nbytes, dtypes[0], number, windows[0], copies_out[0])
+        cases = [base]
+        if product:
+            combinations = itertools.product(windows, copies_out, dtypes)
+            cases = [Case(nbytes, dtype, number, window, copies) for window, copies, dtype in combinations]
+        elif number == producers[0]:
+            cases += [msgspec.structs.replace(base, window=window) for window in windows[1:]]
+            cases += [msgspec.structs.replace(base, copies_out=copies) for copies in copies_out[1:]]
+            cases += [msgspec.structs.replace(base, dtype=dtype) for dtype in dtypes[1:]]
         # With windows as large as memory allows, each once.
-        rounds.append(Round(tuple(dict.fromkeys(case.bounded() for case in (base, *varied))), tuple(peers), limits=True))
-    for number, base in itertools.product(producers[1:], bases):
-        rounds.append(Round((msgspec.structs.replace(base, producers=number).bounded(),), tuple(peers)))
+        distinct = tuple(dict.fromkeys(case.bounded() for case in cases))
+        rounds.append(Round(distinct, tuple(peers), limits=number == producers[0]))
     return rounds
 
 

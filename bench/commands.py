@@ -47,6 +47,7 @@ _QUICK_CHOICE: dict[str, Any] = {
     default=None,
     help="The consumer copies every byte into a buffer of its own, or not.  [default: both]",
 )
+@click.option("--product", is_flag=True, help="Measure every combination, instead of varying one thing at a time.")
 @command_line.peer_option(PEERS)
 @command_line.repetitions_option("Of each case and peer, interleaved.  [default: 5]")
 @command_line.seconds_option("0.5")
@@ -60,6 +61,7 @@ def transport_command(json_path: Path | None, plot_stem: Path | None, **choices:
 def transport_plan(
     quick: bool,
     copies_out: bool | None,
+    product: bool,
     peers: tuple[str, ...],
     repetitions: int | None,
     seconds: float | None,
@@ -71,7 +73,7 @@ def transport_plan(
     chosen = {name: values for name, values in dimensions.items() if values}
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
-    rounds = cases.sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen)
+    rounds = cases.sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen, product=product)
     return Plan(rounds=rounds, **_timing(_QUICK if quick else _FULL, repetitions, seconds))
 
 

@@ -61,6 +61,13 @@ def test_a_quick_run_says_what_it_leaves_out() -> None:
     assert limits == sorted(set(limits)) == list(cases.QUICK_SIZES)
 
 
+def test_the_product_has_every_combination() -> None:
+    rounds = cases.sweeps(["shmring"], sizes=(4096, 8192), producers=(1, 2), product=True)
+    found = [case for one in rounds for case in one.cases]
+    assert len(found) == len(set(found)) == 2 * 2 * 2 * 2 * 3
+    assert [one.limits for one in rounds] == [True, True, False, False]
+
+
 def test_what_is_in_flight_fits_into_memory() -> None:
     assert Case(256 << 20).bounded().window == 4
     assert Case(256 << 20, producers=8).bounded().window == 1
@@ -212,7 +219,8 @@ def test_the_command_prints_tables_and_writes_json_and_plots(tmp_path: Path, mon
     ours, queue = stored["results"]
     assert (ours["peer"], queue["peer"]) == ("shmring", "torch-queue-by-name")
     assert ours["shmring_ratio"] == {"median": 1.0, "minimum": 1.0, "maximum": 1.0}
-    assert queue["shmring_ratio"]["minimum"] > 1
+    ratios = [mine / other for mine, other in zip(ours["runs"], queue["runs"], strict=True)]
+    assert queue["shmring_ratio"]["minimum"] == pytest.approx(min(ratios))
     assert 0 < queue["latency_p50_us"]["median"] <= queue["latency_p99_us"] <= queue["latency_p999_us"]
     assert stored["machine"].keys() >= {"cpu", "cores", "kernel", "python", "torch", "shmring", "commit"}
     assert stored["limits"][0]["nbytes"] == 4096
