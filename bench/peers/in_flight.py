@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
@@ -20,13 +21,53 @@ import torch
 from bench.messages import Answer, Cell, Header, Sink, Source
 from bench.peers.peer import Peer
 
-__all__ = ["Intake", "Pending", "Reception", "Send", "Shared", "WindowedPeer"]
+__all__ = ["Intake", "Pending", "Reception", "Send", "Shared", "Window", "WindowedPeer"]
 
 _ACKS_NBYTES = 4096  # at a time; a byte each
 _MAX_BATCH = 64  # messages that a loop takes before its other work has its turn
 
 #: Stamps and sends the next message; returns what to await before more can be sent, if there is such a thing.
 Send = Callable[[], Awaitable[object] | None]
+
+
+class Window:
+    """Counts messages in flight; for one producer.
+
+    Args:
+        size: how many there may be.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._in_flight = 0
+        self._target = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def take(self) -> None:
+        """Waits until there is room for a message, and counts it."""
+        if self._in_flight >= self._size:
+            await self._wait_until(self._size - 1)
+        self._in_flight += 1
+
+    async def drain(self) -> None:
+        """Waits until nothing is in flight."""
+        if self._in_flight:
+            await self._wait_until(0)
+
+    def give(self, messages: int) -> None:
+        """So many have been consumed."""
+        self._in_flight -= messages
+        assert self._in_flight >= 0, "more was acknowledged than sent"
+        if self._waiter is not None and not self._waiter.done() and self._in_flight <= self._target:
+            self._waiter.set_result(None)
+
+    async def _wait_until(self, target: int) -> None:
+        self._target = target
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
 
 class Shared(NamedTuple):
@@ -39,6 +80,18 @@ class Shared(NamedTuple):
 
     own: Any
     pipes: list[tuple[Connection, Connection]]
+
+    @contextlib.contextmanager
+    def window(self, producer: int, size: int) -> Iterator[Window]:
+        """Yields the window of a producer, which the running loop keeps true."""
+        loop = asyncio.get_running_loop()
+        window = Window(size)
+        descriptor = self.pipes[producer][0].fileno()
+        loop.add_reader(descriptor, lambda: window.give(len(os.read(descriptor, _ACKS_NBYTES))))
+        try:
+            yield window
+        finally:
+            loop.remove_reader(descriptor)
 
 
 class Intake:
@@ -84,26 +137,13 @@ class WindowedPeer(Peer):
         """The consumer's end: has all messages taken and acknowledged until the last of all has been."""
 
     async def produce(self, cell: Cell, shared: Shared, source: Source) -> None:
-        size = self.window(cell)
-        window = asyncio.BoundedSemaphore(size)
-        descriptor = shared.pipes[source.producer][0].fileno()
-
-        def acknowledged() -> None:
-            for _ in os.read(descriptor, _ACKS_NBYTES):
-                window.release()
-
         async with self.sending(cell, shared.own, source) as send:
-            loop = asyncio.get_running_loop()
-            loop.add_reader(descriptor, acknowledged)
-            try:
+            with shared.window(source.producer, self.window(cell)) as window:
                 while not source.finished:
-                    await window.acquire()
+                    await window.take()
                     if (writable := send()) is not None:
                         await writable
-                for _ in range(size):  # until nothing is in flight
-                    await window.acquire()
-            finally:
-                loop.remove_reader(descriptor)
+                await window.drain()
 
     async def consume(self, cell: Cell, shared: Shared, sink: Sink, listening: Callable[[], None]) -> None:
         await self.receive(cell, shared.own, Intake(sink, shared), listening)
