@@ -7,6 +7,7 @@ bytes that reach new code. What goes wrong with one input goes wrong with it aga
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import socket
@@ -414,6 +415,7 @@ _WORKERS = 2
 _WORKER_RING_NBYTES = 1 << 13
 _PAYLOADS = ({"step": 1}, {"text": "x" * 90}, {"pixels": np.ones(600, np.uint8)}, [np.ones((5, 900), np.uint8)])
 _LOOP = asyncio.new_event_loop()  # that makes futures, and never runs
+atexit.register(_LOOP.close)
 
 
 class _FanOut:
@@ -721,6 +723,8 @@ class _Message(MessageEnd):
 
 _PAIR_DECODER = make_decoder(tuple[Any, Any])  # of a claim's payload, and what goes beside it
 _BELL, _ENGINES_BELL = socket.socketpair()
+atexit.register(_BELL.close)
+atexit.register(_ENGINES_BELL.close)
 
 
 def worker_records(data: bytes) -> None:
