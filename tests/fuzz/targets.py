@@ -31,7 +31,7 @@ from shmring.core.effects import EngineEffect, RequestAborted
 from shmring.core.engine_book import EngineBook
 from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
-from shmring.core.fan_out_end import FanOutEnd
+from shmring.core.fan_out_end import FanOutEnd, JoinedWorker
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
 from shmring.core.held_slots import HeldSlots
 from shmring.core.kept_content import check_kept
@@ -418,6 +418,19 @@ _LOOP = asyncio.new_event_loop()  # that makes futures, and never runs
 atexit.register(_LOOP.close)
 
 
+class _Worker(JoinedWorker):
+    """One that has joined: its records come as if its link had taken them from its ring, which stays empty."""
+
+    def __init__(self, end: FanOutEnd, record: WorkerRecord) -> None:
+        super().__init__(end)
+        self.attach(record, RecordReader(bytearray(ring_nbytes(_WORKER_RING_NBYTES)), -1))
+
+    def take_message(self, record: bytes) -> None:
+        match decode_worker_message(record):
+            case AnswerFailed(sequence, type_name, message):
+                self.end.take_failure(self.record, sequence, type_name, message)
+
+
 class _FanOut:
     """The shell of an engine's end towards its workers: what :class:`~shmring.ring.workers.Workers` does for it, without
     connections."""
@@ -443,6 +456,7 @@ class _FanOut:
         self.pages: list[bytearray] = []
         self.rings: list[bytearray] = []  # to each
         self.records: list[WorkerRecord] = []
+        self.workers: list[_Worker] = []
         self.gatherings: list[tuple[Any, asyncio.Future[None]]] = []
         for rank in range(_WORKERS):
             self.join(rank)
@@ -452,15 +466,9 @@ class _FanOut:
         page, ring = bytearray(WORKER_PAGE_NBYTES), bytearray(ring_nbytes(_WORKER_RING_NBYTES))
         for of_each, new in ((self.pages, page), (self.rings, ring)):
             of_each[rank : rank + 1] = [new]
-        self.records[rank : rank + 1] = [self.book.join(rank, page, RecordWriter(ring, -1))]
-
-    def hear(self, rank: int, record: bytes) -> None:
-        """A worker has sent a record."""
-        if self.end.take_answer(self.records[rank], record):
-            return
-        match decode_worker_message(record):
-            case AnswerFailed(sequence, type_name, message):
-                self.end.take_failure(self.records[rank], sequence, type_name, message)
+        record = self.book.join(rank, page, RecordWriter(ring, -1))
+        self.records[rank : rank + 1] = [record]
+        self.workers[rank : rank + 1] = [_Worker(self.end, record)]
 
     def send(self, payload: object, to: tuple[int, ...] | None) -> None:
         """The engine sends something to workers, if nothing has to be waited for."""
@@ -525,7 +533,7 @@ def workers(data: bytes) -> None:
         match choice >> 1 & 7:
             case 0 if record.is_member:
                 with contextlib.suppress(RemoteProtocolError):
-                    fan_out.hear(rank, body)
+                    fan_out.workers[rank].take_record(body)
             case 1 if len(body) > 2:
                 at = int.from_bytes(body[:2], "little") % WORKER_PAGE_NBYTES
                 page, written = fan_out.pages[rank], body[2:][: WORKER_PAGE_NBYTES - at]

@@ -232,7 +232,7 @@ async def test_an_engine_that_hears_of_the_end_while_it_looks_for_a_request(serv
     await client.submit([1])
     with ring.claim_nowait():
         pass
-    client.session._say_goodbye(False)
+    client.session._say_goodbye()
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
     assert not ring.statistics().clients
