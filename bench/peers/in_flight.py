@@ -173,8 +173,7 @@ class Reception(abc.ABC):
     def read(self, sample: Any) -> tuple[Header, torch.Tensor]:
         """Returns the message of a sample."""
 
-    @abc.abstractmethod
-    def release(self, sample: Any, header: Header) -> None:
+    def release(self, sample: Any, header: Header) -> None:  # noqa: B027 - most have nothing to do
         """A sample's message has been taken."""
 
     def take_batch(self) -> None:

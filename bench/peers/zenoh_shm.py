@@ -16,8 +16,8 @@ where C and Rust have one or none.
 
 zenoh commits a pool's memory when it is made, and a receiver maps it until its process ends (zenoh #2787), so what larger
 messages have needed stays in use. A process that is killed, or ends without the C library's exit handlers, as
-multiprocessing's children do, leaves segments of metadata in /dev/shm. So each process writes down which ones it has mapped,
-and their parent removes them.
+multiprocessing's children do, leaves segments of metadata in /dev/shm. So the parent, when its children have ended, removes
+those that have come meanwhile and that no process maps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ import asyncio
 import contextlib
 import importlib
 import os
-import shutil
 import struct
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
@@ -52,7 +50,7 @@ _MIN_POOL_NBYTES = 1 << 20  # less would be made anew for each of the smaller si
 
 
 class ZenohShm(WindowedPeer):
-    """What the processes share is a directory, where each says what it has mapped."""
+    """What the processes share is nothing; what is kept for them is which segments were there before."""
 
     name = "zenoh"
     title = "zenoh, shared memory"
@@ -65,17 +63,17 @@ class ZenohShm(WindowedPeer):
     def limits(self, cell: Cell) -> str | None:
         return shared_memory_shortage(cell.producers * _pool_nbytes(cell), "its pools")
 
-    def create_own(self, context: SpawnContext, producers: int) -> str:
-        return tempfile.mkdtemp(prefix="shmring-bench-")
+    def create_own(self, context: SpawnContext, producers: int) -> frozenset[Path]:
+        return _segments()
 
-    def close_own(self, own: str) -> None:
-        for record in Path(own).iterdir():
-            for segment in record.read_text().splitlines():
-                Path(segment).unlink(missing_ok=True)
-        shutil.rmtree(own)
+    def close_own(self, own: frozenset[Path]) -> None:
+        added = _segments() - own
+        for segment in added - _mapped_segments():
+            with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                segment.unlink()
 
     @contextlib.asynccontextmanager
-    async def sending(self, cell: Cell, own: str, source: Source) -> AsyncIterator[Send]:
+    async def sending(self, cell: Cell, own: frozenset[Path], source: Source) -> AsyncIterator[Send]:
         zenoh: Any = importlib.import_module("zenoh")
         shm: Any = importlib.import_module("zenoh.shm")
         if self._pool_nbytes < (needed := _pool_nbytes(cell)):
@@ -86,7 +84,6 @@ class ZenohShm(WindowedPeer):
         with zenoh.open(_config(zenoh, cell, "connect")) as session:
             publisher = session.declare_publisher(_KEY, congestion_control=zenoh.CongestionControl.BLOCK, express=True)
             await _matched(publisher)
-            _record(own)  # before anything is sent: this process may be killed because another one has failed
 
             def send() -> None:
                 header = source.stamp()
@@ -94,15 +91,13 @@ class ZenohShm(WindowedPeer):
                 bytes_of_tensor[:] = source.array.data
                 buffer[:] = bytes_of_tensor
                 publisher.put(buffer, attachment=_HEADER.pack(*header))
-                if not header.sequence:
-                    _record(own)
 
             yield send
 
-    async def receive(self, cell: Cell, own: str, intake: Intake, listening: Callable[[], None]) -> None:
+    async def receive(self, cell: Cell, own: frozenset[Path], intake: Intake, listening: Callable[[], None]) -> None:
         zenoh: Any = importlib.import_module("zenoh")
         allow_read_only_tensors()
-        reception = _Reception(cell, own, intake)
+        reception = _Reception(cell, intake)
         callback = zenoh.handlers.Callback(reception.deliver, indirect=False)
         with zenoh.open(_config(zenoh, cell, "listen")) as session:
             session.declare_subscriber(_KEY, callback)
@@ -113,10 +108,9 @@ class ZenohShm(WindowedPeer):
 class _Reception(Reception):
     """Samples on their way from zenoh's thread to the loop's."""
 
-    def __init__(self, cell: Cell, records: str, intake: Intake) -> None:
+    def __init__(self, cell: Cell, intake: Intake) -> None:
         super().__init__(cell, intake, _BATCH_NBYTES)
         self._dtype = cell.torch_dtype
-        self._records = records
         self._samples: deque[Any] = deque()
         self._due = False  # whether the loop is about to take samples
 
@@ -139,10 +133,6 @@ class _Reception(Reception):
         if buffer is None:
             raise RuntimeError("zenoh has sent the tensor through its link, not through shared memory")
         return Header(*_HEADER.unpack(sample.attachment.to_bytes())), torch.frombuffer(bytes(buffer), dtype=self._dtype)
-
-    def release(self, sample: Any, header: Header) -> None:
-        if not header.sequence:
-            _record(self._records)
 
 
 def _pool_nbytes(cell: Cell) -> int:
@@ -179,8 +169,17 @@ async def _matched(publisher: Any) -> None:
     listener.undeclare()
 
 
-def _record(directory: str) -> None:
-    """Writes down zenoh's segments that this process has mapped, in a file of its own."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    segments = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and line.endswith(".zenoh")}
-    Path(directory, str(os.getpid())).write_text("\n".join(segments))
+def _segments() -> frozenset[Path]:
+    """Zenoh's segments, anybody's."""
+    with os.scandir("/dev/shm") as entries:
+        return frozenset(Path(entry.path) for entry in entries if entry.name.endswith(".zenoh"))
+
+
+def _mapped_segments() -> set[Path]:
+    """Those that a process of this user maps."""
+    mapped: set[Path] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            lines = maps.read_text().splitlines()
+            mapped.update(Path(line.split(maxsplit=5)[5]) for line in lines if line.endswith(".zenoh"))
+    return mapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ async def test_the_example_runs_in_three_processes(
     process = launch(str(tmp_path / "frontend"), XDG_RUNTIME_DIR=str(socket_dir))
     await process.died()
     spread, named, owners, slot = process.output.read_text().splitlines()
-    assert spread == str(sorted(names * 4))
+    engines = ast.literal_eval(spread)
+    assert len(engines) == 8
+    assert set(engines) == set(names)  # how many from each depends on how soon they answer
     assert named == "{'engine': 'vision-1', 'mean': 1.0}"
     assert owners == "1"
     assert slot.startswith("True {'vision-0': EngineLoad(in_flight=")
