@@ -170,7 +170,6 @@ class Workers:
         self._change: asyncio.Future[None] | None = None  # of whoever sends and waits for workers
         self._joined: list[asyncio.Future[None]] = []  # of those who wait for workers to join
         self._looking: asyncio.TimerHandle | None = None
-        self._broken = 0
 
     # -- sending -------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import shmring
 from shmring.client import session
 from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.client_end import ClientEnd
-from shmring.core.effects import ClientEffect
 from shmring.core.payload import Packed
 from shmring.core.states import ClientSlot
 from tests.chaos.cores import waited_ns
@@ -45,7 +44,9 @@ Outcome = str
 
 
 class _ObservedEnd(ClientEnd):
-    """Remembers which slots each request in flight has."""
+    """Remembers which slots each request in flight has, and says when the engine has released some."""
+
+    observe: Callable[[ClientBook, Collection[int]], None]  # with their generations
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -60,8 +61,15 @@ class _ObservedEnd(ClientEnd):
         return submission
 
     def forget(self, request_id: int) -> Any:
-        self.slots_of.pop(request_id, None)
+        """The request has ended, mostly together with its slots."""
+        slots = self.slots_of.pop(request_id, [])
+        self.observe(self.book, [slot.generation for slot in slots if slot.state is not ClientSlot.SUBMITTED])
         return super().forget(request_id)
+
+    def take_back(self, released: tuple[int, ...]) -> None:
+        """Slots come without the end of a request."""
+        super().take_back(released)
+        self.observe(self.book, released)
 
 
 class Load:
@@ -350,16 +358,12 @@ class Load:
 
     def observe_releases(self) -> None:
         """From now on, writes down when the slots of aborted requests are this process's again."""
-        observe = self._released
 
-        class ObservedBook(ClientBook):
-            def released(self, generations: Collection[int], now: float) -> tuple[list[ClientEffect], int]:
-                result = super().released(generations, now)
-                observe(self, generations)
-                return result
+        class ObservedEnd(_ObservedEnd):
+            observe = staticmethod(self._released)
 
-        vars(session)["ClientBook"] = ObservedBook  # whose books are made from now on
-        vars(session)["ClientEnd"] = _ObservedEnd
+        assert "ClientEnd" in vars(session), "sessions have no such end: nothing would be observed"
+        vars(session)["ClientEnd"] = ObservedEnd  # whose ends are made from now on
 
     def _released(self, book: ClientBook, generations: Collection[int]) -> None:
         for generation in generations:

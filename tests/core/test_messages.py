@@ -155,7 +155,12 @@ frontend_messages: st.SearchStrategy[Any] = st.one_of(
 engine_messages: st.SearchStrategy[Any] = st.one_of(
     grants,
     st.builds(
-        Welcome, st.integers(0, 9), generations, *[unsigned] * 12, base_lease=st.none() | grants, device=st.none() | devices
+        Welcome,
+        st.integers(0, 9),
+        generations,
+        *[unsigned] * 12,
+        base_lease=st.none() | grants,
+        device_slab=st.none() | devices,
     ),
     st.builds(Failed, unsigned, st.sampled_from(["error", "aborted", "timed_out", "invalid"]), short_text, st.text()),
     st.builds(Release, many_generations),
