@@ -172,7 +172,10 @@ def _targets(stored: _Stored) -> Iterator[str]:
     """The table of targets: of each, what the longest run says that measured it, or what another mode says of its own."""
     runs = [result for result in stored.values() if isinstance(result, Results)]
     runs.sort(key=lambda run: -run.repetitions * run.timed_s * len(run.results))
-    told = {result.mode: result.targets for result in stored.values() if isinstance(result, Findings) and result.targets}
+    told: dict[str, list[Verdict]] = {}
+    for result in stored.values():
+        if isinstance(result, Findings) and result.targets:
+            told.setdefault(result.mode, []).extend(result.targets)
     verdicts: list[Verdict] = []
     for target in targets.TARGETS:
         if isinstance(target, targets.Target):

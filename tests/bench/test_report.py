@@ -145,6 +145,15 @@ def test_targets_of_other_modes_stand_with_the_rest(stored: Path, tmp_path: Path
     assert "fill at first failure" not in found  # what was only announced
 
 
+def test_of_a_mode_all_results_judge(stored: Path, tmp_path: Path) -> None:
+    for name in ("serve", "serve-repeated"):
+        target = {"what": f"target of {name}", "at": "all", "asked": ">= 1 x", "measured": "2 x", "met": True}
+        other(stored, name, mode="serve", targets=[target])
+    text = report.build(stored, tmp_path / "docs").read_text()
+    assert "target of serve |" in text
+    assert "target of serve-repeated |" in text
+
+
 def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:
     other(tmp_path / "results", "soak", mode="soak", tables=[{"title": "Memory", "columns": ["a"], "rows": []}])
     assert "## Soak" in report.build(tmp_path / "results", tmp_path / "docs").read_text()
