@@ -324,6 +324,25 @@ async def test_a_released_claim_can_not_be_shared_and_its_views_are_copied(serve
     del view
 
 
+async def test_a_claim_whose_frontend_gave_it_up_is_shared_in_place_as_well(
+    serve: Any, connect: Any, join: Any, eventually: Any
+) -> None:
+    """It is in hand, and its slot stays: what fits no memory of broadcasts must not fail a handler because somebody hung up."""
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    asking = asyncio.ensure_future(client.request(torch.full((400_000,), 5, dtype=torch.uint8)))
+    with await ring.claim() as claim:
+        asking.cancel()
+        await eventually(lambda: claim.aborted)
+        assert await claim.share("beside") == (0,)
+    with await worker.receive() as message:
+        assert message.payload.eq(5).all()
+    statistics = ring.statistics()
+    assert (statistics.broadcast_in_place_nbytes, statistics.broadcast_copied_nbytes) == (400_000, 0)
+    del message
+    await eventually(lambda: is_whole(ring))
+
+
 async def test_a_frontend_that_dies_while_workers_read_takes_nothing_from_them(
     serve: Any, connect: Any, join: Any, eventually: Any
 ) -> None:
@@ -456,6 +475,70 @@ async def test_cancelling_leaves_the_book_right_and_passes_the_turn_on(
             await task
     assert not ring.workers.end.gathers
     await eventually(lambda: is_whole(ring))
+
+
+async def test_two_who_are_cancelled_in_one_turn_are_both_cancelled(serve: Any, join: Any, eventually: Any) -> None:
+    """The first passes its turn on, and takes the second out of the line before that runs."""
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    for number in range(4):
+        ring.broadcast_nowait(number)
+    calls = [asyncio.ensure_future(ring.broadcast(number)) for number in range(3)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    calls[1].cancel()
+    assert [type(error) for error in await asyncio.gather(*calls[:2], return_exceptions=True)] == [asyncio.CancelledError] * 2
+    for _ in range(4):
+        (await worker.receive()).leave()
+    assert await calls[2] == (0,)
+    (await worker.receive()).leave()
+    await eventually(lambda: is_whole(ring))
+
+
+async def test_a_share_whose_time_is_over_keeps_no_view_of_its_claim(
+    serve: Any, connect: Any, join: Any, eventually: Any
+) -> None:
+    """Its error refers to frames that refer to it: what they hold would be kept until rubbish is collected."""
+    ring = await serve(**OPTIONS)
+    worker, client = await join(), await connect()
+    for number in range(4):
+        ring.broadcast_nowait(number)
+
+    async def handle(claim: shmring.Claim) -> None:
+        sharing = asyncio.ensure_future(claim.share(timeout=0.01))  # a task keeps its error, which keeps the task
+        await asyncio.wait([sharing])
+        assert isinstance(sharing.exception(), shmring.WorkersBehindError)
+        await claim.reply("nobody had time")
+
+    running = asyncio.create_task(ring.run(handle))
+    gc.collect()
+    gc.disable()
+    try:
+        assert await client.request({"x": torch.ones(40_000)}) == "nobody had time"
+        await eventually(lambda: not ring.statistics().slots_draining)
+    finally:
+        gc.enable()
+    for _ in range(4):
+        (await worker.receive()).leave()
+    await ring.close()
+    await running
+
+
+async def test_who_has_memory_and_waits_for_place_is_told_whom_it_waits_for(serve: Any, join: Any) -> None:
+    """The message that keeps the oldest memory is another worker's, who holds nobody up."""
+    ring = await serve(**OPTIONS)
+    workers = [await join(rank) for rank in range(2)]
+    ring.broadcast_nowait(torch.zeros(10_000), to=[1])
+    for number in range(4):
+        ring.broadcast_nowait(number, to=[0])
+    with pytest.raises(shmring.WorkersBehindError) as caught:
+        await ring.broadcast(torch.zeros(10_000), timeout=0.01)
+    assert caught.value.ranks == (0,)
+    for worker in workers:
+        with contextlib.suppress(shmring.WouldBlock):
+            while True:
+                worker.receive_nowait().leave()
+    assert is_whole(ring)
 
 
 # -- replies -----------------------------------------------------------------------------------------------------------------
@@ -711,6 +794,22 @@ async def test_the_blocking_worker_receives_replies_and_ends(serve: Any, socket_
     await ring.close()
     await asyncio.wait_for(working, 10)
     assert got == ["joined", "hello", 10, 300_000]
+
+
+async def test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives(
+    serve: Any, socket_dir: Path, eventually: Any
+) -> None:
+    """It is sent before the engine hears of that, and nobody will ever take it from the ring."""
+    ring = await serve(**OPTIONS)
+    worker = await asyncio.to_thread(lambda: shmring.threads.join("test", rank=0, socket_dir=str(socket_dir)))
+    assert ring.broadcast_nowait("taken") == (0,)
+    taken = worker.receive(timeout=5)
+    worker.close()
+    assert ring.broadcast_nowait(torch.zeros(10_000)) == (0,)
+    await eventually(lambda: not ring.ranks)
+    await eventually(lambda: outstanding(ring) == 1)
+    taken.leave()
+    await eventually(lambda: is_whole(ring))
 
 
 async def test_several_threads_may_receive_and_closing_wakes_them(serve: Any, socket_dir: Path, eventually: Any) -> None:

@@ -10,6 +10,7 @@ cdef enum:
     WINDOW = 256          # messages that may be outstanding, and stamps in a page
     MAX_WORKERS = 64      # places: bits of a mask
     AT_WANT = 0           # u64, the engine's: it waits for the acknowledgement of a message of this number or later; else 0
+    AT_CLOSED = 1024      # u64, the worker's: it has closed, and left whatever has this number or a later one; 0: it has not
     AT_STAMPS = 2048      # u64 each, the worker's: the number of the last message that it has left, of those with this stamp
     PAGE_NBYTES = 4096
 
@@ -72,6 +73,7 @@ cdef class FanOutBook:
     ) except 0
     cdef int sweep_oldest(self) except -1
     cdef int _look_at(self, int stamp) except -1
+    cdef bint _has_closed_before(self, WorkerRecord worker, uint64_t sequence) noexcept
     cdef int _strike(self, Outstanding* message, int stamp, WorkerRecord worker) except -1
     cdef int _free(self, int stamp) except -1
     cdef int _forget_if_done(self, WorkerRecord worker) except -1

@@ -14,7 +14,8 @@ waits says so in the pages of those it waits for (``want_*``), looks once more, 
 who wait: each asks anew. ``tests/model/acknowledgements.pml`` is this protocol in Promela.
 
 A worker that *parts* gets nothing more. What it had stays outstanding until it has acknowledged it or is proven dead: that its
-connection has ended, or that it was dropped, proves nothing.
+connection has ended, or that it was dropped, proves nothing. What was sent after it had closed it will never take, and so never
+acknowledge one by one: it says in its page from which message on that is so.
 
 Out of order is in order: a message that somebody keeps for long holds its own stamp and memory, and no later one's.
 
@@ -336,9 +337,15 @@ cdef class FanOutBook:
             worker = <WorkerRecord>self._places[lowest_bit(left)]
             left &= left - 1
             # Acquire: whatever it has read there it has read before it said so.
-            if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence:
+            if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence \
+                    or (not worker.is_member and self._has_closed_before(worker, message.sequence)):
                 self._strike(message, stamp, worker)
         return message.sequence != 0
+
+    cdef bint _has_closed_before(self, WorkerRecord worker, uint64_t sequence) noexcept:
+        """Whether a worker that has parted says that it will never take a message: it had closed before that was sent."""
+        cdef uint64_t closed = load_acquire_u64(worker._at + AT_CLOSED)
+        return closed != 0 and closed <= sequence
 
     cdef int _strike(self, Outstanding* message, int stamp, WorkerRecord worker) except -1:
         """A worker has left a message, or is dead."""

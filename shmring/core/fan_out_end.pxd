@@ -27,6 +27,7 @@ cdef class ClaimedSlots(HeldSlots):
     cdef uint64_t _nbytes
     cdef ClaimEnd _last      # in which something was found last
 
+    cdef int look_in(self, ClaimEnd claim) except -1
     cdef int rest(self) except -1
     cdef bint _find_in(self, ClaimEnd claim, uint64_t address, uint64_t nbytes, uint32_t* region, uint64_t* offset) except -1
 
@@ -45,10 +46,13 @@ cdef class Parcel:
     cdef int64_t start
     cdef uint64_t blocks
     cdef readonly bint is_copied
+    cdef bint had_memory         # for what is copied
     cdef uint64_t nbytes         # that it keeps
     cdef SlotNumbers* slots      # in place; and then that of region 0
     cdef Lent** regions          # of those in place
     cdef uint32_t slot_count
+
+    cdef void drop(self) noexcept
 
 
 cdef class FanOutEnd:
@@ -77,7 +81,7 @@ cdef class FanOutEnd:
 
     cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1
     cdef Gathering _gathering(self, WorkerRecord worker, uint64_t sequence)
-    cdef Parcel _pack(self, object payload, object to, uint32_t flags)
+    cdef Parcel _pack(self, object payload, object to, uint32_t flags, ClaimEnd shared)
     cdef uint64_t _mask(self, Parcel parcel) except? 0
     cdef bint _send_at_once(self, Parcel parcel) except -1
     cdef bint _has_room(self, uint64_t mask, Parcel parcel) except -1
@@ -91,7 +95,7 @@ cdef class Broadcasting(Awaited):
     cdef object payload
     cdef object to
     cdef object timeout
-    cdef uint32_t flags
+    cdef ClaimEnd claim          # whose payload it is; None: a message of the engine's own
 
 
 @cython.final

@@ -87,6 +87,11 @@ cdef class ClaimedSlots(HeldSlots):
                 return True
         return False
 
+    cdef int look_in(self, ClaimEnd claim) except -1:
+        """Looks in this claim first: also one that is in hand though its request has ended, because its frontend gave it up."""
+        self._last = claim
+        return 0
+
     cdef int rest(self) except -1:
         """Keeps no claim alive any longer: who drops one is told so, and its request fails."""
         self.found, self._last = [], None
@@ -161,7 +166,7 @@ cdef class Parcel:
     """A message that is on its way to the rings of workers.
 
     Attributes:
-        packed: its content.
+        packed: its content; None once it was discarded.
         to: ranks of those who get it; None: all.
         sequence: its number, once it was published; 0: it was not, or went to nobody.
         is_copied: whether what is copied has been.
@@ -171,18 +176,23 @@ cdef class Parcel:
         self.start = -1
 
     def __dealloc__(self) -> None:
+        self.drop()
+        free(self.slots)
+
+    cdef void drop(self) noexcept:
+        """Keeps nothing of what it was made of any longer, however long it is kept itself: an error's traceback may do that."""
         cdef uint32_t i
         if self.regions != NULL:
             for i in range(self.slot_count):
                 if self.regions[i] != NULL:
                     drop_region(self.regions[i])
             free(self.regions)
-        free(self.slots)
+        self.regions, self.slot_count, self.packed = NULL, 0, None
 
     @property
     def needs_memory(self) -> bool:
-        """Whether it waits for memory of broadcasts."""
-        return self.packed.slot_nbytes != 0 and self.start < 0
+        """Whether it waits for memory of broadcasts, or did when it was given up."""
+        return self.blocks != 0 and not self.had_memory
 
 
 cdef class FanOutEnd:
@@ -235,11 +245,11 @@ cdef class FanOutEnd:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def broadcast(self, payload, to, timeout, *, is_shared: bool = False) -> Broadcasting:
-        """Sends a payload to workers when that is awaited."""
+    def broadcast(self, payload, to, timeout, *, ClaimEnd claim=None) -> Broadcasting:
+        """Sends a payload to workers when that is awaited. ``claim``: of a payload that is shared, with something beside it."""
         cdef Broadcasting sending = Broadcasting.__new__(Broadcasting)
         sending.end, sending.payload, sending.to, sending.timeout = self, payload, to, timeout
-        sending.flags = IS_SHARED if is_shared else 0
+        sending.claim = claim
         return sending
 
     def gather(self, payload, to, timeout) -> Gathering:
@@ -248,19 +258,19 @@ cdef class FanOutEnd:
         gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
         return gathering
 
-    def send_now(self, payload, to, *, is_shared: bool = False):
-        """Sends a payload if nothing has to be waited for.
+    def send_now(self, payload, to, *, ClaimEnd claim=None):
+        """Sends a payload if nothing has to be waited for. ``claim``: as of :meth:`broadcast`.
 
         Returns:
             The ranks it went to; None if something would have to be waited for.
         """
-        cdef Parcel parcel = self._pack(payload, to, IS_SHARED if is_shared else 0)
+        cdef Parcel parcel = self._pack(payload, to, 0, claim)
         if self._send_at_once(parcel):
             return self.book.ranks if to is None else to
         self.discard(parcel)
         return None
 
-    cdef Parcel _pack(self, object payload, object to, uint32_t flags):
+    cdef Parcel _pack(self, object payload, object to, uint32_t flags, ClaimEnd shared):
         cdef Parcel parcel
         cdef ClaimEnd claim
         cdef SlotNumbers* slot
@@ -268,9 +278,10 @@ cdef class FanOutEnd:
         if not self.is_open:
             raise self.shell.closed()
         parcel = Parcel.__new__(Parcel)
-        parcel.to, parcel.flags = to, flags
+        parcel.to, parcel.flags = to, flags if shared is None else flags | IS_SHARED
         if to is not None:
             self.book.mask_of(to)
+        self._slots.look_in(shared)
         try:
             parcel.packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes, self._slots)
         finally:
@@ -318,7 +329,8 @@ cdef class FanOutEnd:
         parcel.start = self.book.take_blocks(parcel.blocks)
         if parcel.start < 0 and self.book.sweep():
             parcel.start = self.book.take_blocks(parcel.blocks)
-        return parcel.start >= 0
+        parcel.had_memory = parcel.start >= 0
+        return parcel.had_memory
 
     def address_of(self, Parcel parcel not None) -> int:
         """Where what is copied goes; 0: nowhere."""
@@ -329,10 +341,11 @@ cdef class FanOutEnd:
         parcel.is_copied = True
 
     def discard(self, Parcel parcel not None) -> None:
-        """It is not sent after all. Nobody may be writing to its memory any more."""
+        """It is not sent after all, or was sent. Nobody may be writing to its memory any more."""
         if parcel.start >= 0:
             self.book.give_blocks(parcel.start, parcel.blocks)
             parcel.start = -1
+        parcel.drop()
 
     def publish(self, Parcel parcel not None) -> bool:
         """Sends what was copied; False: there is no place, or no room in a ring.
@@ -526,8 +539,8 @@ cdef class Broadcasting(Awaited):
     """What sends a message to workers."""
 
     cdef PyObject* happen(self) except NULL:
-        cdef Parcel parcel = self.end._pack(self.payload, self.to, self.flags)
-        self.payload = None
+        cdef Parcel parcel = self.end._pack(self.payload, self.to, 0, self.claim)
+        self.payload = self.claim = None
         if self.end._send_at_once(parcel):
             return self.came(None)
         return self.wait_in(self.end.shell.send_in_turn(parcel, self.timeout))
@@ -541,7 +554,7 @@ cdef class Gathering(Awaited):
     """What sends a message to workers and waits for their replies."""
 
     cdef PyObject* happen(self) except NULL:
-        self.parcel = self.end._pack(self.payload, self.to, WANTS_ANSWER)
+        self.parcel = self.end._pack(self.payload, self.to, WANTS_ANSWER, None)
         self.payload = None
         if not self.end._send_at_once(self.parcel):
             return self.wait_in(self.end.shell.gather_in_turn(self, self.parcel, self.timeout))

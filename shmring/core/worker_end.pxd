@@ -55,6 +55,7 @@ cdef class WorkerEnd:
     cdef type _message_type
     cdef uint32_t _max_tensors
     cdef uint64_t _max_payload_nbytes
+    cdef uint64_t _last_sequence    # of the last message that was taken from the ring
     cdef uint32_t _crowded_waits    # that do not look before they sleep: others want the core
 
     cdef MessageEnd _open(self, bytes record)

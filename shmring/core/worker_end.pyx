@@ -19,7 +19,7 @@ from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from posix.unistd cimport close, dup
 
-from shmring.core.fan_out_book cimport AT_STAMPS, AT_WANT, PAGE_NBYTES, WINDOW
+from shmring.core.fan_out_book cimport AT_CLOSED, AT_STAMPS, AT_WANT, PAGE_NBYTES, WINDOW
 from shmring.core.fan_out_end cimport ANSWER, BROADCAST, IS_SHARED, WANTS_ANSWER
 from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
 from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
@@ -228,13 +228,18 @@ cdef class WorkerEnd:
             _leave_page(self._page)
 
     def close(self) -> None:
-        """Leaves what was not received; what was stays until it is left. Nothing is received any more."""
-        cdef uint64_t sequence
+        """Leaves what was not received; what was stays until it is left. Nothing is received any more.
+
+        What the engine sends before it hears of this is never taken from the ring, and so never acknowledged: the page says that
+        it was left.
+        """
         try:
             while (record := self.reader.read()) is not None:
                 self.leave_unread(record)
         except RemoteProtocolError:
             pass  # its engine has ended, or breaks the rules: then nobody waits for the rest
+        if self._page.forks == forks():
+            store_release_u64(self._page.mapped.address + AT_CLOSED, self._last_sequence + 1)
         self._mapping = Mapping(-1, 0)
         self.reader = self.writer = None
 
@@ -284,6 +289,7 @@ cdef class WorkerEnd:
             raise RemoteProtocolError("a message to workers is not as this protocol has it")
         message = self._message_type.__new__(self._message_type)
         message.end, message.sequence = self, sequence
+        self._last_sequence = sequence
         message.wants_reply, message.is_shared = (flags & WANTS_ANSWER) != 0, (flags & IS_SHARED) != 0
         acknowledgement = <Acknowledgement*>malloc(sizeof(Acknowledgement))
         if acknowledgement == NULL:

@@ -185,11 +185,11 @@ class Workers:
         self, claim: ClaimEnd, beside: object, to: Iterable[int] | None, timeout: float | None
     ) -> Awaitable[tuple[int, ...]]:
         """See :meth:`Claim.share`."""
-        return self.end.broadcast([claim.payload, beside], _ranks(to), timeout, is_shared=True)
+        return self.end.broadcast([claim.payload, beside], _ranks(to), timeout, claim=claim)
 
     def share_nowait(self, claim: ClaimEnd, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
         """See :meth:`Claim.share_nowait`."""
-        return self._sent_now(self.end.send_now([claim.payload, beside], _ranks(to), is_shared=True))
+        return self._sent_now(self.end.send_now([claim.payload, beside], _ranks(to), claim=claim))
 
     def _sent_now(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
         if ranks is None:
@@ -267,7 +267,7 @@ class Workers:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 self._pass_turn()
-            else:
+            elif future in self._line:  # whoever passed the turn on has taken out those who were cancelled by then
                 self._line.remove(future)
             raise
 

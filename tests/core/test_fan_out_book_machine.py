@@ -16,7 +16,7 @@ from tests.model.fan_out_book import FanOutModel
 
 MAX_WORKERS = 4
 RANKS = st.integers(0, 5)
-AT_WANT, AT_STAMPS = 0, 2048
+AT_WANT, AT_CLOSED, AT_STAMPS = 0, 1024, 2048
 
 
 @dataclasses.dataclass
@@ -49,6 +49,8 @@ class FanOutMachine(RuleBasedStateMachine):
         for number, sequence in self.said:
             self.model.left(number, sequence)
         self.said.clear()
+        for number in list(self.model.workers):
+            self.model.closed(number, struct.unpack_from("<Q", self.workers[number].page, AT_CLOSED)[0])
         self.runs = {sequence: run for sequence, run in self.runs.items() if sequence in self.model.messages}
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -151,6 +153,13 @@ class FanOutMachine(RuleBasedStateMachine):
         stamp(joined.page, place, number)
         if joined.stamps.get(number) == place:
             self.said.append((who, number))
+
+    @precondition(lambda self: self.model.workers)
+    @rule(data=st.data(), first=st.integers(0, 20))
+    def close(self, data: Any, first: int) -> None:
+        """A worker says that it takes no message from this one on; whatever it says, it is about itself."""
+        who = data.draw(st.sampled_from(sorted(self.model.workers)))
+        struct.pack_into("<Q", self.workers[who].page, AT_CLOSED, first)
 
     @rule()
     def sweep(self) -> None:

@@ -112,6 +112,14 @@ class FanOutModel:
             del self.messages[sequence]
         self._forget_if_done(number)
 
+    def closed(self, number: int, first: int) -> None:
+        """A worker says that it has closed, and takes nothing from this message on: that counts when it has parted."""
+        worker = self.workers.get(number)
+        if first and worker is not None and not worker.is_member:
+            for sequence in sorted(worker.unread):
+                if sequence >= first:
+                    self.left(number, sequence)
+
     def _forget_if_done(self, number: int) -> None:
         worker = self.workers[number]
         if not worker.is_member and not worker.unread:

@@ -8,7 +8,7 @@ these, and compares every state.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,13 +20,14 @@ from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.held_slots import HeldSlots
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordWriter
-from shmring.core.messages import SLOT_HEADER_NBYTES, SLOT_MAGIC, TENSOR_EXTENSION, SlotRef
+from shmring.core.messages import KEPT_LEASE_ID, SLOT_HEADER_NBYTES, SLOT_MAGIC, TENSOR_EXTENSION, SlotRef
 from shmring.core.payload import Packed, Packer, write_done, write_reply, write_submit
 from shmring.core.received import PayloadDecoder
 from shmring.core.states import ClientSlot, RequestEvent
 from shmring.core.views import Region, Regions
 from shmring.core.wire import Content, Done, Reply, Submit, read_record, read_tensor_ref
 from shmring.errors import RemoteProtocolError, StaleDescriptorError
+from shmring.memory.tensors import make_decoder
 
 __all__ = ["ClaimEnd", "ClientEnd", "EngineEnd", "FrontendEnd", "SubmissionEnd"]
 
@@ -57,8 +58,10 @@ def _header(slot: SlotRef) -> bytes:
 class Opened:
     """A payload's regions, opened with the first view of each."""
 
-    def __init__(self, content: Content, key: int, regions: Regions, slab: Mapping) -> None:
-        self.slots = content.slots
+    def __init__(
+        self, content: Content, key: int, regions: Regions, slab: Mapping, slots: Sequence[SlotRef] | None = None
+    ) -> None:
+        self.slots = content.slots if slots is None else slots
         self._content = content
         self._key = key
         self._regions = regions
@@ -122,6 +125,7 @@ class ClaimEnd:
     end: EngineEnd
     frontend: FrontendEnd
     submit: Submit
+    taken: tuple[SlotRef, ...]  # as the book has numbered them
     opened: Opened
     payload: Any = None
     released = False
@@ -201,6 +205,13 @@ class EngineEnd:
         self.book.submit(frontend.client_id, submit.request_id, submit.content.slots)
         claim = self._claim_type()
         claim.end, claim.frontend, claim.submit = self, frontend, submit
+        uses = (
+            self.book.clients[frontend.client_id].requests[submit.request_id].generations
+        )  # of what is kept, numbers of its own
+        claim.taken = tuple(
+            slot if slot.lease_id != KEPT_LEASE_ID else SlotRef(slot.lease_id, slot.offset, slot.nbytes, use)
+            for slot, use in zip(submit.content.slots, uses, strict=True)
+        )
         self.waiting[frontend.client_id, submit.request_id] = claim
         if self.is_awaited:
             self.shell.request_arrived()
@@ -215,10 +226,11 @@ class EngineEnd:
         while self.waiting:
             (client_id, request_id), claim = self.waiting.popitem(last=False)
             self.book.claim(client_id, request_id)
-            claim.opened = Opened(claim.submit.content, client_id, self._regions, self._slab)
+            claim.opened = Opened(claim.submit.content, client_id, self._regions, self._slab, claim.taken)
             try:
                 for slot in claim.opened.slots:
-                    check_header(self._slab, slot)
+                    if slot.lease_id != KEPT_LEASE_ID:  # there, the header is of who gave it
+                        check_header(self._slab, slot)
                 claim.payload = claim.opened.decode()
             except (RemoteProtocolError, StaleDescriptorError) as error:
                 self.shell.take_up_failed(claim, error, breaks_rules=isinstance(error, RemoteProtocolError))
@@ -307,7 +319,7 @@ class _Holding:
         self.record = record
 
     def is_submittable(self) -> bool:
-        return self.record.state in (ClientSlot.WRITING, ClientSlot.CACHED)
+        return self.record.state in (ClientSlot.WRITING, ClientSlot.CACHED, ClientSlot.KEPT)
 
 
 class _Held:
@@ -365,6 +377,7 @@ class ClientEnd:
         self._reply_key = reply_key
         self._inline_nbytes = inline_nbytes
         self._last_id = 0
+        self._decoder = make_decoder()
 
     def detach(self) -> None:
         self._writer = None
@@ -412,21 +425,27 @@ class ClientEnd:
     ) -> Any:
         if not self.shell.link.can_write or self._writer is None:
             return None
-        if not all(record.state in (ClientSlot.WRITING, ClientSlot.CACHED) for record in in_place):
+        if not all(_Holding(record).is_submittable() for record in in_place):
             return None
         submission = self._submission_type()
         self._last_id += 1
         submission.end, submission.request_id = self, self._last_id
-        refs = []
-        for record in [*in_place] if slot is None else [*in_place, slot]:
-            self.book.submit(record)
-            refs.append(record.ref())
-            write_header(self._slab, refs[-1])
+        refs = [self.hand_over(record) for record in ([*in_place] if slot is None else [*in_place, slot])]
         self.pending[self._last_id] = submission
         if not write_submit(self._writer, packed, self.epoch, self._last_id, name, b"", tuple(refs)):
             raise AssertionError("the ring of a simulation is full")
         self.shell.link.published()
         return submission
+
+    def hand_over(self, record: ClientSlotRecord) -> SlotRef:
+        if record.lease is None:  # the engine keeps it, so it changes no hands
+            return SlotRef(KEPT_LEASE_ID, record.start * BLOCK_NBYTES, record.nbytes, record.generation)
+        self.book.submit(record)
+        write_header(self._slab, record.ref())
+        return record.ref()
+
+    def decoder_of(self, reply_type: object) -> PayloadDecoder:
+        return self._decoder
 
     def take_record(self, record: bytes) -> None:
         message = read_record(record, _MAX_TENSORS, from_engine=True)

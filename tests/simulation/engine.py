@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from shmring.core.effects import (
 from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import (
+    KEPT_LEASE_ID,
     SLOT_HEADER_NBYTES,
     Abort,
     EngineMessage,
@@ -52,6 +54,7 @@ from shmring.core.states import RequestEvent
 from shmring.core.views import Regions
 from shmring.errors import RemoteProtocolError
 from tests.simulation import books, ends
+from tests.simulation.fan_out import FanOut
 from tests.simulation.frontend import Process, content_nbytes
 from tests.simulation.payloads import (
     DECODER,
@@ -63,7 +66,7 @@ from tests.simulation.payloads import (
     require_intact,
 )
 from tests.simulation.scenario import Action, Kind, Scenario, require
-from tests.simulation.wire import Wire, map_slab
+from tests.simulation.wire import Wire, open_slab
 
 __all__ = ["Claim", "Engine"]
 
@@ -118,8 +121,13 @@ class Claim(_ClaimEnd):
 
     @functools.cached_property
     def slots(self) -> tuple[SlotRef, ...]:
-        """Its slots, in the order of its tensors."""
-        return self.submit.content.slots
+        """Its slots, in the order of its tensors; those that are kept content with the numbers that the book has given them."""
+        request = self.end.book.clients[self.client_id].requests[self.request_id]
+        slots = self.submit.content.slots
+        return tuple(
+            slot if slot.lease_id != KEPT_LEASE_ID else SlotRef(slot.lease_id, slot.offset, slot.nbytes, number)
+            for slot, number in zip(slots, request.generations, strict=True)
+        )
 
     def __del__(self) -> None:
         """Whole states are dropped here: nothing is to come back."""
@@ -143,11 +151,11 @@ class _ModelClaim(Claim, ends.ClaimEnd):  # type: ignore[misc, override] # the s
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Draining:
-    """A slot that was released with a view of it alive."""
+    """A slot that was released with a view of it alive, or with a message to workers that shows it."""
 
     client_id: int
     slot: SlotRef
-    view: Any
+    view: Any  # None: only workers may still read it
 
 
 class Engine:
@@ -158,7 +166,7 @@ class Engine:
         self.epoch = epoch
         chosen = books.chosen
         self.book: EngineBook = chosen.engine(scenario.geometry, scenario.limits)
-        self.slab = map_slab(scenario.geometry.slab_nbytes)
+        self.slab_fd, self.slab = open_slab(scenario.geometry.slab_nbytes)
         self.regions = Regions()
         self._client_type = _CompiledClient if chosen.are_ends_compiled else _ModelClient
         self.end: engine_end.EngineEnd = chosen.engine_end(
@@ -180,6 +188,8 @@ class Engine:
         self.draining: list[Draining] = []
         self.next_client = 1
         self.next_ticket = 1
+        self.fan_out = FanOut(self) if scenario.workers and chosen.are_ends_compiled else None
+        os.close(self.slab_fd)
 
     # -- connections ---------------------------------------------------------------------------------------------------------
 
@@ -224,6 +234,8 @@ class Engine:
     def close(self) -> None:
         """Lets go of everything that refers to everything else."""
         self.end.is_open = False
+        if self.fan_out is not None:
+            self.fan_out.close()
         self.claims.clear()
         self.draining.clear()
         for key in tuple(self.end.waiting):
@@ -275,6 +287,7 @@ class Engine:
 
     def request_arrived(self) -> None:
         """A handler waits for each, and may take it up whenever it likes."""
+        _ = next(reversed(self.end.waiting.values())).slots  # which the book forgets with the request
 
     def take_up_failed(self, claim: Claim, error: Exception, *, breaks_rules: bool) -> None:
         """A request could not be taken up."""
@@ -343,6 +356,7 @@ class Engine:
         claim = self.claims[index]
         self._keep_views(claim, viewed)
         self.carry_out(claim.release_slots())
+        self._keep_shared(claim)
 
     def _keep_views(self, claim: Claim, viewed: int) -> None:
         if claim.released:
@@ -353,17 +367,27 @@ class Engine:
             if viewed >> position & 1:
                 self.draining.append(Draining(claim.client_id, slot, arrays[position]))
 
+    def _keep_shared(self, claim: Claim) -> None:
+        """What workers may still read of a claim that was released drains as well."""
+        client = self.book.clients.get(claim.client_id)
+        draining = [draining.slot for draining in self.draining]
+        for slot in claim.slots:
+            if client is not None and slot.generation in client.slots and slot not in draining:
+                self.draining.append(Draining(claim.client_id, slot, None))
+
     def leave(self, index: int, viewed: int) -> None:
         """A handler leaves its claim, and the request is finished."""
         claim = self._left(index)
         self._keep_views(claim, viewed)
         claim.finish()
+        self._keep_shared(claim)
 
     def fail(self, index: int, event: RequestEvent) -> None:
         """A handler leaves its claim with an error."""
         claim = self._left(index)
         self._keep_views(claim, 0)
         self.carry_out(claim.release_slots())
+        self._keep_shared(claim)
         if claim.ended:
             return
         key = (claim.client_id, claim.request_id)
@@ -413,6 +437,7 @@ class Engine:
             self._left(index)
             self._keep_views(claim, 0)
             claim.finish_with(packed, ref)
+            self._keep_shared(claim)
         else:
             require(claim.send_reply(packed, ref), "a reply found no room where there is room")
 
@@ -435,12 +460,26 @@ class Engine:
 
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was released dies in the engine."""
-        draining = self.draining.pop(index)
-        expected = (draining.client_id, draining.slot.generation)
-        del draining
-        [key] = self.regions.collect()
-        require(key == expected, "the death of a view is reported as another's")
-        self.carry_out(self.book.last_view_gone(*key))
+        self.draining[index].view = None
+        self.collect()
+
+    def collect(self) -> None:
+        """Slots that nobody reads any more have drained: those, and no others."""
+        dead = {(draining.client_id, draining.slot.generation): draining for draining in self.draining}
+        for key in self.regions.collect():
+            require(key in dead and dead[key].view is None, "the death of a view is reported as another's")
+            self.draining.remove(dead[key])
+            self.carry_out(self.book.last_view_gone(*key))
+        truth = None if self.fan_out is None else self.fan_out.truth
+        for draining in self.draining:
+            is_read = truth is not None and truth.holds(draining.client_id, draining.slot.generation)
+            require(draining.view is not None or is_read, "a slot drains that nobody reads")
+
+    def follow(self) -> None:
+        """Something has happened here: what it means for workers, and for slots that they read."""
+        if self.fan_out is not None:
+            self.fan_out.follow()
+            self.collect()
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 
@@ -460,8 +499,11 @@ class Engine:
             yield Action(Kind.CLAIM)
         for index, claim in enumerate(self.claims):
             yield from self._enabled_for_claim(index, claim)
-        for index in range(len(self.draining)):
-            yield Action(Kind.ENGINE_VIEW_DIES, index)
+        for index, draining in enumerate(self.draining):
+            if draining.view is not None:
+                yield Action(Kind.ENGINE_VIEW_DIES, index)
+        if self.fan_out is not None:
+            yield from self.fan_out.enabled()
 
     def _enabled_for_claim(self, index: int, claim: Claim) -> Iterable[Action]:
         if isinstance(claim.reply, ReplyWaiter):

@@ -22,7 +22,7 @@ from contextlib import closing
 import msgspec
 
 from tests.simulation.failure import Failure
-from tests.simulation.scenario import Action, Kind, Scenario, Violation
+from tests.simulation.scenario import DISTURBANCES, Action, Kind, Scenario, Sending, Violation
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import encode
 
@@ -57,6 +57,8 @@ _SMALL = Scenario(
     max_disturbances=1,
     without=_NEVER,
 )
+#: Actions of frontends; an exploration that is about workers leaves them out.
+_OF_FRONTENDS = frozenset({Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ABORT, Kind.CANCEL, Kind.GIVE_UP})
 _SMALLER = msgspec.structs.replace(_SMALL, leasable_blocks=2, max_requests=1, max_slots=1)
 
 #: What is explored, by name. The first two are two frontends, three blocks and two requests each; the others are smaller
@@ -80,6 +82,82 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         _SMALLER, leasable_blocks=3, max_disturbances=0, without=_NEVER - {Kind.TRY, Kind.TICK} | {Kind.REQUEST}
     ),
     # Frontends that come again, and engines that die and start.
+    # Two workers and two messages, for which there is memory of one block, and place for one at each worker.
+    "workers": msgspec.structs.replace(
+        _SMALLER,
+        processes=0,
+        workers=2,
+        joined_workers=2,
+        broadcast_blocks=1,
+        broadcast_blocks_wanted=(0, 1),
+        worker_backlog=1,
+        max_calls=2,
+        sendings=(Sending.WAITS,),
+        without=_NEVER | {Kind.WORKER_JOINS},
+    ),
+    # A message to which both reply, or one of them, or none.
+    "gathered": msgspec.structs.replace(
+        _SMALLER,
+        processes=0,
+        workers=2,
+        joined_workers=2,
+        broadcast_blocks_wanted=(0,),
+        max_calls=1,
+        sendings=(Sending.GATHER,),
+        without=_NEVER | {Kind.WORKER_JOINS},
+    ),
+    # A worker that comes again, or late, while messages are sent.
+    "joining": msgspec.structs.replace(
+        _SMALLER,
+        processes=0,
+        workers=2,
+        joined_workers=1,
+        broadcast_blocks=1,
+        broadcast_blocks_wanted=(1,),
+        worker_backlog=2,
+        max_calls=2,
+        max_disturbances=1,
+        sendings=(Sending.WAITS,),
+        without=_NEVER,
+    ),
+    # One request, whose claim is shared with two workers.
+    "shared": msgspec.structs.replace(
+        _SMALLER,
+        processes=1,
+        workers=2,
+        joined_workers=2,
+        broadcast_blocks=1,
+        broadcast_blocks_wanted=(),
+        worker_backlog=1,
+        max_calls=1,
+        sendings=(Sending.WAITS,),
+        without=_NEVER | _OF_FRONTENDS | {Kind.WORKER_JOINS},
+    ),
+    # Content in the one block that may be kept, which goes when another is kept, or when somebody wants the block.
+    "kept": msgspec.structs.replace(
+        _SMALLER,
+        processes=1,
+        kept_blocks=1,
+        keys=2,
+        max_asking=1,
+        max_held=1,
+        max_asks=2,
+        max_queue=1,
+        max_disturbances=0,
+        without=_NEVER - {Kind.ACQUIRE} | {Kind.REQUEST, Kind.SUBMIT},
+    ),
+    # One content, which one frontend keeps and both find and send, until one of them dies, or its connection ends.
+    "kept by two": msgspec.structs.replace(
+        _SMALLER,
+        kept_blocks=1,
+        keys=1,
+        max_asking=1,
+        max_held=1,
+        max_asks=1,
+        max_queue=1,
+        without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.UNPIN, Kind.LEAVE})
+        - {Kind.ACQUIRE, Kind.CRASH, Kind.ENGINE_HANGS_UP},
+    ),
     "lives": msgspec.structs.replace(_SMALLER, without=_NEVER - {Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ENGINE_DIES}),
 }
 

@@ -24,14 +24,11 @@ from shmring.core.effects import Acquired, ClientEffect, Send
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.mapping import Mapping
 from shmring.core.messages import (
-    KEY_NBYTES,
     SLOT_HEADER_NBYTES,
     Abort,
     Failed,
-    Find,
     Found,
     Goodbye,
-    Keep,
     LeaseGrant,
     LeaseRecall,
     LeaseRequest,
@@ -41,10 +38,10 @@ from shmring.core.messages import (
     Release,
     ReplyRelease,
     SlotRef,
-    Unpin,
     decode_engine_message,
     encode_message,
 )
+from shmring.core.received import PayloadDecoder
 from shmring.core.states import ClientSlot
 from shmring.core.views import Regions
 from shmring.core.wire import Done, Reply, read_record
@@ -53,6 +50,7 @@ from shmring.memory.tensors import slot_dtypes
 from shmring.memory.views import TENSOR_MAKER
 from tests.records import submit_of
 from tests.simulation import books, ends
+from tests.simulation.kept import KeptEnd
 from tests.simulation.payloads import (
     DECODER,
     INLINE_NBYTES,
@@ -73,7 +71,6 @@ IDLE_TICKS = 1.0
 _UNSUBMITTED = (ClientSlot.WRITING, ClientSlot.CACHED)
 _NO_LEASE = 2**40  # no engine lends so many
 _NO_REPLY = 2**40  # nor sends so many replies
-_MAX_ASKED = 2  # lookups of one session that are not answered
 _OF_SLOTS, _OF_REPLIES = 0, 1  # the first number of the keys of regions
 
 
@@ -99,20 +96,6 @@ class HeldReply:
     start: int
     blocks: int
     view: Any
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class KeptPin:
-    """Content that this process may read; in blocks of the slab."""
-
-    generation: int
-    start: int
-    blocks: int
-
-
-def key_of(number: int) -> bytes:
-    """The key of content."""
-    return number.to_bytes(KEY_NBYTES, "little")
 
 
 if TYPE_CHECKING:
@@ -188,9 +171,7 @@ class Session:
         self.views: list[ClientSlotRecord] = []  # those that were left, and that code can still reach, whatever the book thinks
         self.pending: dict[int, Submission] = self.end.pending  # in flight, whether or not their callers have given them up
         self.replies: list[HeldReply] = []
-        self.asked: dict[int, ClientSlotRecord | None] = {}  # what is given to keep, or None: looked for; by token
-        self.pins: list[KeptPin] = []
-        self.next_token = 1
+        self.kept = KeptEnd(self)
         self.next_ticket = 1
         self.next_request = 1
         self.last_token = 0
@@ -231,10 +212,9 @@ class Session:
                 effects, unknown = self.book.released(generations, self.now)
                 require(unknown == 0, "the engine released a slot that it did not have")
                 self.carry_out(effects)
-            case Found() as found:
-                self._found(found)
-            case NotKept(token):
-                self.asked.pop(token)  # its slot has come back before
+            case Found() | NotKept() as answer:
+                self.kept.contents.answered(answer)
+                self._forget_kept()
             case Failed(request_id):
                 self.end.forget(request_id).give_up(AbortedError("", request_id=request_id))
             case Refused():
@@ -244,6 +224,10 @@ class Session:
         """Reply slots go back."""
         if generations:
             self.link.send(ReplyRelease(tuple(generations)))
+
+    def decoder(self, reply_type: object) -> PayloadDecoder:
+        """Decodes payloads of a type; there is one."""
+        return DECODER
 
     def check_alive(self) -> None:
         """Raises unless the session may be used."""
@@ -275,6 +259,10 @@ class Session:
 
     def _forget_free(self) -> None:
         self.slots = [slot for slot in self.slots if slot.state is not ClientSlot.FREE or slot in self.views]
+
+    def _forget_kept(self) -> None:
+        """What the engine keeps, and nobody here has as a slot any more, is content like any other."""
+        self.slots = [slot for slot in self.slots if slot.lease is not None or slot.held or slot in self.views]
 
     def send(self, message: LeaseRequest | LeaseReturn) -> None:
         """Sends what the book asks for; the engine goes by the last request that it reads."""
@@ -348,7 +336,7 @@ class Session:
         self.next_request += 1
         self.last_sent = slot.ref()
 
-    def _array(self, slot: ClientSlotRecord) -> np.ndarray[Any, Any]:
+    def array(self, slot: ClientSlotRecord) -> np.ndarray[Any, Any]:
         """What a caller writes to in a slot that it holds."""
         return np.frombuffer(memoryview(self.slab), np.uint8, slot.nbytes, slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES)
 
@@ -361,7 +349,7 @@ class Session:
         positions = self.submittable()
         chosen = positions[positions.index(index) :][: 1 + with_next]
         slots = [self.slots[position] for position in chosen]
-        packed, in_place = self.end.pack(payload_of([self._array(slot) for slot in slots], self.next_request))
+        packed, in_place = self.end.pack(payload_of([self.array(slot) for slot in slots], self.next_request))
         require(in_place == slots, "arrays in held slots are sent from somewhere else")
         require(self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
         submission = self.end.send(packed, in_place, None, "", None)
@@ -380,48 +368,29 @@ class Session:
         if is_viewed:
             self.views.append(slot)
         self.carry_out(self.book.give_up(slot, self.now))
+        if slot.lease is None:
+            self.kept.contents.slot_left(slot)
+            self._forget_kept()
 
-    # -- what is kept --------------------------------------------------------------------------------------------------------
-
-    def keep(self, index: int, key: int) -> None:
-        """A caller gives a held slot to the engine to keep."""
-        slot = self.slots[index]
-        self.book.submit(slot)
-        ref = slot.ref()
-        token = self._ask(slot)
-        self.link.send(Keep(token, key_of(key), ref.lease_id, ref.offset, ref.nbytes, ref.generation, False, b"\xc0"))
-
-    def find(self, key: int) -> None:
-        """A caller looks for what is kept."""
-        self.link.send(Find(self._ask(None), key_of(key)))
-
-    def _ask(self, slot: ClientSlotRecord | None) -> int:
-        token, self.next_token = self.next_token, self.next_token + 1
-        self.asked[token] = slot
-        return token
-
-    def _found(self, found: Found) -> None:
-        """The engine has pinned content. A slot that it keeps is left by its caller, and viewed by nobody from now on."""
-        slot = self.asked.pop(found.token)
-        if slot is not None and slot.generation == found.generation:
-            if slot.held:
-                self.end.held.leave(self.end.content_address(slot))
-            if slot in self.views:
-                self.views.remove(slot)
-            self.slots.remove(slot)
-            slot.held = slot.viewed = False
-            self.carry_out(self.book.kept(found.generation, self.now))
-        start, blocks = found.offset // BLOCK_NBYTES, (found.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES
-        self.pins.append(KeptPin(found.generation, start, blocks))
-
-    def unpin(self, index: int) -> None:
-        """A caller leaves content."""
-        self.link.send(Unpin((self.pins.pop(index).generation,)))
+    def send_kept(self, index: int, with_slot: int) -> None:
+        """A caller sends a request with content that it holds, from where that lies, alone or with a held slot."""
+        slots = [self.slots[with_slot]] if with_slot >= 0 else []
+        payload = payload_of([self.array(slot) for slot in slots], self.next_request)
+        packed, in_place = self.end.pack([*payload, self.kept.open[index].kept.payload])
+        require(len(in_place) == len(slots) + 1 and not packed.copied, "content is sent from somewhere else than where it lies")
+        require(self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
+        submission = self.end.send(packed, in_place, None, "", None)
+        require(submission is not None, "a submission found no room where there is room")
+        self.next_request += 1
 
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was left dies."""
-        self.views.remove(self.slots[index])
-        self.carry_out(self.book.last_view_gone(self.slots[index], self.now))
+        slot = self.slots[index]
+        self.views.remove(slot)
+        self.carry_out(self.book.last_view_gone(slot, self.now))
+        if slot.lease is None:
+            self.kept.contents.slot_views_gone(slot)
+            self._forget_kept()
 
     def expire(self) -> None:
         """The timer of idle leases fires."""
@@ -452,12 +421,12 @@ class Session:
                 self.abort(index)
         while self.replies and not replies_viewed:
             self.drop_reply(0)
-        generations = sorted(generation for _, generation in self.regions.living())
+        generations = sorted(generation for kind, generation in self.regions.living() if kind == _OF_REPLIES)
         require(
             generations == sorted(reply.generation for reply in self.replies), "a goodbye keeps other replies than are viewed"
         )
-        given = tuple(slot.generation for slot in self.asked.values() if slot is not None)  # the engine may keep them now
-        self.link.send(Goodbye(self.book.leases_in_use(), tuple(generations), pinned_generations=given))
+        pinned = tuple(self.kept.contents.in_use())
+        self.link.send(Goodbye(self.book.leases_in_use(), tuple(generations), pinned_generations=pinned))
         self.leave_engine()
 
     def leave_engine(self) -> None:
@@ -466,18 +435,18 @@ class Session:
         self.wire.close_frontend()
         self.waiters.clear()
         self.pending.clear()
-        self.asked.clear()
-        self.pins.clear()  # whoever has hung up reads no content any more; its slots it may still write to
+        self.kept.lose()
         self.end.detach()
         self.regions.close()
         self.slots = [slot for slot in self.slots if slot.held or slot.state is ClientSlot.WRITING or slot in self.views]
 
     def let_go(self, index: int) -> None:
         """Code of the process lets a slot or a reply go; the engine can't hear of it."""
-        if index < len(self.slots):
-            del self.slots[index]
-        else:
-            del self.replies[index - len(self.slots)]
+        for reach in (self.slots, self.replies, self.kept.views):
+            if index < len(reach):
+                del reach[index]
+                return
+            index -= len(reach)
 
     # -- breaking the rules --------------------------------------------------------------------------------------------------
 
@@ -542,17 +511,11 @@ class Session:
                 yield Action(Kind.GIVE_UP, pid, index)
             elif slot in self.views:
                 yield Action(Kind.VIEW_DIES, pid, index)
+        yield from self.kept.enabled(pid, can_write=self.link.can_write)
         if not self.link.can_write:
             return  # its callers wait until the engine has read
         for index in range(len(self.replies)):
             yield Action(Kind.DROP_REPLY, pid, index)
-        for index in range(len(self.pins)):
-            yield Action(Kind.UNPIN, pid, index)
-        if self.scenario.kept_blocks and len(self.asked) < _MAX_ASKED:
-            for key in range(self.scenario.keys):
-                yield Action(Kind.FIND, pid, key)
-                for index in self.submittable():
-                    yield Action(Kind.KEEP, pid, index, key)
         for index, submission in enumerate(self.pending.values()):
             if not submission.ended:
                 yield Action(Kind.ABORT, pid, index)
@@ -578,6 +541,10 @@ class Session:
                 yield Action(Kind.SUBMIT, pid, index)
                 if position + 1 < len(held):
                     yield Action(Kind.SUBMIT, pid, index, 1)
+            for content in range(len(self.kept.open)):
+                yield Action(Kind.SEND_KEPT, pid, content)
+                if held:
+                    yield Action(Kind.SEND_KEPT, pid, content, 1 + held[0])
         if len(self.slots) + len(self.waiters) < scenario.max_slots:
             for blocks in scenario.slot_blocks:
                 yield Action(Kind.ACQUIRE, pid, blocks)
@@ -613,7 +580,7 @@ class Process:
 
     def forget(self) -> None:
         """Forgets former sessions of which nothing is in reach."""
-        self.former = [session for session in self.former if session.slots or session.replies]
+        self.former = [session for session in self.former if session.slots or session.replies or session.kept.views]
 
     def crash(self) -> None:
         """Dies: the kernel closes its socket, and none of its code can reach anything."""

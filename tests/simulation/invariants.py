@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from shmring.core.effects import ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.records import ClientRecord
+from shmring.core.records import ClientRecord, KeptRecord
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from tests.simulation.engine import Engine
 from tests.simulation.frontend import Session
 from tests.simulation.scenario import require
 
 if TYPE_CHECKING:
+    from tests.simulation.fan_out import FanOut
     from tests.simulation.simulation import Simulation
 
-__all__ = ["check_books", "check_end", "check_memory"]
+__all__ = ["check_books", "check_end", "check_memory", "check_workers"]
 
 
 def check_memory(simulation: Simulation) -> None:
@@ -62,6 +63,9 @@ def _own(engine: Engine, client_id: int, generation: int, state: EngineSlot, own
     require(slot is not None and slot.state is state, f"a slot that is {state.name} is something else in the book")
     assert client is not None
     assert slot is not None
+    if slot.kept is not None:
+        _own_kept(engine, slot.kept, owners)
+        return
     assert slot.lease is not None
     lease = client.leases.get(slot.lease.lease_id)
     require(
@@ -73,10 +77,19 @@ def _own(engine: Engine, client_id: int, generation: int, state: EngineSlot, own
         owners[block] = (client_id, generation)
 
 
+def _own_kept(engine: Engine, kept: KeptRecord, owners: dict[int, tuple[int, int]]) -> None:
+    """Content that a request has: many may have it, and it has not gone."""
+    require(engine.book.kept.by_generation.get(kept.generation) is kept, "content has gone that a request has")
+    for block in range(kept.start, kept.start + kept.blocks):
+        require(owners.setdefault(block, (0, kept.generation)) == (0, kept.generation), "content is somebody's to write")
+
+
 def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int, int]]) -> None:
     client = engine.book.clients.get(session.client_id)
     for slot in session.slots:
-        assert slot.lease is not None
+        if slot.lease is None:
+            _check_pin(engine, client, slot.generation, slot.start, slot.blocks, owners)
+            continue
         lease = client.leases.get(slot.lease.lease_id) if client is not None else None
         require(
             lease is not None and lease.start <= slot.start and slot.start + slot.blocks <= lease.end,
@@ -90,16 +103,21 @@ def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int
         mine = (session.client_id, slot.generation if slot.state is ClientSlot.SUBMITTED else 0)
         for block in range(slot.start, slot.start + slot.blocks):
             owner = owners.get(block)
-            require(owner is None or owner == mine, "memory can be written that somebody else reads or writes")
+            # The engine may keep it, and have it in requests of others, though who gave it has not heard of that.
+            is_kept = owner == (0, mine[1]) and slot.state is ClientSlot.SUBMITTED
+            require(owner is None or owner == mine or is_kept, "memory can be written that somebody else reads or writes")
+            if is_kept:
+                continue
             # Whoever comes next must not have it, but for what the engine keeps already and its giver has not heard of.
             owners[block] = mine if slot.state is ClientSlot.SUBMITTED else (session.client_id, -1)
-    for pin in session.pins:
-        content = engine.book.kept.by_generation.get(pin.generation)
-        is_there = content is not None and (content.start, content.blocks) == (pin.start, pin.blocks)
-        require(is_there and client is not None and pin.generation in client.pins, "what is pinned has gone")
-        for block in range(pin.start, pin.start + pin.blocks):
-            _, generation = owners.get(block, (0, pin.generation))
-            require(generation == pin.generation, "what is pinned is somebody's to write")
+    for pin in session.kept.contents._pins.values():
+        _check_pin(engine, client, pin.found.generation, pin.record.start, pin.record.blocks, owners)
+        require(
+            client is not None and client.pins[pin.found.generation] >= pin.count, "a frontend has more pins than the engine"
+        )
+    for view in session.kept.views:
+        _check_pin(engine, client, view.generation, view.start, view.blocks, owners)
+    session.kept.check_intact()
     for reply in session.replies:
         require(
             client is not None
@@ -108,6 +126,18 @@ def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int
         )
     if not session.ended and client is not None and client.connected:
         _check_leases(client, session)
+
+
+def _check_pin(
+    engine: Engine, client: ClientRecord | None, generation: int, start: int, blocks: int, owners: dict[int, tuple[int, int]]
+) -> None:
+    """What somebody may read of kept content is there, pinned, and nobody's to write."""
+    content = engine.book.kept.by_generation.get(generation)
+    is_there = content is not None and (content.start, content.blocks) == (start, blocks)
+    require(is_there and client is not None and generation in client.pins, "what is pinned has gone")
+    for block in range(start, start + blocks):
+        _, owner = owners.get(block, (0, generation))
+        require(owner == generation, "what is pinned is somebody's to write")
 
 
 def _check_leases(client: ClientRecord, session: Session) -> None:
@@ -154,7 +184,7 @@ def _check_book(session: Session) -> None:
     usable = [lease.slots.largest_run for lease in leases]
     require(first is None or first.blocks > max(usable, default=0), "the first in line could be served")
     require(all(slot.state is not ClientSlot.FREE for slot in session.slots), "a caller has a slot that is free")
-    in_slots = sum(slot.blocks for slot in session.slots) * BLOCK_NBYTES
+    in_slots = sum(slot.blocks for slot in session.slots if slot.lease is not None) * BLOCK_NBYTES
     require(book.leased_nbytes == book.free_nbytes + in_slots, "the leases do not add up")
     counted: Any = session.end
     require(counted.stale_releases == 0, "the engine released a slot that it did not have")
@@ -163,11 +193,40 @@ def _check_book(session: Session) -> None:
     require(outstanding == book.count(ClientSlot.SUBMITTED), "a submitted slot is lost")
 
 
+def check_workers(simulation: Simulation) -> None:
+    """What a living worker may read is what was sent to it, is the engine's to keep, and is nobody's to write."""
+    fan_out = simulation.engine.fan_out if simulation.engine is not None else None
+    if simulation.engine is None or fan_out is None:
+        return
+    fan_out.truth.check()
+    for worker in simulation.workers:
+        if worker.epoch == simulation.epoch:
+            for sequence in worker.reachable():
+                require(fan_out.truth.has(worker, sequence), "a message was taken back that a worker may still read")
+            worker.check_intact()
+
+
+def _check_workers_end(fan_out: FanOut) -> None:
+    """All workers have died."""
+    fan_out.look()
+    fan_out.follow()
+    book = fan_out.book
+    require(
+        not book.workers() and not fan_out.workers and not fan_out.connections, "a worker that is dead is still in the book"
+    )
+    require(not book.outstanding, "a message is kept by a worker that is dead")
+    require(book.free_blocks == fan_out.engine.scenario.broadcast_blocks, "the memory of broadcasts did not come home whole")
+    require(not fan_out.end.gathers, "replies are waited for that nobody asked for")
+    require(not fan_out.end.is_crowded, "somebody has the turn to send who does not send")
+
+
 def check_end(simulation: Simulation) -> None:
     """Everybody has gone, and everything has come home."""
     engine = simulation.engine
     if engine is None:
         return
+    if engine.fan_out is not None:
+        _check_workers_end(engine.fan_out)
     book, scenario = engine.book, engine.scenario
     require(not book.clients and not engine.clients, "a client that has gone is still in the book")
     in_hand = engine.end.waiting or engine.end.claims or engine.claims or engine.draining

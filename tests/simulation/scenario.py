@@ -10,7 +10,7 @@ import msgspec
 
 from shmring.core.geometry import EngineBookLimits, Geometry
 
-__all__ = ["DISTURBANCES", "Action", "Forgery", "Kind", "Scenario", "Violation", "require"]
+__all__ = ["DISTURBANCES", "Action", "Forgery", "Kind", "Scenario", "Sending", "Violation", "require"]
 
 
 class Kind(enum.StrEnum):
@@ -47,7 +47,11 @@ class Kind(enum.StrEnum):
     VIEW_DIES = "view dies"  # [process, slot]
     KEEP = "keep"  # [process, slot, key] gives a held slot to the engine to keep
     FIND = "find"  # [process, key] looks for what is kept
-    UNPIN = "unpin"  # [process, content] leaves what it has found, or kept
+    UNPIN = "unpin"  # [process, content, is viewed] leaves what it has found, or kept
+    KEPT_TURN = "kept turn"  # [process] a caller that has asked for content goes on
+    CANCEL_ASKING = "cancel asking"  # [process, caller] its task is cancelled
+    KEPT_VIEW_DIES = "kept view dies"  # [process, view]
+    SEND_KEPT = "send kept"  # [process, content, held slot + 1; 0: none] a request shows content, from where it lies
     ABORT = "abort"  # [process, request]
     DROP_REPLY = "drop reply"  # [process, reply] the last view of a reply dies
     EXPIRE = "expire"  # [process] the timer of idle leases fires
@@ -63,15 +67,45 @@ class Kind(enum.StrEnum):
     REPLY_CANCELLED = "reply cancelled"  # [claim] that handler runs, and leaves the line
     ENGINE_VIEW_DIES = "engine view dies"  # [draining slot]
     TICK = "tick"  # an idle time passes
+    # workers
+    WORKER_JOINS = "worker joins"  # [-, rank] a process starts and joins
+    WORKER_CLOSES = "worker closes"  # [worker] what it has in hands it keeps
+    WORKER_SEES_END = "worker sees the end"  # [worker] the engine has ended its connection, or is dead
+    WORKER_DIES = "worker dies"  # [worker]
+    RECEIVE = "receive"  # [worker] takes the next message
+    LEAVE_MESSAGE = "leave message"  # [worker, message, is viewed]
+    MESSAGES_VIEW_DIES = "message's view dies"  # [worker, view]
+    ANSWER = "answer"  # [worker, message] replies to a message that is gathered
+    # the engine towards its workers
+    BROADCAST = "broadcast"  # [blocks, Sending, mask of ranks; 0: all]
+    SHARE = "share"  # [claim, Sending] a handler sends the payload of its claim
+    CANCEL_CALL = "cancel call"  # [call] the task of a broadcast, gather or share is cancelled
+    TURN = "turn"  # the engine's loop runs what is ready first
+    TIMER = "timer"  # a timer of the engine's loop fires
+    FROM_WORKER = "from worker"  # [connection] a record is read
+    WORKERS_BELL = "worker's bell"  # [connection] is heard
+    ENGINE_SEES_WORKERS_END = "engine sees worker's end"  # [connection]
+    WORKER_IS_DEAD = "worker is dead"  # [connection] the kernel says so
+    DROP_WORKER = "drop worker"  # [connection]
 
 
 #: What keeps a request from going its straight way.
 DISTURBANCES = frozenset(
     {
         Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ENGINE_DIES, Kind.CONNECT_FAILS, Kind.FORGE,
-        Kind.CANCEL, Kind.GIVE_UP, Kind.ABORT, Kind.RELEASE, Kind.CANCEL_REPLY,
+        Kind.CANCEL, Kind.GIVE_UP, Kind.ABORT, Kind.RELEASE, Kind.CANCEL_REPLY, Kind.WORKER_CLOSES, Kind.WORKER_DIES,
+        Kind.DROP_WORKER, Kind.CANCEL_CALL, Kind.CANCEL_ASKING,
     }
 )  # fmt: skip
+
+
+class Sending(enum.IntEnum):
+    """How a message is sent to workers."""
+
+    WAITS = 0  # for as long as that takes
+    NOW = 1  # if nothing has to be waited for
+    IN_TIME = 2  # waits until a timer fires
+    GATHER = 3  # and waits for replies
 
 
 class Forgery(enum.IntEnum):
@@ -121,6 +155,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         kept_blocks: that may hold content which is kept; 0: nothing is.
         keys: that content is kept under.
         max_kept, max_pins: contents, and pins of one client.
+        max_asking, max_held: callers of one session that ask for content, or have some.
+        max_asks: of one session, in all; None for any number.
+        workers: processes that may have joined at a time; 0: there are none. With model ends there are none either.
+        joined_workers: those that are there from the beginning.
+        broadcast_blocks, broadcast_blocks_wanted: memory for what is copied to workers, and what a message asks of it.
+        worker_backlog: messages that a worker may have.
+        copies_wait: whether a copy for workers takes a turn of the loop.
+        sendings: how messages are sent to workers.
+        max_calls: messages to workers, of one engine; None for any number.
         max_requests: submissions of one session; None for as many as fit.
         max_replies: to one request.
         max_disturbances: how often something of :data:`DISTURBANCES` happens; None for any number.
@@ -144,6 +187,17 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     keys: int = 3
     max_kept: int = 3
     max_pins: int = 3
+    max_asking: int = 2
+    max_held: int = 3
+    max_asks: int | None = None
+    workers: int = 0
+    joined_workers: int = 0
+    broadcast_blocks: int = 3
+    broadcast_blocks_wanted: tuple[int, ...] = (0, 1)
+    worker_backlog: int = 2
+    copies_wait: bool = False
+    sendings: tuple[Sending, ...] = tuple(Sending)
+    max_calls: int | None = None
     max_requests: int | None = None
     max_replies: int = 3  # a second of them can wait for what the first took
     max_disturbances: int | None = None
@@ -185,4 +239,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             max_slots=random.randint(2, 6),
             max_queue=random.choice((2, 8, 32)),
             kept_blocks=random.choice((0, (leasable + 1) // 2, leasable)),
+            workers=random.choice((0, 2, 3)),
+            broadcast_blocks=(broadcast := random.choice((2, 4))),
+            broadcast_blocks_wanted=(0, 1, broadcast),
+            worker_backlog=random.choice((1, 2, 5)),
+            copies_wait=random.choice((False, True)),
         )

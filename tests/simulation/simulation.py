@@ -10,15 +10,17 @@ that was begun comes to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
 from shmring.core.states import RequestEvent
 from tests.simulation.engine import Engine
+from tests.simulation.fan_out import FanOut
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
-from tests.simulation.invariants import check_books, check_end, check_memory
+from tests.simulation.invariants import check_books, check_end, check_memory, check_workers
 from tests.simulation.scenario import DISTURBANCES, Action, Forgery, Kind, Scenario, Violation, require
+from tests.simulation.worker import WorkerProcess
 
 __all__ = ["Simulation"]
 
@@ -30,7 +32,9 @@ _FINISHING = frozenset(
     {
         Kind.LET_GO, Kind.FRONTEND_SEES_END, Kind.ENGINE_SEES_END, Kind.PIDFD_FIRES, Kind.TO_ENGINE, Kind.TO_FRONTEND,
         Kind.CANCELLED, Kind.SEND, Kind.LEAVE, Kind.VIEW_DIES, Kind.DROP_REPLY, Kind.CLAIM, Kind.FINISH, Kind.SEND_REPLY,
-        Kind.REPLY_CANCELLED, Kind.ENGINE_VIEW_DIES, Kind.UNPIN,
+        Kind.REPLY_CANCELLED, Kind.ENGINE_VIEW_DIES, Kind.UNPIN, Kind.WORKER_SEES_END, Kind.RECEIVE, Kind.LEAVE_MESSAGE,
+        Kind.MESSAGES_VIEW_DIES, Kind.ANSWER, Kind.TURN, Kind.FROM_WORKER, Kind.WORKERS_BELL, Kind.ENGINE_SEES_WORKERS_END,
+        Kind.WORKER_IS_DEAD, Kind.KEPT_TURN, Kind.KEPT_VIEW_DIES,
     }
 )  # fmt: skip
 
@@ -40,7 +44,7 @@ class Simulation:
 
     Args:
         scenario: how large everything is.
-        connected: frontends that are there from the beginning.
+        connected: frontends that are there from the beginning, if there may be as many.
     """
 
     def __init__(self, scenario: Scenario, connected: int = 2) -> None:
@@ -48,12 +52,17 @@ class Simulation:
         self.engine: Engine | None = Engine(scenario, 1)
         self.epoch = 1
         self.processes: dict[int, Process] = {}
+        self.workers: list[WorkerProcess] = []
+        self._last_worker = 0
+        self._dead_workers: list[WorkerProcess] = []  # what they had is left alone, or it would be acknowledged
         self.now = 0.0
         self.disturbances = 0
         self.connected = connected
         self.trace: list[Action] = []  # what has happened
-        for pid in range(connected):
+        for pid in range(min(connected, scenario.processes)):
             self._connect(pid)
+        for rank in range(scenario.joined_workers):
+            self._worker_joins(rank)
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 
@@ -77,6 +86,7 @@ class Simulation:
         if len(self.processes) < self.scenario.processes and self._admits():
             new = self._new_pid()
             actions += (Action(Kind.CONNECT, new), Action(Kind.CONNECT_FAILS, new))
+        actions += self._enabled_for_workers()
         if any(self._has_spare_lease(process.session) for process in self.processes.values()):
             actions.append(Action(Kind.TICK))
         return actions
@@ -84,7 +94,7 @@ class Simulation:
     def _enabled_for(self, pid: int, process: Process) -> list[Action]:
         actions = [Action(Kind.CRASH, pid)]
         for position, former in enumerate(process.former):
-            reach = len(former.slots) + len(former.replies)
+            reach = len(former.slots) + len(former.replies) + len(former.kept.views)
             actions += [Action(Kind.LET_GO, pid, position, index) for index in range(reach)]
         session = process.session
         if session is not None:
@@ -97,6 +107,19 @@ class Simulation:
         elif self._admits():
             actions.append(Action(Kind.CONNECT, pid))
         return actions
+
+    def _enabled_for_workers(self) -> Iterator[Action]:
+        fan_out = self.engine.fan_out if self.engine is not None else None
+        if (
+            fan_out is not None
+            and len(self.workers) < self.scenario.workers
+            and len(fan_out.workers) < fan_out.book.max_workers
+        ):
+            for rank in range(self.scenario.workers):
+                if fan_out.book.member(rank) is None:
+                    yield Action(Kind.WORKER_JOINS, 0, rank)
+        for position, worker in enumerate(self.workers):
+            yield from worker.enabled(position)
 
     def _forgeries(self, session: Session) -> list[Forgery]:
         other = self._lease_of_another(session)
@@ -117,6 +140,7 @@ class Simulation:
         clients = self.engine.clients.values() if self.engine is not None else ()
         sessions = (process.session for process in self.processes.values())
         wires = [client.wire for client in clients] + [session.wire for session in sessions if session is not None]
+        wires += [worker.wire for worker in self.workers if worker.receives]
         return not any(wire.to_engine or wire.to_frontend for wire in wires)
 
     # -- what happens --------------------------------------------------------------------------------------------------------
@@ -140,6 +164,8 @@ class Simulation:
         self.disturbances += action.kind in DISTURBANCES
         try:
             _HAPPENINGS[action.kind](self, action)
+            if self.engine is not None:
+                self.engine.follow()
         except Violation:
             raise
         except Exception as error:
@@ -155,6 +181,7 @@ class Simulation:
         try:
             check_memory(self)
             check_books(self)
+            check_workers(self)
         except AssertionError as error:
             raise Violation(f"a book is not sound: {error}") from error
 
@@ -210,6 +237,19 @@ class Simulation:
         if session.ended:
             self.processes[action.at].retire()
 
+    # -- workers -------------------------------------------------------------------------------------------------------------
+
+    def _worker_joins(self, rank: int) -> None:
+        engine = self._living()
+        if engine.fan_out is not None:
+            self._last_worker += 1
+            self.workers.append(WorkerProcess(self._last_worker, rank, self.epoch, engine.fan_out))
+
+    def _worker_dies(self, action: Action) -> None:
+        worker = self.workers.pop(action.at)
+        worker.die()
+        self._dead_workers.append(worker)
+
     def _tick(self) -> None:
         self.now += IDLE_TICKS
 
@@ -233,6 +273,8 @@ class Simulation:
         for process in self.processes.values():
             if process.session is not None:
                 process.session.leave_engine()
+        for worker in (*self.workers, *self._dead_workers):
+            worker.drop()
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
@@ -246,9 +288,12 @@ class Simulation:
         self._finish()
         for process in self.processes.values():
             self._check_settled(process.session)
+        self._check_calls()
         for pid, process in list(self.processes.items()):
             if process.session is not None:
                 self.apply(Action(Kind.GOODBYE, pid))
+        while self.workers:
+            self.apply(Action(Kind.WORKER_DIES))
         self._finish()
         check_end(self)
 
@@ -265,7 +310,10 @@ class Simulation:
 
     def _finish(self) -> None:
         for step in range(_MAX_SETTLING):
-            finishing = [action for action in self._enabled() if self._finishes(action)]
+            enabled = self._enabled()
+            finishing = [action for action in enabled if self._finishes(action)]
+            if not finishing and self._waits_for_timers():
+                finishing = [action for action in enabled if action.kind is Kind.TIMER]
             if not finishing:
                 return
             self.apply(finishing[step % len(finishing)])  # not always the first, so that nobody is always first
@@ -276,7 +324,16 @@ class Simulation:
             return self._living().claims[action.at].aborted
         if action.kind is Kind.ENGINE_SEES_END:
             return not list(self._living().clients.values())[action.at].wire.to_engine  # a goodbye that is lost is none
-        return action.kind in _FINISHING and not (action.kind is Kind.LEAVE and action.detail)
+        return action.kind in _FINISHING and not (action.kind in (Kind.LEAVE, Kind.LEAVE_MESSAGE, Kind.UNPIN) and action.detail)
+
+    def _waits_for_timers(self) -> bool:
+        """Whether slots of claims, or workers that were dropped, are looked after by a timer, and by nothing else."""
+        fan_out = self.engine.fan_out if self.engine is not None else None
+        return fan_out is not None and bool(fan_out.book.outstanding or fan_out.calls)
+
+    def _check_calls(self) -> None:
+        fan_out = self.engine.fan_out if self.engine is not None else None
+        require(fan_out is None or not fan_out.calls, "a message waits to be sent for ever")
 
     def _check_settled(self, session: Session | None) -> None:
         if session is None:
@@ -285,10 +342,25 @@ class Simulation:
         require(not session.pending, "a request never ended")
         require(not session.slots, "a slot never came back")
         require(not session.replies, "a reply is kept by nobody")
-        require(not session.asked and not session.pins, "somebody waits for content for ever, or has it pinned")
+        require(not session.kept.asking, "somebody waits for content for ever")
+        require(not session.kept.open and not session.kept.views, "content is held by nobody")
+        require(not len(session.kept.contents), "content is pinned that nobody uses")
 
 
 _Happening = Callable[[Simulation, Action], None]
+
+
+def _fan_out(does: Callable[[FanOut, Action], None]) -> _Happening:
+    def happening(world: Simulation, action: Action) -> None:
+        fan_out = world._living().fan_out
+        assert fan_out is not None
+        does(fan_out, action)
+
+    return happening
+
+
+def _worker(does: Callable[[WorkerProcess, Action], None]) -> _Happening:
+    return lambda world, action: does(world.workers[action.at], action)
 
 
 def _engine(does: Callable[[Engine, Action], None]) -> _Happening:
@@ -331,9 +403,13 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.LEAVE: _session(lambda session, action: session.leave(action.item, action.detail)),
     Kind.GIVE_UP: _session(lambda session, action: session.leave(action.item, 0)),
     Kind.VIEW_DIES: _session(lambda session, action: session.view_dies(action.item)),
-    Kind.KEEP: _session(lambda session, action: session.keep(action.item, action.detail)),
-    Kind.FIND: _session(lambda session, action: session.find(action.item)),
-    Kind.UNPIN: _session(lambda session, action: session.unpin(action.item)),
+    Kind.KEEP: _session(lambda session, action: session.kept.keep(session.slots[action.item], action.detail)),
+    Kind.FIND: _session(lambda session, action: session.kept.find(action.item)),
+    Kind.UNPIN: _session(lambda session, action: session.kept.leave(action.item, action.detail)),
+    Kind.KEPT_TURN: _session(lambda session, action: session.kept.turn()),
+    Kind.CANCEL_ASKING: _session(lambda session, action: session.kept.cancel(action.item)),
+    Kind.KEPT_VIEW_DIES: _session(lambda session, action: session.kept.view_dies(action.item)),
+    Kind.SEND_KEPT: _session(lambda session, action: session.send_kept(action.item, action.detail - 1)),
     Kind.ABORT: _session(lambda session, action: session.abort(action.item)),
     Kind.DROP_REPLY: _session(lambda session, action: session.drop_reply(action.item)),
     Kind.EXPIRE: _session(lambda session, action: session.expire()),
@@ -347,4 +423,22 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.CANCEL_REPLY: _engine(lambda engine, action: engine.cancel_reply(action.at)),
     Kind.REPLY_CANCELLED: _engine(lambda engine, action: engine.reply_cancelled(action.at)),
     Kind.ENGINE_VIEW_DIES: _engine(lambda engine, action: engine.view_dies(action.at)),
+    Kind.WORKER_JOINS: lambda world, action: world._worker_joins(action.item),
+    Kind.WORKER_DIES: Simulation._worker_dies,
+    Kind.WORKER_CLOSES: _worker(lambda worker, action: worker.close()),
+    Kind.WORKER_SEES_END: _worker(lambda worker, action: worker.close()),
+    Kind.RECEIVE: _worker(lambda worker, action: worker.receive()),
+    Kind.LEAVE_MESSAGE: _worker(lambda worker, action: worker.leave(action.item, action.detail)),
+    Kind.MESSAGES_VIEW_DIES: _worker(lambda worker, action: worker.view_dies(action.item)),
+    Kind.ANSWER: _worker(lambda worker, action: worker.reply(action.item)),
+    Kind.BROADCAST: _fan_out(lambda fan_out, action: fan_out.send(action.at, action.item, action.detail)),
+    Kind.SHARE: _fan_out(lambda fan_out, action: fan_out.share_claim(fan_out.engine.claims[action.at], action.item)),
+    Kind.CANCEL_CALL: _fan_out(lambda fan_out, action: fan_out.cancel(action.at)),
+    Kind.TURN: _fan_out(lambda fan_out, action: fan_out.turn()),
+    Kind.TIMER: _fan_out(lambda fan_out, action: fan_out.turns.fire()),
+    Kind.FROM_WORKER: _fan_out(lambda fan_out, action: fan_out.connections[action.at].hear()),
+    Kind.WORKERS_BELL: _fan_out(lambda fan_out, action: fan_out.hear_bell(action.at)),
+    Kind.ENGINE_SEES_WORKERS_END: _fan_out(lambda fan_out, action: fan_out.sees_end(action.at)),
+    Kind.WORKER_IS_DEAD: _fan_out(lambda fan_out, action: fan_out.bury(action.at)),
+    Kind.DROP_WORKER: _fan_out(lambda fan_out, action: fan_out.drop(fan_out.connections[action.at].rank, "dropped")),
 }

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from shmring.core.client_book import ClientSlotRecord
 from shmring.core.engine_book import EngineBook
 from shmring.core.messages import (
     Abort,
@@ -37,26 +36,20 @@ from shmring.core.messages import (
     decode_engine_message,
     decode_frontend_message,
 )
-from shmring.core.records import ClientRecord, EngineSlotRecord
+from shmring.core.records import ClientRecord
 from shmring.core.states import ClientSlot
 from shmring.core.wire import Done, Reply, Submit, read_record
 from tests.simulation.engine import Claim, Engine, ReplyWaiter
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
+from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
 from tests.simulation.simulation import Simulation
 from tests.simulation.wire import Wire
+from tests.simulation.worker_state import FanOutEncoding
 
 __all__ = ["duplicate", "encode"]
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-class _Names(dict[Any, int]):
-    """Names for what has only an identity, in the order in which it is met."""
-
-    def __missing__(self, key: Any) -> int:
-        name = self[key] = len(self)
-        return name
 
 
 class _Encoding:
@@ -65,20 +58,21 @@ class _Encoding:
     def __init__(self, simulation: Simulation) -> None:
         self._world = simulation
         self._pids = sorted(simulation.processes)
-        self._clients = _Names()  # of the living engine
-        self._leases = _Names()
-        self._generations = _Names()
-        self._replies = _Names()
-        self._requests = _Names()  # by client and number
-        self._tickets = _Names()  # of replies
-        self._asked = _Names()  # tokens of what is asked of kept content, by client and number
+        self._clients = Names()  # of the living engine
+        self._leases = Names()
+        self._generations = Names()
+        self._replies = Names()
+        self._requests = Names()  # by client and number
+        self._tickets = Names()  # of replies
+        self._asked = Names()  # tokens of what is asked of kept content, by client and number
 
     def world(self) -> list[Any]:
         """Returns the whole of it: frontends first, so that their order is the one in which clients are named."""
         world = self._world
         disturbances = -1 if world.scenario.max_disturbances is None else world.disturbances
         processes = [self._process(world.processes[pid]) for pid in self._pids]
-        return [disturbances, processes, None if world.engine is None else self._engine(world.engine)]
+        workers = FanOutEncoding(world, self._clients, self._generations).workers()
+        return [disturbances, processes, None if world.engine is None else self._engine(world.engine), workers]
 
     # -- frontends -----------------------------------------------------------------------------------------------------------
 
@@ -120,27 +114,59 @@ class _Encoding:
             book._wish_nbytes,
             self._reach(session),
             [[self._requests[session.client_id, request], sent.ended] for request, sent in session.pending.items()],
-            [self._asked[session.client_id, token] for token in session.asked],
-            [self._generations[pin.generation] for pin in session.pins],
+            self._kept_end(session),
             0 if self._world.scenario.max_requests is None else session.next_request,
             # Of a living engine it comes with its client.
             self._wire(session.wire, session.client_id, book._token) if client < 0 else None,
         ]
 
+    def _kept_end(self, session: Session) -> list[Any]:
+        """What it has pinned, and who looks for more: where their tasks are is told by what they wait for."""
+        kept = session.kept
+        answers = [
+            [
+                self._asked[session.client_id, token],
+                key,
+                future.done(),
+                -1 if slot is None else self._generations[slot.generation],
+            ]
+            for token, (future, key, slot) in kept.contents._answers.items()
+        ]
+        waited = [future for future, _, _ in kept.contents._answers.values()]
+        asking = []
+        for caller in kept.asking:
+            waits_for = caller.task._fut_waiter  # type: ignore[attr-defined] # the future
+            place = next((place for place, future in enumerate(waited) if future is waits_for), -1)
+            asking.append([caller.key, caller.slot is None, caller.is_cancelled, place, waits_for is None])
+        tasks = {id(caller.task): place for place, caller in enumerate(kept.asking)}
+        pins = [
+            [self._generations[generation], pin.count, pin.users, pin.views, pin.is_slots]
+            for generation, pin in kept.contents._pins.items()
+        ]
+        return [
+            0 if session.scenario.max_asks is None else kept.asks,
+            answers,
+            asking,
+            [tasks[id(task)] for task in kept.loop.tasks_ready()],
+            pins,
+            [self._generations[held.view.generation] for held in kept.open],
+        ]
+
     def _reach(self, session: Session) -> list[Any]:
         slots = [
             [
-                self._leases[_lease_of(slot)],
+                -1 if slot.lease is None else self._leases[slot.lease.lease_id],
                 slot.start,
                 slot.blocks,
                 slot.state,
                 slot.held,
                 slot in session.views,
-                self._generations[slot.generation] if slot.state is ClientSlot.SUBMITTED else -1,
+                self._generations[slot.generation] if slot.state in (ClientSlot.SUBMITTED, ClientSlot.KEPT) else -1,
             ]
             for slot in session.slots
         ]
-        return [slots, [[self._replies[reply.generation], reply.start, reply.blocks] for reply in session.replies]]
+        views = [self._generations[view.generation] for view in session.kept.views]
+        return [slots, views, [[self._replies[reply.generation], reply.start, reply.blocks] for reply in session.replies]]
 
     # -- what is under way ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +274,10 @@ class _Encoding:
             None if window is None else [self._clients[window.client_id], window.start, window.blocks],
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
             [self._claim(claim) for claim in engine.claims],
-            [[self._clients[draining.client_id], self._generations[draining.slot.generation]] for draining in engine.draining],
+            [
+                [self._clients[draining.client_id], self._generations[draining.slot.generation], draining.view is not None]
+                for draining in engine.draining
+            ],
         ]
 
     def _kept(self, book: EngineBook) -> list[Any]:
@@ -276,7 +305,14 @@ class _Encoding:
                 for lease in client.leases.values()
             ],
             [
-                [self._generations[slot.generation], self._leases[_lease_of(slot)], slot.start, slot.blocks, slot.state]
+                [
+                    self._generations[slot.generation],
+                    -1 if slot.lease is None else self._leases[slot.lease.lease_id],
+                    -1 if slot.kept is None else self._generations[slot.kept.generation],
+                    slot.start,
+                    slot.blocks,
+                    slot.state,
+                ]
                 for slot in client.slots.values()
             ],
             [
@@ -324,8 +360,3 @@ def duplicate(simulation: Simulation) -> Simulation:
     for action in simulation.trace:
         copied.happen(action)
     return copied
-
-
-def _lease_of(slot: ClientSlotRecord | EngineSlotRecord) -> int:
-    assert slot.lease is not None, "nothing is kept here"
-    return slot.lease.lease_id

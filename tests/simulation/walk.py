@@ -29,13 +29,18 @@ _EPISODE_STEPS = (50, 300, 1000, 3000)  # short ones begin often, long ones grow
 WEIGHTS: Mapping[Kind, float] = {
     Kind.CONNECT: 3, Kind.CONNECT_FAILS: 0.5, Kind.GOODBYE: 0.15, Kind.HANG_UP: 0.04, Kind.CRASH: 0.06,
     Kind.LET_GO: 0.3, Kind.FRONTEND_SEES_END: 1, Kind.ENGINE_SEES_END: 1, Kind.ENGINE_HANGS_UP: 0.03,
-    Kind.PIDFD_FIRES: 0.5, Kind.ENGINE_DIES: 0.01, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30,
+    Kind.PIDFD_FIRES: 0.5, Kind.ENGINE_DIES: 0.02, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30,
     Kind.FORGE: 0.3, Kind.ACQUIRE: 3, Kind.REQUEST: 8, Kind.REQUEST_NOW: 4, Kind.TRY: 1, Kind.CANCEL: 1,
     Kind.CANCELLED: 3, Kind.SEND: 12, Kind.GIVE_UP: 0.5, Kind.SUBMIT: 8, Kind.LEAVE: 4, Kind.VIEW_DIES: 4,
-    Kind.KEEP: 12, Kind.FIND: 0.7, Kind.UNPIN: 3,
+    Kind.KEEP: 12, Kind.FIND: 0.7, Kind.UNPIN: 3, Kind.KEPT_TURN: 12, Kind.CANCEL_ASKING: 0.3, Kind.KEPT_VIEW_DIES: 4,
+    Kind.SEND_KEPT: 8,
     Kind.ABORT: 2, Kind.DROP_REPLY: 2, Kind.EXPIRE: 10, Kind.CLAIM: 14, Kind.RELEASE: 4, Kind.FINISH: 8, Kind.FAIL: 1,
     Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.SEND_REPLY: 8, Kind.CANCEL_REPLY: 1, Kind.REPLY_CANCELLED: 4,
     Kind.ENGINE_VIEW_DIES: 4, Kind.TICK: 3,
+    Kind.WORKER_JOINS: 1, Kind.WORKER_CLOSES: 0.06, Kind.WORKER_SEES_END: 1, Kind.WORKER_DIES: 0.06, Kind.RECEIVE: 12,
+    Kind.LEAVE_MESSAGE: 10, Kind.MESSAGES_VIEW_DIES: 4, Kind.ANSWER: 6, Kind.BROADCAST: 4, Kind.SHARE: 4,
+    Kind.CANCEL_CALL: 0.5, Kind.TURN: 20, Kind.TIMER: 0.5, Kind.FROM_WORKER: 10, Kind.WORKERS_BELL: 4,
+    Kind.ENGINE_SEES_WORKERS_END: 1, Kind.WORKER_IS_DEAD: 0.5, Kind.DROP_WORKER: 0.06,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
 
-__all__ = ["Link", "Wire", "map_slab"]
+__all__ = ["Link", "Wire", "map_beside", "map_slab", "open_slab"]
 
 _RING_NBYTES = 1 << 14  # far more than a record takes
 _NO_BELL = -1  # nobody sleeps
@@ -24,12 +24,20 @@ _NO_BELL = -1  # nobody sleeps
 
 def map_slab(nbytes: int) -> Mapping:
     """Returns memory for a slab, which has no name."""
+    fd, mapping = open_slab(nbytes)
+    os.close(fd)
+    return mapping
+
+
+def open_slab(nbytes: int) -> tuple[int, Mapping]:
+    """Returns the same with its descriptor, which is the caller's."""
     fd = os.memfd_create("slab")
     try:
         os.ftruncate(fd, nbytes)
-        return Mapping(fd, nbytes)
-    finally:
+        return fd, Mapping(fd, nbytes)
+    except BaseException:
         os.close(fd)
+        raise
 
 
 class Link:
@@ -91,11 +99,16 @@ class Link:
 
 
 class Wire:
-    """One connection."""
+    """One connection, of a frontend or of a worker.
 
-    def __init__(self, max_queue: int) -> None:
+    Args:
+        max_queue: records in one direction at which there is no room.
+        link_type: of the engine's end.
+    """
+
+    def __init__(self, max_queue: int, link_type: type[Link] = Link) -> None:
         self.towards_engine = Link(self, max_queue)
-        self.towards_frontend = Link(self, max_queue)
+        self.towards_frontend = link_type(self, max_queue)
         self.to_engine = self.towards_engine.records
         self.to_frontend = self.towards_frontend.records
         self.frontend_open = True
@@ -122,3 +135,13 @@ class Wire:
         """The engine closes, or its process ends."""
         self.engine_open = False
         self.towards_engine.clear()
+
+
+def map_beside(slab_fd: int, slab_nbytes: int, nbytes: int) -> tuple[Mapping, Mapping]:
+    """Makes memory for broadcasts; returns it as the engine maps it, and behind the slab, as workers map both."""
+    fd = os.memfd_create("broadcasts")
+    try:
+        os.ftruncate(fd, nbytes)
+        return Mapping(fd, nbytes), Mapping(slab_fd, slab_nbytes, fd, nbytes, False, False)
+    finally:
+        os.close(fd)
