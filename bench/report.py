@@ -18,6 +18,7 @@ import msgspec
 from bench import plots, targets
 from bench.cases import Case
 from bench.coverage import Coverage, checkout
+from bench.fan_out import report as fan_out_report
 from bench.gpu import report as gpu_report
 from bench.peers import PEERS
 from bench.records import Result, Results
@@ -60,7 +61,7 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 
 
 _GPU = "gpu"
-_DRAWN_BY = {_GPU: gpu_report.draw, "vllm": vllm_report.draw}
+_DRAWN_BY = {_GPU: gpu_report.draw, "vllm": vllm_report.draw, "fan-out": fan_out_report.draw}
 _NO_GPU = """\
 ## GPU
 

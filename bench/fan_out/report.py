@@ -223,6 +223,7 @@ def _figure(stored: Sequence[Stored]) -> Any:
         panel.set(title=format_nbytes(nbytes), xlabel="workers", xscale="log", yscale="log")
         counts = sorted({entry.workers for entry in stored})
         panel.set_xticks(counts, [str(count) for count in counts])
+        panel.set_xticks([], minor=True)
         panel.grid(alpha=0.25)
-    axes[-1].legend(fontsize="small")
+    axes[-1].legend(fontsize="small", loc="center right")
     return figure
