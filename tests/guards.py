@@ -34,6 +34,27 @@ class Guard:
 
 GUARDS = (
     Guard(
+        "who is taken out of a table of numbers leaves no gap before others",
+        "shmring/core/numbered.pyx",
+        "                self._entries[gap] = self._entries[place]\n                gap = place\n",
+        "                break\n",
+        "tests/core/test_numbered.py::test_others_that_had_the_same_place_are_still_found",
+    ),
+    Guard(
+        "a collector of garbage sees what is in flight",
+        "shmring/core/numbered.pyx",
+        "(<CollectedType*><PyObject*>Numbered).tp_traverse = <traverseproc><void*>_traverse\n",
+        "",
+        "tests/core/test_numbered.py::test_cycles_through_it_are_collected",
+    ),
+    Guard(
+        "only a tensor that was made in a slot counts as one that nothing negates",
+        "shmring/core/held_slots.pyx",
+        "if self._recent[i].tensor == <PyObject*>tensor:",
+        "if self._recent[i].tensor != NULL:",
+        "tests/test_client.py::test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_in_its_slot",
+    ),
+    Guard(
         "memory is reused only when the pidfd reports the death",
         "shmring/ring/frontend.py",
         "self._ring.carry_out(self._book.disconnect(self.client_id))",
@@ -428,8 +449,8 @@ GUARDS = (
     Guard(
         "a worker's stamp counts only for the message that it names",
         "shmring/core/fan_out_book.pyx",
-        "if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence:",
-        "if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp):",
+        "if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence \\",
+        "if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) \\",
         "tests/test_workers.py::test_noise_in_its_page_frees_nothing_of_others_and_only_its_own",
     ),
     Guard(

@@ -749,6 +749,20 @@ async def test_a_slot_that_is_granted_as_a_client_closes_goes_back(
     await settled(ring)
 
 
+async def test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_in_its_slot(client: shmring.RingClient) -> None:
+    async with client.slot(64 << 10) as slot:
+        made = slot.tensor((128,), torch.float32)
+        made.copy_(torch.arange(128))
+        # In its memory and of its form: only a flag of torch's says that each item is to be negated when it is read.
+        negated = torch.view_as_complex(made.view(64, 2)).conj().imag.as_strided((128,), (1,), 0)
+        assert negated.is_neg()
+        assert negated.data_ptr() == made.data_ptr()
+        reply = await client.request({"do": "echo", "made": made, "negated": negated}, timeout=5)
+        assert torch.equal(reply["made"], torch.arange(128.0))
+        assert torch.equal(reply["negated"], -torch.arange(128.0))
+        assert client.statistics().in_place == 1
+
+
 async def test_a_slot_is_not_handed_over_with_what_can_not_be_copied(client: shmring.RingClient) -> None:
     def fail() -> None:
         raise RuntimeError("it can't be read")

@@ -107,12 +107,12 @@ cdef class RunAllocator:
         self._by_start.make_ready()
         self._by_length.make_ready()
         start, run_length = key & LOW, key >> HALF
-        self._by_length.remove(key)
         if run_length > length:
             self._by_start.replace(_key(start, run_length), _key(start + length, run_length - length))
-            self._by_length.insert(_key(run_length - length, start + length))
+            self._by_length.exchange(key, _key(run_length - length, start + length))
         else:
             self._by_start.remove(_key(start, run_length))
+            self._by_length.remove(key)
         self.free_units -= length
         return <int64_t>start
 
@@ -146,19 +146,20 @@ cdef class RunAllocator:
         cdef bint joins_before = has_before and (before >> HALF) + (before & LOW) == start
         cdef bint joins_after = has_after and after >> HALF == end
         if joins_after:
-            self._by_length.remove(_key(after & LOW, end))
             length += after & LOW
         if joins_before:
-            self._by_length.remove(_key(before & LOW, before >> HALF))
             start, length = before >> HALF, length + (before & LOW)
-            self._by_start.replace(before, _key(start, length))
             if joins_after:
                 self._by_start.remove(after)
+                self._by_length.remove(_key(after & LOW, end))
+            self._by_start.replace(before, _key(start, length))
+            self._by_length.exchange(_key(before & LOW, start), _key(length, start))
         elif joins_after:
             self._by_start.replace(after, _key(start, length))
+            self._by_length.exchange(_key(after & LOW, end), _key(length, start))
         else:
             self._by_start.insert(_key(start, length))
-        self._by_length.insert(_key(length, start))
+            self._by_length.insert(_key(length, start))
         self.free_units += freed
         return True
 

@@ -6,6 +6,7 @@ For what happens to every message. Methods that return a list return None if not
 from libc.stdint cimport uint64_t
 
 from shmring.core.blocks cimport RunAllocator
+from shmring.core.numbered cimport Numbered
 
 cdef enum:
     SLOT_STATES = 6
@@ -44,8 +45,8 @@ cdef class ClientBook:
     cdef readonly object limits
     cdef public dict leases               # HeldLease by id
     cdef public dict _waiters             # Waiter by ticket, in order of arrival
-    cdef public dict _submitted           # ClientSlotRecord by generation
-    cdef public set _others               # WRITING, CACHED, DRAINING
+    cdef Numbered _with_engine            # ClientSlotRecord by generation: SUBMITTED
+    cdef Numbered _here                   # by start: WRITING, CACHED, DRAINING
     cdef public uint64_t _token
     cdef public uint64_t _requested_nbytes  # of the lease request that is outstanding
     cdef public bint _request_waits       # whether it says that a caller waits
@@ -67,6 +68,7 @@ cdef class ClientBook:
     cdef bint release_generation(self, uint64_t generation, double now) except -1
     cdef list give_slot_up(self, ClientSlotRecord slot, double now)
     cdef list view_gone(self, ClientSlotRecord slot, double now)
+    cdef bint is_time_asked_for(self, ClientSlotRecord slot) noexcept
     cdef bint has_further_leases(self) noexcept
     cdef double earliest_expiry(self) noexcept
     cdef list serve(self)

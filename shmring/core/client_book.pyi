@@ -37,8 +37,10 @@ class ClientBook:
     def limits(self) -> ClientBookLimits: ...
     leases: dict[int, HeldLease]
     _waiters: dict[int, Waiter]
-    _submitted: dict[int, ClientSlotRecord]
-    _others: set[ClientSlotRecord]
+    @property
+    def _submitted(self) -> dict[int, ClientSlotRecord]: ...
+    @property
+    def _others(self) -> set[ClientSlotRecord]: ...
     _token: int
     _requested_nbytes: int
     _request_waits: bool

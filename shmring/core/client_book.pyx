@@ -26,6 +26,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int64_t
 
 from shmring.core.lending cimport BLOCK_NBYTES, SLOT_HEADER_NBYTES, blocks_for, slot_blocks
+from shmring.core.numbered cimport Numbered
 from shmring.core.transitions cimport client_slots
 
 from shmring.core.effects import Acquired, Send
@@ -109,7 +110,8 @@ cdef class ClientBook:
 
     def __init__(self, limits):
         self.limits = limits
-        self.leases, self._waiters, self._submitted, self._others = {}, {}, {}, set()
+        self.leases, self._waiters = {}, {}
+        self._with_engine, self._here = Numbered(), Numbered()
         self._next_generation = (limits.client_id << GENERATION_BITS) + 1
         self._capacity_nbytes = limits.leasable_nbytes - SLOT_HEADER_NBYTES
         self._max_leases, self._lease_nbytes = limits.max_leases, limits.lease_nbytes
@@ -164,6 +166,11 @@ cdef class ClientBook:
         """When :meth:`expire` has something to do at the earliest; None if nothing is spare."""
         cdef double first = self.earliest_expiry()
         return None if first == INFINITY else first
+
+    cdef bint is_time_asked_for(self, ClientSlotRecord slot) noexcept:
+        """Whether the next event of a slot needs its time: one that empties a further lease does."""
+        cdef HeldLease lease = slot.lease
+        return lease is not None and not lease.is_base and lease.slots.free_units + slot.blocks == lease.slots.length - lease.kept_blocks
 
     cdef bint has_further_leases(self) noexcept:
         """Whether there is a lease beside the base lease; such a one may expire."""
@@ -255,7 +262,7 @@ cdef class ClientBook:
             slot.lease, slot.start, slot.blocks, slot.nbytes, slot.held = lease, start, blocks, nbytes, held
             slot.state_number = FREE
             self._move(slot, ACQUIRE)
-            self._others.add(slot)
+            self._here.put(slot.start, slot)
             return slot
         return None
 
@@ -341,8 +348,8 @@ cdef class ClientBook:
         self._move(slot, SUBMIT)
         slot.generation = numbers._next_generation
         numbers._next_generation += 1
-        self._others.discard(slot)
-        self._submitted[slot.generation] = slot
+        self._here.take(slot.start)
+        self._with_engine.put(slot.generation, slot)
         return slot.generation
 
     def released(self, generations, double now):
@@ -362,7 +369,7 @@ cdef class ClientBook:
         Raises:
             RemoteProtocolError: nothing of ours was.
         """
-        cdef ClientSlotRecord slot = self._submitted.pop(generation, None)
+        cdef ClientSlotRecord slot = self._with_engine.take(generation)
         cdef HeldLease lease
         cdef list effects = []
         if slot is None:
@@ -384,27 +391,27 @@ cdef class ClientBook:
         cdef uint64_t start = slot.start
         cdef list parts = []
         assert slot.state_number == WRITING and sizes and sum([slot_blocks(nbytes) for nbytes in sizes]) == slot.blocks
+        self._here.take(start)
         for nbytes in sizes:
             part = ClientSlotRecord.__new__(ClientSlotRecord)
             part.lease, part.start, part.nbytes, part.held = slot.lease, start, nbytes, slot.held
             part.blocks = slot_blocks(part.nbytes)
             part.state_number = FREE
             self._move(part, ACQUIRE)
-            self._others.add(part)
+            self._here.put(part.start, part)
             start += part.blocks
             parts.append(part)
-        self._others.discard(slot)
         self._slots_in[WRITING] -= 1
         slot.state_number = FREE
         return parts
 
     cdef bint release_generation(self, uint64_t generation, double now) except -1:
         """Takes back what the engine releases; returns whether it was ours. The caller must then :meth:`serve`."""
-        cdef ClientSlotRecord slot = self._submitted.pop(generation, None)
+        cdef ClientSlotRecord slot = self._with_engine.take(generation)
         if slot is None:
             return False
         if slot.held:
-            self._others.add(slot)
+            self._here.put(slot.start, slot)
             self._move(slot, RELEASE_RETAINED)
         else:
             self._leave(slot, RELEASE_VIEWED if slot.viewed else RELEASE, now)
@@ -441,12 +448,14 @@ cdef class ClientBook:
         """A slot has been let go: it drains while it is viewed, else its blocks are free."""
         cdef bint was_taken
         if self._move(slot, event) == DRAINING:
-            self._others.add(slot)
+            if self._here.find(slot.start) == NULL:
+                self._here.put(slot.start, slot)
             return 0
-        self._others.discard(slot)
+        self._here.take(slot.start)
         was_taken = slot.lease.slots.give(slot.start, slot.blocks)
         assert was_taken, "a slot has no blocks in its lease"
-        slot.lease.empty_since = now
+        if slot.lease.is_empty():
+            slot.lease.empty_since = now
         return 0
 
     cdef int _move(self, ClientSlotRecord slot, int event) except -1:
@@ -494,12 +503,20 @@ cdef class ClientBook:
         for state in range(SLOT_STATES):
             self._slots_in[state] = counts[2][state]
 
+    @property
+    def _submitted(self):
+        return dict(self._with_engine.items())
+
+    @property
+    def _others(self):
+        return set(self._here.values())
+
     def leases_in_use(self):
         """Leases in which this process may still write: those of slots that are viewed."""
         return tuple(sorted({slot.lease.lease_id for slot in self._slots() if slot.viewed}))
 
     def _slots(self):
-        return [*self._submitted.values(), *self._others]
+        return self._with_engine.values() + self._here.values()
 
     def check(self):
         """Asserts the invariants of the book; for tests, and for closing."""
@@ -519,4 +536,5 @@ cdef class ClientBook:
         for slot in slots:
             assert slot.state_number != FREE
             assert self.leases.get(slot.lease.lease_id) is slot.lease, "a slot outlives its lease"
-            assert (slot.state_number == SUBMITTED) == (self._submitted.get(slot.generation) is slot)
+            assert (slot.state_number == SUBMITTED) == (self._with_engine.get(slot.generation) is slot)
+            assert (slot.state_number != SUBMITTED) == (self._here.get(slot.start) is slot)

@@ -6,6 +6,7 @@ from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
+from shmring.core.numbered cimport Numbered
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport PayloadDecoder
 from shmring.core.views cimport Lent, Regions, TensorMaker
@@ -44,7 +45,7 @@ cdef class ClientEnd(RecordTaker):
     cdef readonly ClientBook book
     cdef readonly HeldSlots held
     cdef readonly Regions regions
-    cdef readonly dict pending
+    cdef readonly Numbered pending
     cdef readonly uint64_t epoch
     cdef readonly uint64_t submitted
     cdef readonly uint64_t finished
@@ -98,10 +99,10 @@ cdef class ClientEnd(RecordTaker):
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
     cpdef object hold_now(self, object nbytes, bint drain)
     cdef int _leave(self, SlotEnd slot) except -1
-    cdef double _now(self) except -1
+    cdef double _time_of(self, ClientSlotRecord slot) except -1
     cdef int _follow(self, list effects) except -1
     cpdef int take_back(self, tuple released) except -1
-    cdef int _release_elsewhere(self, uint64_t generation) except -1
+    cdef int _release(self, uint64_t generation) except -1
     cdef bint _take_message(self, object message) except -1
     cdef int _done(self, Done done) except -1
     cdef int _finished(self, uint64_t request_id) except -1

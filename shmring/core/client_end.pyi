@@ -10,6 +10,7 @@ from shmring.core.held_slots import HeldSlots
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordTaker, RecordWriter
 from shmring.core.messages import SlotRef
+from shmring.core.numbered import Numbered
 from shmring.core.payload import Packed, Packer
 from shmring.core.received import PayloadDecoder
 from shmring.core.views import RegionBytes, Regions, TensorMaker
@@ -79,7 +80,7 @@ class ClientEnd(RecordTaker):
     @property
     def regions(self) -> Regions: ...
     @property
-    def pending(self) -> dict[int, Any]: ...
+    def pending(self) -> Numbered: ...
     @property
     def epoch(self) -> int: ...
     def __init__(

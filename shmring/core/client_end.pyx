@@ -30,6 +30,7 @@ from shmring.core.instances cimport new_instance
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.msgpack cimport Cursor, read_unsigned
+from shmring.core.numbered cimport Numbered
 from shmring.core.payload cimport Packed, Packer, put_submit, submit_nbytes, submit_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.slot_header cimport HEADER_NBYTES, put_header, read_header
@@ -279,7 +280,9 @@ cdef class SlotEnd:
             ndim += 1
         if self._take(nbytes, &offset):
             return self.other_tensor(shape, dtype)
-        return self.end._maker.view(self._region, offset, ndim, extents, known[0], known[1])
+        made = self.end._maker.view(self._region, offset, ndim, extents, known[0], known[1])
+        self.end.held.remember(self._address, made)
+        return made
 
     def other_tensor(self, shape, dtype):
         """Makes a tensor that is not of the common kind, or says why it can't be made; for the subclass."""
@@ -378,7 +381,7 @@ cdef class ClientEnd(RecordTaker):
         self._max_payload_nbytes = max_payload_nbytes
         self.is_open = True
         self.held = HeldSlots()
-        self.pending = {}
+        self.pending = Numbered()
         self._decoders = {}
 
     def detach(self) -> None:
@@ -454,14 +457,14 @@ cdef class ClientEnd(RecordTaker):
             self.shell.slot_is_viewed(slot.record)
         elif not slot._drain:
             drop_region(region)
-        effects = self.book.give_slot_up(slot.record, self._now())
+        effects = self.book.give_slot_up(slot.record, self._time_of(slot.record))
         if slot.record.lease is None:
             self.shell.kept_slot_left(slot.record)
         return self._follow(effects)
 
-    cdef double _now(self) except -1:
-        """The time, where it matters: the book asks for how long further leases have been empty, and for nothing else."""
-        return self._clock() if self.book.has_further_leases() else 0.0
+    cdef double _time_of(self, ClientSlotRecord slot) except -1:
+        """The time of a slot's next event, if the book asks for it: asking the clock takes as long as the book takes."""
+        return self._clock() if self.book.is_time_asked_for(slot) else 0.0
 
     cdef int _follow(self, list effects) except -1:
         """Carries out what follows from a slot that came back."""
@@ -623,7 +626,7 @@ cdef class ClientEnd(RecordTaker):
             submission.end = self
             submission.request_id = request_id
             submission.name = name
-            self.pending[request_id] = submission
+            self.pending.put(request_id, submission)
             # The ring may be full after all: what has run since may have written to it.
             if put_submit(self._writer, nbytes, packed, self.epoch, request_id, name, fence, numbers, count):
                 self._writer.wake_reader()
@@ -675,15 +678,12 @@ cdef class ClientEnd(RecordTaker):
         """A record came from the engine. As :meth:`take_record`, for what this end does itself; else False."""
         cdef Cursor released
         cdef uint64_t request_id, generation = 0, count, i
-        cdef double now
         if not read_plain_done(record, nbytes, &request_id, &released, &count):
             return self._take_message(read_hot_record(record, nbytes, self._max_tensors, True))
         if count:
-            now = self._now()
             for i in range(count):
                 read_unsigned(&released, &generation)
-                if not self.book.release_generation(generation, now):
-                    self._release_elsewhere(generation)
+                self._release(generation)
             self._follow(self.book.serve())
         self._finished(request_id)
         return True
@@ -720,15 +720,17 @@ cdef class ClientEnd(RecordTaker):
 
     cpdef int take_back(self, tuple released) except -1:
         """The engine hands the slots of these generations back."""
-        cdef double now = self._now()
         for generation in released:
-            if not self.book.release_generation(generation, now):
-                self._release_elsewhere(generation)
+            self._release(generation)
         return self._follow(self.book.serve())
 
-    cdef int _release_elsewhere(self, uint64_t generation) except -1:
-        """The engine hands a slot back that is none in host memory."""
-        self.stale_releases += not self.device_slots.release(generation)
+    cdef int _release(self, uint64_t generation) except -1:
+        """The engine hands a slot back."""
+        cdef PyObject* slot = self.book._with_engine.find(generation)
+        if slot == NULL:  # it is none in host memory
+            self.stale_releases += not self.device_slots.release(generation)
+        else:
+            self.book.release_generation(generation, self._time_of(<ClientSlotRecord>slot))
         return 0
 
     cpdef SubmissionEnd forget(self, uint64_t request_id):
@@ -737,7 +739,7 @@ cdef class ClientEnd(RecordTaker):
         Raises:
             RemoteProtocolError: it is not in flight.
         """
-        cdef SubmissionEnd submission = self.pending.pop(request_id, None)
+        cdef SubmissionEnd submission = self.pending.take(request_id)
         if submission is None:
             raise RemoteProtocolError(f"request {request_id} ended, which is not in flight")
         self.leave()

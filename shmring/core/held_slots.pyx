@@ -19,6 +19,7 @@ from shmring.core.sorted_keys cimport SortedKeys
 
 cdef extern from "Python.h":
     void _drop "Py_DECREF"(PyObject*) noexcept
+    void _drop_unless_null "Py_XDECREF"(PyObject*) noexcept
     Py_ssize_t Py_REFCNT(object) noexcept
 
 
@@ -40,6 +41,7 @@ cdef class HeldSlots:
         cdef uint32_t i
         for i in range(self._recent_count):
             _drop(self._recent[i].record)
+            _drop_unless_null(self._recent[i].tensor)
 
     def __len__(self) -> int:
         return len(self._slots) + self._recent_count
@@ -68,7 +70,7 @@ cdef class HeldSlots:
             self._forget_recent(0)
         held = &self._recent[self._recent_count]
         self._recent_count += 1
-        held.address, held.nbytes, held.record = address, nbytes, <PyObject*>record
+        held.address, held.nbytes, held.record, held.tensor = address, nbytes, <PyObject*>record, NULL
         Py_INCREF(record)
         return 0
 
@@ -84,10 +86,33 @@ cdef class HeldSlots:
         return 0
 
     cdef void _forget_recent(self, uint32_t place) noexcept:
-        cdef PyObject* record = self._recent[place].record
+        cdef Held gone = self._recent[place]
         self._recent_count -= 1
         memmove(&self._recent[place], &self._recent[place + 1], (self._recent_count - place) * sizeof(Held))
-        _drop(record)
+        _drop(gone.record)
+        _drop_unless_null(gone.tensor)
+
+    cdef void remember(self, uint64_t address, object tensor) noexcept:
+        """A tensor was made in the slot at this address, whose bytes are what they seem: torch negates none of them when it reads.
+
+        It is kept for as long as the slot is held, so that nothing else is taken for it.
+        """
+        cdef PyObject* before
+        cdef uint32_t i
+        for i in range(self._recent_count):
+            if self._recent[i].address == address:
+                Py_INCREF(tensor)
+                before, self._recent[i].tensor = self._recent[i].tensor, <PyObject*>tensor
+                _drop_unless_null(before)
+                break
+
+    cdef bint has_made(self, object tensor) noexcept:
+        """Whether this is a tensor that :meth:`remember` was told of last, of a slot that is held."""
+        cdef uint32_t i
+        for i in range(self._recent_count):
+            if self._recent[i].tensor == <PyObject*>tensor:
+                return True
+        return False
 
     cpdef int forget(self) except -1:
         """Begins a new list of what was found."""

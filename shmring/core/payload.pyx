@@ -429,8 +429,11 @@ cdef class Packer:
         part.source = tensor
         part.spelling = b""
         part.nbytes = nbytes
-        # What DLPack lends says nothing of torch's lazy conjugation and negation.
-        if is_plain and not self._is_negative(tensor) and (described.dtype.code != _COMPLEX or not tensor.is_conj()):
+        # What DLPack lends says nothing of torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and
+        # lets other threads run, so who has just made the tensor in a slot is not asked.
+        if is_plain and (self._held is None or not self._held.has_made(tensor)):
+            is_plain = not self._is_negative(tensor)
+        if is_plain and (described.dtype.code != _COMPLEX or not tensor.is_conj()):
             part.address = part.location = <uint64_t>described.data + described.byte_offset
         return part
 

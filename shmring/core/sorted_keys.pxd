@@ -21,6 +21,7 @@ cdef class SortedKeys:
     cdef int make_ready(self) except -1
     cdef void insert(self, uint64_t key) noexcept nogil
     cdef bint remove(self, uint64_t key) noexcept nogil
+    cdef void exchange(self, uint64_t key, uint64_t by) noexcept nogil
     cdef void replace(self, uint64_t key, uint64_t by) noexcept nogil
     cdef bint first_from(self, uint64_t key, uint64_t* found) noexcept nogil
     cdef bint last_below(self, uint64_t key, uint64_t* found) noexcept nogil

@@ -65,6 +65,8 @@ cdef class SortedKeys:
     cdef uint32_t _chunk_of(self, uint64_t key) noexcept nogil:
         """Returns the place of the last chunk that begins at or below ``key``; 0 if all begin above it."""
         cdef uint32_t low = 0, high = self.count, middle
+        if high <= 1:
+            return 0
         while low < high:
             middle = (low + high) >> 1
             if self.chunks[middle].keys[0] <= key:
@@ -122,6 +124,19 @@ cdef class SortedKeys:
             chunk.count += self.chunks[place + 1].count
             self._drop_chunk(place + 1)
         return True
+
+    cdef void exchange(self, uint64_t key, uint64_t by) noexcept nogil:
+        """Takes a key away that is there, and adds one that is not. The caller has called :meth:`make_ready`."""
+        cdef uint32_t place = self._chunk_of(key), at
+        cdef Chunk* chunk = &self.chunks[place]
+        at = _first_not_below(chunk.keys, chunk.count, key)
+        if (chunk.keys[at - 1] < by if at else not place) and (
+            by < chunk.keys[at + 1] if at + 1 < chunk.count else place + 1 == self.count
+        ):
+            chunk.keys[at] = by
+        else:
+            self.remove(key)
+            self.insert(by)
 
     cdef void replace(self, uint64_t key, uint64_t by) noexcept nogil:
         """Puts another key in the place of one that is there; no other key lies between the two."""

@@ -316,7 +316,8 @@ class ClientBook:
         assert slot.lease is not None
         slot.state = state
         slot.lease.slots.free(slot.start, slot.blocks)
-        slot.lease.empty_since = now
+        if slot.lease.is_empty:
+            slot.lease.empty_since = now
 
     # -- what there is ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,172 @@
+"""Objects by their numbers, where numbers count up: what is in flight, by its id.
+
+A dict does the same and takes four times as long: it makes an int of each number, hashes it and asks the ints whether they are equal.
+Here an object stands at its number times the golden ratio, of which the upper bits are a place in a table that is twice as large as what is
+in it, or next to that if the place is taken. Numbers that count up are spread evenly by that, and far from each other: so they hardly
+ever meet, and who takes one away finds an empty place behind it.
+
+Invariant: between the place of a number and the entry that it has, no entry is empty. So who takes one away closes the gap.
+
+Source: hashing by multiplication, D. E. Knuth, "The Art of Computer Programming", volume 3, 6.4.
+"""
+
+cimport cython
+from cpython.object cimport PyObject, PyTypeObject, visitproc
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
+
+cdef extern from "Python.h":
+    ctypedef int (*traverseproc)(PyObject*, visitproc, void*) noexcept
+    ctypedef int (*inquiry)(PyObject*) noexcept
+    ctypedef struct CollectedType "PyTypeObject":
+        traverseproc tp_traverse
+        inquiry tp_clear
+    void _drop "Py_DECREF"(PyObject*) noexcept
+
+cdef enum:
+    _FIRST_BITS = 6  # of the first size
+
+cdef uint64_t _GOLDEN = 0x9E3779B97F4A7C15
+
+
+@cython.final
+cdef class Numbered:
+    """See the head of this file."""
+
+    def __cinit__(self):
+        self._entries = <Entry*>calloc(1 << _FIRST_BITS, sizeof(Entry))
+        if self._entries == NULL:
+            raise MemoryError
+        self._shift, self._mask = 64 - _FIRST_BITS, (1 << _FIRST_BITS) - 1
+
+    def __dealloc__(self):
+        _clear(<PyObject*>self)
+        free(self._entries)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __contains__(self, number: int) -> bool:
+        return self.find(number) != NULL
+
+    def get(self, number: int):
+        """Returns what has this number; None if nothing has."""
+        cdef PyObject* item = self.find(number)
+        return None if item == NULL else <object>item
+
+    def items(self) -> list:
+        """Returns what there is, as pairs and in order of its numbers."""
+        cdef uint64_t place
+        items = []
+        for place in range(self._mask + 1):
+            if self._entries[place].item != NULL:
+                items.append((self._entries[place].number, <object>self._entries[place].item))
+        items.sort(key=_number_of)
+        return items
+
+    def values(self) -> list:
+        """Returns what there is, in order of its numbers."""
+        return [item for _, item in self.items()]
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        _clear(<PyObject*>self)
+
+    cdef PyObject* find(self, uint64_t number) noexcept:
+        """Returns what has this number, as a borrowed reference; NULL if nothing has."""
+        cdef uint64_t place = number * _GOLDEN >> self._shift
+        while self._entries[place].item != NULL:
+            if self._entries[place].number == number:
+                return self._entries[place].item
+            place = (place + 1) & self._mask
+        return NULL
+
+    cpdef int put(self, uint64_t number, object item) except -1:
+        """Gives an object a number that none has."""
+        cdef uint64_t place
+        if 2 * (self.count + 1) > self._mask:
+            self._grow()
+        place = number * _GOLDEN >> self._shift
+        while self._entries[place].item != NULL:
+            place = (place + 1) & self._mask
+        Py_INCREF(item)
+        self._entries[place].number, self._entries[place].item = number, <PyObject*>item
+        self.count += 1
+        return 0
+
+    cpdef object take(self, uint64_t number):
+        """Takes what has this number away, and returns it; None if nothing has."""
+        cdef uint64_t place = number * _GOLDEN >> self._shift, gap
+        cdef PyObject* found
+        while self._entries[place].item != NULL and self._entries[place].number != number:
+            place = (place + 1) & self._mask
+        found = self._entries[place].item
+        if found == NULL:
+            return None
+        self.count -= 1
+        gap = place
+        while True:
+            place = (place + 1) & self._mask
+            if self._entries[place].item == NULL:
+                break
+            # It may move back to the gap unless its own place lies behind that.
+            if ((place - (self._entries[place].number * _GOLDEN >> self._shift)) & self._mask) >= ((place - gap) & self._mask):
+                self._entries[gap] = self._entries[place]
+                gap = place
+        self._entries[gap].item = NULL
+        item = <object>found
+        _drop(found)
+        return item
+
+    cdef int _grow(self) except -1:
+        cdef Entry* old = self._entries
+        cdef uint64_t old_mask = self._mask, place, to
+        cdef Entry* larger = <Entry*>calloc(2 * (old_mask + 1), sizeof(Entry))
+        if larger == NULL:
+            raise MemoryError
+        self._entries, self._mask = larger, 2 * old_mask + 1
+        self._shift -= 1
+        for place in range(old_mask + 1):
+            if old[place].item != NULL:
+                to = old[place].number * _GOLDEN >> self._shift
+                while larger[to].item != NULL:
+                    to = (to + 1) & self._mask
+                larger[to] = old[place]
+        free(old)
+        return 0
+
+
+def _number_of(pair):
+    return pair[0]
+
+
+cdef int _traverse(PyObject* self, visitproc visit, void* argument) noexcept:
+    """The type's ``tp_traverse``: cycles through what is in flight are found as those through a dict are."""
+    cdef Numbered table = <Numbered>self
+    cdef uint64_t place
+    cdef int stop
+    for place in range(table._mask + 1):
+        if table._entries[place].item != NULL:
+            stop = visit(table._entries[place].item, argument)
+            if stop:
+                return stop
+    return 0
+
+
+cdef int _clear(PyObject* self) noexcept:
+    """The type's ``tp_clear``."""
+    cdef Numbered table = <Numbered>self
+    cdef uint64_t place
+    cdef PyObject* item
+    if table._entries != NULL:
+        table.count = 0
+        for place in range(table._mask + 1):
+            item, table._entries[place].item = table._entries[place].item, NULL
+            if item != NULL:
+                _drop(item)
+    return 0
+
+
+(<CollectedType*><PyObject*>Numbered).tp_traverse = <traverseproc><void*>_traverse
+(<CollectedType*><PyObject*>Numbered).tp_clear = <inquiry><void*>_clear
