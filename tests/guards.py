@@ -218,8 +218,8 @@ GUARDS = (
     Guard(
         "the slab's name is unlinked while the slab lives",
         "shmring/memory/slab.py",
-        "        posix_ipc.unlink_shared_memory(path)\n    return fd",
-        "        pass\n    return fd",
+        "            posix_ipc.unlink_shared_memory(path)\n    except",
+        "            pass\n    except",
         "tests/memory/test_slab.py::test_a_slab_has_no_name_from_the_start",
     ),
     Guard(
@@ -228,6 +228,13 @@ GUARDS = (
         "            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            path.unlink()",
         "            path.unlink()",
         "tests/memory/test_slab.py::test_a_sweep_leaves_what_a_living_engine_holds",
+    ),
+    Guard(
+        "a sweep calls no living engine dead",
+        "shmring/memory/slab.py",
+        "            if os.fstat(fd).st_size:",
+        "            if True:",
+        "tests/memory/test_slab.py::test_a_slab_whose_name_was_swept_in_the_making_is_as_good",
     ),
     Guard(
         "a slab in a memfd is sealed",
