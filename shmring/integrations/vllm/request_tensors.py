@@ -1,8 +1,8 @@
 """What of one request goes through the slab: placed there before vLLM encodes the request, referred to in its message.
 
-The life of :class:`RequestTensors`: ``place_now`` finds what is kept and copies what is small; ``place`` waits for the rest; then vLLM's
-encoder runs, without an ``await``, and asks ``reference_to`` for each tensor; ``settle`` or ``abandon`` ends it, whether
-the message was sent or not. What was placed and is referred to by no message is given back.
+The life of :class:`RequestTensors`: ``place_now`` finds what is kept and copies what is small; ``place`` waits for the rest;
+then vLLM's encoder runs, without an ``await``, and asks ``reference_to`` for each tensor; ``settle`` or ``abandon`` ends it,
+whether the message was sent or not. What was placed and is referred to by no message is given back.
 """
 
 from __future__ import annotations
