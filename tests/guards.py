@@ -447,7 +447,7 @@ GUARDS = (
         "tests/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
     ),
     Guard(
-        "who is cancelled in line may have been passed by",
+        "a sender that is cancelled may have left the line already",
         "shmring/ring/workers.py",
         "elif future in self._line:",
         "else:",
@@ -468,7 +468,7 @@ GUARDS = (
         "tests/test_workers.py::test_a_claim_whose_frontend_gave_it_up_is_shared_in_place_as_well",
     ),
     Guard(
-        "who waits for place is told for whom",
+        "a sender that waits for room learns which worker it waits for",
         "shmring/core/fan_out_end.pyx",
         "return self.blocks != 0 and not self.had_memory",
         "return self.blocks != 0 and self.start < 0",
@@ -503,7 +503,7 @@ GUARDS = (
         "tests/core/test_fan_out_book_machine.py::test_who_waits_looks_again_after_it_has_said_so",
     ),
     Guard(
-        "who is waited for already is waited for still",
+        "a second sender that waits does not take the first one's bell",
         "shmring/core/fan_out_book.pyx",
         "store_release_u64(at, min(earlier, wanted[place]) if earlier else wanted[place])",
         "store_release_u64(at, wanted[place])",
