@@ -2,7 +2,7 @@
 
 Theory of operation. One end of shmring lives in the loop, and nothing of it is touched by another thread. A thread that wants
 something puts a :class:`LoopCall` in a queue, wakes the loop, and sleeps until it is answered. What nobody waits for is
-*posted*: it goes through the same queue, so that one thread's wishes are carried out in their order.
+*posted*: it goes through the same queue, so that what one thread asks for is done in that order.
 
 Posting never waits and takes no lock, so a finaliser may do it in any thread and at any moment: also when the garbage collector
 runs it in the loop's thread, or inside another call of this file. (The queue is a deque, whose ends are atomic.)
