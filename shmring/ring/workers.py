@@ -5,9 +5,9 @@ is around its end. A message that finds memory, place and room is sent there, at
 copy, stands in line here, and nobody overtakes it: so messages are sent in the order of the calls, and whoever is cancelled
 passes the turn on.
 
-An engine that waits for workers says so in their pages or rings, and they ring it. Otherwise they do not ring. The slots of claims
-are an exception: frontends wait for them, and this engine does not. So this file looks at them a moment after such a message was
-sent and after each bell, and asks the workers that still read them to ring.
+An engine that waits for workers says so in their pages or rings, and they ring it. Otherwise they do not ring. The slots of
+claims are an exception: frontends wait for them, and this engine does not. So this file looks at them a moment after such a
+message was sent and after each bell, and asks the workers that still read them to ring.
 
 What ends a worker: its connection, :meth:`Workers.drop`, its process's death, or breaking the rules. In each case it gets
 nothing more at once. What it has not left comes back when it says so in its page, or when the kernel says that its process is
@@ -331,7 +331,7 @@ class Workers:
         self._workers[record].link.published()
 
     def hear(self) -> None:
-        """A worker has rung, which it does once: a caller that still waits asks again. For frontends, this method asks again."""
+        """A worker has rung, which it does once. A caller that still waits asks again; for frontends, this method asks."""
         self.look()
         if self.book.holds_slots():
             self.slots_are_kept()
