@@ -355,7 +355,7 @@ class EngineClient:
             ValueError: there are several, and none is named.
         """
         if engine is None and len(self.engines) > 1:
-            raise ValueError(f"whose statistics? Name one of {', '.join(self.engines)}")
+            raise ValueError(f"several engines have statistics: name one of {', '.join(self.engines)}")
         client = next(iter(self.engines.values())) if engine is None else self.engines[engine]
         if not client.connected and not client.closed:
             raise self.dead_error

@@ -32,8 +32,10 @@ def environment_of(rank: int, engines: int, environment: Mapping[str, str], gpus
         environment: the server's, which may say which GPUs it has.
         gpus: in this machine.
     """
-    said = environment.get(_VARIABLE)
-    visible = [str(number) for number in range(gpus)] if said is None else [part for part in said.split(",") if part.strip()]
+    listed = environment.get(_VARIABLE)
+    visible = (
+        [str(number) for number in range(gpus)] if listed is None else [part for part in listed.split(",") if part.strip()]
+    )
     if engines == 1 or not visible:
         return {}
     share = len(visible) // engines

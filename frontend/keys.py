@@ -26,8 +26,8 @@ def read_keys(options: Iterable[str], variable: str | None, file: str | os.PathL
         file: its path; one key in a line.
 
     Raises:
-        OSError: the file can't be read. ValueError: a text is no key, or a place holds no keys, or users other than its owner
-        may read the file. The message says
+        OSError: the file can't be read.
+        ValueError: a text is no key, a place holds no keys, or users other than its owner may read the file. The message says
             where, and what to do.
     """
     keys = list(options)

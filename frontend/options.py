@@ -215,7 +215,8 @@ _SETTINGS = (
         "allowed_media_domains",
         _Parsed("hosts", _parse_domains),
         (),
-        "Hosts that media are fetched from: a.org, *.b.org, c.org:9000; several with commas, or again.  [default: none]",
+        "Hosts that media are fetched from: a.org, *.b.org, c.org:9000; several with commas, or in several such options.  "
+        "[default: none]",
         "fetch",
     ),
     _Setting(

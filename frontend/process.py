@@ -23,7 +23,7 @@ from engine.client import EngineClient
 from engine.settings import engine_names
 from engine.supervision import SupervisorLink
 from frontend.app import create_app
-from frontend.memory import make_malloc_return_memory
+from frontend.malloc import make_malloc_return_memory
 from frontend.server import Server
 from frontend.settings import ProcessSettings
 

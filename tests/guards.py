@@ -239,8 +239,8 @@ GUARDS = (
     Guard(
         "the slab's name is unlinked while the slab lives",
         "shmring/memory/slab.py",
-        "        posix_ipc.unlink_shared_memory(path)\n    return fd",
-        "        pass\n    return fd",
+        "            posix_ipc.unlink_shared_memory(path)\n    except",
+        "            pass\n    except",
         "tests/memory/test_slab.py::test_a_slab_has_no_name_from_the_start",
     ),
     Guard(
@@ -249,6 +249,13 @@ GUARDS = (
         "            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            path.unlink()",
         "            path.unlink()",
         "tests/memory/test_slab.py::test_a_sweep_leaves_what_a_living_engine_holds",
+    ),
+    Guard(
+        "a sweep calls no living engine dead",
+        "shmring/memory/slab.py",
+        "            if os.fstat(fd).st_size:",
+        "            if True:",
+        "tests/memory/test_slab.py::test_a_slab_whose_name_was_swept_in_the_making_is_as_good",
     ),
     Guard(
         "a slab in a memfd is sealed",
@@ -461,7 +468,7 @@ GUARDS = (
         "tests/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
     ),
     Guard(
-        "who is cancelled in line may have been passed by",
+        "a sender that is cancelled may have left the line already",
         "shmring/ring/workers.py",
         "elif future in self._line:",
         "else:",
@@ -482,7 +489,7 @@ GUARDS = (
         "tests/test_workers.py::test_a_claim_whose_frontend_gave_it_up_is_shared_in_place_as_well",
     ),
     Guard(
-        "who waits for place is told for whom",
+        "a sender that waits for room learns which worker it waits for",
         "shmring/core/fan_out_end.pyx",
         "return self.blocks != 0 and not self.had_memory",
         "return self.blocks != 0 and self.start < 0",
@@ -517,7 +524,7 @@ GUARDS = (
         "tests/core/test_fan_out_book_machine.py::test_who_waits_looks_again_after_it_has_said_so",
     ),
     Guard(
-        "who is waited for already is waited for still",
+        "a second sender that waits does not take the first one's bell",
         "shmring/core/fan_out_book.pyx",
         "store_release_u64(at, min(earlier, wanted[place]) if earlier else wanted[place])",
         "store_release_u64(at, wanted[place])",

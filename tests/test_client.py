@@ -232,8 +232,8 @@ async def test_a_caller_that_keeps_its_replies_does_not_wait_for_itself(serve: A
     """Views of replies hold half of the reserve at most; what comes then is copied out of it, and counted."""
     ring = await serve(handle, name="short", slab_nbytes="4MiB", reply_nbytes="1MiB")
     client = await connect("short")
-    asked = {"do": "count", "to": 1, "nbytes": 200_000}
-    replies = await asyncio.gather(*(client.request(asked, timeout=20) for _ in range(20)))
+    question = {"do": "count", "to": 1, "nbytes": 200_000}
+    replies = await asyncio.gather(*(client.request(question, timeout=20) for _ in range(20)))
     assert [reply["n"] for reply in replies] == [0] * 20
     assert all(bool((reply["x"] == reply["x"][0]).all()) for reply in replies)
     now = client.statistics()

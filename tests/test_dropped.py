@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.dropped import DROPPED_S
+from shmring.core.dropped import give_back_soon
 
 
 @pytest.fixture
@@ -24,6 +24,13 @@ def warned() -> Iterator[list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         yield caught
+
+
+async def what_was_dropped_came_back() -> None:
+    """Waits until what was dropped later than anything before this call has come back."""
+    came_back = asyncio.Event()
+    give_back_soon(asyncio.get_running_loop(), came_back.set)
+    await came_back.wait()
 
 
 async def test_a_slot_that_is_dropped_comes_back(serve: Any, connect: Any, eventually: Any) -> None:
@@ -133,7 +140,7 @@ async def test_a_finaliser_that_leaves_what_was_dropped_with_it_is_in_time(
     gc.collect()
     with pytest.raises(StopAsyncIteration):
         await submission.next()
-    await asyncio.sleep(2 * DROPPED_S)
+    await what_was_dropped_came_back()
     assert warned == []
     assert ring.statistics().slots_in_use == 0
 
@@ -159,5 +166,5 @@ async def test_what_is_left_properly_warns_of_nothing(
     await ring.close()
     del kept
     gc.collect()
-    await asyncio.sleep(2 * DROPPED_S)
+    await what_was_dropped_came_back()
     assert warned == []

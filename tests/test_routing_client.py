@@ -179,10 +179,12 @@ async def test_aborting_by_name_finds_the_request_wherever_it_is(
     assert len(await asyncio.gather(*requests[::2])) == 2
 
 
-async def test_cancelling_a_request_aborts_it(client: shmring.RoutingClient, engines: Engines, settled: Any) -> None:
+async def test_cancelling_a_request_aborts_it(
+    client: shmring.RoutingClient, engines: Engines, settled: Any, eventually: Any
+) -> None:
     engines.go_on.clear()
     requests = [asyncio.create_task(client.request({"x": tensor()})) for _ in range(4)]
-    await asyncio.wait(requests, timeout=0.01)
+    await eventually(lambda: sum(statistics.in_flight for statistics in client.statistics().values()) == 4)
     for request in requests:
         request.cancel()
     await asyncio.wait(requests)

@@ -24,7 +24,7 @@ import uvloop
 import shmring
 from shmring import threads
 from shmring.memory import copier
-from shmring.threads.loop_thread import Call, LoopThread
+from shmring.threads.loop_thread import LoopCall, LoopThread
 from tests.integration.test_forged import Forger
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -825,7 +825,7 @@ def test_no_call_is_left_in_the_queue_of_a_loop_that_has_ended() -> None:
             self.call_soon_threadsafe(thread._carry_out)
             super().close()
 
-    last = Call(int, (), lambda _: None)
+    last = LoopCall(int, (), lambda _: None)
     thread = LoopThread("this end", make)
     thread._loop.close()
     thread._loop = Loop()

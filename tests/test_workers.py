@@ -907,8 +907,8 @@ async def joined(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Aw
         return there[-1]
 
     yield open_one
-    for one in there:
-        one.close()
+    for joined in there:
+        joined.close()
 
 
 def poke(memory: Any, at: int, data: bytes) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-__all__ = ["Server", "left_behind", "serving"]
+__all__ = ["DemoServer", "left_behind", "serving"]
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
@@ -20,7 +20,7 @@ _READY = re.compile(r"serving on (?P<url>\S+) \(engine pid (?P<engine>\d+), fron
 
 
 @dataclasses.dataclass(slots=True)
-class Server:
+class DemoServer:
     """A running server, and the processes that it said it has."""
 
     process: subprocess.Popen[str]
@@ -29,7 +29,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(arguments: list[str]) -> Iterator[Server]:
+def serving(arguments: list[str]) -> Iterator[DemoServer]:
     """Runs ``shmring serve`` with these arguments; ends it, whatever happens, even if this process is killed.
 
     Raises:
@@ -48,7 +48,7 @@ def serving(arguments: list[str]) -> Iterator[Server]:
                 process.kill()
 
 
-def _wait_until_ready(process: subprocess.Popen[str]) -> Server:
+def _wait_until_ready(process: subprocess.Popen[str]) -> DemoServer:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -57,10 +57,10 @@ def _wait_until_ready(process: subprocess.Popen[str]) -> Server:
     if match is None:
         raise RuntimeError(f"the server did not start within {_START_TIMEOUT_S:g} s; its own message is above")
     pids = [process.pid, int(match["engine"]), *map(int, match["frontends"].split())]
-    return Server(process, match["url"], pids)
+    return DemoServer(process, match["url"], pids)
 
 
-def left_behind(server: Server) -> list[str]:
+def left_behind(server: DemoServer) -> list[str]:
     """Returns a line for each process and each segment that a server left behind."""
     problems = []
     if server.process.returncode != 0:

@@ -193,8 +193,8 @@ def _flat(image: Image.Image, width: int, height: int, background: tuple[int, in
 def _check_expansion(file_nbytes: int, decoded_nbytes: int, limit: float) -> None:
     if decoded_nbytes > _HARMLESS_NBYTES and decoded_nbytes > limit * file_nbytes:
         raise MediaError(
-            f"the picture of {decoded_nbytes} bytes is packed into {file_nbytes}, "
-            f"1 to {decoded_nbytes / file_nbytes:.0f}; 1 to {limit:g} is accepted for one so large"
+            f"the picture takes {decoded_nbytes} bytes decoded, {decoded_nbytes / file_nbytes:.0f} for each byte of its file; "
+            f"{limit:g} are accepted for a picture of this size (max_image_expansion)"
         )
 
 
@@ -241,7 +241,7 @@ def _tile_size(image: Image.Image) -> tuple[int, int] | None:
     if width is None and height is None:
         return None
     if not isinstance(width, int) or not isinstance(height, int):
-        raise MediaError("the picture is damaged: the size of its tiles is not one")
+        raise MediaError("the picture is damaged: its tiles have an impossible size")
     return width, height
 
 

@@ -288,8 +288,7 @@ class RingClient(ClientCalls):
 
         Raises:
             WouldBlock: it can't be kept now, since too much of what is kept is pinned, or somebody waits for that memory. A
-            slot that it
-                lies in is the caller's again, to be sent as usual. Nothing is waited for.
+                slot that it lies in is the caller's again, to be sent as usual. Nothing is waited for.
             CapacityError: it is larger than all that the engine may keep.
             TypeError, ValueError: it can't be sent, has no tensor, or this is no key.
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.

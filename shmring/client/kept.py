@@ -272,10 +272,10 @@ class KeptContents:
         Raises:
             RemoteProtocolError: nobody has asked that, or it says what can't be.
         """
-        asked = self._answers.get(answer.token)
-        if asked is None:
+        question = self._answers.get(answer.token)
+        if question is None:
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered, which is not in flight")
-        future, key, record = asked
+        future, key, record = question
         result = answer if isinstance(answer, NotKept) else self._pinned(key, answer, record)
         del self._answers[answer.token]  # not before: whoever waits is told if the answer breaks the rules
         self._asking.release()

@@ -581,15 +581,15 @@ class RoutingClient:
             pending = set(waits)
             while pending and not self.connected:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for each in done:
-                    error = each.exception()
+                for wait in done:
+                    error = wait.exception()
                     if error is not None and not isinstance(error, EngineDeadError):
                         raise error
             if not self.connected and not self._reconnect:
                 raise self._none_attached()
         finally:
-            for each in waits:
-                each.cancel()
+            for wait in waits:
+                wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
     def _none_attached(self) -> EngineDeadError | WouldBlock:
@@ -605,8 +605,10 @@ class RoutingClient:
     def _why_not_sent(self) -> str:
         if not self.connected:
             return f"one of the engines {self._listed} to be attached"
-        attached = (client.session for client in self.engines.values())
-        return "; ".join(f"at {each.engine_name!r}: {each.sending.why_not_sent()}" for each in attached if each is not None)
+        sessions = (client.session for client in self.engines.values())
+        return "; ".join(
+            f"at {session.engine_name!r}: {session.sending.why_not_sent()}" for session in sessions if session is not None
+        )
 
     # -- the connections -----------------------------------------------------------------------------------------------
 

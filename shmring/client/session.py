@@ -257,7 +257,7 @@ class Session:
             case Refused(reason):
                 self._lose(self._dead(f"ended the connection: {reason}"))
             case Welcome():
-                raise RemoteProtocolError("an engine says welcome once")
+                raise RemoteProtocolError("Welcome was sent a second time")
 
     def peer_gave_up(self) -> None:
         """An engine does not attach."""

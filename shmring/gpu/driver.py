@@ -124,5 +124,5 @@ class Driver:
         if code:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
-            said = (text.value or b"unknown error").decode(errors="replace")
-            raise CudaError(f"{name} failed: {said} (error {code})", call=name, code=code)
+            reason = (text.value or b"unknown error").decode(errors="replace")
+            raise CudaError(f"{name} failed: {reason} (error {code})", call=name, code=code)

@@ -186,9 +186,7 @@ def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device: int) -> PinnedSlab:
             message = f"the slab can't be pinned: {error}; pin='auto' would go on without"
             raise CudaError(message, call=error.call, code=error.code, nbytes=slab.nbytes) from None
         level = logging.WARNING if cuda.is_built() else logging.INFO
-        logger.log(
-            level, "the slab is not pinned, copies to a GPU will be slower: %s; pin='off' says that this is meant", error
-        )
+        logger.log(level, "the slab is not pinned, copies to a GPU will be slower: %s; set pin='off' if that is meant", error)
         return PinnedSlab(cuda, device, slab.address)
     logger.info(
         "pinned %d bytes of the slab in %.2f s, in %d calls, on GPU %d", pinned.nbytes, pinned.seconds, pinned.chunks, device

@@ -5,8 +5,8 @@ it is safe: the cancellation is delivered when the thread has stopped writing, s
 the slot back.
 
 Others are made in the loop, which is faster than waking a thread and then the loop. So that many of them don't hold it up
-together, a turn of the loop copies no more than what a single copy may take. Who comes after that waits for a turn, in order of
-arrival, and nobody overtakes who waits. Whoever sends one message after the other lets the loop go on sooner than that.
+together, a turn of the loop copies no more than what a single copy may take. Copies that come after that wait for another turn,
+in order of arrival. A caller that sends one message after the other lets the loop go on sooner than that.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ and touched. From the unlink on, the memory belongs to the descriptors and mappi
 them ends, however it ends, the kernel frees it.
 
 A process that dies in those microseconds leaves a name; :func:`sweep` removes names of this user whose lock can be
-taken, and no others: a living engine's is locked until it is gone.
+taken, and no others: a living engine's is locked until it is gone. There is a moment between a name's creation and its lock; a
+living engine may lose its name there, which harms nobody, since it was about to remove it. So that a sweep can tell this from
+what a dead engine left, a segment is empty until its engine has the lock, and has a size from then on.
 
 A memfd has no name, and no mount limits it: what it takes counts only as memory of the machine and of the container. It is
 sealed against shrinking and growing. A segment can't be: whoever has its descriptor can truncate it, and the next access of
@@ -269,9 +271,13 @@ def map_read_only(fds: tuple[int, int, int], nbytes: tuple[int, int, int], *, pr
 
 
 def sweep() -> list[str]:
-    """Removes segment names of this user that a crash between create and unlink left; returns them.
+    """Removes segment names of this user that a crash between create and unlink left.
 
     What else lies there under such a name (anybody can put something) is not ours, and stops nobody.
+
+    Returns:
+        The names of engines that are dead: each had the lock of its segment once, and nobody has it now. A name that nobody has
+        locked yet is removed as well, and not returned: its engine may be starting at this moment, and needs the name no more.
     """
     removed = []
     for path in SHM_DIRECTORY.glob(f"{NAME_PREFIX}-{os.getuid()}-*"):
@@ -285,7 +291,8 @@ def sweep() -> list[str]:
                 continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-            removed.append(path.name)
+            if os.fstat(fd).st_size:  # looked at under the lock
+                removed.append(path.name)
         except (BlockingIOError, FileNotFoundError):
             continue  # its owner lives
         finally:
@@ -374,9 +381,14 @@ def _create_unlinked(path: str, nbytes: int) -> int:
             errno=getattr(error, "errno", None),
             nbytes=nbytes,
         ) from error
-    fcntl.flock(fd, fcntl.LOCK_EX)  # waits, if at all, for a sweep that looks at us; the lock ends with the descriptor
-    with contextlib.suppress(posix_ipc.ExistentialError):  # swept before the lock was ours: as good as unlinked
-        posix_ipc.unlink_shared_memory(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # waits, if at all, for a sweep that looks at us; the lock ends with the descriptor
+        os.ftruncate(fd, mmap.PAGESIZE)  # tells a sweep that this was locked once; it takes no memory
+        with contextlib.suppress(posix_ipc.ExistentialError):  # swept before the lock was ours: as good as unlinked
+            posix_ipc.unlink_shared_memory(path)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -136,7 +136,7 @@ class Frontend(FrontendEnd):
             case Goodbye():
                 self._hear_goodbye(message)
             case Hello():
-                raise RemoteProtocolError("a connection says hello once")
+                raise RemoteProtocolError("Hello was sent a second time")
 
     def _call(self, call: Call) -> None:
         if len(self._calls) >= self._ring.config.max_calls:

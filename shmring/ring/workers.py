@@ -5,9 +5,9 @@ is around its end. A message that finds memory, place and room is sent there, at
 copy, stands in line here, and nobody overtakes it: so messages are sent in the order of the calls, and whoever is cancelled
 passes the turn on.
 
-Who waits for workers says so in their pages or rings, and is rung for; nobody is rung for otherwise. The slots of claims are
-the exception: their frontends wait for them, and not this engine. So somebody looks after them, a moment after such a message
-was sent and after each bell, and asks those who still read them to ring.
+An engine that waits for workers says so in their pages or rings, and they ring it. Otherwise they do not ring. The slots of
+claims are an exception: frontends wait for them, and this engine does not. So this file looks at them a moment after such a
+message was sent and after each bell, and asks the workers that still read them to ring.
 
 What ends a worker: its connection, :meth:`Workers.drop`, its process's death, or breaking the rules. In each case it gets
 nothing more at once. What it has not left comes back when it says so in its page, or when the kernel says that its process is
@@ -123,7 +123,7 @@ class _Worker(JoinedWorker):
 
 
 class _WorkerLink(Link):
-    """A link whose owner hears each bell: it may be an acknowledgement's."""
+    """A link that reports each bell to its owner: a worker may have rung because it has left a message."""
 
     _owner: _Worker
 
@@ -280,7 +280,7 @@ class Workers:
         self._is_sending = self.end.is_crowded = False
 
     async def _changed(self, want: Callable[[], bool]) -> None:
-        """Waits until workers have done something, unless they did while they were asked for it."""
+        """Waits until a worker rings. Returns at once if the workers did what is wanted while ``want`` asked them."""
         if not want():
             return
         self._change = future = self.loop.create_future()
@@ -290,7 +290,7 @@ class Workers:
             self._change = None
 
     def _want_room(self, parcel: Parcel) -> bool:
-        """Asks those to ring who stand in the way; returns False if nobody does (any more)."""
+        """Asks the workers that are in the way to ring; returns False if no worker is in the way (any more)."""
         ranks = self.book.ranks if parcel.to is None else [rank for rank in parcel.to if self.book.member(rank)]
         if not self.book.can_publish(ranks):
             return self.book.want(ranks)
@@ -320,7 +320,7 @@ class Workers:
             self._change.set_result(None)
 
     def _settle(self) -> None:
-        """Sees those out who are gone."""
+        """Removes the workers that are gone."""
         gone, self.book.gone = self.book.gone, []
         for record in gone:
             worker = self._workers.pop(record)
@@ -331,7 +331,7 @@ class Workers:
         self._workers[record].link.published()
 
     def hear(self) -> None:
-        """A worker has rung, which it does once: whoever still waits asks anew. For frontends, that is done here."""
+        """A worker has rung, which it does once. A caller that still waits asks again; for frontends, this method asks."""
         self.look()
         if self.book.holds_slots():
             self.slots_are_kept()
@@ -501,7 +501,7 @@ class Workers:
         self.loop.call_soon(self.refuse, worker, error)
 
     def part(self, worker: _Worker, how: str, *, uses_nothing: bool = False) -> None:
-        """A worker gets nothing more; nor will it reply. Twice is once."""
+        """A worker gets nothing more, and will not reply. A second call does nothing."""
         record = worker.record
         was_known = worker in self._workers.values()
         if uses_nothing:

@@ -1,8 +1,8 @@
 """An event loop in a thread of its own, and how other threads have things done there.
 
 Theory of operation. One end of shmring lives in the loop, and nothing of it is touched by another thread. A thread that wants
-something puts a :class:`Call` in a queue, wakes the loop, and sleeps until it is answered. What nobody waits for is
-*posted*: it goes through the same queue, so that one thread's wishes are carried out in their order.
+something puts a :class:`LoopCall` in a queue, wakes the loop, and sleeps until it is answered. What nobody waits for is
+*posted*: it goes through the same queue, so that what one thread asks for is done in that order.
 
 Posting never waits and takes no lock, so a finaliser may do it in any thread and at any moment: also when the garbage collector
 runs it in the loop's thread, or inside another call of this file. (The queue is a deque, whose ends are atomic.)
@@ -29,7 +29,7 @@ import uvloop
 from shmring.errors import ClosedError, LocalProtocolError
 from shmring.forks import Origin
 
-__all__ = ["Call", "LoopThread", "within"]
+__all__ = ["LoopCall", "LoopThread", "within"]
 
 _Result = TypeVar("_Result")
 
@@ -51,7 +51,7 @@ def _keep(result: Any) -> None:
     """What a call gives needs no undoing."""
 
 
-class Call:
+class LoopCall:
     """Something that the loop does for a thread, which waits for it.
 
     Args:
@@ -153,13 +153,13 @@ class Call:
             del error, self  # the error's traceback holds this frame
 
 
-class _Question(Call):
+class _Question(LoopCall):
     """A call whose function gets the call, and has it answered, then or later.
 
     Args:
         timeout: seconds until it is answered with a TimeoutError.
         what: is waited for, for that error.
-        function, arguments, undo: as of :class:`Call`.
+        function, arguments, undo: as of :class:`LoopCall`.
     """
 
     __slots__ = ("_timeout", "_what")
@@ -204,11 +204,11 @@ class LoopThread:
         self._make = make
         self._origin = Origin()
         self._loop = uvloop.new_event_loop()
-        self._queue: deque[Call | tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._opening = Call(make, (), _keep)
+        self._queue: deque[LoopCall | tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._opening = LoopCall(make, (), _keep)
         self._life: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[tuple[Any, ...]] | None = None
-        self._running: dict[Call, None] = {}  # those that are not answered yet; only the loop's thread uses it
+        self._running: dict[LoopCall, None] = {}  # those that are not answered yet; only the loop's thread uses it
         self._is_closed = False
         self._is_over = False
         self._failure: Exception | None = None
@@ -280,7 +280,7 @@ class LoopThread:
             LocalProtocolError: this is the loop's own thread, which would wait for itself.
             BaseException: whatever the function raises.
         """
-        return self._carried_out(Call(function, arguments, undo))
+        return self._carried_out(LoopCall(function, arguments, undo))
 
     def ask(
         self,
@@ -295,7 +295,7 @@ class LoopThread:
         Args:
             timeout: seconds.
             what: is waited for, for the error.
-            function: called in the loop, with a :class:`Call` and the arguments. It has the call answered, then or later.
+            function: called in the loop, with a :class:`LoopCall` and the arguments. It has the call answered, then or later.
             arguments, undo: as of :meth:`call`.
 
         Raises:
@@ -305,7 +305,7 @@ class LoopThread:
         """
         return self._carried_out(_Question(timeout, what, function, arguments, undo))
 
-    def _carried_out(self, call: Call) -> Any:
+    def _carried_out(self, call: LoopCall) -> Any:
         self.check_open()
         self._check_thread()
         try:
@@ -368,7 +368,7 @@ class LoopThread:
                 item = self._queue.popleft()
             except IndexError:
                 return
-            if isinstance(item, Call):
+            if isinstance(item, LoopCall):
                 item.answer(error=self._closed_error())
 
     # -- in the loop's thread ------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ class LoopThread:
         # All that is there, and not only what this wake-up is for: a thread can be interrupted before it has woken the loop.
         for _ in range(len(self._queue)):
             item = self._queue.popleft()
-            if not isinstance(item, Call):
+            if not isinstance(item, LoopCall):
                 function, arguments = item
                 function(*arguments)
             elif self._is_closed:

@@ -23,7 +23,7 @@ from shmring.config import RingConfig, configured
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
 from shmring.statistics import RingStatistics
-from shmring.threads.loop_thread import Call, LoopThread, within
+from shmring.threads.loop_thread import LoopCall, LoopThread, within
 
 __all__ = ["Claim", "Ring", "serve"]
 
@@ -44,8 +44,8 @@ class _Arrivals:
         self._thread = thread
         self._is_connected = is_connected
         self._loop = asyncio.get_running_loop()
-        self._claimers: dict[Call, None] = {}  # in line
-        self._takers: dict[_Key, Call] = {}
+        self._claimers: dict[LoopCall, None] = {}  # in line
+        self._takers: dict[_Key, LoopCall] = {}
         self._last_ids: dict[int, int] = {}  # of what has arrived, by client: they count up
         self._ended: OrderedDict[_Key, ShmringError | TimeoutError] = OrderedDict()
         if untaken_s is not None:
@@ -105,7 +105,7 @@ class _Arrivals:
 
     # -- whoever waits -------------------------------------------------------------------------------------------------
 
-    def next(self, call: Call) -> None:
+    def next(self, call: LoopCall) -> None:
         """Somebody wants any claim."""
         if (claim := self.pop_first()) is not None:
             call.answer(claim)
@@ -113,7 +113,7 @@ class _Arrivals:
             self._claimers[call] = None
             call.on_end.append(functools.partial(self._claimers.pop, call))
 
-    def take(self, call: Call, key: _Key) -> None:
+    def take(self, call: LoopCall, key: _Key) -> None:
         """Somebody wants one claim."""
         client_id, request_id = key
         if (claim := self.pop(key)) is not None:

@@ -174,10 +174,10 @@ class Worker:
 
     def _hear(self, heard: int) -> None:
         """A descriptor has something to say: ``RANG``, ``DIED`` or both."""
-        found = take_bells(self._socket.fileno()) if heard & RANG and self._reason is None else 0
-        if found & (FOREIGN | GAVE_UP):
+        bells = take_bells(self._socket.fileno()) if heard & RANG and self._reason is None else 0
+        if bells & (FOREIGN | GAVE_UP):
             self._is_over(RemoteProtocolError("what came over the socket is no bell"))
-        elif found & ENDED or heard & DIED:
+        elif bells & ENDED or heard & DIED:
             self._has_ended = True
 
     def __iter__(self) -> Worker:

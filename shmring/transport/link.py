@@ -131,7 +131,7 @@ class Link:
         return self._writable.is_set() and not self._origin.forked
 
     def published(self) -> None:
-        """For who writes to the ring directly, if ``writer.told``: this end stays awake for an answer to that."""
+        """A caller has written to the ring directly, and ``writer.told`` is set: this end stays awake for the answer."""
         self._poller.extend()
         if not self._awake:
             self.reader.wake()
@@ -260,7 +260,7 @@ class Link:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Delivers what has come, within this turn's budget: for who would otherwise wait for it to be delivered."""
+        """Delivers what has come, within this turn's budget. A caller that would wait for a message calls this first."""
         if self._deaf or self._origin.forked:
             return
         reader = self.reader

@@ -122,13 +122,13 @@ class Poller:
         awake = self._awake
         now = time.perf_counter()
         turn_end_s = now + _TURN_S
-        found = False
+        had_records = False
         for _ in range(len(awake)):
             link = awake.popleft()
             is_awake = True  # also if it raises: then it has further turns
             try:
                 if link.take_turn(now + LINK_S):
-                    found = True
+                    had_records = True
                 else:
                     is_awake = now < self._busy_until_s or not link.fall_asleep(now)
             finally:
@@ -140,5 +140,5 @@ class Poller:
                 break
         if awake:
             self._arm()
-        if awake and not found:
+        if awake and not had_records:
             os.sched_yield()

@@ -189,11 +189,11 @@ def account(plan: Plan, seen: Observations) -> Findings:
     for incarnation in seen.incarnations:
         ledger.enter(incarnation)
     stops = _Stops(seen.happened)
-    engine_kills = [one.began_ns for one in seen.happened if one.fault is Fault.KILL_ENGINE]
+    engine_kills = [event.began_ns for event in seen.happened if event.fault is Fault.KILL_ENGINE]
     aborts, deaths = _abort_latencies(ledger, stops), _death_latencies(ledger, seen, stops)
-    texts = seen.violations + [one.text for one in ledger.wrongs] + _unexplained(ledger, seen, engine_kills)
+    texts = seen.violations + [wrong.text for wrong in ledger.wrongs] + _unexplained(ledger, seen, engine_kills)
     failed = {name: count for name, count in sorted(ledger.outcomes.items()) if name not in ("answered", "aborted")}
-    corrupted = sum(one.what == "corrupted" for one in ledger.wrongs)
+    corrupted = sum(wrong.what == "corrupted" for wrong in ledger.wrongs)
     return Findings(
         plan=plan,
         machine=Machine.here(),
@@ -211,8 +211,8 @@ def account(plan: Plan, seen: Observations) -> Findings:
         violations=len(texts) - corrupted,
         segments_left=sum(look.segments_left for look in seen.looks),
         wrongs=texts[:_MAX_TEXTS],
-        faults={fault.value: sum(one.fault is fault for one in seen.happened) for fault in Fault},
-        kills=sum(one.fault in (Fault.KILL_ENGINE, Fault.KILL_FRONTEND, Fault.KILL_WORKER) for one in seen.happened),
+        faults={fault.value: sum(event.fault is fault for event in seen.happened) for fault in Fault},
+        kills=sum(event.fault in (Fault.KILL_ENGINE, Fault.KILL_FRONTEND, Fault.KILL_WORKER) for event in seen.happened),
         phases=len(seen.looks),
         abort_to_reusable=Latencies.of([wall for wall, _ in aborts]),
         abort_to_reusable_on_core=Latencies.of([on_core for _, on_core in aborts]),
@@ -231,8 +231,8 @@ class _Stops:
     """When a process was stopped, or there was no engine."""
 
     def __init__(self, happened: Iterable[Happened]) -> None:
-        stops = [one for one in happened if one.fault in _STOPPING]
-        self._windows = [(one.began_ns, one.ended_ns, one.pid, one.fault is not Fault.STOP_FRONTEND) for one in stops]
+        stops = [event for event in happened if event.fault in _STOPPING]
+        self._windows = [(event.began_ns, event.ended_ns, event.pid, event.fault is not Fault.STOP_FRONTEND) for event in stops]
 
     def hit(self, pid: int, began_ns: int, ended_ns: int, *, engine_too: bool = True) -> bool:
         """Whether the process (or an engine) was stopped at any time between two moments."""
@@ -262,16 +262,16 @@ def _abort_latencies(ledger: _Ledger, stops: _Stops) -> list[tuple[int, int]]:
 def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list[tuple[int, int, int]]:
     """The same for the deaths of frontends; and how long it took until the kernel had said so."""
     latencies = []
-    for one in seen.happened:
-        if one.fault is not Fault.KILL_FRONTEND or one.pid not in ledger.gone:
+    for event in seen.happened:
+        if event.fault is not Fault.KILL_FRONTEND or event.pid not in ledger.gone:
             continue
-        gone, engine = ledger.gone[one.pid]
-        held = ledger.last_held.get((one.pid, engine))
-        if gone.at_ns <= one.began_ns or engine not in one.engines_waited_ns:
+        gone, engine = ledger.gone[event.pid]
+        held = ledger.last_held.get((event.pid, engine))
+        if gone.at_ns <= event.began_ns or engine not in event.engines_waited_ns:
             continue
-        if stops.hit(one.pid, one.began_ns, gone.at_ns):
+        if stops.hit(event.pid, event.began_ns, gone.at_ns):
             continue
-        started_ns, waited_ns = one.began_ns, one.engines_waited_ns[engine]
+        started_ns, waited_ns = event.began_ns, event.engines_waited_ns[engine]
         word_ns = max(0, gone.heard_ns - started_ns)
         if gone.heard_ns > started_ns:
             started_ns, waited_ns = gone.heard_ns, gone.heard_waited_ns
@@ -308,13 +308,13 @@ def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int
 
 def _hung_up(seen: Observations) -> dict[int, int]:
     """When frontends dropped their connections, by pid: from then on their requests fail by their own doing."""
-    return {one.pid: one.began_ns for one in seen.happened if one.fault is Fault.HANG_UP}
+    return {event.pid: event.began_ns for event in seen.happened if event.fault is Fault.HANG_UP}
 
 
 def _per_second(ended: Iterable[Ended], seen: Observations) -> dict[str, list[int]]:
     seconds = (seen.ended_ns - seen.began_ns) // 1_000_000_000 + 1
     counts = {name: [0] * seconds for name in ("answered", "aborted", "failed")}
-    for one in ended:
-        name = one.outcome if one.outcome in counts else "failed"
-        counts[name][(one.at_ns - seen.began_ns) // 1_000_000_000] += 1
+    for request in ended:
+        name = request.outcome if request.outcome in counts else "failed"
+        counts[name][(request.at_ns - seen.began_ns) // 1_000_000_000] += 1
     return counts

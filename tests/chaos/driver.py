@@ -314,8 +314,8 @@ class _Driver:
     async def look(self) -> QuietLook:
         """Stops all sending, and counts what is left."""
         limit_s = self.plan.quiet_limit_s
-        asked = (member.now.ask(control.Quiet(limit_s), 2 * limit_s + 30) for member in self.frontends)
-        reports = [answer for answer in await asyncio.gather(*asked) if isinstance(answer, control.QuietReport)]
+        questions = (member.now.ask(control.Quiet(limit_s), 2 * limit_s + 30) for member in self.frontends)
+        reports = [answer for answer in await asyncio.gather(*questions) if isinstance(answer, control.QuietReport)]
         lost = sum(len(report.unfinished) for report in reports)
         held = sum(report.slots_in_use + report.replies_held for report in reports)
         for name in self.names:

@@ -97,18 +97,18 @@ def _draw_requests(axes: Any, findings: Findings) -> None:
         range(len(counts["answered"])), *counts.values(), labels=list(counts), colors=["#a8d5a2", "#c9c9c9", "#e8a0a0"]
     )
     for fault, colour in _MARKED.items():
-        times = [(one.began_ns - findings.began_ns) / 1e9 for one in findings.happened if one.fault is fault]
+        times = [(event.began_ns - findings.began_ns) / 1e9 for event in findings.happened if event.fault is fault]
         axes.vlines(times, 0, 1, transform=axes.get_xaxis_transform(), color=colour, linewidth=0.6, label=fault.value)
     axes.set(ylabel="requests ended per second", xlim=(0, findings.seconds))
     axes.legend(loc="upper right", fontsize="small")
 
 
 def _draw_slab(axes: Any, findings: Findings) -> None:
-    times = [(one.at_ns - findings.began_ns) / 1e9 for one in findings.samples]
+    times = [(sample.at_ns - findings.began_ns) / 1e9 for sample in findings.samples]
     parts = {
-        "free": [one.free_nbytes / (1 << 20) for one in findings.samples],
-        "leased": [one.leased_nbytes / (1 << 20) for one in findings.samples],
-        "quarantined": [one.quarantined_nbytes / (1 << 20) for one in findings.samples],
+        "free": [sample.free_nbytes / (1 << 20) for sample in findings.samples],
+        "leased": [sample.leased_nbytes / (1 << 20) for sample in findings.samples],
+        "quarantined": [sample.quarantined_nbytes / (1 << 20) for sample in findings.samples],
     }
     axes.stackplot(times, *parts.values(), labels=list(parts), colors=["#dfe8f2", "#7ba3cf", "#d98e73"], step="post")
     axes.set(ylabel="slab, MiB", xlabel="seconds", xlim=(0, findings.seconds))

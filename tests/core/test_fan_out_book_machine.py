@@ -177,12 +177,12 @@ class FanOutMachine(RuleBasedStateMachine):
         laggards = self.book.laggards(ranks)
         crowded = {w.rank for w in self.model.workers.values() if w.is_member and len(w.unread) >= self.model.backlog}
         assert set(laggards) == crowded
-        asked = self.book.want(ranks)
+        must_wait = self.book.want(ranks)
         self.look()
-        assert asked == (len(self.model.messages) == before)
+        assert must_wait == (len(self.model.messages) == before)
         for joined in self.workers.values():
             wanted = struct.unpack_from("<Q", joined.page, AT_WANT)[0]
-            if joined.record.rank in crowded and joined.record.is_member and asked:
+            if joined.record.rank in crowded and joined.record.is_member and must_wait:
                 assert wanted, "somebody is waited for who was not asked to ring"
             struct.pack_into("<Q", joined.page, AT_WANT, 0)
 

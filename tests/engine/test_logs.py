@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import logging
 import os
@@ -71,18 +70,39 @@ def test_other_kinds_errors_and_details_are_all_written(logger: logging.Logger, 
     handler.close()
 
 
-async def test_each_interval_has_its_line(logger: logging.Logger, open_handler: OpenHandler, eventually: Any) -> None:
+async def test_an_interval_ends_by_itself(logger: logging.Logger, open_handler: OpenHandler, eventually: Any) -> None:
     stream = io.StringIO()
-    open_handler(logger, stream, 0.05)
-    for _ in range(3):
-        logger.warning("again, 100%")
+    handler = open_handler(logger, stream, 0.05)
+    with handler._locked():  # so that all three are of one interval, however slow this is
+        for _ in range(3):
+            logger.warning("again, 100%")
     await eventually(lambda: len(lines_of(stream)) == 2)
     assert lines_of(stream)[1] == "again, 100% (2 more of this kind within 0.05 s; this is the last)"
-    logger.warning("again, 100%")
-    await eventually(lambda: len(lines_of(stream)) == 3)
-    await asyncio.sleep(0.15)  # two intervals in which nothing came
-    logger.warning("again, 100%")
-    assert lines_of(stream)[3:] == ["again, 100%"]
+    await eventually(lambda: not handler._kinds)  # an interval in which nothing came
+
+
+def test_each_interval_has_its_line(logger: logging.Logger, open_handler: OpenHandler) -> None:
+    stream = io.StringIO()
+    handler = open_handler(logger, stream, 600.0)
+
+    def end_interval() -> None:
+        timer = handler._timer
+        assert timer is not None
+        timer.cancel()
+        timer.function()
+
+    for _ in range(3):
+        logger.warning("again")
+    end_interval()
+    logger.warning("again")
+    end_interval()
+    assert lines_of(stream)[1:] == [
+        "again (2 more of this kind within 600 s; this is the last)",
+        "again (1 more of this kind within 600 s; this is the last)",
+    ]
+    end_interval()  # one in which nothing came
+    logger.warning("again")
+    assert lines_of(stream)[3:] == ["again"]
 
 
 def test_texts_that_are_no_constants_take_bounded_memory(logger: logging.Logger, open_handler: OpenHandler) -> None:

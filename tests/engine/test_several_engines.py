@@ -111,7 +111,7 @@ async def test_requests_go_to_one_and_control_calls_to_all(client: EngineClient,
     assert engines[1].paused
     assert await client.is_paused()
     assert [await client.statistics(engine=name) for name in NAMES] == [{"steps": 0.0}, {"steps": 1.0}]
-    with pytest.raises(ValueError, match="whose statistics"):
+    with pytest.raises(ValueError, match="several engines have statistics"):
         await client.statistics()
     assert client.copies == 0
     await client.check_health()

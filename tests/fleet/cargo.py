@@ -106,12 +106,12 @@ def check(tensor: torch.Tensor, number: int, checksum: int, when: str) -> None:
         CorruptedError: it is something else.
     """
     array: NDArray[np.uint8] = tensor.numpy()
-    found = zlib.crc32(array.data)
-    if found == checksum:
+    actual = zlib.crc32(array.data)
+    if actual == checksum:
         return
     held = int.from_bytes(array[:_NUMBER_NBYTES].tobytes(), "little")
     raise CorruptedError(
-        f"content {number} of {array.size} bytes has checksum {found:08x} instead of {checksum:08x} {when}; it starts with "
+        f"content {number} of {array.size} bytes has checksum {actual:08x} instead of {checksum:08x} {when}; it starts with "
         f"the number {held}"
     )
 

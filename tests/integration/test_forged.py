@@ -264,7 +264,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
     ),
     "a goodbye that never ends": (lambda f, r: [Goodbye(more=True)], "nothing in one of them"),
     "more ids than a message has": (lambda f, r: [msgspec.Raw(msgspec.msgpack.encode([6, [1] * 1025]))], "length <= 1024"),
-    "a second hello": (lambda f, r: [Hello(1, 0)], "hello once"),
+    "a second hello": (lambda f, r: [Hello(1, 0)], "Hello was sent a second time"),
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import httpx
 import pytest
 
 from frontend.demo.server import serving
@@ -16,10 +19,12 @@ from frontend.demo.server import serving
 TRAPS = (
     *("engine", "frontend", "shmring", "bench"),
     *("click", "msgspec", "numpy", "prometheus_client", "torch", "uvicorn", "uvloop", "PIL", "av", "openai", "rich"),
-    *("asyncio", "json", "logging", "platform", "random", "socket", "string", "tempfile", "types", "typing"),
+    *("asyncio", "base64", "json", "logging", "platform", "random", "socket", "string", "tempfile", "types", "typing"),
+    *("sitecustomize", "usercustomize"),
 )
 SPRING = "import os, sys\nopen(os.environ['SPRUNG'], 'a').write(__name__ + ' ' + ' '.join(sys.orig_argv) + '\\n')\n"
 
+SAMPLES = Path(__file__).resolve().parents[2] / "frontend" / "samples"
 COMMAND = Path(sysconfig.get_path("scripts"), "shmring")
 
 
@@ -54,13 +59,19 @@ def test_commands_that_only_talk_import_nothing_from_there(sprung: Path, argumen
 
 @pytest.mark.slow  # it starts a server
 def test_a_server_and_its_processes_import_nothing_from_there(sprung: Path) -> None:
-    command = [COMMAND, "serve", "--port=0", "--slab-nbytes=16MiB", "--api-server-count=1", "--executor=synthetic"]
+    command = [COMMAND, "serve", "--port=0", "--slab-nbytes=16MiB", "--api-server-count=1"]
     server = subprocess.Popen(
         command, cwd=sprung.parent / "trapped", env=environment(sprung), stdout=subprocess.PIPE, text=True
     )
     try:
         assert server.stdout is not None
-        assert "serving on http://" in server.stdout.readline()
+        serving_on = re.search(r"serving on (http://\S+)", server.stdout.readline())
+        assert serving_on is not None
+        picture = base64.b64encode((SAMPLES / "chelsea.jpg").read_bytes()).decode()
+        part = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}"}}
+        question = {"model": "shmring-fingerprints", "messages": [{"role": "user", "content": [part]}]}
+        answer = httpx.post(f"{serving_on[1]}/v1/embeddings", json=question, timeout=60)  # a decoder is started for it
+        assert answer.status_code == 200, answer.text
     finally:
         server.terminate()
         server.communicate(timeout=20)

@@ -550,10 +550,26 @@ def test_a_slab_whose_name_was_swept_in_the_making_is_as_good(prefix: str, monke
 
     def swept_at_once(path: str, *arguments: int, **options: int) -> posix_ipc.SharedMemory:
         segment = create(path, *arguments, **options)
-        assert sweep() == [path[1:]]
+        assert sweep() == [], "its engine lives"
+        assert not (SHM_DIRECTORY / path[1:]).exists()
         return segment
 
     monkeypatch.setattr(slab_module.posix_ipc, "SharedMemory", swept_at_once)
     slab = Slab.create("unit", MIB, epoch=4, prefault=False)
     slab.anchor(0, 1)
     slab.close()
+
+
+def test_a_sweep_names_the_engine_that_died_between_lock_and_unlink(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only such a one: :func:`test_a_slab_whose_name_was_swept_in_the_making_is_as_good` is of a living one."""
+
+    def die(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slab_module.posix_ipc, "unlink_shared_memory", die)
+    before = descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        Slab.create("unit", MIB, epoch=4, prefault=False, backing="/dev/shm")
+    assert descriptors() == before
+    assert sweep() == [f"{prefix}unit-{4:016x}"]
+    assert sweep() == []

@@ -111,7 +111,9 @@ def _paired_client_event(name: str) -> Callable[..., Any]:
     def event(self: PairedClientBook, *arguments: Any, **named: Any) -> Any:
         for slot, model_slot in self.model_slots.items():
             model_slot.viewed = slot.viewed  # which callers set
-        expected, expected_error = outcome(getattr(self.model, name), [self.of_model(one) for one in arguments], named)
+        expected, expected_error = outcome(
+            getattr(self.model, name), [self.of_model(argument) for argument in arguments], named
+        )
         result, error = outcome(getattr(client_book.ClientBook, name), (self, *arguments), named)
         assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
         self.meet(result, expected)

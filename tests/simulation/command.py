@@ -106,10 +106,10 @@ def _replay(path: Path) -> None:
 def _explore(names: Sequence[str], max_states: int) -> _Explored:
     explored = _Explored([], None)
     for name in names:
-        found = explore(name, max_states, _Progress[Exploration](_found))
-        explored.explorations.append(found)
-        if found.failure is not None:
-            explored.failure = found.failure
+        exploration = explore(name, max_states, _Progress[Exploration](_found))
+        explored.explorations.append(exploration)
+        if exploration.failure is not None:
+            explored.failure = exploration.failure
             break
     return explored
 
@@ -153,8 +153,8 @@ def _explored_table(results: Sequence[Exploration]) -> Table:
     table.add_column("scenario")
     for column in ("complete", "states", "transitions", "depth", "settled from", "seconds"):
         table.add_column(column, justify="right")
-    for found in results:
-        numbers = (found.states, found.transitions, found.depth, found.settled)
-        complete = "yes" if found.complete else "no"
-        table.add_row(found.name, complete, *(f"{number:,}" for number in numbers), f"{found.seconds:,.1f}")
+    for exploration in results:
+        numbers = (exploration.states, exploration.transitions, exploration.depth, exploration.settled)
+        complete = "yes" if exploration.complete else "no"
+        table.add_row(exploration.name, complete, *(f"{number:,}" for number in numbers), f"{exploration.seconds:,.1f}")
     return table

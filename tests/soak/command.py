@@ -23,7 +23,7 @@ __all__ = ["soak_command"]
 
 _PIPE_WIDTH = 150  # of tables that go into a file or a pipe
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_SABOTAGES = click.Choice([one.value for one in Sabotage])
+_SABOTAGES = click.Choice([sabotage.value for sabotage in Sabotage])
 
 
 @click.command("soak", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -43,7 +43,7 @@ def soak_command(
 ) -> None:
     """Load in a loop of phases; fails if memory or descriptors grow, or if the slab does not come home."""
     signal.signal(signal.SIGTERM, terminated)
-    plan = Plan.of(minutes, frontends, seed, tuple(Sabotage(one) for one in sabotages))
+    plan = Plan.of(minutes, frontends, seed, tuple(Sabotage(name) for name in sabotages))
     try:
         if plot_path is not None:
             check_plotter()
@@ -51,15 +51,15 @@ def soak_command(
     except (ChildError, MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
     checks = judge(seen)
-    found = report.findings(plan, seen, checks)
+    result = report.findings(plan, seen, checks)
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    for table in found.tables:
+    for table in result.tables:
         console.print(table.rich())
     if json_path is not None:
         command = f"python -m tests.soak --minutes {minutes:g} --frontends {frontends} --seed {seed}"
         if plot_path is not None:
             command += f" --plot {plot_path}"
-        write_json(msgspec.structs.replace(found, command=command), json_path)
+        write_json(msgspec.structs.replace(result, command=command), json_path)
     if plot_path is not None:
         report.draw(seen.samples, all(check.passed for check in checks), plot_path)
     if not all(check.passed for check in checks):

@@ -54,8 +54,9 @@ def _kept(samples: Sequence[Sample]) -> Iterator[Sample]:
     """Of each phase the first and the last, between which things were done, and the one in which a loop was held up longest."""
     for _, phase in itertools.groupby(samples, lambda sample: (sample.cycle, sample.phase)):
         inside = list(phase)
-        worst = max(inside, key=lambda sample: max(one.seen.lag_s for one in sample.processes.values()))
-        yield from {id(one): one for one in sorted((inside[0], worst, inside[-1]), key=lambda one: one.at_s)}.values()
+        worst = max(inside, key=lambda sample: max(process.seen.lag_s for process in sample.processes.values()))
+        chosen = sorted((inside[0], worst, inside[-1]), key=lambda sample: sample.at_s)
+        yield from {id(sample): sample for sample in chosen}.values()
 
 
 def _target(checks: Sequence[Check]) -> Verdict:
@@ -77,11 +78,11 @@ class _Rate:
 def _phases_table(plan: Plan, seen: Observations) -> Table:
     rows = []
     for phase in Phase:
-        inside = [one for one in seen.samples if one.phase is phase]
+        inside = [sample for sample in seen.samples if sample.phase is phase]
         rates = [rate for rate in _rates(seen.samples) if rate.phase is phase]
         lags = [sample.processes[ENGINE].seen.lag_s * 1e3 for sample in inside]
         frontend_lags = [
-            max(one.seen.lag_s for title, one in sample.processes.items() if title != ENGINE) * 1e3 for sample in inside
+            max(process.seen.lag_s for title, process in sample.processes.items() if title != ENGINE) * 1e3 for sample in inside
         ]
         rows.append(
             [
@@ -117,8 +118,12 @@ def _rates(samples: Sequence[Sample]) -> list[_Rate]:
 
 
 def _counts(sample: Sample) -> tuple[int, int, int]:
-    seen = [one.seen for title, one in sample.processes.items() if title != ENGINE]
-    return sum(one.requests for one in seen), sum(one.nbytes for one in seen), sum(one.aborted for one in seen)
+    seen = [process.seen for title, process in sample.processes.items() if title != ENGINE]
+    return (
+        sum(counts.requests for counts in seen),
+        sum(counts.nbytes for counts in seen),
+        sum(counts.aborted for counts in seen),
+    )
 
 
 def draw(samples: Sequence[Sample], passed: bool, path: Path) -> None:
@@ -131,14 +136,14 @@ def draw(samples: Sequence[Sample], passed: bool, path: Path) -> None:
     times = [sample.at_s / 60 for sample in samples]
     for process in samples[0].processes:
         mine = [sample.processes[process] for sample in samples]
-        axes[0].plot(times, [one.footprint.private_nbytes / _MIB for one in mine], label=process, linewidth=1)
-        axes[1].plot(times, [one.footprint.shared_nbytes / _MIB for one in mine], label=process, linewidth=1)
-        axes[2].plot(times, [one.footprint.descriptors for one in mine], label=process, linewidth=1)
-        axes[4].plot(times, [max(one.seen.lag_s * 1e3, 0.1) for one in mine], label=process, linewidth=0.8)
+        axes[0].plot(times, [sample.footprint.private_nbytes / _MIB for sample in mine], label=process, linewidth=1)
+        axes[1].plot(times, [sample.footprint.shared_nbytes / _MIB for sample in mine], label=process, linewidth=1)
+        axes[2].plot(times, [sample.footprint.descriptors for sample in mine], label=process, linewidth=1)
+        axes[4].plot(times, [max(sample.seen.lag_s * 1e3, 0.1) for sample in mine], label=process, linewidth=0.8)
     engine = [sample.processes[ENGINE].seen for sample in samples]
-    axes[3].plot(times, [one.leased_nbytes / _MIB for one in engine], label="leased", linewidth=1)
-    axes[3].plot(times, [one.reply_slots_nbytes / _MIB for one in engine], label="replies", linewidth=1)
-    axes[3].plot(times, [one.quarantined_nbytes / _MIB for one in engine], label="quarantined", linewidth=1)
+    axes[3].plot(times, [report.leased_nbytes / _MIB for report in engine], label="leased", linewidth=1)
+    axes[3].plot(times, [report.reply_slots_nbytes / _MIB for report in engine], label="replies", linewidth=1)
+    axes[3].plot(times, [report.quarantined_nbytes / _MIB for report in engine], label="quarantined", linewidth=1)
     rates = _rates(samples)
     rated = [rate.at_s / 60 for rate in rates]
     axes[5].plot(rated, [max(rate.requests, 1) for rate in rates], label="requests/s", linewidth=1)

@@ -124,7 +124,7 @@ def test_one_descriptor_is_too_many() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [one.name for one in msgspec.structs.fields(IdleLook) if one.name != "cycle"], ids=lambda name: name
+    "field", [member.name for member in msgspec.structs.fields(IdleLook) if member.name != "cycle"], ids=lambda name: name
 )
 def test_whatever_is_not_at_home_after_one_idle_phase_fails(field: str) -> None:
     seen = observed()

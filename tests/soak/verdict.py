@@ -68,28 +68,28 @@ def _quarters(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
         raise ValueError(f"a verdict needs three cycles, one to warm up and two to compare, not {len(cycles) + 1}")
     count = max(1, len(cycles) // _QUARTERS)
     first, last = set(cycles[:count]), set(cycles[-count:])
-    return [one for one in samples if one.cycle in first], [one for one in samples if one.cycle in last]
+    return [sample for sample in samples if sample.cycle in first], [sample for sample in samples if sample.cycle in last]
 
 
 def _medians(samples: Sequence[Sample], process: str, measure: Callable[[ProcessSample], float]) -> dict[Phase, float]:
     return {
-        phase: statistics.median(measure(one.processes[process]) for one in samples if one.phase is phase)
+        phase: statistics.median(measure(sample.processes[process]) for sample in samples if sample.phase is phase)
         for phase in Phase
-        if any(one.phase is phase for one in samples)
+        if any(sample.phase is phase for sample in samples)
     }
 
 
 def _memory(process: str, first: Sequence[Sample], last: Sequence[Sample]) -> Check:
-    before, after = (_medians(samples, process, lambda one: one.footprint.private_nbytes) for samples in (first, last))
+    before, after = (_medians(samples, process, lambda sample: sample.footprint.private_nbytes) for samples in (first, last))
     growths = {phase: after[phase] - before[phase] for phase in before if phase in after}
     worst = max(growths, key=lambda phase: growths[phase])
     requests = _requests(last) - _requests(first)
-    found = f"{growths[worst] / MIB:+.1f} MiB, of {before[worst] / MIB:.0f}, in {worst.value}"
+    measured = f"{growths[worst] / MIB:+.1f} MiB, of {before[worst] / MIB:.0f}, in {worst.value}"
     if requests > 0:
-        found += f"; {growths[worst] / requests:+.1f} bytes a request"
+        measured += f"; {growths[worst] / requests:+.1f} bytes a request"
     return Check(
         f"{process}: private memory, last quarter against first",
-        found,
+        measured,
         f"<= {MEMORY_LIMIT_NBYTES / MIB:g} MiB",
         growths[worst] <= MEMORY_LIMIT_NBYTES,
         is_memory=True,
@@ -99,12 +99,14 @@ def _memory(process: str, first: Sequence[Sample], last: Sequence[Sample]) -> Ch
 def _requests(samples: Sequence[Sample]) -> float:
     """Requests so far, at the middle of these samples."""
     return statistics.median(
-        sum(one.seen.requests for title, one in sample.processes.items() if title != ENGINE) for sample in samples
+        sum(process.seen.requests for title, process in sample.processes.items() if title != ENGINE) for sample in samples
     )
 
 
 def _descriptors(process: str, first: Sequence[Sample], last: Sequence[Sample]) -> Check:
-    before, after = (_medians(samples, process, lambda one: one.footprint.descriptors)[Phase.IDLE] for samples in (first, last))
+    before, after = (
+        _medians(samples, process, lambda sample: sample.footprint.descriptors)[Phase.IDLE] for samples in (first, last)
+    )
     return Check(
         f"{process}: descriptors while idle, last quarter against first",
         f"{after - before:+g}, of {before:g}",
@@ -115,17 +117,17 @@ def _descriptors(process: str, first: Sequence[Sample], last: Sequence[Sample]) 
 
 def _slab(seen: Observations) -> Check:
     left = [look for look in seen.idle_looks if not look.is_empty]
-    found = f"{len(seen.idle_looks) - len(left)} of {len(seen.idle_looks)} times"
+    measured = f"{len(seen.idle_looks) - len(left)} of {len(seen.idle_looks)} times"
     if left:
-        one = left[0]
-        found += (
-            f"; first in cycle {one.cycle + 1}: {one.slots} slots, {one.requests} requests, {one.reply_nbytes} bytes of "
-            f"replies, {one.extra_leased_nbytes} leased, {one.quarantined_nbytes} quarantined"
+        look = left[0]
+        measured += (
+            f"; first in cycle {look.cycle + 1}: {look.slots} slots, {look.requests} requests, {look.reply_nbytes} bytes of "
+            f"replies, {look.extra_leased_nbytes} leased, {look.quarantined_nbytes} quarantined"
         )
-    return Check("the slab is empty after an idle phase", found, "always", bool(seen.idle_looks) and not left)
+    return Check("the slab is empty after an idle phase", measured, "always", bool(seen.idle_looks) and not left)
 
 
 def _failures(samples: Sequence[Sample]) -> Check:
-    failures = [failure for one in samples[-1].processes.values() for failure in one.seen.failures]
+    failures = [failure for process in samples[-1].processes.values() for failure in process.seen.failures]
     shown = "; ".join(failures[:_SHOWN_FAILURES]) or "none"
     return Check("failures", shown, "none", not failures)

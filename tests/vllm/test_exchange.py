@@ -502,13 +502,15 @@ async def test_a_cancelled_caller_is_cancelled_after_its_request_was_sent(
 
 async def test_a_timeout_that_comes_while_work_is_done_is_a_timeout() -> None:
     done = asyncio.Event()
+    timeout = asyncio.timeout(0.01)
 
     async def work() -> None:
-        await asyncio.sleep(0.05)
+        while not timeout.expired():
+            await asyncio.sleep(0.001)
         done.set()
 
     async def caller() -> None:
-        async with asyncio.timeout(0.01):
+        async with timeout:
             await cancellation.held_back(work())
             assert done.is_set()
             await asyncio.get_running_loop().create_future()

@@ -137,17 +137,17 @@ def _round_trip(hooks: Hooks) -> Iterator[str]:
             return {"shmring": [1, 2, True]}
 
     sent = torch.zeros(64, 16)
-    asked = []
+    provided = []
 
     def provide(dtype: str, shape: Any, reference: dict[str, Any]) -> torch.Tensor:
-        asked.append((dtype, list(shape), reference))
+        provided.append((dtype, list(shape), reference))
         return sent
 
     encoder = hooks.serialization.MsgpackEncoder(oob_tensor_consumer=Consumer())
     decoder = hooks.serialization.MsgpackDecoder(dict[str, torch.Tensor], oob_tensor_provider=provide)
     came = decoder.decode(encoder.encode({"tensor": sent}))["tensor"]
-    if came is not sent or asked != [("float32", [64, 16], {"shmring": [1, 2, True]})]:
-        yield f"a tensor went through the encoder and the decoder as {asked}"
+    if came is not sent or provided != [("float32", [64, 16], {"shmring": [1, 2, True]})]:
+        yield f"a tensor went through the encoder and the decoder as {provided}"
     encoder.oob_tensor_consumer = None  # as it is set on a client's encoder later
     if len(encoder.encode({"tensor": sent})) != 2:
         yield "an encoder does not ask its oob_tensor_consumer"

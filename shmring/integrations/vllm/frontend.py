@@ -3,8 +3,8 @@
 Theory of operation: one :class:`Frontend` for each of vLLM's clients of its engine cores (``MPClient``), with a link to
 each engine core's ring. The wrapped ``_send_input`` hands it each request before vLLM encodes it. Only requests (ADD) are
 diverted: nothing else is certain to be decoded where tensors can be taken. Their large tensors are placed in the slab
-(:class:`~shmring.integrations.vllm.parcel.Parcel`); then vLLM encodes the request, and its encoder asks the frontend for
-each tensor. A request whose tensors are kept already, or small, takes no ``await`` more than without the plug-in.
+(:class:`~shmring.integrations.vllm.request_tensors.RequestTensors`); then vLLM encodes the request, and its encoder asks the
+frontend for each tensor. A request whose tensors are kept already, or small, takes no ``await`` more than without the plug-in.
 
 Whatever does not work, the tensor goes inline, as without the plug-in.
 """
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shmring.errors import ShmringError
 from shmring.integrations.vllm.cancellation import held_back
 from shmring.integrations.vllm.link import AsyncLink, ThreadLink, client_config
-from shmring.integrations.vllm.parcel import Parcel
 from shmring.integrations.vllm.payloads import large_tensors
+from shmring.integrations.vllm.request_tensors import RequestTensors
 from shmring.integrations.vllm.settings import Settings
 from shmring.integrations.vllm.traffic import Traffic, engine_gauges
 
@@ -45,11 +45,11 @@ class _Frontend:
     def __init__(self, settings: Settings, *, public: bool) -> None:
         self._settings = settings
         self._traffic = Traffic(public=public)
-        self._parcel: Parcel | None = None  # of the request that is being encoded
+        self._in_slab: RequestTensors | None = None  # of the request that is being encoded
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
         """For vLLM's encoder: what to send instead of a tensor."""
-        return None if self._parcel is None else self._parcel.reference_to(tensor)
+        return None if self._in_slab is None else self._in_slab.reference_to(tensor)
 
     def new_message(self) -> None:
         """For vLLM's encoder: a message begins. Which one, the wrapped method has said."""
@@ -62,26 +62,26 @@ class _Frontend:
             tensors = large_tensors(request, self._settings.min_nbytes)
             if not tensors:
                 return None
-            parcel = Parcel(link, self._traffic, checks=self._settings.check)
-            return _Prepared(parcel, tensors, parcel.place_now(tensors))
+            in_slab = RequestTensors(link, self._traffic, checks=self._settings.check)
+            return _Prepared(in_slab, tensors, in_slab.place_now(tensors))
         except Exception:  # this vLLM's requests are others than its encoder promised, and must be sent all the same
             logger.exception("shmring: a request goes as without it, and this should not be")
             return None
 
     def _post(self, prepared: _Prepared, send: Callable[[], _Sent]) -> _Sent:
         """Has vLLM encode and send a request of which tensors were placed."""
-        self._parcel = parcel = prepared.parcel
+        self._in_slab = in_slab = prepared.in_slab
         try:
             sent = send()
         except BaseException:
-            parcel.abandon()
+            in_slab.abandon()
             raise
         finally:
-            self._parcel = None
+            self._in_slab = None
         if isinstance(sent, asyncio.Future) and not sent.done():
             sent.add_done_callback(prepared.end)  # the socket's queue is full
         else:
-            parcel.settle(prepared.tensors)
+            in_slab.settle(prepared.tensors)
         return sent
 
 
@@ -89,16 +89,16 @@ class _Frontend:
 class _Prepared:
     """A request before vLLM encodes it: its large tensors, and those of them that are not placed yet."""
 
-    parcel: Parcel
+    in_slab: RequestTensors
     tensors: Sequence[torch.Tensor]
     waiting: Sequence[torch.Tensor]
 
     def end(self, sent: asyncio.Future[Any]) -> None:
         """It was sent, or not."""
         if sent.cancelled() or sent.exception() is not None:
-            self.parcel.abandon()
+            self.in_slab.abandon()
         else:
-            self.parcel.settle(self.tensors)
+            self.in_slab.settle(self.tensors)
 
 
 class SyncFrontend(_Frontend):
@@ -175,7 +175,7 @@ class AsyncFrontend(_Frontend):
         return self._post_later(prepared, send) if prepared.waiting else self._post(prepared, send)
 
     async def _post_later(self, prepared: _Prepared, send: Callable[[], Awaitable[Any]]) -> Any:
-        await held_back(prepared.parcel.place(prepared.waiting))
+        await held_back(prepared.in_slab.place(prepared.waiting))
         return await self._post(prepared, send)
 
     async def _keep_house(self) -> None:

@@ -21,12 +21,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Book", "Entry", "Kept"]
+__all__ = ["Book", "Entry", "OpenRequest"]
 
 _MAX_ENTRIES = 1024  # each is a request in flight at the ring, which allows more
 
 
-class Kept(Protocol):
+class OpenRequest(Protocol):
     """What stands for a kept tensor at the ring: a :class:`~shmring.Submission`."""
 
     @property
@@ -47,7 +47,7 @@ class Entry:
 
     __slots__ = ("__weakref__", "checksum", "identity", "key", "nbytes", "reference", "submission", "uses")
 
-    def __init__(self, tensor: Any, submission: Kept, dead: collections.deque[Entry]) -> None:
+    def __init__(self, tensor: Any, submission: OpenRequest, dead: collections.deque[Entry]) -> None:
         self.key = id(tensor)
         self.identity = identity_of(tensor)
         self.nbytes: int = tensor.nbytes
@@ -135,7 +135,7 @@ class Book:
         most = self.nbytes - nbytes
         self._evict(lambda: self.nbytes <= most)
 
-    def add(self, tensor: Any, submission: Kept) -> Entry:
+    def add(self, tensor: Any, submission: OpenRequest) -> Entry:
         """Enters a tensor that was just submitted, for a message that is being made, as :meth:`find` does."""
         before = self._entries.get(id(tensor))
         if before is not None:

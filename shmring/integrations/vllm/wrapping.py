@@ -223,7 +223,7 @@ def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
             pin = "off"  # registering takes a context of the first GPU, which would only cost memory there
         receiver = Receiver(settings, core.engine_index, copies=core.mm_receiver_cache is not None, pin=pin)
         if has_gpu:
-            _hold_uploads(hooks)
+            _hold_what_copies_read(hooks)
     except Exception:
         logger.exception("shmring: engine core %d has no slab, and tensors go inline", core.engine_index)
     else:
@@ -231,24 +231,24 @@ def _serve(core: Any, hooks: Hooks, settings: Settings) -> None:
         setattr(core, _MARK, receiver)
 
 
-def _hold_uploads(hooks: Hooks) -> None:
+def _hold_what_copies_read(hooks: Hooks) -> None:
     import torch
 
-    from shmring.integrations.vllm.uploads import Uploads
+    from shmring.integrations.vllm.queued_copies import QueuedCopies
 
     def record() -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    uploads = Uploads(record)
+    queued_copies = QueuedCopies(record)
     copy = hooks.inputs._nested_tensors_h2d
 
     @functools.wraps(copy)
     def _nested_tensors_h2d(tensors: Any, device: Any, **named: Any) -> Any:
         copied = copy(tensors, device, **named)
         if device is not None and torch.device(device).type == "cuda":
-            uploads.started(tensors)
+            queued_copies.started(tensors)
         return copied
 
     hooks.inputs._nested_tensors_h2d = _nested_tensors_h2d

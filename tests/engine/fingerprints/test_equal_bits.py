@@ -38,7 +38,7 @@ made = {
     "clip": [fingerprint_clip(pixels, [0.0, 1.0, 2.0], 3.0)],
     "text": [fingerprint_text(f"The quick brown fox number {number} jumps.") for number in range(300)],
 }
-print(json.dumps({kind: [one.numpy().tobytes().hex() for one in fingerprints] for kind, fingerprints in made.items()}))
+print(json.dumps({kind: [vector.numpy().tobytes().hex() for vector in fingerprints] for kind, fingerprints in made.items()}))
 """
 
 

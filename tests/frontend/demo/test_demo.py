@@ -15,7 +15,7 @@ import pytest
 from frontend import demo
 from frontend.demo.client import Answer
 from frontend.demo.media import Sample
-from frontend.demo.server import Server, left_behind
+from frontend.demo.server import DemoServer, left_behind
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -93,7 +93,7 @@ def test_what_is_left_behind_is_found() -> None:
     segment = Path(f"/dev/shm/shmring-{os.getuid()}-demo-{os.getpid()}-0")
     segment.touch()
     try:
-        problems = left_behind(Server(process, "", [process.pid, os.getpid()]))
+        problems = left_behind(DemoServer(process, "", [process.pid, os.getpid()]))
     finally:
         segment.unlink()
     assert problems == [f"process {os.getpid()} survives", f"{segment} is left"]

@@ -353,6 +353,6 @@ def test_a_large_picture_that_is_packed_too_well_is_a_bomb_and_a_small_one_is_bl
         return file.getvalue()
 
     assert probe(blank(3000), PictureLimits()).shape == (3000, 3000, 3)
-    with pytest.raises(MediaError, match=r"1 to 10[0-9][0-9]; 1 to 500 is accepted"):
+    with pytest.raises(MediaError, match=r"10[0-9][0-9] for each byte of its file; 500 are accepted"):
         probe(blank(5000), PictureLimits())
     assert probe(blank(5000), PictureLimits(max_expansion=2000)).shape == (5000, 5000, 3)

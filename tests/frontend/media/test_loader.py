@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -248,9 +247,7 @@ async def test_a_decoder_is_killed_when_its_caller_goes(
     decoding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await decoding
-    cancelled_s = time.monotonic()
-    await eventually(lambda: loader.statistics().free == 2)  # which it is when the process is dead
-    assert time.monotonic() - cancelled_s < 1
+    await eventually(lambda: loader.statistics().free == 2)  # which it is when the process is dead, and long before its end
 
 
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])

@@ -32,6 +32,7 @@ import uvloop
 
 import shmring
 from shmring.config import Backing
+from shmring.memory import slab
 from shmring.memory.slab import SHM_DIRECTORY
 
 NBYTES = 400_000
@@ -98,10 +99,11 @@ async def poor_engine(name: str, socket_dir: str, descriptors: str) -> None:
     await engine(name, socket_dir, "64")
 
 
-async def leave_a_segment(name: str, socket_dir: str) -> None:
+async def leave_a_segment(name: str, socket_dir: str, prefix: str) -> None:
     def die(path: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    slab.NAME_PREFIX = prefix
     posix_ipc.unlink_shared_memory = die
     await shmring.serve(name, slab_nbytes="1MiB", socket_dir=socket_dir)
 

@@ -49,7 +49,8 @@ async def main(how: str, socket_dir: str) -> None:
     slot.close()
     threading.Thread(target=look_later, args=(reply["x"],)).start()
     kept.append(asyncio.create_task(client.request({"x": view})))
-    await asyncio.sleep(0.01)
+    while not ring.statistics().waiting:
+        await asyncio.sleep(0)
     if how == "closed":
         await client.close()
         await ring.close()

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Uploads"]
+__all__ = ["QueuedCopies"]
 
 logger = logging.getLogger("vllm.shmring")
 
@@ -28,7 +28,7 @@ class Event(Protocol):
         """Waits until everything has happened that was queued before it was recorded."""
 
 
-class Uploads:
+class QueuedCopies:
     """Sources of copies that are not over; a thread waits for them in the order in which they were queued.
 
     Args:
@@ -38,7 +38,7 @@ class Uploads:
     def __init__(self, record: Callable[[], Event]) -> None:
         self._record = record
         self._held: queue.SimpleQueue[tuple[Event, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._wait, name="shmring uploads", daemon=True).start()
+        threading.Thread(target=self._wait, name="shmring copies", daemon=True).start()
 
     def started(self, sources: Any) -> None:
         """Copies of these were queued on the current stream just now."""

@@ -1,8 +1,8 @@
 """What of one request goes through the slab: placed there before vLLM encodes the request, referred to in its message.
 
-Life of a parcel: ``place_now`` finds what is kept and copies what is small; ``place`` waits for the rest; then vLLM's
-encoder runs, without an ``await``, and asks ``reference_to`` for each tensor; ``settle`` or ``abandon`` ends it, whether
-the message was sent or not. What was placed and is referred to by no message is given back.
+The life of :class:`RequestTensors`: ``place_now`` finds what is kept and copies what is small; ``place`` waits for the rest;
+then vLLM's encoder runs, without an ``await``, and asks ``reference_to`` for each tensor; ``settle`` or ``abandon`` ends it,
+whether the message was sent or not. What was placed and is referred to by no message is given back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shmring import Submission
 
-__all__ = ["Parcel"]
+__all__ = ["RequestTensors"]
 
 logger = logging.getLogger("vllm.shmring")
 
@@ -46,7 +46,7 @@ class _Piece:
         return "copied" if self.is_copied else "kept"
 
 
-class Parcel:
+class RequestTensors:
     """See the head of this file.
 
     Args:

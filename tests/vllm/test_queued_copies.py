@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shmring.integrations.vllm.uploads import Uploads
+from shmring.integrations.vllm.queued_copies import QueuedCopies
 
 
 class Event:
@@ -32,20 +32,20 @@ def events() -> list[Event]:
 
 
 @pytest.fixture
-def uploads(events: list[Event]) -> Iterator[Uploads]:
+def copies(events: list[Event]) -> Iterator[QueuedCopies]:
     def record() -> Event:
         events.append(Event())
         return events[-1]
 
-    uploads = Uploads(record)
-    yield uploads
-    uploads.close()
-    eventually(lambda: "shmring uploads" not in [thread.name for thread in threading.enumerate()])
+    copies = QueuedCopies(record)
+    yield copies
+    copies.close()
+    eventually(lambda: "shmring copies" not in [thread.name for thread in threading.enumerate()])
 
 
-def start(uploads: Uploads) -> weakref.ref[torch.Tensor]:
+def start(copies: QueuedCopies) -> weakref.ref[torch.Tensor]:
     source = torch.zeros(8)
-    uploads.started([source])
+    copies.started([source])
     return weakref.ref(source)
 
 
@@ -56,8 +56,8 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_source_is_held_until_its_copy_is_over_and_no_longer(uploads: Uploads, events: list[Event]) -> None:
-    first, second = start(uploads), start(uploads)
+def test_a_source_is_held_until_its_copy_is_over_and_no_longer(copies: QueuedCopies, events: list[Event]) -> None:
+    first, second = start(copies), start(copies)
     assert first() is not None
     events[0].passed.set()
     eventually(lambda: first() is None)
@@ -67,9 +67,9 @@ def test_a_source_is_held_until_its_copy_is_over_and_no_longer(uploads: Uploads,
 
 
 def test_where_cuda_has_failed_nothing_is_released(
-    uploads: Uploads, events: list[Event], caplog: pytest.LogCaptureFixture
+    copies: QueuedCopies, events: list[Event], caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = start(uploads)
+    source = start(copies)
     events[0].fails = True
     events[0].passed.set()
     eventually(lambda: "tensors stay in the slab, since CUDA failed" in caplog.text)
