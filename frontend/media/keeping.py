@@ -22,7 +22,7 @@ from collections import OrderedDict
 
 __all__ = ["Keeping"]
 
-# A medium that is found saves at least ten times what keeping one costs: found once in 16 times, keeping about pays for itself.
+# Decoding takes ten times the CPU of keeping, and more: where one is found for 16 that are kept, that about pays.
 _PREPARED_FOR_ONE_FOUND = 16
 _SELECTIVE_ROUNDS = 8  # so at most one round in nine is spent on trying
 _MAX_REMEMBERED = 4096  # keys of small media; half a megabyte
@@ -38,12 +38,10 @@ class Keeping:
 
     Attributes:
         epoch: as given.
-        passed_over: media that were not worth it.
     """
 
     def __init__(self, kept_nbytes: int, epoch: int) -> None:
         self.epoch = epoch
-        self.passed_over = 0
         self._kept_nbytes = kept_nbytes
         self._selective_rounds = 0  # that are left
         self._found = self._prepared = self._prepared_nbytes = 0  # in this round
@@ -68,10 +66,6 @@ class Keeping:
         if self._prepared_nbytes > self._kept_nbytes:
             self._end_round()
         return is_worth_it
-
-    def passed(self, count: int) -> None:
-        """So many media were not kept after all."""
-        self.passed_over += count
 
     def _remember(self, key: bytes, nbytes: int) -> bool:
         """Returns whether a medium was prepared shortly before."""
