@@ -80,6 +80,16 @@ class MediaMemory:
         self.name = ring.name
         self._ring = ring
 
+    @property
+    def kept_nbytes(self) -> int:
+        """How much of media that engine keeps at most."""
+        return self._ring.kept_nbytes
+
+    @property
+    def epoch(self) -> int:
+        """Which life of that engine this is; 0: it is not attached."""
+        return self._ring.epoch
+
     async def slots(self, sizes: Sequence[int], *, timeout: float | None = None) -> list[shmring.Slot]:
         """Waits for memory for media, all at once; see :meth:`shmring.RingClient.slots`.
 

@@ -102,7 +102,12 @@ class FrontendMetrics:
             )
         }
         self._decoded = Counter("shmring_frontend_media_decoded", "Media that were decoded.", registry=self.registry)
-        self._decoded_seen = 0
+        self._passed_over = Counter(
+            "shmring_frontend_media_passed_over",
+            "Media that were decoded and not kept, since that was in vain lately.",
+            registry=self.registry,
+        )
+        self._decoded_seen = self._passed_over_seen = 0
         self._seen = {engine: dict.fromkeys(self._counters, 0) for engine in engines}
         self._decoders = self._gauge("shmring_frontend_decoders", "Processes that frontends may have for decoding media.")
         self._decoders_free = self._gauge("shmring_frontend_decoders_free", "Of these, those that nobody uses.")
@@ -138,6 +143,8 @@ class FrontendMetrics:
         """Updates the gauges of decoders and of decoded media."""
         self._decoded.inc(statistics.decoded - self._decoded_seen)
         self._decoded_seen = statistics.decoded
+        self._passed_over.inc(statistics.passed_over - self._passed_over_seen)
+        self._passed_over_seen = statistics.passed_over
         decoders = statistics.decoders
         self._decoders.set(decoders.total)
         self._decoders_free.set(decoders.free)

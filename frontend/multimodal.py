@@ -8,7 +8,8 @@ that is decoded for a minute keeps no memory of the slab from others.
 
 What was prepared is given to the engine to keep, under a hash of its file and of how it was prepared. Whoever sends the same
 file again, through any frontend, finds it there: it is neither decoded nor copied. Two requests with the same new file have it
-decoded once (:mod:`frontend.media.flights`).
+decoded once (:mod:`frontend.media.flights`). While keeping everything is in vain, because callers send more in turn than can be
+kept, most new media are not kept (:mod:`frontend.media.keeping`).
 
 The views of the slots are in one list, which the engine's request shares. The list is emptied when the block is left: a slot
 that was left drains until its last view has died, and the answer may go on for minutes. By then the request must have been
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ from frontend.media.errors import MediaError
 from frontend.media.fetch import Fetcher
 from frontend.media.flights import Flights
 from frontend.media.identity import key_of, preparation_of
+from frontend.media.keeping import Keeping
 from frontend.media.loader import DecodedMedium, MediaLoader, MediaSource, PreparedMedium
 from frontend.openai.messages import check_counts
 from frontend.settings import FrontendSettings
@@ -52,8 +54,9 @@ _SMALL_NBYTES = 256 << 10
 # Pictures and recordings that are so small together are decoded in some ten milliseconds: two thirds of a megapixel.
 _QUICK_DECODED_NBYTES = 2 << 20
 
-# Hashing so much takes less than handing it to a thread.
-_HASHED_AT_ONCE_NBYTES = 64 << 10
+# Hashing so much takes 0.15 ms, or 0.4 ms on a processor without instructions for it; to wake a thread for it, and then the
+# loop, takes 0.07 ms more.
+_HASHED_AT_ONCE_NBYTES = 256 << 10
 # How often a request looks for its media before it decodes all of them itself.
 _ATTEMPTS = 3
 
@@ -85,12 +88,14 @@ class IntakeStatistics:
         decoded_nbytes: memory of requests whose media are decoded, or being decoded, and not in the slab yet.
         decoded_waiting: requests that wait for such memory.
         decoded: media that were decoded so far.
+        passed_over: media that were decoded and not given to the engine to keep, since keeping was in vain lately.
     """
 
     decoders: DecoderStatistics
     decoded_nbytes: int
     decoded_waiting: int
     decoded: int
+    passed_over: int
 
 
 class MediaIntake:
@@ -110,13 +115,16 @@ class MediaIntake:
         self._decoded_memory = DecodedMemory(settings.max_decoded_nbytes, settings.queue_timeout_s)
         self._loader = MediaLoader(settings.decoders, settings.media_limits, settings.media_io_kwargs, self._fetcher)
         self._flights: dict[str, Flights] = {}  # by engine: each keeps media of its own
+        self._keeping: dict[str, Keeping] = {}
         self._unkept = 0  # media that had to have a key of their own, since nothing is kept
-        self._decoded_media = 0
+        self._decoded_media = self._passed_over = 0
 
     def statistics(self) -> IntakeStatistics:
         """Returns how busy the decoders are, and how much memory decoded media take."""
         memory = self._decoded_memory
-        return IntakeStatistics(self._loader.statistics(), memory.nbytes, memory.waiting, self._decoded_media)
+        return IntakeStatistics(
+            self._loader.statistics(), memory.nbytes, memory.waiting, self._decoded_media, self._passed_over
+        )
 
     async def close(self) -> None:
         """Starts nothing more."""
@@ -233,20 +241,22 @@ class MediaIntake:
             stack: leaves what they lie in, at its end.
         """
         flights = self._flights.setdefault(memory.name, Flights())
+        keeping = self._keeping_at(memory)
         media: dict[bytes, Medium] = {}
         for _ in range(_ATTEMPTS if self._keeps() else 0):
             async with contextlib.AsyncExitStack() as held:
                 try:
                     landed = flights.landed
                     found_nbytes = await self._find(memory, files, media, held)
+                    keeping.found(len(media))
                     if len(media) == len(files):
                         await stack.enter_async_context(held.pop_all())
                         return media
                     missing = {key: file for key, file in files.items() if key not in media}
                     media.clear()
                     await held.aclose()
-                    others = [key for key in missing if key in flights]
-                    mine = {key: file for key, file in missing.items() if key not in flights}
+                    others = flights.join(missing)
+                    mine = {key: file for key, file in missing.items() if key not in others}
                     with flights.lead(mine):
                         if mine and flights.landed != landed:  # somebody else may have prepared it since
                             found_nbytes += await self._find(memory, mine, media, held)
@@ -254,7 +264,9 @@ class MediaIntake:
                             media.clear()
                             await held.aclose()
                         if mine:
-                            media |= await self._prepare(memory, mine, spec, held, found_nbytes, keeps=True)
+                            media |= await self._prepare(memory, mine, spec, held, found_nbytes)
+                            # With others beside them, they may be looked for once more.
+                            await self._keep(memory, media, keeping, flights, held, keeps_all=len(mine) < len(files))
                     if not others:
                         await self._find(memory, {key: file for key, file in files.items() if key not in media}, media, held)
                         if len(media) == len(files):
@@ -265,7 +277,14 @@ class MediaIntake:
                     raise
                 media.clear()
             await flights.wait(others)
-        return await self._prepare(memory, files, spec, stack, [], keeps=False)
+        return await self._prepare(memory, files, spec, stack, [])
+
+    def _keeping_at(self, memory: MediaMemory) -> Keeping:
+        """Returns who decides what is worth keeping at an engine, in this life of it."""
+        keeping = self._keeping.get(memory.name)
+        if keeping is None or keeping.epoch != memory.epoch:
+            keeping = self._keeping[memory.name] = Keeping(memory.kept_nbytes, memory.epoch)
+        return keeping
 
     async def _find(
         self, memory: MediaMemory, files: Collection[bytes], media: dict[bytes, Medium], stack: contextlib.AsyncExitStack
@@ -292,8 +311,6 @@ class MediaIntake:
         spec: InputSpec,
         stack: contextlib.AsyncExitStack,
         found_nbytes: Sequence[int],
-        *,
-        keeps: bool,
     ) -> dict[bytes, Medium]:
         """Decodes media into slots, which the stack leaves at its end.
 
@@ -303,7 +320,6 @@ class MediaIntake:
             spec: what the executor takes.
             stack: of the caller.
             found_nbytes: of the slots of the request's other media.
-            keeps: whether they are to be kept.
         """
         targets: list[torch.Tensor] = []
         media: list[Medium] = []
@@ -319,18 +335,39 @@ class MediaIntake:
             targets.clear()
             if spec.checksum:
                 await self._add_checksums(media)
-            if keeps:
-                for key, medium in zip(files, media, strict=True):
-                    await self._keep(memory, key, medium, stack)
             return dict(zip(files, media, strict=True))
         finally:
             targets.clear()
             media.clear()
 
-    async def _keep(self, memory: MediaMemory, key: bytes, medium: Medium, stack: contextlib.AsyncExitStack) -> None:
-        """Gives the slot of a medium to the engine to keep, if it can: it is sent from there either way."""
-        with contextlib.suppress(shmring.WouldBlock, shmring.CapacityError):
-            stack.enter_context(await memory.keep(key, medium))
+    async def _keep(
+        self,
+        memory: MediaMemory,
+        media: Mapping[bytes, Medium],
+        keeping: Keeping,
+        flights: Flights,
+        stack: contextlib.AsyncExitStack,
+        *,
+        keeps_all: bool,
+    ) -> None:
+        """Gives the slots of media to the engine to keep, if it can and that is worth it: they are sent from there either way.
+
+        Args:
+            memory: where they lie.
+            media: that were prepared, by key.
+            keeping: which of them are worth it.
+            flights: they are kept as well if somebody waits for them.
+            stack: leaves what is kept at its end.
+            keeps_all: they are all worth it.
+        """
+        worth = {key for key, medium in media.items() if keeping.prepared(key, tensor_of(medium).nbytes)}
+        left = list(media)
+        while chosen := [key for key in left if keeps_all or key in worth or flights.is_wanted(key)]:
+            left = [key for key in left if key not in chosen]
+            for key in chosen:  # somebody may begin to wait for one of the others meanwhile
+                with contextlib.suppress(shmring.WouldBlock, shmring.CapacityError):
+                    stack.enter_context(await memory.keep(key, media[key]))
+        self._passed_over += len(left)
 
     async def _each(self, load: Callable[[_Source], Awaitable[_Loaded]], sources: Sequence[_Source]) -> list[_Loaded]:
         """Loads all sources, a few at a time: only then is it known whether they are too large together."""

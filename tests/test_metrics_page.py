@@ -58,9 +58,9 @@ def test_every_record_of_numbers_has_a_table() -> None:
 def test_every_number_of_the_decoders_and_of_decoded_media_is_a_metric() -> None:
     metrics = FrontendMetrics(["test"])
     decoders = DecoderStatistics(total=2, free=3, waiting=4, waiting_s=5.0)
-    metrics.take_over_media(IntakeStatistics(decoders, decoded_nbytes=6, decoded_waiting=7, decoded=8))
+    metrics.take_over_media(IntakeStatistics(decoders, decoded_nbytes=6, decoded_waiting=7, decoded=8, passed_over=9))
     values = {sample.value for family in metrics.registry.collect() for sample in family.samples}
-    expected = (*dataclasses.astuple(decoders), 6, 7, 8)
+    expected = (*dataclasses.astuple(decoders), 6, 7, 8, 9)
     assert len(expected) == len(names_of(DecoderStatistics)) + len(names_of(IntakeStatistics)) - 1
     assert values.issuperset(expected)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import shmring
+from engine.client import MediaMemory
 from engine.protocol import (
     InputSpec,
     Picture,
@@ -531,6 +532,117 @@ async def test_more_pictures_than_the_slab_holds_are_answered_one_after_the_othe
     assert engine.ring.statistics().kept_evictions > 0
     await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+# -- where more is sent than can be kept -----------------------------------------------------------------------------------
+
+
+def shades(count: int, first: int = 0) -> list[Any]:
+    """Pictures of 96 KB, all different."""
+    return [LARGE[:160, :200] + np.uint8(shade) for shade in range(first, first + count)]
+
+
+@pytest.fixture
+def open_crowded(open_engine: Any, open_intake: Any, encoded: Any, admission: Admission) -> Any:
+    """``await open_crowded()``: an engine that keeps four of those, an intake that had six, and ``take(*pictures)``."""
+
+    async def make() -> tuple[Any, MediaIntake, Any]:
+        engine = await open_engine(kept_nbytes="416KiB")
+        intake = open_intake(engine)
+
+        async def take(*pictures: Any) -> None:
+            sources = [source_of(encoded(pixels)) for pixels in pictures]
+            async with intake.take(sources, SPEC, admission.new_request(), "messages") as media:
+                for medium, pixels in zip(media, pictures, strict=True):
+                    np.testing.assert_array_equal(tensor_of(medium).numpy(), pixels)
+                del medium
+
+        for pixels in shades(6):
+            await take(pixels)
+        assert intake.statistics().passed_over == 1
+        return engine, intake, take
+
+    return make
+
+
+async def test_of_more_pictures_in_turn_than_can_be_kept_those_that_are_there_stay_and_are_found(
+    open_crowded: Any, decoded: list[str], eventually: Any
+) -> None:
+    """If all were kept, each would push out another, and none would be found."""
+    engine, intake, take = await open_crowded()
+    evictions = engine.ring.statistics().kept_evictions
+    assert len(decoded) == 6
+    for _ in range(3):
+        for pixels in shades(5) + shades(4, first=100):
+            await take(pixels)
+    assert len(decoded) == 6 + 3 * 5
+    assert engine.ring.statistics().kept_evictions == evictions
+    assert intake.statistics().passed_over == 1 + 3 * 5
+    await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
+    await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
+
+
+async def test_a_picture_that_becomes_popular_there_is_decoded_twice_and_then_found(
+    open_crowded: Any, decoded: list[str]
+) -> None:
+    engine, _, take = await open_crowded()
+    decoded.clear()
+    [popular, other] = shades(2, first=100)
+    for pixels in (popular, other, popular, popular, popular):
+        await take(pixels)
+    assert len(decoded) == 3
+    assert engine.ring.statistics().kept_hits == 2
+
+
+async def test_there_as_well_two_requests_with_the_same_new_picture_have_it_decoded_once(
+    open_crowded: Any, decoded: list[str], eventually: Any
+) -> None:
+    """Alone in its request, or beside others; and whoever comes while others are being kept is waited for, too."""
+    engine, _, take = await open_crowded()
+    decoded.clear()
+    alone, shared, one, another = shades(4, first=100)
+    await asyncio.gather(*(take(alone) for _ in range(10)))
+    assert len(decoded) == 1
+    await asyncio.gather(take(shared, one), take(another, shared), take(shared))
+    assert len(decoded) == 4
+    await eventually(lambda: engine.ring.statistics().kept_pinned == 0)
+
+
+async def test_what_somebody_begins_to_wait_for_while_others_are_being_kept_is_kept_as_well(
+    open_crowded: Any, decoded: list[str], monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    _, intake, take = await open_crowded()
+    [again, new] = shades(2, first=100)
+    await take(again)
+    waiting: list[asyncio.Task[None]] = []
+    keep = MediaMemory.keep
+
+    async def keep_late(memory: MediaMemory, key: bytes, medium: Any) -> shmring.Kept:
+        if not waiting:
+            waiting.append(asyncio.create_task(take(new)))
+            await eventually(lambda: sum(flights.waiting for flights in intake._flights.values()) == 1)
+        return await keep(memory, key, medium)
+
+    monkeypatch.setattr(MediaMemory, "keep", keep_late)
+    decoded.clear()
+    await take(again, new)
+    await waiting[0]
+    assert len(decoded) == 2
+
+
+async def test_an_engine_that_was_restarted_keeps_everything_again(
+    open_crowded: Any, open_engine: Any, decoded: list[str], eventually: Any
+) -> None:
+    engine, intake, take = await open_crowded()
+    epoch = engine.client.ring.epoch
+    await engine.ring.close()
+    await open_engine(kept_nbytes="416KiB")
+    await eventually(lambda: engine.client.ring.epoch not in (0, epoch))
+    decoded.clear()
+    for _ in range(3):
+        await take(*shades(1, first=100))
+    assert len(decoded) == 1
+    assert intake.statistics().passed_over == 1
 
 
 async def test_what_somebody_else_keeps_under_a_key_is_not_shown(
