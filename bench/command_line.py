@@ -21,12 +21,17 @@ from shmring.config import parse_nbytes
 __all__ = [
     "DIRECTORY",
     "FILE",
+    "ROOT",
     "SETTINGS",
+    "MissingPlotter",
     "NotMeasured",
+    "check_plotter",
     "conclude",
     "console",
+    "environment_option",
     "json_option",
     "measuring",
+    "missing_vllm",
     "peer_option",
     "plot_option",
     "repetitions_option",
@@ -43,6 +48,8 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 #: Of every command.
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
+ROOT = Path(__file__).resolve().parents[1]
+
 _WHERE_RESULTS_GO = ("--json", "--plot")
 _PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be cut
 
@@ -53,6 +60,18 @@ class NotMeasured(click.ClickException):
     """Something could not be measured. A target that was measured and missed ends a command with 1, and this with 3."""
 
     exit_code = 3
+
+
+class MissingPlotter(NotMeasured):
+    """matplotlib is not installed."""
+
+
+def check_plotter() -> None:
+    """Raises :class:`MissingPlotter` where no plot can be drawn."""
+    try:
+        import matplotlib  # noqa: F401 # only asked for
+    except ImportError:
+        raise MissingPlotter("a plot needs matplotlib: pip install -e '.[bench]' in a checkout of shmring") from None
 
 
 # -- options -------------------------------------------------------------------------------------------------------------
@@ -97,9 +116,28 @@ def json_option(function: _Function) -> _Function:
     return click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")(function)
 
 
-def plot_option(function: _Function) -> _Function:
-    """Where plots go, and how their names begin."""
-    return click.option("--plot", "plot_stem", default=None, type=FILE, help="Also draw FILE-*.png and FILE-*.svg.")(function)
+def plot_option(text: str = "Also draw FILE.png and FILE.svg.") -> Callable[[_Function], _Function]:
+    """Where plots go, and how their names begin. That none can be drawn is said before the run, not an hour later."""
+
+    def checked(context: click.Context, option: click.Parameter, stem: Path | None) -> Path | None:
+        if stem is not None:
+            check_plotter()
+        return stem
+
+    return click.option("--plot", "plot_stem", default=None, type=FILE, callback=checked, help=text)
+
+
+def environment_option(function: _Function) -> _Function:
+    """Where vLLM is; see :func:`missing_vllm`."""
+    text = "Which has vLLM; see `make test-vllm`."
+    return click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help=text)(function)
+
+
+def missing_vllm(environment: Path) -> str | None:
+    """Returns that an environment has no vLLM, and what to do about it; None if it has."""
+    if (environment / "bin" / "vllm").exists():
+        return None
+    return f"{environment} has no vLLM; `make test-vllm` makes an environment that has"
 
 
 # -- what is shown -------------------------------------------------------------------------------------------------------

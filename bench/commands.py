@@ -20,6 +20,7 @@ __all__ = ["quick_command", "quick_plan", "transport_command", "transport_plan"]
 # A quick run has 9 cases in under 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
 _QUICK: dict[str, Any] = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
 _FULL: dict[str, Any] = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
+_PLOTS = "Also draw FILE-*.png and FILE-*.svg."
 #: Where one thing of a quick run was chosen, the others are the first of each.
 _QUICK_CHOICE: dict[str, Any] = {
     "sizes": cases.QUICK_SIZES, "dtypes": ("float32",), "producers": (1,), "windows": (16,), "copies_out": (False,)
@@ -52,7 +53,7 @@ _QUICK_CHOICE: dict[str, Any] = {
 @command_line.repetitions_option("Of each case and peer, interleaved.  [default: 5]")
 @command_line.seconds_option("0.5")
 @command_line.json_option
-@command_line.plot_option
+@command_line.plot_option(_PLOTS)
 def transport_command(json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
     """One-way messages from producer processes to a consumer process, every one checked."""
     _measure(transport_plan(**choices), json_path, plot_stem)
@@ -92,7 +93,7 @@ def _timing(defaults: dict[str, Any], repetitions: int | None, seconds: float | 
 @command_line.repetitions_option("Of each case and peer.  [default: 3]")
 @command_line.seconds_option("0.15")
 @command_line.json_option
-@command_line.plot_option
+@command_line.plot_option(_PLOTS)
 def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
     """Transports in under 5 minutes; ends with 1 if a target that this measures is missed, with 3 if a measurement failed."""
     _measure(quick_plan(repetitions, seconds), json_path, plot_stem, is_judged=True)
@@ -105,8 +106,6 @@ def _measure(
     is_judged: bool = False,
 ) -> None:
     """Runs a plan, prints its tables and what becomes of the targets, and draws its plots."""
-    if plot_stem is not None:
-        plots.check_plotter()  # before the run, so that nobody learns an hour later that it is missing
     results, _ = transport.carry_out(plan, json_path, lambda results: results)
     verdicts = targets.evaluate(results) if is_judged else []
     load = f"Load {results.load_before:.1f} before the run."

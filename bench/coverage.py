@@ -1,19 +1,27 @@
-"""What a run was to measure, and what of it there is: stored with every result, and said by ``bench report``.
+"""What a run is to measure, measuring it in turn, and what of it there is: stored with every result, and said by the report.
 
 A plan is a list of cases, in each of which some subjects (peers, variants, policies) are measured, each a number of times.
 What has fewer repetitions than planned is a gap, with its reason. A run that is ended early so says by itself what it
-lacks, and nobody has to count the rows of a table.
+lacks, and nobody has to count the rows of a table. Repetitions are interleaved, so that whatever else the machine does hits
+all subjects alike.
 """
 
 from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
-__all__ = ["Coverage", "Gap", "Key", "Planned", "Status", "checkout"]
+from bench.children import described
+
+__all__ = ["Coverage", "Gap", "Key", "Planned", "Repetitions", "Status", "checkout"]
+
+_Case = TypeVar("_Case", bound=Hashable)
+_Run = TypeVar("_Run")
 
 #: A case and a subject.
 Key = tuple[str, str]
@@ -108,6 +116,62 @@ class Coverage(msgspec.Struct, frozen=True):
         cases = {planned.case for planned in self.planned}
         for (shown, outcome), lacking in rows.items():
             yield "all" if 1 < len(cases) == len(lacking) else "; ".join(lacking), shown, outcome
+
+
+class Repetitions(Generic[_Case, _Run]):
+    """Measures subjects in cases, in turn and again and again, and keeps what there is.
+
+    What has failed is not tried again: ratios are taken within a repetition, so that none may lack in the middle.
+
+    Args:
+        subjects: of each case.
+        count: of the repetitions of each.
+        title: a case in words.
+
+    Attributes:
+        measured: the repetitions of each subject, by case.
+    """
+
+    def __init__(self, subjects: Mapping[_Case, Sequence[str]], count: int, title: Callable[[_Case], str]) -> None:
+        self.measured: dict[_Case, dict[str, list[_Run]]] = {}
+        self._subjects, self._count, self._title = subjects, count, title
+        self._failed: dict[Key, tuple[Status, str]] = {}
+
+    @property
+    def steps(self) -> int:
+        """How many lines of progress there will be."""
+        return self._count * sum(map(len, self._subjects.values()))
+
+    def measure(
+        self,
+        cases: Sequence[_Case],
+        measure: Callable[[_Case, str], _Run],
+        progress: Callable[[str], None],
+        titles: Mapping[str, str] | None = None,
+    ) -> None:
+        """Measures all subjects of cases, in alternating order, with a line before each; titles are those of subjects."""
+        for repetition, case in itertools.product(range(self._count), cases):
+            for subject in self._subjects[case][:: -1 if repetition % 2 else 1]:
+                words = (titles or {}).get(subject, subject)
+                progress(f"{self._title(case)}, {words}, repetition {repetition + 1} of {self._count}")
+                if (self._title(case), subject) not in self._failed:
+                    try:
+                        run = measure(case, subject)
+                    except Exception as error:  # noqa: BLE001 # it has its place among the results
+                        self.fail([case], [subject], described(error))
+                    else:
+                        self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
+
+    def fail(self, cases: Iterable[_Case], subjects: Iterable[str], reason: str) -> None:
+        """Says why subjects have no result in cases; if there are several reasons, the first one counts."""
+        for case, subject in itertools.product(cases, list(subjects)):
+            self._failed.setdefault((self._title(case), subject), (Status.FAILED, reason))
+
+    def coverage(self) -> Coverage:
+        """What was planned, and what of it is missing."""
+        planned = [Planned(self._title(case), list(subjects), self._count) for case, subjects in self._subjects.items()]
+        counts = {(self._title(case), name): len(runs) for case, of in self.measured.items() for name, runs in of.items()}
+        return Coverage.of(planned, counts, self._failed)
 
 
 def checkout(commit: str | None) -> str:

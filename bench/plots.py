@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases import Case
-from bench.command_line import NotMeasured
+from bench.command_line import check_plotter
 from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import format_nbytes
 from bench.tables import peer_title
 
-__all__ = ["MissingPlotter", "check_plotter", "draw", "lay_sizes_across", "panels", "save"]
+__all__ = ["draw", "lay_sizes_across", "panels", "save"]
 
 _PALETTE = (
     "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22", "#003f5c", "#e377c2", "#5f0f40",
@@ -27,18 +27,6 @@ _PALETTE = (
 _MARKERS = "sD^vPX*<>phd8H"
 _OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00", "shmring-busy-poll": "#b5179e"}
 _DPI = 110
-
-
-class MissingPlotter(NotMeasured):
-    """matplotlib is not installed."""
-
-
-def check_plotter() -> None:
-    """Raises :class:`MissingPlotter` where no plot can be drawn."""
-    try:
-        import matplotlib  # noqa: F401 # only asked for
-    except ImportError:
-        raise MissingPlotter("a plot needs matplotlib: pip install -e '.[bench]' in a checkout of shmring") from None
 
 
 def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:

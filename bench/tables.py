@@ -9,7 +9,7 @@ import msgspec
 from rich.table import Table as RichTable
 
 from bench.cases import Case
-from bench.command_line import console, typed
+from bench.command_line import conclude, console, typed
 from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.peers import BASELINE, PEERS
@@ -18,6 +18,7 @@ from bench.results import Findings, Spread, Table, Verdict, format_nbytes, forma
 
 __all__ = [
     "deliver",
+    "finish",
     "gaps_table",
     "machine_line",
     "peer_title",
@@ -111,6 +112,19 @@ def deliver(findings: Findings, json_path: Path | None) -> None:
     if json_path is not None:
         write_json(msgspec.structs.replace(findings, command=typed()), json_path)
     show(findings)
+
+
+def finish(
+    findings: Findings,
+    json_path: Path | None,
+    plot_stem: Path | None = None,
+    draw: Callable[[Findings, Path], object] | None = None,
+) -> None:
+    """Delivers a run, draws it if that was asked for, and ends the command as :func:`bench.command_line.conclude` says."""
+    deliver(findings, json_path)
+    if plot_stem is not None and draw is not None:
+        draw(findings, plot_stem)
+    conclude(findings.failures, findings.targets)
 
 
 def show(findings: Findings) -> None:

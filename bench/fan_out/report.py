@@ -33,13 +33,14 @@ from bench.machine import Machine
 from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate
 from bench.targets import judge
 
-__all__ = ["Measured", "Stored", "draw", "report", "title"]
+__all__ = ["Case", "Measured", "Stored", "draw", "report", "title"]
 
-#: The runs of each subject, by number of workers and size.
-Measured = dict[tuple[int, int], dict[str, list[Run]]]
+#: Workers, and bytes of a message.
+Case = tuple[int, int]
+#: The runs of each subject, by case.
+Measured = dict[Case, dict[str, list[Run]]]
 
 _Number = Callable[[Run], float | None]
-_Case = tuple[int, int]
 
 _COLOURS = {OURS: "#c1121f", POLLING: "#b5179e", IN_PLACE: "#f77f00"}
 _OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
@@ -88,7 +89,7 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
     )
 
 
-def _row(case: _Case, subject: str, runs: Sequence[Run]) -> list[str]:
+def _row(case: Case, subject: str, runs: Sequence[Run]) -> list[str]:
     per_s = Spread.of(run.per_s for run in runs)
     numbers = (
         _median(runs, number)
@@ -129,7 +130,7 @@ def _verdicts(measured: Measured) -> list[Verdict]:
     foreign = next((name for name in FOREIGN for found in measured.values() if name in found), FOREIGN[0])
     queue = SUBJECTS[foreign]
 
-    def ratio(ours: str, theirs: str, number: _Number, case: _Case, of_case: _Case | None = None) -> float | None:
+    def ratio(ours: str, theirs: str, number: _Number, case: Case, of_case: Case | None = None) -> float | None:
         """The median over the repetitions of one's number over the other's, in the same case or in another."""
         pairs = zip(measured.get(case, {}).get(ours, ()), measured.get(of_case or case, {}).get(theirs, ()), strict=False)
         numbers = [(number(run), number(other)) for run, other in pairs]

@@ -14,8 +14,7 @@ from bench.gpu.copies import WAYS
 from bench.gpu.handovers import ROUTES
 from bench.gpu.plan import Plan, run, steps
 from bench.gpu.report import draw, report
-from bench.plots import check_plotter
-from bench.tables import deliver
+from bench.tables import finish
 
 __all__ = ["gpu_command"]
 
@@ -41,7 +40,7 @@ class _NoGpu(click.ClickException):
 @click.option("--by", "routes", multiple=True, type=_ROUTES, help="Between processes; repeatable.  [default: all]")
 @command_line.repetitions_option("Interleaved.  [default: 7; 3 if quick]")
 @command_line.json_option
-@click.option("--plot", "plot_stem", default=None, type=command_line.FILE, help="Also draw FILE.png and FILE.svg.")
+@command_line.plot_option()
 def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
@@ -51,11 +50,6 @@ def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **c
         raise _NoGpu(reason)
     chosen = {name: value for name, value in choices.items() if value}
     plan = dataclasses.replace(Plan.quick() if quick else Plan(), **chosen)
-    if plot_stem is not None:
-        check_plotter()  # before the run, so that nobody learns minutes later that it is missing
     with command_line.measuring(steps(plan)) as progress:
         findings = report(run(plan, progress))
-    deliver(findings, json_path)
-    if plot_stem is not None:
-        draw(findings, plot_stem)
-    command_line.conclude(findings.failures, findings.targets)
+    finish(findings, json_path, plot_stem, draw)

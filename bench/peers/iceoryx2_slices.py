@@ -41,7 +41,7 @@ import torch
 
 from bench.messages import DTYPES, Cell, Header, Source
 from bench.peers.in_flight import Intake, Reception, Send, WindowedPeer
-from bench.peers.memory import shared_memory_shortage
+from bench.peers.peer import shared_memory_shortage
 from shmring.memory.slab import SHM_DIRECTORY
 
 __all__ = ["Iceoryx2", "Iceoryx2Loaned"]

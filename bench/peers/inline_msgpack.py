@@ -18,9 +18,8 @@ import msgspec
 import torch
 
 from bench.messages import Answer, Ask, Cell, Header, Source
-from bench.peers.description import Description, encode
 from bench.peers.in_flight import Intake, Pending
-from bench.peers.peer import RequestPeer
+from bench.peers.peer import Description, RequestPeer, encode
 from bench.peers.unix_stream import Messages, SocketPeer, dialled, served
 from bench.request.questions import Desk
 

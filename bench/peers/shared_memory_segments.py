@@ -22,9 +22,8 @@ import msgspec
 import torch
 
 from bench.messages import Cell, Header, Source
-from bench.peers.description import Description, encode
 from bench.peers.in_flight import Intake
-from bench.peers.memory import shared_memory_shortage
+from bench.peers.peer import Description, encode, shared_memory_shortage
 from bench.peers.unix_stream import SocketPeer
 from shmring.memory.slab import SHM_DIRECTORY
 

@@ -6,24 +6,21 @@ import asyncio
 import contextlib
 import subprocess
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
 
 from bench import command_line
-from bench.coverage import Coverage, Key, Planned, Status
-from bench.plots import check_plotter
-from bench.tables import deliver
+from bench.coverage import Repetitions
+from bench.tables import finish
 from bench.vllm.load import Measurement, measure, warm_up
 from bench.vllm.plan import KINDS, QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
-from bench.vllm.report import Measured, draw, report
+from bench.vllm.report import draw, report
 from bench.vllm.server import Server, serve
 
 __all__ = ["vllm_command"]
 
-_ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-vllm"
 _SIDES = [str(side) for side in SIDES]
 
 
@@ -33,9 +30,9 @@ _SIDES = [str(side) for side in SIDES]
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
 @command_line.repetitions_option("Of each case and way, in alternating order.  [default: 5]")
-@click.option("--environment", default=_ENVIRONMENT, type=command_line.DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
+@command_line.environment_option
 @command_line.json_option
-@click.option("--plot", "plot_stem", default=None, type=command_line.FILE, help="Also draw FILE.png and FILE.svg.")
+@command_line.plot_option()
 def vllm_command(
     quick: bool,
     ways: tuple[str, ...],
@@ -47,94 +44,62 @@ def vllm_command(
     plot_stem: Path | None,
 ) -> None:
     """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
-    if not (environment / "bin" / "vllm").exists():
-        raise click.UsageError(f"{environment} has no vLLM; `make test-vllm` makes an environment that has")
-    if plot_stem is not None:
-        check_plotter()  # before the run, so that nobody learns minutes later that it is missing
+    if (missing := command_line.missing_vllm(environment)) is not None:
+        raise click.UsageError(missing)
     cases = [
         case
         for case in (QUICK if quick else full_cases())
         if (not sides or str(case.fleet.side) in sides) and (not kinds or case.kind in kinds)
     ]
-    run = _Run(environment, [way for way in WAYS if not ways or way in ways], repetitions or 5)
-    with command_line.measuring(run.steps(cases)) as progress:
-        asyncio.run(run.measure(cases, progress))
-    findings = report(run.measured(cases), run.coverage(cases), _versions(environment))
-    deliver(findings, json_path)
-    if plot_stem is not None:
-        draw(findings, plot_stem)
-    if run.failures:
-        raise command_line.NotMeasured(f"{len(run.failures)} measurements failed: see the table")
-    missed = sum(verdict.met is False for verdict in findings.targets)
-    if missed:
-        raise click.ClickException(f"{missed} target{'s' * (missed > 1)} missed: see the table")
+    chosen = [way for way in WAYS if not ways or way in ways]
+    runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, repetitions or 5, _name)
+    starts = sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
+    with command_line.measuring(starts + runs.steps) as progress:
+        _measure(runs, cases, chosen, environment, progress)
+    measured = {(case, way): runs for case, of_case in runs.measured.items() for way, runs in of_case.items()}
+    findings = report(measured, runs.coverage(), _versions(environment))
+    finish(findings, json_path, plot_stem, draw)
 
 
-class _Run:
-    """The measurements of a run."""
-
-    def __init__(self, environment: Path, ways: Sequence[str], repetitions: int) -> None:
-        self.failures: dict[Key, tuple[Status, str]] = {}
-        self._environment = environment
-        self._ways = ways
-        self._repetitions = repetitions
-        self._runs: defaultdict[tuple[Case, str], list[Measurement]] = defaultdict(list)
-
-    def steps(self, cases: Sequence[Case]) -> int:
-        """How many lines of progress there will be."""
-        starts = sum(len(fleet.ways(self._ways)) for fleet in fleets(cases))
-        return starts + sum(len(case.fleet.ways(self._ways)) * self._repetitions for case in cases)
-
-    def measured(self, cases: Sequence[Case]) -> Measured:
-        """What there is, in the order of the plan."""
-        return {(case, way): runs for case in cases for way in self._ways if (runs := self._runs.get((case, way)))}
-
-    def coverage(self, cases: Sequence[Case]) -> Coverage:
-        """What was planned, and what of it is missing."""
-        planned = [Planned(_name(case), case.fleet.ways(self._ways), self._repetitions) for case in cases]
-        counts = {(_name(case), way): len(runs) for (case, way), runs in self._runs.items()}
-        return Coverage.of(planned, counts, self.failures)
-
-    async def measure(self, cases: Sequence[Case], progress: Callable[[str], None]) -> None:
-        """Measures all of it, a fleet after the other."""
-        for fleet, its_cases in fleets(cases).items():
-            with contextlib.ExitStack() as stack:
-                servers: dict[str, Server] = {}
-                for way in fleet.ways(self._ways):
-                    progress(f"starting vLLM: {fleet.title}, {way}")
-                    try:
-                        server = stack.enter_context(self._server(fleet, way))
-                        await warm_up(server)
-                    except RuntimeError as error:
-                        self.failures |= {(_name(case), way): (Status.FAILED, str(error)[-300:]) for case in its_cases}
-                    else:
-                        servers[way] = server
-                for case in its_cases:
-                    await self._alternate(case, servers, progress)
-
-    @contextlib.contextmanager
-    def _server(self, fleet: Fleet, way: str) -> Iterator[Server]:
-        with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
-            options = [*WAYS[way].options, *(("--data-parallel-size", str(fleet.engines)) if fleet.engines > 1 else ())]
-            with serve(
-                Path(directory),
-                side=fleet.side,
-                api_servers=fleet.api_servers,
-                environment=WAYS[way].environment,
-                options=options,
-                installation=self._environment,
-            ) as server:
-                yield server
-
-    async def _alternate(self, case: Case, servers: dict[str, Server], progress: Callable[[str], None]) -> None:
-        for repetition in range(self._repetitions):
-            order = list(servers) if repetition % 2 == 0 else list(servers)[::-1]
-            for way in order:
-                progress(f"{_name(case)}: {way}")
+def _measure(
+    runs: Repetitions[Case, Measurement],
+    cases: Sequence[Case],
+    ways: Sequence[str],
+    environment: Path,
+    progress: Callable[[str], None],
+) -> None:
+    """Measures all of it, a fleet after the other."""
+    for fleet, its_cases in fleets(cases).items():
+        with contextlib.ExitStack() as stack:
+            servers: dict[str, Server] = {}
+            for way in fleet.ways(ways):
+                progress(f"starting vLLM: {fleet.title}, {way}")
                 try:
-                    self._runs[case, way].append(await measure(case, servers[way]))
-                except (OSError, RuntimeError) as error:
-                    self.failures[_name(case), way] = Status.FAILED, f"{type(error).__name__}: {error}"
+                    servers[way] = stack.enter_context(_server(fleet, way, environment))
+                    asyncio.run(warm_up(servers[way]))
+                except RuntimeError as error:
+                    runs.fail(its_cases, [way], str(error)[-300:])
+
+            def play(case: Case, way: str, servers: Mapping[str, Server] = servers) -> Measurement:
+                return asyncio.run(measure(case, servers[way]))
+
+            for case in its_cases:
+                runs.measure([case], play, progress)
+
+
+@contextlib.contextmanager
+def _server(fleet: Fleet, way: str, environment: Path) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
+        options = [*WAYS[way].options, *(("--data-parallel-size", str(fleet.engines)) if fleet.engines > 1 else ())]
+        with serve(
+            Path(directory),
+            side=fleet.side,
+            api_servers=fleet.api_servers,
+            environment=WAYS[way].environment,
+            options=options,
+            installation=environment,
+        ) as server:
+            yield server
 
 
 def _name(case: Case) -> str:
