@@ -11,12 +11,12 @@ import click
 from bench import report
 from bench.allocation.command import allocator_command
 from bench.command_line import DIRECTORY, ROOT, SETTINGS, console
-from bench.commands import quick_command, transport_command
 from bench.cost import cost_command
 from bench.fan_out.command import fan_out_command
 from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
+from bench.transport import quick_command, transport_command
 from bench.vllm.command import vllm_command
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cases import Case
 from bench.command_line import check_plotter
+from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import format_nbytes

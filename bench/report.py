@@ -16,10 +16,10 @@ import click
 import msgspec
 
 from bench import plots, targets
-from bench.cases import Case
 from bench.coverage import Coverage, checkout
 from bench.fan_out import report as fan_out_report
 from bench.gpu import report as gpu_report
+from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results
 from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 from rich.table import Table as RichTable
 
-from bench.cases import Case
 from bench.command_line import conclude, console, typed
 from bench.coverage import Coverage
 from bench.machine import Machine
+from bench.messages import Case
 from bench.peers import BASELINE, PEERS
 from bench.records import Limit, Result, Results, Side
 from bench.results import Findings, Spread, Table, Verdict, format_nbytes, format_rate, format_times, write_json

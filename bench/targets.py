@@ -5,7 +5,7 @@ where a target spans several sizes, the worst of them does. What a run did not m
 says so, and what other modes measure (requests, serving, the allocator, soaking) stands in the list with their name.
 
 Throughput is that of one producer with 16 messages in flight, latency that with one, both of float32: the base of the sweeps in
-:mod:`bench.cases`.
+:mod:`bench.transport`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from bench.cases import Case
+from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
 from bench.results import Spread, Verdict, format_nbytes

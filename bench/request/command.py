@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from bench import command_line, transport
-from bench.interleaving import Plan, Round
+from bench import command_line
+from bench.interleaving import Plan, Round, carry_out
 from bench.peers import BASELINE, REQUEST_PEERS
 from bench.records import Results
 from bench.request.questions import MAX_CLIENTS, Case
@@ -55,7 +55,7 @@ def request_command(json_path: Path | None, **choices: Any) -> None:
     def summarize(results: Results) -> Findings:
         return scaling_report(results) if choices["scaling"] else report(results, choices["reply_nbytes"])
 
-    results, findings = transport.carry_out(plan, json_path, summarize, mode="request", peers=REQUEST_PEERS | VARIANTS)
+    results, findings = carry_out(plan, json_path, summarize, mode="request", peers=REQUEST_PEERS | VARIANTS)
     show(findings)
     command_line.conclude(len(results.failed), [])
 

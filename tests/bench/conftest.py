@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.cases import Case
 from bench.machine import Machine
+from bench.messages import Case
 from bench.records import Limit, Result, Results, Side
 from bench.results import Spread
 

@@ -23,7 +23,7 @@ import torch
 from click.testing import CliRunner
 
 import shmring
-from bench import interleaving, transport
+from bench import interleaving
 from bench.children import BenchError
 from bench.interleaving import Plan, Round
 from bench.messages import Answer, Ask, Cell, Header, Measurement, Phase
@@ -318,7 +318,7 @@ def planned(*sizes: int) -> Plan:
 
 def run(plan: Plan) -> list[Results]:
     """What there is after each round."""
-    return list(transport.run(plan, lambda line: None, mode="request", peers=REQUEST_PEERS))
+    return list(interleaving.run(plan, lambda line: None, mode="request", peers=REQUEST_PEERS))
 
 
 def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
