@@ -11,13 +11,16 @@ import msgspec
 import numpy as np
 
 from bench import plots
+from bench.coverage import Coverage
 from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, PINNED_SLOT, STALLS, WAYS
+from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
-from bench.gpu.plan import Measured, Results, title_of
+from bench.gpu.processes import Numbers
+from bench.machine import Machine
 from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes
 from bench.targets import judge
 
-__all__ = ["draw", "report"]
+__all__ = ["TITLES", "Measured", "Results", "draw", "report"]
 
 _MB = 1 << 20
 #: The targets, and where they hold.
@@ -25,6 +28,47 @@ _OF_CEILING, _CEILING_FROM_NBYTES = 0.95, 8 * _MB
 _OF_CLONED, _CLONED_NBYTES = 3.0, 64 * _MB
 _HAND_OVER_US = 150.0
 _OF_SMALLEST = 1.3  # "independent of size", as for what is written in place in host memory
+
+
+#: Of ways and routes.
+TITLES = {name: compared.title for name, compared in (*WAYS.items(), *ROUTES.items())}
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a way or a route did at a size.
+
+    Attributes:
+        what: was measured, as commands are called.
+        runs: what the command returned in each repetition: numbers, by what they are.
+    """
+
+    what: str
+    name: str
+    nbytes: int
+    runs: list[Numbers]
+
+    def medians(self, number: str) -> list[float]:
+        """Returns the median of each repetition."""
+        return [statistics.median(run[number]) for run in self.runs]
+
+    def every(self, number: str) -> list[float]:
+        """Returns what all repetitions have."""
+        return [value for run in self.runs for value in run[number]]
+
+
+class Results(msgspec.Struct, frozen=True):
+    """A run."""
+
+    machine: Machine
+    gpu: Accelerator
+    repetitions: int
+    timed_s: float
+    measured: list[Measured]
+    coverage: Coverage | None = None
+
+    def of(self, what: str) -> dict[tuple[int, str], Measured]:
+        """Returns what was measured of something, by size and name."""
+        return {(measured.nbytes, measured.name): measured for measured in self.measured if measured.what == what}
 
 
 def report(results: Results) -> Findings:
@@ -49,7 +93,7 @@ def _copies_table(results: Results) -> Table:
     for (nbytes, name), measured in results.of(BANDWIDTH).items():
         rate = Spread.of(measured.medians("gb_per_s"))
         of_ceiling = _ratio(results, nbytes, name, CEILING)
-        row = [format_nbytes(nbytes), WAYS[name].title, f"{rate.median:.2f}", deviation(rate)]
+        row = [format_nbytes(nbytes), TITLES[name], f"{rate.median:.2f}", deviation(rate)]
         row.append("" if of_ceiling is None else f"{of_ceiling:.2f} x")
         if (stall := stalls.get((nbytes, name))) is None:
             rows.append([*row, "", "", ""])
@@ -59,7 +103,7 @@ def _copies_table(results: Results) -> Table:
             rows.append([*row, *(f"{time_us:,.0f}" for time_us in times_us)])
     return Table(
         f"from host memory to the GPU, medians of {results.repetitions} interleaved runs, every request checked",
-        ["size", "from", "GB/s", "spread", f"of {WAYS[CEILING].title}", "stall us", "longest", "idle loop"],
+        ["size", "from", "GB/s", "spread", f"of {TITLES[CEILING]}", "stall us", "longest", "idle loop"],
         rows,
         texts=("from",),
         grouped=True,
@@ -71,7 +115,7 @@ def _hand_overs_table(results: Results) -> Table:
     for (nbytes, name), measured in results.of(HAND_OVERS).items():
         p50_us, every_us = Spread.of(measured.medians("us")), measured.every("us")
         times = [f"{p50_us.median:,.0f}", deviation(p50_us), f"{np.percentile(every_us, 99):,.0f}"]
-        rows.append([format_nbytes(nbytes), ROUTES[name].title, *times, f"{len(every_us):,}"])
+        rows.append([format_nbytes(nbytes), TITLES[name], *times, f"{len(every_us):,}"])
     return Table(
         "from submit in one process until usable on the GPU in the other, every message checked",
         ["size", "by", "p50 us", "spread", "p99 us", "messages"],
@@ -174,7 +218,7 @@ def _draw_lines(axes: Any, points: Sequence[tuple[str, int, float]]) -> None:
         if name == CEILING:
             style = {"color": "black", "linestyle": "--"}
         line = [(nbytes, number) for of, nbytes, number in points if of == name]
-        axes.plot(*zip(*line, strict=True), marker="o", label=title_of(name), **style)
+        axes.plot(*zip(*line, strict=True), marker="o", label=TITLES[name], **style)
     plots.lay_sizes_across(axes, (nbytes for _, nbytes, _ in points))
     axes.set_yscale("log")
     axes.grid(which="major", alpha=0.25)

@@ -18,11 +18,11 @@ from bench.__main__ import main
 from bench.children import BenchError
 from bench.coverage import Coverage, Gap, Planned, Status
 from bench.gpu import command, device
+from bench.gpu.command import Plan
 from bench.gpu.copies import WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import ROUTES
-from bench.gpu.plan import SIZES, Measured, Plan, Results
-from bench.gpu.report import draw, report
+from bench.gpu.report import Measured, Results, draw, report
 from bench.machine import Machine
 from bench.results import Findings, Verdict, write_json
 from shmring.gpu.cuda import TorchCuda
@@ -131,8 +131,8 @@ def test_a_report_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_plot_has_a_line_for_each(tmp_path: Path) -> None:
     results = measured(
-        *(transferred(way, nbytes, [10.0]) for way in WAYS for nbytes in SIZES),
-        *(handed_over(route, nbytes, 100.0) for route in ROUTES for nbytes in SIZES),
+        *(transferred(way, nbytes, [10.0]) for way in WAYS for nbytes in Plan().sizes),
+        *(handed_over(route, nbytes, 100.0) for route in ROUTES for nbytes in Plan().sizes),
     )
     picture, text = draw(report(results), tmp_path / "gpu")
     assert picture.read_bytes().startswith(b"\x89PNG")
