@@ -28,13 +28,12 @@ import msgspec
 
 from bench import command_line
 from bench.children import BenchError
-from bench.coverage import Coverage, Key, Planned, Status
 from bench.machine import CopyLimits, Machine, torch_resident_nbytes
 from bench.messages import Case, Cell, Measurement
 from bench.peers import PEERS, Peer, RequestPeer
 from bench.processes import PeerGroup
 from bench.records import Limit, Result, Results
-from bench.results import Spread, write_json
+from bench.results import Coverage, Key, Planned, Spread, Status, write_json
 
 __all__ = ["Plan", "Round", "Run", "carry_out", "run"]
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from bench.coverage import Coverage, Gap, Status
 from bench.machine import Machine
 from bench.messages import Case, Measurement
 from bench.meter import Cost
-from bench.results import Spread
+from bench.results import Coverage, Gap, Spread, Status
 
 __all__ = ["Limit", "Result", "Results", "Side"]
 

@@ -16,15 +16,14 @@ import click
 import msgspec
 
 from bench import plots, targets
-from bench.coverage import Coverage, checkout
-from bench.fan_out import report as fan_out_report
-from bench.gpu import report as gpu_report
+from bench.fan_out.report import draw as draw_fan_out
+from bench.gpu.command import draw as draw_gpu
 from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results
-from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
+from bench.results import Coverage, Findings, Table, Verdict, checkout, format_nbytes, format_rate, format_times
 from bench.tables import gaps_table, machine_line, peer_title, transport_tables
-from bench.vllm import report as vllm_report
+from bench.vllm.command import draw as draw_vllm
 
 __all__ = ["ReportError", "build", "status"]
 
@@ -61,7 +60,7 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 
 
 _GPU = "gpu"
-_DRAWN_BY = {_GPU: gpu_report.draw, "vllm": vllm_report.draw, "fan-out": fan_out_report.draw}
+_DRAWN_BY = {_GPU: draw_gpu, "vllm": draw_vllm, "fan-out": draw_fan_out}
 _NO_GPU = """\
 ## GPU
 

@@ -9,12 +9,11 @@ import msgspec
 from rich.table import Table as RichTable
 
 from bench.command_line import conclude, console, typed
-from bench.coverage import Coverage
 from bench.machine import Machine
 from bench.messages import Case
 from bench.peers import BASELINE, PEERS
 from bench.records import Limit, Result, Results, Side
-from bench.results import Findings, Spread, Table, Verdict, format_nbytes, format_rate, format_times, write_json
+from bench.results import Coverage, Findings, Spread, Table, Verdict, format_nbytes, format_rate, format_times, write_json
 
 __all__ = [
     "deliver",

@@ -16,11 +16,10 @@ import click
 import msgspec
 
 from bench import command_line, interleaving, plots, tables, targets
-from bench.coverage import Key
 from bench.interleaving import Plan, Round
 from bench.messages import DTYPES, Case
 from bench.peers import BASELINE, PEERS
-from bench.results import Findings
+from bench.results import Findings, Key
 from bench.stamps import ITEM_NBYTES
 
 __all__ = [

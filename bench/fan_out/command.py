@@ -19,7 +19,6 @@ import msgspec
 from bench import command_line
 from bench.children import BenchError
 from bench.command_line import ROOT
-from bench.coverage import Repetitions
 from bench.fan_out.host import Outcome
 from bench.fan_out.plan import (
     FOREIGN,
@@ -34,6 +33,7 @@ from bench.fan_out.plan import (
     planned,
 )
 from bench.fan_out.report import Case, draw, report, title
+from bench.results import Repetitions
 from bench.tables import finish
 
 __all__ = ["Host", "fan_out_command"]

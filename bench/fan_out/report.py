@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from bench import plots
-from bench.coverage import Coverage
 from bench.fan_out.plan import (
     CENTRAL,
     FOREIGN,
@@ -30,7 +29,7 @@ from bench.fan_out.plan import (
     Run,
 )
 from bench.machine import Machine
-from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate
+from bench.results import Coverage, Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate
 from bench.targets import judge
 
 __all__ = ["Case", "Measured", "Stored", "draw", "report", "title"]

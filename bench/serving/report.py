@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import asdict
 
-from bench.coverage import Coverage
-from bench.results import Findings, Spread, Table, Verdict
+from bench.results import Coverage, Findings, Spread, Table, Verdict
 from bench.serving.load import Measurement
 from bench.serving.plan import PRESETS, Media, Plan
 from bench.serving.run import LOAD, Results, planned

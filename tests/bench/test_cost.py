@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from bench import cost
 from bench.__main__ import main
 from bench.cost import CASES, Case, measure
-from bench.coverage import Status
+from bench.results import Status
 
 SMALL = CASES[:3]
 

@@ -24,12 +24,11 @@ import torch
 import shmring
 from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
-from bench.gpu.command import Plan, run, steps
+from bench.gpu.command import Plan, Results, run, steps
 from bench.gpu.copies import COMMANDS, WAYS, in_flight
 from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
 from bench.gpu.processes import Process, opened
-from bench.gpu.report import Results
 from bench.stamps import CheckError
 from shmring.client.client import RingClient
 from shmring.client.connecting import Connecting

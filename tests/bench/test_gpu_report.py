@@ -16,15 +16,13 @@ from bench import report as document
 from bench import targets
 from bench.__main__ import main
 from bench.children import BenchError
-from bench.coverage import Coverage, Gap, Planned, Status
 from bench.gpu import command, device
-from bench.gpu.command import Plan
+from bench.gpu.command import Measured, Plan, Results, draw, report
 from bench.gpu.copies import WAYS
 from bench.gpu.device import Accelerator
 from bench.gpu.handovers import ROUTES
-from bench.gpu.report import Measured, Results, draw, report
 from bench.machine import Machine
-from bench.results import Findings, Verdict, write_json
+from bench.results import Coverage, Findings, Gap, Planned, Status, Verdict, write_json
 from shmring.gpu.cuda import TorchCuda
 
 KB, MB = 1 << 10, 1 << 20

@@ -32,9 +32,8 @@ from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
 from bench.peers.in_flight import Pending
 from bench.processes import PeerGroup
 from bench.records import Result, Results
-from bench.request.command import request_command
+from bench.request.command import report, request_command, scaling_report
 from bench.request.questions import Case, Client, Desk, checks_us
-from bench.request.report import report, scaling_report
 from bench.request.scaling import VARIANT_GROUPS, ConnectedClients, SlotsInUse
 from bench.stamps import CheckError
 

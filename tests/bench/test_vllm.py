@@ -10,12 +10,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bench.coverage import Coverage
-from bench.results import Findings
-from bench.vllm.command import vllm_command
-from bench.vllm.load import Measurement
-from bench.vllm.plan import QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
-from bench.vllm.report import draw, report
+from bench.results import Coverage, Findings
+from bench.vllm.command import draw, report, vllm_command
+from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, full_cases
 
 
 def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence[float] = (5.0,)) -> Measurement:
