@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import click
@@ -56,6 +56,7 @@ class Host:
     def __init__(self, kind: str, python: str) -> None:
         self._command = [python, "-m", "bench.fan_out.host", kind]
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: Connection
 
     def start(self) -> None:
         """Starts it, unless it runs.
@@ -69,16 +70,14 @@ class Host:
                 "VLLM_LOGGING_LEVEL": "ERROR",
                 "OMP_NUM_THREADS": "1",
             }
+            self._control, control = multiprocessing.Pipe()
+            command = [*self._command, str(control.fileno())]
             self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                env=environment,
-                start_new_session=True,
-            )
-            if self._line(_START_LIMIT_S) != b"ready\n":
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment,
+                pass_fds=[control.fileno()], start_new_session=True,
+            )  # fmt: skip
+            control.close()
+            if not self._control.poll(_START_LIMIT_S) or self._heard() != b"ready":
                 self.end()
                 raise BenchError(f"{' '.join(self._command)} does not start")
 
@@ -89,31 +88,22 @@ class Host:
             BenchError: that failed.
         """
         self.start()
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(cell) + b"\n")
-        line = self._line(_CELL_LIMIT_S)
-        if not line.endswith(b"\n"):
+        with contextlib.suppress(OSError):
+            self._control.send_bytes(msgspec.json.encode(cell))
+        if not self._control.poll(_CELL_LIMIT_S) or not (answer := self._heard()):
             self.end()
             raise BenchError("it did not end in time, or its host has died")
-        outcome = msgspec.json.decode(line, type=Outcome)
+        outcome = msgspec.json.decode(answer, type=Outcome)
         if outcome.run is None:
             raise BenchError(outcome.error)
         return outcome.run
 
-    def _line(self, limit_s: float) -> bytes:
-        """The next line; what there is of it when the time is over, or the host has ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        line, until_s = b"", time.monotonic() + limit_s
-        while not line.endswith(b"\n") and select.select([descriptor], [], [], max(0.0, until_s - time.monotonic()))[0]:
-            read = os.read(descriptor, 65536)
-            if not read:
-                break
-            line += read
-        return line
+    def _heard(self) -> bytes:
+        """What the host says; nothing if it has ended."""
+        try:
+            return self._control.recv_bytes()
+        except (EOFError, OSError):
+            return b""
 
     def end(self) -> None:
         """Ends it, and all that it has forked. Twice is once."""
@@ -121,8 +111,7 @@ class Host:
             return
         process, self._process = self._process, None
         with process:
-            assert process.stdin is not None
-            process.stdin.close()  # which ends it, if it waits for a cell
+            self._control.close()  # which ends it, if it waits for a cell
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
             with contextlib.suppress(ProcessLookupError):
