@@ -41,6 +41,7 @@ __all__ = [
     "format_nbytes",
     "format_rate",
     "format_times",
+    "median_ratio",
     "write_json",
 ]
 
@@ -341,6 +342,12 @@ def write_json(findings: msgspec.Struct, path: Path) -> None:
     """Writes all that a run has found."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(findings)) + b"\n")
+
+
+def median_ratio(ours: Iterable[float | None], theirs: Iterable[float | None]) -> float | None:
+    """Returns the median of the ratios within each repetition that has both numbers; None if there is none."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=False) if mine is not None and other]
+    return statistics.median(ratios) if ratios else None
 
 
 # -- numbers in words ----------------------------------------------------------------------------------------------------

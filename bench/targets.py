@@ -11,7 +11,7 @@ Throughput is that of one producer with 16 messages in flight, latency that with
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
-from bench.results import Spread, Verdict, format_nbytes
+from bench.results import Spread, Verdict, format_nbytes, median_ratio
 
 __all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "judge"]
 
@@ -107,9 +107,8 @@ def _by_size(sizes: Sequence[int], ours: _Runs, theirs: _Runs | None = None) -> 
     def numbers(results: Results) -> Numbers:
         for nbytes in sizes:
             runs = ours(results, nbytes)
-            if theirs is not None:
-                runs = [mine / other for mine, other in zip(runs, theirs(results, nbytes), strict=False)]
-            yield format_nbytes(nbytes), statistics.median(runs) if runs else None
+            others = itertools.repeat(1.0) if theirs is None else theirs(results, nbytes)
+            yield format_nbytes(nbytes), median_ratio(runs, others)
 
     return numbers
 
@@ -198,8 +197,7 @@ def _together(producers: int, peer: str = _COPY, others: int = 1) -> Callable[[R
             if result.peer == _COPY and result.case.producers == producers:
                 theirs = results.find(peer, msgspec.structs.replace(result.case, producers=others))
                 if theirs is not None:
-                    ratios = [mine / other for mine, other in zip(result.runs, theirs.runs, strict=False)]
-                    yield format_nbytes(result.case.nbytes), statistics.median(ratios)
+                    yield format_nbytes(result.case.nbytes), median_ratio(result.runs, theirs.runs)
 
     return numbers
 

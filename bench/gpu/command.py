@@ -28,7 +28,7 @@ from bench.gpu.device import Accelerator
 from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.machine import Machine
-from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes
+from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes, median_ratio
 from bench.tables import finish
 from bench.targets import judge
 
@@ -143,10 +143,8 @@ def _ratio(results: Results, nbytes: int, name: str, other: str) -> float | None
     Of those that both were measured in: the last of a run that was broken off may have one of them only.
     """
     rates = results.of(BANDWIDTH)
-    if (nbytes, name) not in rates or (nbytes, other) not in rates:
-        return None
-    pairs = zip(rates[nbytes, name].medians("gb_per_s"), rates[nbytes, other].medians("gb_per_s"), strict=False)
-    return statistics.median(ours / theirs for ours, theirs in pairs)
+    ours, theirs = (rates[of].medians("gb_per_s") if of in rates else () for of in ((nbytes, name), (nbytes, other)))
+    return median_ratio(ours, theirs)
 
 
 def _notes(results: Results) -> list[str]:
@@ -201,16 +199,6 @@ _OURS = {PINNED_SLOT: "#c1121f", HOST_SLOT: "#c1121f", DEVICE_SLAB: "#f77f00"}
 _OTHERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
 
 
-def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Draws bandwidth and hand-overs by size, a line for each way and route; see :func:`bench.plots.save`.
-
-    Raises:
-        msgspec.ValidationError: what is stored is no run of this benchmark.
-    """
-    results = msgspec.convert(findings.results, Results, from_attributes=True)
-    return plots.save(lambda: _figure(results), stem, kinds)
-
-
 def _figure(results: Results) -> Any:
     figure, (bandwidth, hand_overs) = plots.panels(2, results.gpu.name, (12.8, 5.2))
     rates = results.of(BANDWIDTH).values()
@@ -225,20 +213,20 @@ def _figure(results: Results) -> Any:
 def _draw_lines(axes: Any, points: Sequence[tuple[str, int, float]]) -> None:
     """Draws a line for each name: its numbers by size."""
     others = iter(_OTHERS)
-    for name in dict.fromkeys(name for name, *_ in points):
-        style: dict[str, Any] = {"color": _OURS[name], "linewidth": 3.0} if name in _OURS else {"color": next(others)}
-        if name == CEILING:
-            style = {"color": "black", "linestyle": "--"}
-        line = [(nbytes, number) for of, nbytes, number in points if of == name]
-        axes.plot(*zip(*line, strict=True), marker="o", label=TITLES[name], **style)
+
+    def style(name: str) -> dict[str, Any]:
+        look: dict[str, Any] = {"color": _OURS[name], "linewidth": 3.0} if name in _OURS else {"color": next(others)}
+        return (look if name != CEILING else {"color": "black", "linestyle": "--"}) | {"marker": "o", "label": TITLES[name]}
+
+    plots.draw_lines(axes, points, style)
     plots.lay_sizes_across(axes, (nbytes for _, nbytes, _ in points))
-    axes.set_yscale("log")
-    axes.grid(which="major", alpha=0.25)
     if points:
         axes.legend(fontsize="small")
 
 
-_SIZES = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+#: Draws bandwidth and hand-overs by size, a line for each way and route.
+draw = functools.partial(plots.draw_stored, Results, _figure)
+
 
 #: What is measured, and at which size.
 _Case = tuple[str, int]
@@ -254,7 +242,7 @@ class Plan:
         timed_s, stalls, messages: in each repetition: of copying, requests brought while the loop is looked at, hand-overs.
     """
 
-    sizes: Sequence[int] = _SIZES
+    sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
     ways: Sequence[str] = tuple(WAYS)
     routes: Sequence[str] = tuple(ROUTES)
     repetitions: int = 7

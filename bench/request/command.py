@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from bench.peers import BASELINE, REQUEST_PEERS
 from bench.records import Result, Results
 from bench.request.questions import MAX_CLIENTS, Case, checks_us
 from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
-from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_rate, format_times
+from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_rate, format_times, median_ratio
 from bench.stamps import ITEM_NBYTES
 from bench.tables import show
 from shmring.config import parse_nbytes
@@ -130,7 +129,7 @@ def _ratios(results: Results, result: Result) -> tuple[float, float, float]:
     assert base is not None, "without its baseline, a case has no results"
 
     def ratio(cpu_us: Callable[[Result], Iterable[float]]) -> float:
-        return statistics.median(ours / theirs for ours, theirs in zip(cpu_us(result), cpu_us(base), strict=True))
+        return median_ratio(cpu_us(result), cpu_us(base)) or 0.0
 
     return (
         ratio(lambda run: run.consumer_us_runs),

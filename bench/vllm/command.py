@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 
 from bench import command_line, plots
 from bench.machine import Machine
-from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, format_times
+from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, format_times, median_ratio
 from bench.tables import finish
 from bench.targets import Numbers, judge
 from bench.vllm.load import (
@@ -122,11 +123,7 @@ def _lag_p99_ms(runs: Sequence[Measurement]) -> float:
 
 def _ratio(measured: Measured, case: Case, way: str, number: Callable[[Measurement], float]) -> float | None:
     """Shmring's number over a way's, in the same repetition; None where one of them is missing."""
-    pairs = zip(measured.get((case, _OURS), ()), measured.get((case, way), ()), strict=False)
-    numbers = [(number(ours), number(theirs)) for ours, theirs in pairs]
-    if not numbers or not all(theirs for _, theirs in numbers):
-        return None
-    return statistics.median(ours / theirs for ours, theirs in numbers)
+    return median_ratio(map(number, measured.get((case, _OURS), ())), map(number, measured.get((case, way), ())))
 
 
 def _targets(measured: Measured) -> list[Verdict]:
@@ -174,16 +171,6 @@ def _lags(measured: Measured, case: Case) -> Numbers:
     yield "inline", None if math.isnan(ours / theirs) else ours / theirs
 
 
-def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Draws requests per second and CPU, a bar for each way; see :func:`bench.plots.save`.
-
-    Raises:
-        msgspec.ValidationError: what is stored is no run of this benchmark.
-    """
-    stored = msgspec.convert(findings.results, list[Stored], from_attributes=True)
-    return plots.save(lambda: _figure(stored), stem, kinds)
-
-
 def _figure(stored: Sequence[Stored]) -> Any:
     cases = list(dict.fromkeys((entry.fleet, entry.case) for entry in stored))
     figure, (speed, cpu) = plots.panels(2, "vLLM, by how its tensors travel", (12.8, 1.6 + 0.62 * len(cases)))
@@ -210,6 +197,10 @@ def _draw_bars(
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
     axes.margins(x=0.08)
+
+
+#: Draws requests per second and CPU, a bar for each way.
+draw = functools.partial(plots.draw_stored, list[Stored], _figure)
 
 
 _SIDES = [str(side) for side in SIDES]
