@@ -1,4 +1,4 @@
-"""What the benchmarks' commands have in common: options, the bar on stderr, the width of tables, an orderly end."""
+"""What the benchmarks' commands have in common: options, the bar on stderr, how a run is shown, an orderly end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
 
 from bench.children import BenchError
-from bench.results import Verdict
+from bench.machine import Machine
+from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
 from shmring.config import parse_nbytes
 
 __all__ = [
@@ -28,14 +31,19 @@ __all__ = [
     "check_plotter",
     "conclude",
     "console",
+    "deliver",
     "environment_option",
+    "finish",
+    "gaps_table",
     "json_option",
+    "machine_line",
     "measuring",
     "missing_vllm",
     "peer_option",
     "plot_option",
     "repetitions_option",
     "seconds_option",
+    "show",
     "shown_progress",
     "size_option",
     "terminated",
@@ -169,6 +177,71 @@ def measuring(steps: int) -> Iterator[Callable[[str], None]]:
             yield progress
     except BenchError as error:
         raise NotMeasured(str(error)) from error
+
+
+def deliver(findings: Findings, json_path: Path | None) -> None:
+    """Writes a run, with the command that was typed, to where that asked for it; and prints it."""
+    if json_path is not None:
+        write_json(msgspec.structs.replace(findings, command=typed()), json_path)
+    show(findings)
+
+
+def finish(
+    findings: Findings,
+    json_path: Path | None,
+    plot_stem: Path | None = None,
+    draw: Callable[[Findings, Path], object] | None = None,
+) -> None:
+    """Delivers a run, draws it if that was asked for, and ends the command as :func:`bench.command_line.conclude` says."""
+    deliver(findings, json_path)
+    if plot_stem is not None and draw is not None:
+        draw(findings, plot_stem)
+    conclude(findings.failures, findings.targets)
+
+
+def show(findings: Findings) -> None:
+    """Prints a run: its tables, what is to be known of them, its targets, what is missing, and where it was measured."""
+    stdout = console()
+    for table in findings.tables:
+        stdout.print(table.rich())
+    for note in findings.notes:
+        stdout.print(note, highlight=False)
+    if findings.targets:
+        stdout.print(_targets_table(findings.targets))
+    if findings.coverage is not None:
+        if not findings.coverage.complete:
+            stdout.print(gaps_table(findings.coverage).rich())
+        stdout.print(f"{findings.coverage.summary()}.", highlight=False)
+    if findings.machine is not None:
+        stdout.print(machine_line(findings.machine), highlight=False)
+
+
+def gaps_table(coverage: Coverage) -> Table:
+    """Returns a table of what a run lacks of its plan."""
+    columns = ["case", "without", "what became of it"]
+    return Table("missing", columns, list(coverage.lines()), texts=tuple(columns))
+
+
+def machine_line(machine: Machine) -> str:
+    """Returns a machine and its versions in a line."""
+    commit = f", commit {machine.commit}" if machine.commit else ""
+    return (
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
+        f"{format_nbytes(machine.cache_nbytes)}; Linux {machine.kernel}, {machine.libc}, Python {machine.python}, torch "
+        f"{machine.torch}, numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}; shmring "
+        f"{machine.shmring}{commit}"
+    )
+
+
+def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
+    """The table of targets for a terminal, of those that were measured and those that were not."""
+    table = RichTable(title="targets")
+    for column in ("target", "at", "asked", "measured", "", "detail"):
+        table.add_column(column)
+    for verdict in verdicts:
+        style = {True: None, False: "bold red", None: "dim"}[verdict.met]
+        table.add_row(verdict.what, verdict.at, verdict.asked, verdict.measured, verdict.word, verdict.detail, style=style)
+    return table
 
 
 def conclude(failures: int, verdicts: Sequence[Verdict]) -> None:

@@ -28,11 +28,10 @@ import uvloop
 import shmring
 from bench import targets
 from bench.children import BenchError
-from bench.command_line import SETTINGS, json_option, repetitions_option, seconds_option, shown_progress
+from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
 from bench.machine import Machine
 from bench.peers.shmring_ring import RING, see_to_its_end
 from bench.results import Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes
-from bench.tables import finish
 
 __all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
 

@@ -16,9 +16,8 @@ import msgspec
 from bench.command_line import check_plotter
 from bench.messages import Case
 from bench.peers import PEERS
-from bench.records import Result, Results
+from bench.records import Result, Results, peer_title
 from bench.results import Findings, format_nbytes
-from bench.tables import peer_title
 
 __all__ = ["draw", "draw_lines", "draw_stored", "lay_sizes_across", "panels", "save"]
 

@@ -15,10 +15,11 @@ from typing import Any
 import click
 import msgspec
 
-from bench import command_line, interleaving, plots, tables, targets
+from bench import command_line, interleaving, plots, targets
 from bench.interleaving import Plan, Round
 from bench.messages import DTYPES, Case
 from bench.peers import BASELINE, PEERS
+from bench.records import transport_tables
 from bench.results import Findings, Key
 from bench.stamps import ITEM_NBYTES
 
@@ -185,8 +186,8 @@ def _measure(
     results, _ = interleaving.carry_out(plan, json_path, lambda results: results)
     verdicts = targets.evaluate(results) if is_judged else []
     load = f"Load {results.load_before:.1f} before the run."
-    shown = list(tables.transport_tables(results))
-    tables.show(Findings(results.mode, results.machine, shown, [load], verdicts, coverage=results.coverage))
+    shown = list(transport_tables(results))
+    command_line.show(Findings(results.mode, results.machine, shown, [load], verdicts, coverage=results.coverage))
     if plot_stem is not None:
         plots.draw(results, plot_stem)
     command_line.conclude(len(results.failed), verdicts)

@@ -12,10 +12,9 @@ import msgspec
 
 from bench.allocation.measures import CURSOR, LIMIT, OURS, POLICIES, copies, costs, evicting, first_failures
 from bench.allocation.traces import LIFETIMES, SIZES
-from bench.command_line import SETTINGS, json_option, shown_progress
+from bench.command_line import SETTINGS, deliver, json_option, shown_progress
 from bench.machine import Machine
 from bench.results import Coverage, Findings, Planned, Table, Verdict
-from bench.tables import deliver
 
 __all__ = ["MANY_LIVE", "MEAN_FILL", "MINIMUM_FILL", "Plan", "Result", "allocator_command", "measure"]
 

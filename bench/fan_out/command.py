@@ -18,7 +18,7 @@ import msgspec
 
 from bench import command_line
 from bench.children import BenchError
-from bench.command_line import ROOT
+from bench.command_line import ROOT, finish
 from bench.fan_out.host import Outcome
 from bench.fan_out.plan import (
     FOREIGN,
@@ -34,7 +34,6 @@ from bench.fan_out.plan import (
 )
 from bench.fan_out.report import Case, draw, report, title
 from bench.results import Repetitions
-from bench.tables import finish
 
 __all__ = ["Host", "fan_out_command"]
 

@@ -217,3 +217,5 @@ def _figure(stored: Sequence[Stored]) -> Any:
 
 #: Draws messages per second by workers.
 draw = functools.partial(plots.draw_stored, list[Stored], _figure)
+#: The targets, of which nothing was measured.
+announced = functools.partial(_verdicts, {})

@@ -14,6 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -22,6 +23,7 @@ import numpy as np
 
 from bench import command_line, plots
 from bench.children import BenchError
+from bench.command_line import finish
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import BANDWIDTH, CEILING, CLONED, PINNED_SLOT, STALLS, WAYS
 from bench.gpu.device import Accelerator
@@ -29,7 +31,6 @@ from bench.gpu.handovers import DEVICE_SLAB, HAND_OVERS, HOST_SLOT, ROUTES
 from bench.gpu.processes import Numbers, Process
 from bench.machine import Machine
 from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes, median_ratio
-from bench.tables import finish
 from bench.targets import judge
 
 __all__ = ["Measured", "Plan", "Results", "TITLES", "draw", "gpu_command", "report", "run", "steps"]
@@ -166,6 +167,12 @@ def _notes(results: Results) -> list[str]:
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
+
+
+def announced() -> list[Verdict]:
+    """Returns the targets, of which nothing was measured."""
+    nothing: Any = SimpleNamespace(of=lambda what: {})
+    return _targets(nothing)
 
 
 def _targets(results: Results) -> list[Verdict]:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from bench import command_line
+from bench.command_line import show
 from bench.interleaving import Plan, Round, carry_out
 from bench.peers import BASELINE, REQUEST_PEERS
 from bench.records import Result, Results
@@ -21,7 +22,6 @@ from bench.request.questions import MAX_CLIENTS, Case, checks_us
 from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
 from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_rate, format_times, median_ratio
 from bench.stamps import ITEM_NBYTES
-from bench.tables import show
 from shmring.config import parse_nbytes
 
 __all__ = ["report", "request_command", "request_plan", "scaling_report"]

@@ -16,11 +16,10 @@ import msgspec
 import uvloop
 
 from bench.children import BenchError
-from bench.command_line import SETTINGS, NotMeasured, json_option, shown_progress
+from bench.command_line import SETTINGS, NotMeasured, deliver, json_option, shown_progress
 from bench.results import Findings
 from bench.serving import report, run
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
-from bench.tables import deliver
 from engine.option_types import COUNT, SECONDS, FiniteRange
 from engine.settings import MAX_ENGINES
 

@@ -211,6 +211,11 @@ def _busy_notes(results: Results) -> Iterator[str]:
             yield f"The load generator was busy {generator_share:.0%} of the {variant} load: it may be what was measured."
 
 
+def announced() -> list[Verdict]:
+    """Returns the targets, of which nothing was measured."""
+    return [Verdict(target.what, target.at, f">= {target.limit:g} x") for target in _TARGETS]
+
+
 def _targets(results: Results) -> Iterator[Verdict]:
     """What a comparison says of the targets, if its load is that of one."""
     plan, load = results.plan, results.plan.load

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from bench import command_line, plots
+from bench.command_line import finish
 from bench.machine import Machine
 from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, format_times, median_ratio
-from bench.tables import finish
 from bench.targets import Numbers, judge
 from bench.vllm.load import (
     KINDS,
@@ -201,7 +201,8 @@ def _draw_bars(
 
 #: Draws requests per second and CPU, a bar for each way.
 draw = functools.partial(plots.draw_stored, list[Stored], _figure)
-
+#: The targets, of which nothing was measured.
+announced = functools.partial(_targets, {})
 
 _SIDES = [str(side) for side in SIDES]
 
