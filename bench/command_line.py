@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +29,7 @@ __all__ = [
     "MissingPlotter",
     "NotMeasured",
     "check_plotter",
+    "chosen",
     "conclude",
     "console",
     "deliver",
@@ -146,6 +147,11 @@ def missing_vllm(environment: Path) -> str | None:
     if (environment / "bin" / "vllm").exists():
         return None
     return f"{environment} has no vLLM; `make test-vllm` makes an environment that has"
+
+
+def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """Returns settings: what was given, and else the default."""
+    return {**defaults, **{name: value for name, value in given.items() if value}}
 
 
 # -- what is shown -------------------------------------------------------------------------------------------------------

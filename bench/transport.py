@@ -148,22 +148,18 @@ def transport_plan(
     """Returns what the options of ``bench transport`` mean, of which the dimensions are those of :func:`sweeps`."""
     names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
     dimensions["copies_out"] = () if copies_out is None else (copies_out,)
-    chosen = {name: values for name, values in dimensions.items() if values}
+    chosen = command_line.chosen({}, **dimensions)
     if quick and not chosen:
         return quick_plan(repetitions, seconds, names)
     rounds = sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen)
-    return Plan(rounds=rounds, **_timing(_QUICK if quick else _FULL, repetitions, seconds))
+    timing = command_line.chosen(_QUICK if quick else _FULL, repetitions=repetitions, timed_s=seconds)
+    return Plan(rounds=rounds, **timing)
 
 
 def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:
     """Returns what the options of ``bench quick`` mean."""
-    timing = _timing(_QUICK, repetitions, seconds)
+    timing = command_line.chosen(_QUICK, repetitions=repetitions, timed_s=seconds)
     return Plan(rounds=quick_rounds(names), left_out=quick_without(names), **timing)
-
-
-def _timing(defaults: dict[str, Any], repetitions: int | None, seconds: float | None) -> dict[str, Any]:
-    given = {"repetitions": repetitions, "timed_s": seconds}
-    return defaults | {name: value for name, value in given.items() if value}
 
 
 @click.command("quick", context_settings=command_line.SETTINGS)

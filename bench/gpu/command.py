@@ -352,8 +352,7 @@ def gpu_command(quick: bool, json_path: Path | None, plot_stem: Path | None, **c
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    chosen = {name: value for name, value in choices.items() if value}
-    plan = dataclasses.replace(Plan.quick() if quick else Plan(), **chosen)
+    plan = dataclasses.replace(Plan.quick() if quick else Plan(), **command_line.chosen({}, **choices))
     with command_line.measuring(steps(plan)) as progress:
         findings = report(run(plan, progress))
     finish(findings, json_path, plot_stem, draw)

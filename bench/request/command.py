@@ -22,7 +22,6 @@ from bench.request.questions import MAX_CLIENTS, Case, checks_us
 from bench.request.scaling import MAX_SCALING_NBYTES, VARIANT_GROUPS, VARIANTS
 from bench.results import Findings, Table, Verdict, deviation, format_nbytes, format_rate, format_times, median_ratio
 from bench.stamps import ITEM_NBYTES
-from shmring.config import parse_nbytes
 
 __all__ = ["report", "request_command", "request_plan", "scaling_report"]
 
@@ -188,14 +187,12 @@ def _number(value: float) -> str:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-_SIZES = tuple(parse_nbytes(size) for size in ("4KiB", "64KiB", "1MiB", "8MiB"))
-_QUICK_SIZES = _SIZES[:3]
-_SCALING_SIZES = _SIZES[:1]
-_IN_FLIGHT = (1, 16, 64)
-_QUICK_IN_FLIGHT = (16,)
-_SCALING_IN_FLIGHT = (32,)  # one of each client, where all of them ask
-_CLIENTS = (1, 4)
-_QUICK_CLIENTS = (1,)
+_SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
+_FULL = {"sizes": _SIZES, "in_flight": (1, 16, 64), "clients": (1, 4)}
+_QUICK = {"sizes": _SIZES[:3], "in_flight": (16,), "clients": (1,)}
+_SCALING = {"sizes": _SIZES[:1], "in_flight": (32,), "clients": (1,)}  # one of each client, where all of them ask
+_FULL_TIMING = {"repetitions": 7, "timed_s": 1.0, "warm_up_s": 0.25}
+_QUICK_TIMING = {"repetitions": 5, "timed_s": 0.2, "warm_up_s": 0.1}
 _LIMIT_S = 120.0  # of a repetition
 
 _size_option = functools.partial(command_line.size_option, item_nbytes=ITEM_NBYTES, item="a float32")
@@ -227,39 +224,31 @@ def request_command(json_path: Path | None, **choices: Any) -> None:
 
 
 def request_plan(
-    sizes: tuple[int, ...],
-    in_flight: tuple[int, ...],
-    clients: tuple[int, ...],
     reply_nbytes: int,
     peers: tuple[str, ...],
     repetitions: int | None,
     seconds: float | None,
     quick: bool,
     scaling: bool,
+    **dimensions: tuple[int, ...],
 ) -> Plan:
-    """Returns what the options of ``bench request`` mean."""
+    """Returns what the options of ``bench request`` mean, of which the dimensions are sizes, requests in flight and clients."""
+    groups = [[name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]]
     if scaling:
-        _check_scaling(sizes, peers, clients)
+        _check_scaling(dimensions["sizes"], peers, dimensions["clients"])
         groups = VARIANT_GROUPS
-        sizes, in_flight, clients = sizes or _SCALING_SIZES, in_flight or _SCALING_IN_FLIGHT, (1,)
-    else:
-        groups = [[name for name in REQUEST_PEERS if not peers or name in peers or name == BASELINE]]
-    sizes = sizes or (_QUICK_SIZES if quick else _SIZES)
-    in_flight = in_flight or (_QUICK_IN_FLIGHT if quick else _IN_FLIGHT)
-    clients = clients or (_QUICK_CLIENTS if quick else _CLIENTS)
+    values = command_line.chosen(_SCALING if scaling else _QUICK if quick else _FULL, **dimensions)
     return Plan(
         # In an order in which no process is started twice.
         rounds=[
             Round((Case(nbytes, producers=number, window=requests, reply_nbytes=reply_nbytes),), tuple(group))
             for group in groups
-            for number in clients
-            for requests in in_flight
-            for nbytes in sizes
+            for number in values["clients"]
+            for requests in values["in_flight"]
+            for nbytes in values["sizes"]
         ],
-        repetitions=repetitions or (5 if quick else 7),
-        timed_s=seconds or (0.2 if quick else 1.0),
-        warm_up_s=0.1 if quick else 0.25,
         limit_s=_LIMIT_S,
+        **command_line.chosen(_QUICK_TIMING if quick else _FULL_TIMING, repetitions=repetitions, timed_s=seconds),
     )
 
 
