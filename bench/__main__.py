@@ -10,16 +10,14 @@ import click
 
 from bench import report
 from bench.allocation.command import allocator_command
-from bench.command_line import DIRECTORY, SETTINGS, console
-from bench.commands import quick_command, transport_command
+from bench.command_line import DIRECTORY, ROOT, SETTINGS, console
 from bench.cost import cost_command
 from bench.fan_out.command import fan_out_command
 from bench.gpu.command import gpu_command
 from bench.request.command import request_command
 from bench.serving.command import serve_command
+from bench.transport import quick_command, transport_command
 from bench.vllm.command import vllm_command
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 @click.group(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -42,8 +40,8 @@ for command in (
 
 
 @main.command("report", context_settings=SETTINGS)
-@click.option("--results", "results_directory", default=_ROOT / "bench" / "results", type=DIRECTORY, help="JSON of all modes.")
-@click.option("--docs", "docs_directory", default=_ROOT / "docs", type=DIRECTORY, help="Where benchmarks.md goes.")
+@click.option("--results", "results_directory", default=ROOT / "bench" / "results", type=DIRECTORY, help="JSON of all modes.")
+@click.option("--docs", "docs_directory", default=ROOT / "docs", type=DIRECTORY, help="Where benchmarks.md goes.")
 def report_command(results_directory: Path, docs_directory: Path) -> None:
     """Builds docs/benchmarks.md and its plots from stored results, and says what is missing in each."""
     console().print(report.status(results_directory).rich())

@@ -264,9 +264,11 @@ def play_cell(play: Play, control: Connection, cell: Any) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """Returns an error in one line, and where it came from."""
+    """Returns an error in one line, and where it came from; of a :class:`BenchError`, which says enough, its text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, BenchError):
+        return str(error)
     places = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({place.name}, line {place.lineno} of {os.path.basename(place.filename)})" for place in places)
     first_line = (str(error).splitlines() or [""])[0]

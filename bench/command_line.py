@@ -1,4 +1,4 @@
-"""What the benchmarks' commands have in common: options, the bar on stderr, the width of tables, an orderly end."""
+"""What the benchmarks' commands have in common: options, the bar on stderr, how a run is shown, an orderly end."""
 
 from __future__ import annotations
 
@@ -6,31 +6,45 @@ import contextlib
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
 
 from bench.children import BenchError
-from bench.results import Verdict
+from bench.machine import Machine
+from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
 from shmring.config import parse_nbytes
 
 __all__ = [
     "DIRECTORY",
     "FILE",
+    "ROOT",
     "SETTINGS",
+    "MissingPlotter",
     "NotMeasured",
+    "check_plotter",
+    "chosen",
     "conclude",
     "console",
+    "deliver",
+    "environment_option",
+    "finish",
+    "gaps_table",
     "json_option",
+    "machine_line",
     "measuring",
+    "missing_vllm",
     "peer_option",
     "plot_option",
     "repetitions_option",
     "seconds_option",
+    "show",
     "shown_progress",
     "size_option",
     "terminated",
@@ -43,6 +57,8 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 #: Of every command.
 SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
+ROOT = Path(__file__).resolve().parents[1]
+
 _WHERE_RESULTS_GO = ("--json", "--plot")
 _PIPE_WIDTH = 220  # what the widest table needs for none of its numbers to be cut
 
@@ -53,6 +69,18 @@ class NotMeasured(click.ClickException):
     """Something could not be measured. A target that was measured and missed ends a command with 1, and this with 3."""
 
     exit_code = 3
+
+
+class MissingPlotter(NotMeasured):
+    """matplotlib is not installed."""
+
+
+def check_plotter() -> None:
+    """Raises :class:`MissingPlotter` where no plot can be drawn."""
+    try:
+        import matplotlib  # noqa: F401 # only asked for
+    except ImportError:
+        raise MissingPlotter("a plot needs matplotlib: pip install -e '.[bench]' in a checkout of shmring") from None
 
 
 # -- options -------------------------------------------------------------------------------------------------------------
@@ -97,9 +125,33 @@ def json_option(function: _Function) -> _Function:
     return click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")(function)
 
 
-def plot_option(function: _Function) -> _Function:
-    """Where plots go, and how their names begin."""
-    return click.option("--plot", "plot_stem", default=None, type=FILE, help="Also draw FILE-*.png and FILE-*.svg.")(function)
+def plot_option(text: str = "Also draw FILE.png and FILE.svg.") -> Callable[[_Function], _Function]:
+    """Where plots go, and how their names begin. That none can be drawn is said before the run, not an hour later."""
+
+    def checked(context: click.Context, option: click.Parameter, stem: Path | None) -> Path | None:
+        if stem is not None:
+            check_plotter()
+        return stem
+
+    return click.option("--plot", "plot_stem", default=None, type=FILE, callback=checked, help=text)
+
+
+def environment_option(function: _Function) -> _Function:
+    """Where vLLM is; see :func:`missing_vllm`."""
+    text = "Which has vLLM; see `make test-vllm`."
+    return click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help=text)(function)
+
+
+def missing_vllm(environment: Path) -> str | None:
+    """Returns that an environment has no vLLM, and what to do about it; None if it has."""
+    if (environment / "bin" / "vllm").exists():
+        return None
+    return f"{environment} has no vLLM; `make test-vllm` makes an environment that has"
+
+
+def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """Returns settings: what was given, and else the default."""
+    return {**defaults, **{name: value for name, value in given.items() if value}}
 
 
 # -- what is shown -------------------------------------------------------------------------------------------------------
@@ -131,6 +183,71 @@ def measuring(steps: int) -> Iterator[Callable[[str], None]]:
             yield progress
     except BenchError as error:
         raise NotMeasured(str(error)) from error
+
+
+def deliver(findings: Findings, json_path: Path | None) -> None:
+    """Writes a run, with the command that was typed, to where that asked for it; and prints it."""
+    if json_path is not None:
+        write_json(msgspec.structs.replace(findings, command=typed()), json_path)
+    show(findings)
+
+
+def finish(
+    findings: Findings,
+    json_path: Path | None,
+    plot_stem: Path | None = None,
+    draw: Callable[[Findings, Path], object] | None = None,
+) -> None:
+    """Delivers a run, draws it if that was asked for, and ends the command as :func:`bench.command_line.conclude` says."""
+    deliver(findings, json_path)
+    if plot_stem is not None and draw is not None:
+        draw(findings, plot_stem)
+    conclude(findings.failures, findings.targets)
+
+
+def show(findings: Findings) -> None:
+    """Prints a run: its tables, what is to be known of them, its targets, what is missing, and where it was measured."""
+    stdout = console()
+    for table in findings.tables:
+        stdout.print(table.rich())
+    for note in findings.notes:
+        stdout.print(note, highlight=False)
+    if findings.targets:
+        stdout.print(_targets_table(findings.targets))
+    if findings.coverage is not None:
+        if not findings.coverage.complete:
+            stdout.print(gaps_table(findings.coverage).rich())
+        stdout.print(f"{findings.coverage.summary()}.", highlight=False)
+    if findings.machine is not None:
+        stdout.print(machine_line(findings.machine), highlight=False)
+
+
+def gaps_table(coverage: Coverage) -> Table:
+    """Returns a table of what a run lacks of its plan."""
+    columns = ["case", "without", "what became of it"]
+    return Table("missing", columns, list(coverage.lines()), texts=tuple(columns))
+
+
+def machine_line(machine: Machine) -> str:
+    """Returns a machine and its versions in a line."""
+    commit = f", commit {machine.commit}" if machine.commit else ""
+    return (
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
+        f"{format_nbytes(machine.cache_nbytes)}; Linux {machine.kernel}, {machine.libc}, Python {machine.python}, torch "
+        f"{machine.torch}, numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}; shmring "
+        f"{machine.shmring}{commit}"
+    )
+
+
+def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
+    """The table of targets for a terminal, of those that were measured and those that were not."""
+    table = RichTable(title="targets")
+    for column in ("target", "at", "asked", "measured", "", "detail"):
+        table.add_column(column)
+    for verdict in verdicts:
+        style = {True: None, False: "bold red", None: "dim"}[verdict.met]
+        table.add_row(verdict.what, verdict.at, verdict.asked, verdict.measured, verdict.word, verdict.detail, style=style)
+    return table
 
 
 def conclude(failures: int, verdicts: Sequence[Verdict]) -> None:

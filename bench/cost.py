@@ -27,13 +27,11 @@ import uvloop
 
 import shmring
 from bench import targets
-from bench.children import BenchError, described
-from bench.command_line import SETTINGS, conclude, json_option, repetitions_option, seconds_option, shown_progress
-from bench.coverage import Coverage, Planned, Status
+from bench.children import BenchError
+from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
 from bench.machine import Machine
 from bench.peers.shmring_ring import RING, see_to_its_end
-from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes
-from bench.tables import deliver
+from bench.results import Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes
 
 __all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
 
@@ -150,26 +148,19 @@ def measure(
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    runs: dict[Case, list[tuple[float, int]]] = {case: [] for case in cases}
-    failed: dict[tuple[str, str], tuple[Status, str]] = {}
-    for repetition in range(repetitions):
-        for case, measured in runs.items():
-            progress(f"{case.title}, repetition {repetition + 1} of {repetitions}")
-            if (case.title, _SUBJECT) not in failed:
-                try:
-                    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                        measured.append(runner.run(both_ends(case, warm_up_s, timed_s)))
-                except Exception as error:  # noqa: BLE001 # it has its place among the results
-                    failed[case.title, _SUBJECT] = Status.FAILED, described(error)
+
+    def once(case: Case, _: str) -> tuple[float, int]:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(both_ends(case, warm_up_s, timed_s))
+
+    runs = Repetitions[Case, tuple[float, int]](dict.fromkeys(cases, (_SUBJECT,)), repetitions, lambda case: case.title)
+    runs.measure(cases, once, progress)
     costs = {}
-    for case, measured in runs.items():
-        if measured:
-            each_us, messages = zip(*measured, strict=True)
-            costs[case] = Cost(case.title, Spread.of(each_us), sum(messages), list(each_us))
+    for case, measured in runs.measured.items():
+        each_us, messages = zip(*measured[_SUBJECT], strict=True)
+        costs[case] = Cost(case.title, Spread.of(each_us), sum(messages), list(each_us))
     rows = [[cost.case, f"{cost.cpu_us.median:.1f}", deviation(cost.cpu_us), f"{cost.messages:,}"] for cost in costs.values()]
     title = f"cost: CPU microseconds a message of both ends in one process, {_WINDOW} in flight"
-    planned = [Planned(case.title, [_SUBJECT], repetitions) for case in cases]
-    counts = {(case.title, _SUBJECT): len(measured) for case, measured in runs.items()}
     return Findings(
         mode="cost",
         machine=Machine.here(),
@@ -177,7 +168,7 @@ def measure(
         notes=[f"Medians of {repetitions} interleaved repetitions of {timed_s:g} s, of a minimal program: nothing is stamped."],
         targets=_verdicts(costs),
         results=list(costs.values()),
-        coverage=Coverage.of(planned, counts, failed),
+        coverage=runs.coverage(),
     )
 
 
@@ -206,5 +197,4 @@ def cost_command(quick: bool, repetitions: int | None, seconds: float | None, js
     repetitions = repetitions or (3 if quick else 7)
     with shown_progress(repetitions * len(CASES)) as progress:
         findings = measure(CASES, repetitions, seconds or (0.2 if quick else 1.0), 0.1 if quick else 0.3, progress)
-    deliver(findings, json_path)
-    conclude(findings.failures, findings.targets)
+    finish(findings, json_path)

@@ -88,8 +88,6 @@ class Cell(Case, frozen=True, kw_only=True):
         limit_s: after which the whole measurement has failed.
         directory: for sockets; private to this run.
         reply_nbytes: size of a reply's tensor, where messages are requests.
-        corrupt_sequence, corrupt_reply: for tests of the check: the message whose content the producer spoils, or whose
-            reply the engine does.
     """
 
     warm_up_s: float
@@ -97,8 +95,6 @@ class Cell(Case, frozen=True, kw_only=True):
     limit_s: float
     directory: str
     reply_nbytes: int = 0
-    corrupt_sequence: int | None = None
-    corrupt_reply: int | None = None
 
     def __post_init__(self) -> None:
         assert self.nbytes > 0, "a tensor has stamps"
@@ -219,7 +215,7 @@ class Source:
         now = time.perf_counter_ns()
         words = self._words if tensor is None else self._stamps.words(tensor)
         sequence = self._sequence
-        self._stamps.write(words, self.producer, sequence, spoiled=sequence == self._cell.corrupt_sequence)
+        self._stamps.write(words, self.producer, sequence)
         self._sequence = sequence + 1
         if sequence >= self._least_sequence and now >= self._until_ns:
             self._advance(now)

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -71,11 +70,6 @@ def resident_nbytes() -> int:
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
 
 
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 class Meter:
     """Measures one phase. :meth:`start` and :meth:`stop` may be called on any thread, each once.
 
@@ -107,11 +101,11 @@ class Meter:
         """The phase begins."""
         if self._ticker is not None:
             self._ticker.reset()
-        self._started_cpu_s = _cpu_s()
+        self._started_cpu_s = time.process_time()
 
     def stop(self, messages: int) -> None:
         """The phase is over, in which so many messages were handled. Sets :attr:`cost`."""
-        cpu_s = _cpu_s() - self._started_cpu_s  # before anything else is looked at
+        cpu_s = time.process_time() - self._started_cpu_s  # before anything else is looked at
         self.cost = Cost(
             messages=messages,
             cpu_s=cpu_s,
@@ -129,9 +123,9 @@ class Meter:
         """
         assert self.cost is not None, "the phase is over"
         self._rest()  # ticks are none
-        cpu_s, wall_s = _cpu_s(), time.perf_counter()
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
         await asyncio.sleep(seconds)
-        self.cost = dataclasses.replace(self.cost, idle_share=(_cpu_s() - cpu_s) / (time.perf_counter() - wall_s))
+        self.cost = dataclasses.replace(self.cost, idle_share=(time.process_time() - cpu_s) / (time.perf_counter() - wall_s))
 
     def _rest(self) -> None:
         if self._ticker is not None:

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cases import Case
-from bench.command_line import NotMeasured
-from bench.peers import PEERS
-from bench.records import Result, Results
-from bench.results import format_nbytes
-from bench.tables import peer_title
+import msgspec
 
-__all__ = ["MissingPlotter", "check_plotter", "draw", "lay_sizes_across", "panels", "save"]
+from bench.command_line import check_plotter
+from bench.messages import Case
+from bench.peers import PEERS
+from bench.records import Result, Results, peer_title
+from bench.results import Findings, format_nbytes
+
+__all__ = ["draw", "draw_lines", "draw_stored", "lay_sizes_across", "panels", "save"]
 
 _PALETTE = (
     "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22", "#003f5c", "#e377c2", "#5f0f40",
@@ -27,18 +28,6 @@ _PALETTE = (
 _MARKERS = "sD^vPX*<>phd8H"
 _OURS = {"shmring": "#c1121f", "shmring-in-place": "#f77f00", "shmring-busy-poll": "#b5179e"}
 _DPI = 110
-
-
-class MissingPlotter(NotMeasured):
-    """matplotlib is not installed."""
-
-
-def check_plotter() -> None:
-    """Raises :class:`MissingPlotter` where no plot can be drawn."""
-    try:
-        import matplotlib  # noqa: F401 # only asked for
-    except ImportError:
-        raise MissingPlotter("a plot needs matplotlib: pip install -e '.[bench]' in a checkout of shmring") from None
 
 
 def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
@@ -55,6 +44,18 @@ def draw(results: Results, stem: Path, kinds: Sequence[str] = ("png", "svg")) ->
     for name, make in figures.items():
         paths += save(functools.partial(make, results), stem.with_name(f"{stem.name}-{name}"), kinds)
     return paths
+
+
+def draw_stored(
+    kind: Any, figure: Callable[[Any], Any], findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")
+) -> list[Path]:
+    """Draws the results of a mode, which are of a kind, by what makes a figure of them; see :func:`save`.
+
+    Raises:
+        msgspec.ValidationError: what is stored is no run of that mode.
+    """
+    stored = msgspec.convert(findings.results, kind, from_attributes=True)
+    return save(lambda: figure(stored), stem, kinds)
 
 
 def save(make: Callable[[], Any], stem: Path, kinds: Sequence[str]) -> list[Path]:
@@ -91,14 +92,25 @@ def lay_sizes_across(axes: Any, sizes: Iterable[int]) -> None:
     axes.set_xlabel("size of a tensor")
 
 
+def draw_lines(axes: Any, points: Iterable[tuple[str, float, float]], style: Callable[[str], dict[str, Any]]) -> None:
+    """Draws a line for each name: its numbers, from left to right."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for name, across, up in points:
+        lines.setdefault(name, []).append((across, up))
+    for name, line in lines.items():
+        axes.plot(*zip(*sorted(line), strict=True), **style(name))
+    axes.set_yscale("log")
+    axes.grid(which="major", alpha=0.25)
+
+
 def _style(peer: str) -> dict[str, Any]:
     """How a peer's line looks in every plot."""
     if peer in _OURS:
-        return {"color": _OURS[peer], "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 5}
+        return {"label": peer, "color": _OURS[peer], "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 5}
     others = [name for name in PEERS if name not in _OURS]
     place = others.index(peer) if peer in others else len(others)
     colour, marker = _PALETTE[place % len(_PALETTE)], _MARKERS[place % len(_MARKERS)]
-    return {"color": colour, "linewidth": 1.2, "marker": marker, "markersize": 5, "zorder": 3}
+    return {"label": peer, "color": colour, "linewidth": 1.2, "marker": marker, "markersize": 5, "zorder": 3}
 
 
 def _base(results: Results, window: int) -> list[Result]:
@@ -110,11 +122,7 @@ def _base(results: Results, window: int) -> list[Result]:
 
 def _lines(axes: Any, selected: Sequence[Result], across: Callable[[Result], float], up: Callable[[Result], float]) -> None:
     """Draws a line for each peer."""
-    for peer in dict.fromkeys(result.peer for result in selected):
-        points = sorted((across(result), up(result)) for result in selected if result.peer == peer)
-        axes.plot(*zip(*points, strict=True), label=peer, **_style(peer))
-    axes.set_yscale("log")
-    axes.grid(which="major", alpha=0.25)
+    draw_lines(axes, [(result.peer, across(result), up(result)) for result in selected], _style)
 
 
 def _named(figure: Any, axes: Any) -> Any:

@@ -1,23 +1,28 @@
-"""The records of a run of transports: what each peer did in each case, what it cost, what the machine allows, what is missing.
+"""A run of transports: what each peer did in each case, what it cost, what the machine allows, what is missing; as tables.
 
-They are written to JSON as they are, with the machine and the versions they come from, and read back by ``bench report``.
+Records are written to JSON as they are, with the machine and the versions they come from, and read back by ``bench report``.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from bench.coverage import Coverage, Gap, Status
 from bench.machine import Machine
 from bench.messages import Case, Measurement
 from bench.meter import Cost
-from bench.results import Spread
+from bench.peers import BASELINE, PEERS
+from bench.results import Coverage, Gap, Spread, Status, Table, format_rate, format_times
 
-__all__ = ["Limit", "Result", "Results", "Side"]
+__all__ = ["Limit", "Result", "Results", "Side", "peer_title", "transport_tables"]
+
+_COLUMNS = [
+    "transport", "messages/s", "slowest, fastest", "GB/s", "p50 us", "p99 us", "p99.9 us", "CPU us/message", "CPU s/GB",
+    "resident MB", "descriptors", "lag ms", "shmring is",
+]  # fmt: skip
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -180,3 +185,59 @@ class Results(msgspec.Struct, frozen=True):
     def base(self, peer: str, nbytes: int, window: int = 16) -> Result | None:
         """Returns a peer's result of one producer and float32, with so many messages in flight, or as many as memory allows."""
         return self.find(peer, Case(nbytes, window=window).bounded())
+
+
+# -- as tables -----------------------------------------------------------------------------------------------------------
+
+
+def peer_title(name: str) -> str:
+    """Returns a peer as tables spell it; its name, if the results are of a peer that is no more."""
+    return PEERS[name].title if name in PEERS else name
+
+
+def transport_tables(results: Results) -> Iterator[Table]:
+    """Yields a table for each case, the limits of the machine below the first of its size."""
+    limits = {limit.nbytes: limit for limit in results.limits}
+    for case in dict.fromkeys(result.case for result in results.results):
+        rows = [result for result in results.results if result.case == case]
+        limit = limits.pop(case.nbytes, None) if case.producers == 1 else None
+        yield _case_table(case, rows, limit)
+
+
+def _case_table(case: Case, results: Sequence[Result], limit: Limit | None) -> Table:
+    rows = [
+        [
+            peer_title(result.peer),
+            *_speed(result.messages_per_s, case.nbytes),
+            *(f"{us:,.0f}" for us in (result.latency_p50_us.median, result.latency_p99_us, result.latency_p999_us)),
+            _both(result, lambda side: f"{side.cpu_us_per_message.median:,.0f}"),
+            _both(result, lambda side: f"{side.cpu_s_per_gb:.3g}"),
+            _both(result, lambda side: str(side.resident_nbytes >> 20)),
+            _both(result, lambda side: str(side.descriptors)),
+            _both(result, lambda side: "-" if side.lag_max_on_core_ms is None else f"{side.lag_max_on_core_ms.median:.1f}"),
+            format_times(result.shmring_ratio.median),
+        ]
+        for result in results
+    ]
+    if limit is not None:
+        ours = next((result.messages_per_s.median for result in results if result.peer == BASELINE), None)
+        for name, speed in (
+            ("memcpy to the next place, cold", limit.copies_cold_per_s),
+            ("memcpy to the same place, hot", limit.copies_hot_per_s),
+            ("read of the next place", limit.reads_per_s),
+        ):
+            times = format_times(ours / speed.median) if ours else ""
+            rows.append([name, *_speed(speed, case.nbytes), *[""] * (len(_COLUMNS) - 5), times])
+    return Table(case.title, _COLUMNS, rows)
+
+
+def _both(result: Result, text: Callable[[Side], str]) -> str:
+    return f"{text(result.producer)}, {text(result.consumer)}"
+
+
+def _speed(speed: Spread, nbytes: int) -> tuple[str, str, str]:
+    return (
+        format_rate(speed.median),
+        f"{format_rate(speed.minimum)} .. {format_rate(speed.maximum)}",
+        f"{speed.median * nbytes / 1e9:.2f}",
+    )

@@ -16,15 +16,15 @@ import click
 import msgspec
 
 from bench import plots, targets
-from bench.cases import Case
-from bench.coverage import Coverage, checkout
-from bench.fan_out import report as fan_out_report
-from bench.gpu import report as gpu_report
+from bench.command_line import gaps_table, machine_line
+from bench.fan_out import report as fan_out
+from bench.gpu import command as gpu
+from bench.messages import Case
 from bench.peers import PEERS
-from bench.records import Result, Results
-from bench.results import Findings, Table, Verdict, format_nbytes, format_rate, format_times
-from bench.tables import gaps_table, machine_line, peer_title, transport_tables
-from bench.vllm import report as vllm_report
+from bench.records import Result, Results, peer_title, transport_tables
+from bench.results import Coverage, Findings, Table, Verdict, checkout, format_nbytes, format_rate, format_times
+from bench.serving import report as serving
+from bench.vllm import command as vllm
 
 __all__ = ["ReportError", "build", "status"]
 
@@ -61,7 +61,8 @@ itself from there. At most 1 GB is in flight, so that at large sizes it is fewer
 
 
 _GPU = "gpu"
-_DRAWN_BY = {_GPU: gpu_report.draw, "vllm": vllm_report.draw, "fan-out": fan_out_report.draw}
+#: What knows the targets of a mode; and a plot, but for the last.
+_MODES = {_GPU: gpu, "fan-out": fan_out, "vllm": vllm, "serve": serving}
 _NO_GPU = """\
 ## GPU
 
@@ -138,9 +139,10 @@ def _draw(path: Path, result: Results | Findings, stem: Path) -> list[Path]:
     """Draws what there is to draw of a file; what another program has drawn of it is taken as it is."""
     if isinstance(result, Results):
         return plots.draw(result, stem, kinds=("svg",))
-    if result.mode in _DRAWN_BY:
+    if hasattr(_MODES.get(result.mode), "draw"):
         try:
-            return _DRAWN_BY[result.mode](result, stem, kinds=("svg",))
+            paths: list[Path] = _MODES[result.mode].draw(result, stem, kinds=("svg",))
+            return paths
         except msgspec.ValidationError as error:
             raise _wrong(path, error) from error
     drawn = stem.with_suffix(".svg")
@@ -179,12 +181,13 @@ def _targets(stored: _Stored) -> Iterator[str]:
             told.setdefault(result.mode, []).extend(result.targets)
     verdicts: list[Verdict] = []
     for target in targets.TARGETS:
-        if isinstance(target, targets.Target):
-            judged = [target.judge(run) for run in runs]
-            measured = [verdict for verdict in judged if verdict.met is not None]
-            verdicts += [*measured, *judged][:1]
-        elif target.mode not in told:
-            verdicts.append(target.judge())
+        judged = [target.judge(run) for run in runs]
+        measured = [verdict for verdict in judged if verdict.met is not None]
+        verdicts += [*measured, *judged][:1]
+    for mode, module in _MODES.items():
+        if mode not in told:
+            detail = targets.command_of(mode)
+            verdicts += [msgspec.structs.replace(verdict, detail=detail) for verdict in module.announced()]
     verdicts += [verdict for of_mode in told.values() for verdict in of_mode]
     met = sum(verdict.met is True for verdict in verdicts)
     missed = sum(verdict.met is False for verdict in verdicts)

@@ -49,18 +49,15 @@ class Stamps:
         assert tensor.is_contiguous(), "it lies in one piece"
         return self._words.from_address(tensor.data_ptr())
 
-    def write(self, words: Any, sender: int, sequence: int, *, spoiled: bool = False) -> None:
+    def write(self, words: Any, sender: int, sequence: int) -> None:
         """Stamps the memory of a tensor.
 
         Args:
             sender, sequence: who sends it, and as which.
-            spoiled: for tests of the check.
         """
         length = self._length
         stamp = -1 - (sender << _BITS | sequence & _MASK)
         words[0] = words[-1] = words[sequence * 40_503 % length] = words[(sequence * 9_973 + self._half) % length] = stamp
-        if spoiled:
-            words[-1] = ~stamp
 
     def check_form(self, what: str, tensor: torch.Tensor, sequence: int, whose: str = "") -> None:
         """Compares dtype and shape of a tensor with what was sent.

@@ -2,26 +2,26 @@
 
 A target says what is compared, where, and the threshold. Ratios are taken within each repetition and their median counts;
 where a target spans several sizes, the worst of them does. What a run did not measure is neither met nor missed: a verdict
-says so, and what other modes measure (requests, serving, the allocator, soaking) stands in the list with their name.
+says so. What other modes measure (requests, serving, the allocator, soaking) they judge themselves.
 
 Throughput is that of one producer with 16 messages in flight, latency that with one, both of float32: the base of the sweeps in
-:mod:`bench.cases`.
+:mod:`bench.transport`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from bench.cases import Case
+from bench.messages import Case
 from bench.peers import PEERS
 from bench.records import Result, Results, Side
-from bench.results import Spread, Verdict, format_nbytes
+from bench.results import Spread, Verdict, format_nbytes, median_ratio
 
-__all__ = ["TARGETS", "Elsewhere", "Target", "command_of", "evaluate", "judge"]
+__all__ = ["TARGETS", "Target", "command_of", "evaluate", "judge"]
 
 _KB, _MB = 1 << 10, 1 << 20
 _SMALL = (4 * _KB, 64 * _KB)
@@ -70,24 +70,6 @@ def judge(
     return Verdict(what, at, asked, f"{worst:.3g} {unit}", worst >= limit if at_least else worst <= limit, detail)
 
 
-@dataclasses.dataclass(frozen=True)
-class Elsewhere:
-    """A target that another mode measures.
-
-    Attributes:
-        mode: which; the value of ``mode`` in its JSON. ``a-b`` is what ``python -m bench a --b`` measures.
-    """
-
-    mode: str
-    what: str
-    at: str
-    asked: str
-
-    def judge(self, results: Results | None = None) -> Verdict:
-        """Returns that it was not measured, and by what it is."""
-        return Verdict(self.what, self.at, self.asked, detail=command_of(self.mode))
-
-
 def command_of(mode: str) -> str:
     """Returns the command line that measures what a mode's JSON holds."""
     if mode == "soak":
@@ -107,9 +89,8 @@ def _by_size(sizes: Sequence[int], ours: _Runs, theirs: _Runs | None = None) -> 
     def numbers(results: Results) -> Numbers:
         for nbytes in sizes:
             runs = ours(results, nbytes)
-            if theirs is not None:
-                runs = [mine / other for mine, other in zip(runs, theirs(results, nbytes), strict=False)]
-            yield format_nbytes(nbytes), statistics.median(runs) if runs else None
+            others = itertools.repeat(1.0) if theirs is None else theirs(results, nbytes)
+            yield format_nbytes(nbytes), median_ratio(runs, others)
 
     return numbers
 
@@ -198,8 +179,7 @@ def _together(producers: int, peer: str = _COPY, others: int = 1) -> Callable[[R
             if result.peer == _COPY and result.case.producers == producers:
                 theirs = results.find(peer, msgspec.structs.replace(result.case, producers=others))
                 if theirs is not None:
-                    ratios = [mine / other for mine, other in zip(result.runs, theirs.runs, strict=False)]
-                    yield format_nbytes(result.case.nbytes), statistics.median(ratios)
+                    yield format_nbytes(result.case.nbytes), median_ratio(result.runs, theirs.runs)
 
     return numbers
 
@@ -216,7 +196,7 @@ def _than(at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str 
 
 
 #: In the order of the table.
-TARGETS: tuple[Target | Elsewhere, ...] = (
+TARGETS: tuple[Target, ...] = (
     *_than("4 KB, 64 KB", _SMALL, {"iceoryx2": 1.5, "torch-queue": 30.0, "faster-fifo": 1.0}),
     *_than("4 KB", _SMALL[:1], {"inline-msgpack": 1.5, "pyzmq": 2.0}),
     *_than("64 KB", _SMALL[1:], {"inline-msgpack": 2.5, "pyzmq": 5.0}),
@@ -263,8 +243,6 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
     ),
     Target("8 producers together, of one producer's messages/s", "any size", 0.9, "x", _together(8)),
     Target("8 producers together, of as many of iceoryx2's", "any size", 0.95, "x", _together(8, "iceoryx2", others=8)),
-    Elsewhere("request-scaling", "CPU time per message with 32 clients, of that with 1", "small messages", "<= 1.2 x"),
-    Elsewhere("request-scaling", "CPU time per message with 10,000 slots used, of that with 10", "small messages", "<= 1.2 x"),
     *(
         Target(
             "longest stall of an event loop, waits for a core aside", f"each side, {at}", limit_ms, "ms",
@@ -284,36 +262,9 @@ TARGETS: tuple[Target | Elsewhere, ...] = (
         "connecting, once the slab exists", "any size", 5.0, "ms",
         _sides(_OURS, lambda side, results: _median(side.connect_ms), lambda case: case.producers == 1), at_least=False,
     ),
-    Elsewhere("request", "request/reply, 16 in flight, one client", "64 KB", ">= 20,000/s"),
-    Elsewhere("request", "request/reply, 16 in flight: requests/s of pyzmq", "64 KB", ">= 5 x"),
-    Elsewhere("soak", "resident memory over the run", "both ends", "flat"),
-    Elsewhere("allocator", "fill at first failure, log-uniform trace", "mean, least", ">= 90 %, >= 75 %"),
-    Elsewhere("allocator", "time per operation", "10,000 live slots", "<= 0.5 us"),
-    Elsewhere("cost", "CPU per message, both ends in one process", "4 KB; 64 KB copied; in place", "<= 6; 8; 7 us"),
-    Elsewhere("serve", "decoded into slots: requests/s of copying there", "preset of PR 32104", ">= 1 x"),
-    Elsewhere(
-        "serve", "two engines whose steps wait 20 ms, two frontends: requests/s of one", "preset engines-wait", ">= 1.9 x"
-    ),
-    Elsewhere("serve", "two engines whose steps compute: requests/s of one", "preset engines-compute", ">= 1 x"),
-    Elsewhere("serve", "kept content: requests/s of a new picture", "a repeated 12 MP picture through HTTP", ">= 5 x"),
-    Elsewhere("serve", "kept content: bytes copied", "a repeated 12 MP picture through HTTP", "0"),
-    Elsewhere("serve", "kept content: requests/s of without", "a working set twice the slab", ">= 0.97 x"),
-    Elsewhere("fan-out", "messages/s of vLLM's MessageQueue", "4 KB; 1 MB; 64 MB to 1, to 4 workers", ">= 2; 1.5; 0.9; 2 x"),
-    Elsewhere("fan-out", "messages/s in place of vLLM's MessageQueue at 1 MB", "4 KB to 64 MB", ">= 10 x"),
-    Elsewhere("fan-out", "messages/s in place, 4 KB and 64 MB, of the other", "any workers", "<= 1.5 x"),
-    Elsewhere("fan-out", "p50 to the last of 4 workers, of vLLM's MessageQueue", "asleep; polling", "<= 0.8; 0.7 x"),
-    Elsewhere("fan-out", "p50 to the last of 4 workers, of pyzmq PUB/SUB", "asleep", "<= 0.65 x"),
-    Elsewhere("fan-out", "gathers/s with busy_poll_s, of vLLM's MessageQueue", "1, 2, 4 workers", ">= 3 x"),
-    Elsewhere("fan-out", "engine's CPU a message, of vLLM's MessageQueue", "4 KB to 4 workers", "<= 0.4 x"),
-    Elsewhere("fan-out", "CPU of 4 workers", "in the second after a message; idle", "<= 5; 1 %"),
-    Elsewhere("fan-out", "p50 of the others while one worker is stopped, of before", "4 workers", "<= 1.1 x"),
-    Elsewhere("gpu", "pinned slot: GB/s of pin_memory() memory", "8 MB and above", ">= 0.95 x"),
-    Elsewhere("gpu", "pinned slot: GB/s of cloning, then copying", "64 MB", ">= 3 x"),
-    Elsewhere("gpu", "device slab: p50 of a hand-over", "any size", "<= 150 us"),
-    Elsewhere("gpu", "device slab: p50 over that of the smallest size", "any size", "<= 1.3 x"),
 )  # fmt: skip
 
 
 def evaluate(results: Results) -> list[Verdict]:
-    """Returns a verdict on every target; those of other modes are not measured."""
+    """Returns a verdict on every target."""
     return [target.judge(results) for target in TARGETS]

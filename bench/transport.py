@@ -1,102 +1,189 @@
-"""``bench transport`` and ``bench request``: messages, or requests, to a process from others, by every peer, in one run.
+"""``python -m bench transport``, and ``quick``: streams of messages by every peer.
 
-Method: that of :mod:`bench.interleaving`. Medians over the repetitions are reported, with the spread beside them; the outer
-percentiles of latencies are pooled. Each repetition warms up first, is timed at the receiver, and checks every message
-(:mod:`bench.messages`). Where a round says so, copies of as many bytes are timed in each repetition, too, right after shmring's
-base case, since a shared machine's memory is not equally fast for long: the physical limit (:mod:`bench.machine`).
+A case is one kind of message stream. Every combination of sizes, dtypes, producers, windows and copying out would take a
+day, so each dimension is varied by itself around a base (:func:`sweeps`). What is compared with each other stands in one round,
+so that whatever else the machine does hits all of it alike: :mod:`bench.interleaving`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from datetime import UTC, datetime
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
-from bench import command_line
-from bench.interleaving import Plan, Round, Run
-from bench.machine import CopyLimits, Machine, torch_resident_nbytes
-from bench.peers import PEERS, Peer, RequestPeer
-from bench.records import Limit, Result, Results
-from bench.results import Spread, write_json
+from bench import command_line, interleaving, plots, targets
+from bench.interleaving import Plan, Round
+from bench.messages import DTYPES, Case
+from bench.peers import BASELINE, PEERS
+from bench.records import transport_tables
+from bench.results import Findings, Key
+from bench.stamps import ITEM_NBYTES
 
-__all__ = ["carry_out", "run"]
+__all__ = [
+    "QUICK_SIZES", "SIZES", "quick_command", "quick_plan", "quick_rounds", "quick_without", "sweeps", "transport_command",
+    "transport_plan",
+]  # fmt: skip
 
-_LIMITS_S = 0.1  # for each of the three, in each repetition
+#: The sizes of the full benchmark, and of the quick one.
+SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+QUICK_SIZES = SIZES[:-1]
+
+_QUICK_WITHOUT = ("ray",)  # it starts a cluster for every case
+_QUICK_LARGE_PEERS = ("shmring", "shmring-in-place", "iceoryx2", "spinning-arena", "pyzmq")
+_QUICK_LATENCY_PEERS = ("shmring", "shmring-in-place")
+_QUICK_SCALING_NBYTES = 64 << 10  # small enough for the fixed cost of a message to show
+_QUICK_SCALING_PRODUCERS = 8
 
 
-def run(
+def sweeps(
+    peers: Sequence[str],
+    sizes: Sequence[int] = SIZES,
+    dtypes: Sequence[str] = ("float32", "bfloat16", "uint8"),
+    producers: Sequence[int] = (1, 2, 4, 8),
+    windows: Sequence[int] = (16, 1),
+    copies_out: Sequence[bool] = (False, True),
+) -> list[Round]:
+    """Returns rounds in which each dimension is varied by itself, at every size: windows, copying out, dtypes, producers.
+
+    Args:
+        peers: in every case.
+        sizes, dtypes, producers, windows, copies_out: the first value of each is the base.
+    """
+    rounds: list[Round] = []
+    for number, nbytes in itertools.product(producers, sizes):
+        base = Case(nbytes, dtypes[0], number, windows[0], copies_out[0])
+        cases = [base]
+        if number == producers[0]:
+            cases += [msgspec.structs.replace(base, window=window) for window in windows[1:]]
+            cases += [msgspec.structs.replace(base, copies_out=copies) for copies in copies_out[1:]]
+            cases += [msgspec.structs.replace(base, dtype=dtype) for dtype in dtypes[1:]]
+        # With windows as large as memory allows, each once.
+        distinct = tuple(dict.fromkeys(case.bounded() for case in cases))
+        rounds.append(Round(distinct, tuple(peers), limits=number == producers[0]))
+    return rounds
+
+
+def quick_rounds(peers: Sequence[str]) -> list[Round]:
+    """Returns the rounds that tell whether targets are met, and no more: up to 64 MB, and 8 producers of the baseline."""
+    fast = tuple(name for name in peers if name not in _QUICK_WITHOUT)
+    *small, large_nbytes, largest_nbytes = QUICK_SIZES
+    return [  # in an order in which no process is started twice
+        *(Round((Case(nbytes), Case(nbytes, window=1)), fast, limits=True) for nbytes in small),
+        Round((Case(large_nbytes),), fast, limits=True),
+        # Where most peers take seconds for two windows; those stay that a target is about.
+        Round((Case(largest_nbytes),), tuple(name for name in fast if name in _QUICK_LARGE_PEERS), limits=True),
+        # Where latency is compared with that of smaller ones, not with that of others.
+        Round((Case(large_nbytes, window=1),), tuple(name for name in fast if name in _QUICK_LATENCY_PEERS)),
+        Round((Case(_QUICK_SCALING_NBYTES, producers=_QUICK_SCALING_PRODUCERS), Case(_QUICK_SCALING_NBYTES)), (BASELINE,)),
+    ]
+
+
+def quick_without(peers: Sequence[str]) -> dict[Key, str]:
+    """Returns what a quick run leaves out of those peers, by case and peer, and why."""
+    left_out = {}
+    for part in quick_rounds(peers)[:-1]:  # the last one is about the baseline alone
+        for case, name in itertools.product(part.cases, peers):
+            if name in _QUICK_WITHOUT:
+                left_out[case.title, name] = "left out: it starts a cluster for every case"
+            elif name not in part.peers:
+                left_out[case.title, name] = "left out: no target is about it in this case"
+    return left_out
+
+
+# -- commands --------------------------------------------------------------------------------------------------------------
+
+# A quick run has 9 cases in under 5 minutes: 15 peers, 3 repetitions, and what connecting and closing take besides.
+_QUICK: dict[str, Any] = {"repetitions": 3, "timed_s": 0.15, "warm_up_s": 0.05}
+_FULL: dict[str, Any] = {"repetitions": 5, "timed_s": 0.5, "warm_up_s": 0.15}
+_PLOTS = "Also draw FILE-*.png and FILE-*.svg."
+#: Where one thing of a quick run was chosen, the others are the first of each.
+_QUICK_CHOICE: dict[str, Any] = {
+    "sizes": QUICK_SIZES, "dtypes": ("float32",), "producers": (1,), "windows": (16,), "copies_out": (False,)
+}  # fmt: skip
+
+
+@click.command("transport", context_settings=command_line.SETTINGS)
+@click.option("--quick", is_flag=True, help="Few cases and short repetitions, in under 5 minutes.")
+@command_line.size_option(
+    "--size", "sizes", item_nbytes=ITEM_NBYTES, item="a stamp", text="Of a tensor; repeatable.  [default: 4KiB to 256MiB]"
+)
+@click.option(
+    "--dtype", "dtypes", multiple=True, type=click.Choice(list(DTYPES)), help="Of a tensor; repeatable.  [default: all]"
+)
+@click.option("--producers", multiple=True, type=click.IntRange(1, 127), help="Repeatable.  [default: 1, 2, 4, 8]")
+@click.option(
+    "--window",
+    "windows",
+    multiple=True,
+    type=click.IntRange(1, 1024),
+    help="Messages in flight of each producer; repeatable.  [default: 16, 1]",
+)
+@click.option(
+    "--copies-out/--no-copies-out",
+    default=None,
+    help="The consumer copies every byte into a buffer of its own, or not.  [default: both]",
+)
+@command_line.peer_option(PEERS)
+@command_line.repetitions_option("Of each case and peer, interleaved.  [default: 5]")
+@command_line.seconds_option("0.5")
+@command_line.json_option
+@command_line.plot_option(_PLOTS)
+def transport_command(json_path: Path | None, plot_stem: Path | None, **choices: Any) -> None:
+    """One-way messages from producer processes to a consumer process, every one checked."""
+    _measure(transport_plan(**choices), json_path, plot_stem)
+
+
+def transport_plan(
+    quick: bool,
+    copies_out: bool | None,
+    peers: tuple[str, ...],
+    repetitions: int | None,
+    seconds: float | None,
+    **dimensions: tuple[Any, ...],
+) -> Plan:
+    """Returns what the options of ``bench transport`` mean, of which the dimensions are those of :func:`sweeps`."""
+    names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
+    dimensions["copies_out"] = () if copies_out is None else (copies_out,)
+    chosen = command_line.chosen({}, **dimensions)
+    if quick and not chosen:
+        return quick_plan(repetitions, seconds, names)
+    rounds = sweeps(names, **_QUICK_CHOICE | chosen if quick else chosen)
+    timing = command_line.chosen(_QUICK if quick else _FULL, repetitions=repetitions, timed_s=seconds)
+    return Plan(rounds=rounds, **timing)
+
+
+def quick_plan(repetitions: int | None, seconds: float | None, names: Sequence[str] = tuple(PEERS)) -> Plan:
+    """Returns what the options of ``bench quick`` mean."""
+    timing = command_line.chosen(_QUICK, repetitions=repetitions, timed_s=seconds)
+    return Plan(rounds=quick_rounds(names), left_out=quick_without(names), **timing)
+
+
+@click.command("quick", context_settings=command_line.SETTINGS)
+@command_line.repetitions_option("Of each case and peer.  [default: 3]")
+@command_line.seconds_option("0.15")
+@command_line.json_option
+@command_line.plot_option(_PLOTS)
+def quick_command(repetitions: int | None, seconds: float | None, json_path: Path | None, plot_stem: Path | None) -> None:
+    """Transports in under 5 minutes; ends with 1 if a target that this measures is missed, with 3 if a measurement failed."""
+    _measure(quick_plan(repetitions, seconds), json_path, plot_stem, is_judged=True)
+
+
+def _measure(
     plan: Plan,
-    progress: Callable[[str], None],
-    *,
-    mode: str = "transport",
-    peers: Mapping[str, Peer | RequestPeer] = PEERS,
-) -> Generator[Results, None, None]:
-    """Measures what a plan says; yields after each round what there is so far, so that a long run that is ended early was not
-    for nothing. When this is over, no process and no file of it is left.
-
-    Args:
-        plan: what to measure, in at least one round.
-        progress: called with a line before each step; ``plan.steps()`` says how many there are.
-        mode: which benchmark it is.
-        peers: by name.
-    """
-    baselines = {name: part.peers[0] for part in plan.rounds for name in part.peers}
-    started, load = datetime.now(UTC), os.getloadavg()[0]
-    limits: list[Limit] = []
-
-    def results() -> Results:
-        return Results(
-            mode=mode,
-            started=started.isoformat(timespec="seconds"),
-            machine=Machine.here(),
-            versions={name: version for name in plan.peers if (version := peers[name].version()) is not None},
-            load_before=load,
-            torch_resident_nbytes=torch_resident_nbytes() if mode == "transport" else 0,
-            repetitions=plan.repetitions,
-            timed_s=plan.timed_s,
-            results=[
-                Result.of(name, case, [ours for ours, _ in pairs], [base for _, base in pairs], baselines[name])
-                for (case, name), pairs in running.measured.items()
-            ],
-            limits=[*limits],
-            coverage=running.coverage(),
-        )
-
-    with Run(plan, peers, progress) as running:
-        for part in plan.rounds:
-            with _timed_limits(part, limits) if part.limits else contextlib.nullcontext(lambda: None) as time_limits:
-                running.play(part, time_limits)
-            yield results()
-
-
-def carry_out(
-    plan: Plan, json_path: Path | None, stored: Callable[[Results], msgspec.Struct], **which: Any
-) -> tuple[Results, Any]:
-    """Runs a plan for a command, and writes what is to be stored of it after each round, lest a run be lost; returns both.
-
-    Args:
-        which: of :func:`run`: mode and peers.
-    """
-    command = command_line.typed()
-    with command_line.measuring(plan.steps()) as progress, contextlib.closing(run(plan, progress, **which)) as running:
-        for results in running:
-            if json_path is not None:
-                write_json(msgspec.structs.replace(stored(results), command=command), json_path)
-    return results, stored(results)
-
-
-@contextlib.contextmanager
-def _timed_limits(part: Round, limits: list[Limit]) -> Iterator[Callable[[], None]]:
-    """Yields what times copies and reads of a round's size; what all of its calls have found is in the list in the end."""
-    nbytes = part.cases[0].nbytes
-    runs: list[tuple[float, float, float]] = []
-    with CopyLimits(nbytes) as copies:
-        yield lambda: runs.append(copies.measure(_LIMITS_S))
-    if runs:
-        cold, hot, reads = zip(*runs, strict=True)
-        limits.append(Limit(nbytes, Spread.of(cold), Spread.of(hot), Spread.of(reads), list(cold)))
+    json_path: Path | None,
+    plot_stem: Path | None,
+    is_judged: bool = False,
+) -> None:
+    """Runs a plan, prints its tables and what becomes of the targets, and draws its plots."""
+    results, _ = interleaving.carry_out(plan, json_path, lambda results: results)
+    verdicts = targets.evaluate(results) if is_judged else []
+    load = f"Load {results.load_before:.1f} before the run."
+    shown = list(transport_tables(results))
+    command_line.show(Findings(results.mode, results.machine, shown, [load], verdicts, coverage=results.coverage))
+    if plot_stem is not None:
+        plots.draw(results, plot_stem)
+    command_line.conclude(len(results.failed), verdicts)

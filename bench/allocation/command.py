@@ -12,11 +12,9 @@ import msgspec
 
 from bench.allocation.measures import CURSOR, LIMIT, OURS, POLICIES, copies, costs, evicting, first_failures
 from bench.allocation.traces import LIFETIMES, SIZES
-from bench.command_line import SETTINGS, json_option, shown_progress
-from bench.coverage import Coverage, Planned
+from bench.command_line import SETTINGS, deliver, json_option, shown_progress
 from bench.machine import Machine
-from bench.results import Findings, Table, Verdict
-from bench.tables import deliver
+from bench.results import Coverage, Findings, Planned, Table, Verdict
 
 __all__ = ["MANY_LIVE", "MEAN_FILL", "MINIMUM_FILL", "Plan", "Result", "allocator_command", "measure"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import click
@@ -19,7 +18,7 @@ import msgspec
 
 from bench import command_line
 from bench.children import BenchError
-from bench.coverage import Coverage, Key, Planned, Status
+from bench.command_line import ROOT, finish
 from bench.fan_out.host import Outcome
 from bench.fan_out.plan import (
     FOREIGN,
@@ -33,14 +32,11 @@ from bench.fan_out.plan import (
     Run,
     planned,
 )
-from bench.fan_out.report import Measured, draw, report, title
-from bench.plots import check_plotter
-from bench.tables import deliver
+from bench.fan_out.report import Case, draw, report, title
+from bench.results import Repetitions
 
 __all__ = ["Host", "fan_out_command"]
 
-_ROOT = Path(__file__).resolve().parents[2]
-_ENVIRONMENT = _ROOT / ".venv-vllm"
 _START_LIMIT_S = 180.0
 _GRACE_S = 5.0
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
@@ -59,6 +55,7 @@ class Host:
     def __init__(self, kind: str, python: str) -> None:
         self._command = [python, "-m", "bench.fan_out.host", kind]
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: Connection
 
     def start(self) -> None:
         """Starts it, unless it runs.
@@ -67,17 +64,19 @@ class Host:
             BenchError: it does not start.
         """
         if self._process is None:
-            environment = os.environ | {"PYTHONPATH": str(_ROOT), "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+            environment = os.environ | {
+                "PYTHONPATH": str(ROOT),
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                "OMP_NUM_THREADS": "1",
+            }
+            self._control, control = multiprocessing.Pipe()
+            command = [*self._command, str(control.fileno())]
             self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                env=environment,
-                start_new_session=True,
-            )
-            if self._line(_START_LIMIT_S) != b"ready\n":
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment,
+                pass_fds=[control.fileno()], start_new_session=True,
+            )  # fmt: skip
+            control.close()
+            if not self._control.poll(_START_LIMIT_S) or self._heard() != b"ready":
                 self.end()
                 raise BenchError(f"{' '.join(self._command)} does not start")
 
@@ -88,31 +87,22 @@ class Host:
             BenchError: that failed.
         """
         self.start()
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(cell) + b"\n")
-        line = self._line(_CELL_LIMIT_S)
-        if not line.endswith(b"\n"):
+        with contextlib.suppress(OSError):
+            self._control.send_bytes(msgspec.json.encode(cell))
+        if not self._control.poll(_CELL_LIMIT_S) or not (answer := self._heard()):
             self.end()
             raise BenchError("it did not end in time, or its host has died")
-        outcome = msgspec.json.decode(line, type=Outcome)
+        outcome = msgspec.json.decode(answer, type=Outcome)
         if outcome.run is None:
             raise BenchError(outcome.error)
         return outcome.run
 
-    def _line(self, limit_s: float) -> bytes:
-        """The next line; what there is of it when the time is over, or the host has ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        line, until_s = b"", time.monotonic() + limit_s
-        while not line.endswith(b"\n") and select.select([descriptor], [], [], max(0.0, until_s - time.monotonic()))[0]:
-            read = os.read(descriptor, 65536)
-            if not read:
-                break
-            line += read
-        return line
+    def _heard(self) -> bytes:
+        """What the host says; nothing if it has ended."""
+        try:
+            return self._control.recv_bytes()
+        except (EOFError, OSError):
+            return b""
 
     def end(self) -> None:
         """Ends it, and all that it has forked. Twice is once."""
@@ -120,8 +110,7 @@ class Host:
             return
         process, self._process = self._process, None
         with process:
-            assert process.stdin is not None
-            process.stdin.close()  # which ends it, if it waits for a cell
+            self._control.close()  # which ends it, if it waits for a cell
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
             with contextlib.suppress(ProcessLookupError):
@@ -147,49 +136,8 @@ def _missing(environment: Path) -> dict[str, str]:
         for subject, module in _REQUIRED.items()
         if importlib.util.find_spec(module) is None
     }
-    if (environment / "bin" / "vllm").exists():
-        missing[SPINNING_RING] = "the MessageQueue is there"
-    else:
-        missing[MESSAGE_QUEUE] = f"{environment} has no vLLM; `make test-vllm` makes an environment that has"
-    return missing
-
-
-class _Measuring:
-    """The measurements of a run."""
-
-    def __init__(self, cases: Sequence[tuple[int, int]], subjects: Sequence[str], repetitions: int, seconds: float) -> None:
-        self._cases, self._subjects, self._repetitions, self._seconds = cases, subjects, repetitions, seconds
-        self._failed: dict[Key, tuple[Status, str]] = {}
-        self.measured: Measured = {}
-
-    @property
-    def steps(self) -> int:
-        """How many lines of progress there will be."""
-        return self._repetitions * len(self._cases) * len(self._subjects)
-
-    def measure(self, hosts: tuple[Host, Host], progress: Callable[[str], None]) -> None:
-        """Measures all subjects in turn, again and again; one that fails in a case is left out there from then on."""
-        for repetition, case in itertools.product(range(self._repetitions), self._cases):
-            for subject in self._subjects if repetition % 2 == 0 else self._subjects[::-1]:
-                key = title(*case), subject
-                progress(f"{key[0]}, {SUBJECTS[subject]}, repetition {repetition + 1} of {self._repetitions}")
-                if key in self._failed:
-                    continue
-                try:
-                    run = hosts[subject in FOREIGN].play(planned(subject, *case, self._seconds))
-                except BenchError as error:
-                    self._failed[key] = Status.FAILED, str(error)
-                else:
-                    self.measured.setdefault(case, {}).setdefault(subject, []).append(run)
-
-    def coverage(self) -> Coverage:
-        """What was planned, and what of it is missing."""
-        counts = {
-            (title(*case), subject): len(runs) for case, found in self.measured.items() for subject, runs in found.items()
-        }
-        return Coverage.of(
-            [Planned(title(*case), list(self._subjects), self._repetitions) for case in self._cases], counts, self._failed
-        )
+    lacking = command_line.missing_vllm(environment)
+    return missing | ({SPINNING_RING: "the MessageQueue is there"} if lacking is None else {MESSAGE_QUEUE: lacking})
 
 
 @click.command("fan-out", context_settings=command_line.SETTINGS)
@@ -203,9 +151,9 @@ class _Measuring:
 )
 @command_line.repetitions_option("Of each case, interleaved.  [default: 5; 1 if quick]")
 @command_line.seconds_option("0.5; 0.3 if quick")
-@click.option("--environment", default=_ENVIRONMENT, type=command_line.DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
+@command_line.environment_option
 @command_line.json_option
-@click.option("--plot", "plot_stem", default=None, type=command_line.FILE, help="Also draw FILE.png and FILE.svg.")
+@command_line.plot_option()
 def fan_out_command(
     quick: bool,
     workers: tuple[int, ...],
@@ -221,20 +169,20 @@ def fan_out_command(
 
     Ends with 1 if a target is missed, with 3 if something could not be measured.
     """
-    if plot_stem is not None:
-        check_plotter()  # before the run, so that nobody learns minutes later that it is missing
     missing = _missing(environment)
     if chosen := [subject for subject in subjects if subject in missing]:
         raise click.UsageError("; ".join(missing[subject] for subject in chosen))
     there = [subject for subject in SUBJECTS if subject not in missing and (not subjects or subject in subjects)]
     counts = workers or (_QUICK_WORKERS if quick else WORKERS)
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in counts]
-    run = _Measuring(cases, there, repetitions or (1 if quick else 5), seconds or (0.3 if quick else 0.5))
-    with command_line.measuring(run.steps) as progress, _hosts(environment) as hosts:
-        run.measure(hosts, progress)
+    timed_s = seconds or (0.3 if quick else 0.5)
+    runs = Repetitions[Case, Run](dict.fromkeys(cases, there), repetitions or (1 if quick else 5), lambda case: title(*case))
+    with command_line.measuring(runs.steps) as progress, _hosts(environment) as hosts:
+
+        def play(case: Case, subject: str) -> Run:
+            return hosts[subject in FOREIGN].play(planned(subject, *case, timed_s))
+
+        runs.measure(cases, play, progress, SUBJECTS)
     left_out = [missing[subject] for subject in missing if not subjects and subject != SPINNING_RING]
-    findings = report(run.measured, run.coverage(), left_out)
-    deliver(findings, json_path)
-    if plot_stem is not None:
-        draw(findings, plot_stem)
-    command_line.conclude(findings.failures, findings.targets)
+    findings = report(runs.measured, runs.coverage(), left_out)
+    finish(findings, json_path, plot_stem, draw)

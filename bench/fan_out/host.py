@@ -1,7 +1,7 @@
-"""A process that imports what its subjects need, once, and forks an engine for each cell that it reads from stdin.
+"""A process that imports what its subjects need, once, and forks an engine for each cell that it is sent.
 
-``python -m bench.fan_out.host own`` or ``foreign``. Cells and their results are lines of JSON; whatever else is printed goes
-to stderr. It ends with stdin; the processes of a cell are in its session, so that whoever started it can end them all.
+``python -m bench.fan_out.host own 5``, or ``foreign``: the number is that of its end of a pipe. Cells and results are JSON.
+It ends with the pipe; the processes of a cell are in its session, so that whoever started it can end them all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 import tempfile
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
 import msgspec
 import torch
@@ -51,18 +51,16 @@ def _play(ways: dict[str, type[Way]], cell: Cell, directory: str) -> Outcome:
         way.close()
 
 
-def _fork(ways: dict[str, type[Way]], cell: Cell, directory: str, results: IO[bytes]) -> None:
+def _fork(ways: dict[str, type[Way]], cell: Cell, directory: str, control: Connection) -> None:
     pid = os.fork()
     if pid:
         _, status = os.waitpid(pid, 0)
         if status:
-            results.write(msgspec.json.encode(Outcome(error=f"the engine ended with {status}")) + b"\n")
-            results.flush()
+            control.send_bytes(msgspec.json.encode(Outcome(error=f"the engine ended with {status}")))
         return
     code = 1
     try:
-        results.write(msgspec.json.encode(_play(ways, cell, directory)) + b"\n")
-        results.flush()
+        control.send_bytes(msgspec.json.encode(_play(ways, cell, directory)))
         code = 0
     except BaseException:  # noqa: BLE001 # the host says that it has failed, and this says why
         traceback.print_exc()
@@ -70,9 +68,7 @@ def _fork(ways: dict[str, type[Way]], cell: Cell, directory: str, results: IO[by
         os._exit(code)
 
 
-def _main(kind: str) -> None:
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+def _main(kind: str, control: Connection) -> None:
     torch.set_num_threads(1)
     ways: dict[str, type[Way]] = importlib.import_module(f"bench.fan_out.{'ways' if kind == 'own' else 'foreign'}").WAYS
     for module in ("zmq", "iceoryx2", "vllm.distributed.device_communicators.shm_broadcast"):
@@ -82,14 +78,17 @@ def _main(kind: str) -> None:
             continue
     gc.collect()
     gc.freeze()
-    results.write(b"ready\n")
-    results.flush()
-    for line in sys.stdin.buffer:
+    control.send_bytes(b"ready")
+    while True:
+        try:
+            cell = msgspec.json.decode(control.recv_bytes(), type=Cell)
+        except EOFError:
+            return
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-            _fork(ways, msgspec.json.decode(line, type=Cell), directory, results)
+            _fork(ways, cell, directory, control)
         for path in _SHARED_MEMORY.glob(f"{Path(directory).name}*"):  # iceoryx2 leaves some behind, by intent
             path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(sys.argv[1], Connection(int(sys.argv[2])))

@@ -6,15 +6,14 @@ decides.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench import plots
-from bench.coverage import Coverage
 from bench.fan_out.plan import (
     CENTRAL,
     FOREIGN,
@@ -30,16 +29,17 @@ from bench.fan_out.plan import (
     Run,
 )
 from bench.machine import Machine
-from bench.results import Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate
+from bench.results import Coverage, Findings, Spread, Table, Verdict, deviation, format_nbytes, format_rate, median_ratio
 from bench.targets import judge
 
-__all__ = ["Measured", "Stored", "draw", "report", "title"]
+__all__ = ["Case", "Measured", "Stored", "draw", "report", "title"]
 
-#: The runs of each subject, by number of workers and size.
-Measured = dict[tuple[int, int], dict[str, list[Run]]]
+#: Workers, and bytes of a message.
+Case = tuple[int, int]
+#: The runs of each subject, by case.
+Measured = dict[Case, dict[str, list[Run]]]
 
 _Number = Callable[[Run], float | None]
-_Case = tuple[int, int]
 
 _COLOURS = {OURS: "#c1121f", POLLING: "#b5179e", IN_PLACE: "#f77f00"}
 _OTHER_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f")
@@ -88,7 +88,7 @@ def report(measured: Measured, coverage: Coverage, left_out: Sequence[str] = ())
     )
 
 
-def _row(case: _Case, subject: str, runs: Sequence[Run]) -> list[str]:
+def _row(case: Case, subject: str, runs: Sequence[Run]) -> list[str]:
     per_s = Spread.of(run.per_s for run in runs)
     numbers = (
         _median(runs, number)
@@ -129,12 +129,10 @@ def _verdicts(measured: Measured) -> list[Verdict]:
     foreign = next((name for name in FOREIGN for found in measured.values() if name in found), FOREIGN[0])
     queue = SUBJECTS[foreign]
 
-    def ratio(ours: str, theirs: str, number: _Number, case: _Case, of_case: _Case | None = None) -> float | None:
+    def ratio(ours: str, theirs: str, number: _Number, case: Case, of_case: Case | None = None) -> float | None:
         """The median over the repetitions of one's number over the other's, in the same case or in another."""
-        pairs = zip(measured.get(case, {}).get(ours, ()), measured.get(of_case or case, {}).get(theirs, ()), strict=False)
-        numbers = [(number(run), number(other)) for run, other in pairs]
-        ratios = [mine / other for mine, other in numbers if mine is not None and other]
-        return statistics.median(ratios) if ratios else None
+        runs, others = measured.get(case, {}).get(ours, ()), measured.get(of_case or case, {}).get(theirs, ())
+        return median_ratio(map(number, runs), map(number, others))
 
     def of_workers(
         ours: str, theirs: str, number: _Number, nbytes: int, of_nbytes: int | None = None, counts: Sequence[int] = WORKERS
@@ -191,16 +189,6 @@ def _verdicts(measured: Measured) -> list[Verdict]:
 # -- the plot ------------------------------------------------------------------------------------------------------------
 
 
-def draw(findings: Findings, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Draws messages per second and the time to the last worker, by workers; see :func:`bench.plots.save`.
-
-    Raises:
-        msgspec.ValidationError: what is stored is no run of this benchmark.
-    """
-    stored = msgspec.convert(findings.results, list[Stored], from_attributes=True)
-    return plots.save(lambda: _figure(stored), stem, kinds)
-
-
 def _figure(stored: Sequence[Stored]) -> Any:
     sizes = sorted({entry.nbytes for entry in stored})
     if not sizes:
@@ -208,22 +196,26 @@ def _figure(stored: Sequence[Stored]) -> Any:
     figure, axes = plots.panels(len(sizes), "messages to several workers: messages per second")
     subjects = [subject for subject in SUBJECTS if any(entry.subject == subject for entry in stored)]
     others = [subject for subject in subjects if subject not in _COLOURS]
+
+    def style(subject: str) -> dict[str, Any]:
+        ours = subject in _COLOURS
+        colour = _COLOURS[subject] if ours else _OTHER_COLOURS[others.index(subject) % len(_OTHER_COLOURS)]
+        return {"color": colour, "marker": "o", "linewidth": 2.5 if ours else 1.2, "label": SUBJECTS[subject]}
+
+    ordered = sorted(stored, key=lambda entry: subjects.index(entry.subject))
     for nbytes, panel in zip(sizes, axes, strict=True):
-        for subject in subjects:
-            points = sorted(
-                (entry.workers, statistics.median(run.per_s for run in entry.runs))
-                for entry in stored
-                if (entry.nbytes, entry.subject) == (nbytes, subject)
-            )
-            if points:
-                is_ours = subject in _COLOURS
-                colour = _COLOURS[subject] if is_ours else _OTHER_COLOURS[others.index(subject) % len(_OTHER_COLOURS)]
-                width = 2.5 if is_ours else 1.2
-                panel.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=width, label=SUBJECTS[subject])
-        panel.set(title=format_nbytes(nbytes), xlabel="workers", xscale="log", yscale="log")
+        here = [entry for entry in ordered if entry.nbytes == nbytes]
+        points = [(entry.subject, entry.workers, statistics.median(run.per_s for run in entry.runs)) for entry in here]
+        plots.draw_lines(panel, points, style)
+        panel.set(title=format_nbytes(nbytes), xlabel="workers", xscale="log")
         counts = sorted({entry.workers for entry in stored})
         panel.set_xticks(counts, [str(count) for count in counts])
         panel.set_xticks([], minor=True)
-        panel.grid(alpha=0.25)
     axes[-1].legend(fontsize="small", loc="center right")
     return figure
+
+
+#: Draws messages per second by workers.
+draw = functools.partial(plots.draw_stored, list[Stored], _figure)
+#: The targets, of which nothing was measured.
+announced = functools.partial(_verdicts, {})

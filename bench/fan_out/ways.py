@@ -25,6 +25,7 @@ import torch.multiprocessing
 import shmring
 from bench.fan_out.measuring import PATIENCE_S, Stamps, Way, wait_until_ready
 from bench.fan_out.plan import ICEORYX2, IN_PLACE, LARGE, OURS, POLLING, PUBLISHED, QUEUES, Cell
+from bench.peers.iceoryx2_slices import Services, open_publisher, open_services
 
 __all__ = ["WAYS"]
 
@@ -168,33 +169,18 @@ class _Published(Way):
 
 class _Iceoryx2(Way):
     name = ICEORYX2
-    _services: tuple[Any, Any, Any]
 
     @property
     def _depth(self) -> int:
         return 64 if self.cell.nbytes < LARGE else 3
 
-    def _open(self) -> Any:
-        iceoryx2: Any = importlib.import_module("iceoryx2")
-        iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
-        config = iceoryx2.config.default()
-        config.global_cfg.root_path = iceoryx2.Path.new(f"{self.directory}/iceoryx2")
-        config.global_cfg.prefix = iceoryx2.FileName.new(f"{Path(self.directory).name}_")
-        builder = iceoryx2.NodeBuilder.new().config(config)
-        node = builder.signal_handling_mode(iceoryx2.SignalHandlingMode.Disabled).create(iceoryx2.ServiceType.Ipc)
-        most = self.cell.workers + 1
-        tensors = node.service_builder(iceoryx2.ServiceName.new("tensors")).publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
-        tensors = tensors.user_header(ctypes.c_int64).payload_alignment(iceoryx2.Alignment.new(64))
-        tensors = tensors.max_nodes(most).max_publishers(1).max_subscribers(most).subscriber_max_buffer_size(self._depth)
-        tensors = tensors.subscriber_max_borrowed_samples(1).history_size(0).enable_safe_overflow(False)
-        arrivals = node.service_builder(iceoryx2.ServiceName.new("arrivals")).event()
-        arrivals = arrivals.max_nodes(most).max_notifiers(1).max_listeners(most)
-        self._services = node, tensors.open_or_create(), arrivals.open_or_create()
-        return iceoryx2
+    def _open(self) -> tuple[Any, Services]:
+        prefix = f"{Path(self.directory).name}_"
+        subscribers = self.cell.workers
+        return open_services(self.directory, prefix, ctypes.c_int64, publishers=1, subscribers=subscribers, depth=self._depth)
 
     def work(self, rank: int) -> None:
-        iceoryx2 = self._open()
-        _, tensors, arrivals = self._services
+        iceoryx2, (_, tensors, arrivals) = self._open()
         subscriber = tensors.subscriber_builder().buffer_size(self._depth).create()
         listener = arrivals.listener_builder().create()
         self.stamps.is_ready(rank)
@@ -211,11 +197,8 @@ class _Iceoryx2(Way):
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        iceoryx2 = self._open()
-        _, tensors, arrivals = self._services
-        builder = tensors.publisher_builder().initial_max_slice_len(self.cell.nbytes).max_loaned_samples(1)
-        self._publisher = builder.allocation_strategy(iceoryx2.AllocationStrategy.Static).create()
-        self._notifier = arrivals.notifier_builder().create()
+        iceoryx2, services = self._open()
+        self._publisher, self._notifier = open_publisher(iceoryx2, services, self.cell.nbytes)
         wait_until_ready(self.stamps)
         try:
             yield

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from bench.children import Child, Children, Parent, described
+from bench.children import BenchError, Child, Children, Parent, described
 from bench.gpu.device import Accelerator, Gpu
 
 __all__ = ["SPAWN", "Command", "Numbers", "Openers", "Process", "Refused", "opened"]
@@ -78,11 +78,12 @@ class Process(Children):
         gpu, absent = self._answer(SimpleNamespace(limit_s=None), _OPEN_LIMIT_S, "opening")  # its one cell, without a limit
         return gpu, absent
 
-    def carry_out(self, command: str, name: str, nbytes: int, amount: float) -> Numbers | Refused:
-        """Has a command carried out, with what was opened by that name."""
-        answer: Numbers | Refused = self._answer(
-            (command, name, nbytes, amount), _COMMAND_LIMIT_S, f"{command}, {name}, {nbytes:,} bytes"
-        )
+    def carry_out(self, command: str, name: str, nbytes: int, amount: float) -> Numbers:
+        """Has a command carried out, with what was opened by that name. One that has failed may work the next time."""
+        what = f"{command}, {name}, {nbytes:,} bytes"
+        answer: Numbers | Refused = self._answer((command, name, nbytes, amount), _COMMAND_LIMIT_S, what)
+        if isinstance(answer, Refused):
+            raise BenchError(answer.error)
         return answer
 
     def finish(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bench.peers.iceoryx2_slices import Iceoryx2, Iceoryx2Loaned
-from bench.peers.inline_msgpack import InlineMsgpack, InlineRequest
 from bench.peers.peer import Peer, RequestPeer
 from bench.peers.pyzmq_sockets import PyzmqMultipart, PyzmqRequest
 from bench.peers.queues import (
@@ -15,9 +14,9 @@ from bench.peers.queues import (
     TorchRequest,
 )  # fmt: skip
 from bench.peers.ray_store import RayStore
-from bench.peers.shared_memory_segments import SharedMemorySegments
 from bench.peers.shmring_ring import ShmringBusyPoll, ShmringCopy, ShmringInPlace, ShmringRequest
 from bench.peers.spinning_ring import SpinningArena, SpinningRing
+from bench.peers.unix_stream import InlineMsgpack, InlineRequest, SharedMemorySegments
 from bench.peers.zenoh_shm import ZenohShm
 
 __all__ = ["BASELINE", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"]

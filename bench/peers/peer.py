@@ -1,8 +1,13 @@
-"""What an adapter of a transport implements: for streams of messages, or for requests and their replies."""
+"""What an adapter of a transport implements, for streams of messages or for requests and their replies; and what they share.
+
+How much memory there is for what a peer needs in a cell is said beforehand, lest a SIGBUS or the kernel end the run.
+"""
 
 from __future__ import annotations
 
 import abc
+import math
+import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -10,11 +15,18 @@ from importlib import metadata
 from multiprocessing.context import SpawnContext
 from typing import Any, ClassVar
 
-from bench.messages import Ask, Cell, Sink, Source
-from bench.peers.memory import memory_shortage
-from bench.request.questions import Desk
+import msgspec
+import psutil
+import torch
 
-__all__ = ["Adapter", "Peer", "RequestPeer", "allow_read_only_tensors"]
+from bench.messages import DTYPES, Ask, Cell, Header, Sink, Source
+from bench.request.questions import Desk
+from shmring.memory.slab import SHM_DIRECTORY
+
+__all__ = [
+    "Adapter", "Description", "Peer", "RequestPeer", "allow_read_only_tensors", "encode", "memory_shortage",
+    "shared_memory_shortage",
+]  # fmt: skip
 
 _QUESTION_COPIES = 3  # of all that are in flight: at their client, on their way, at the engine
 
@@ -118,3 +130,41 @@ class RequestPeer(Adapter, abc.ABC):
     @abc.abstractmethod
     def connect(self, cell: Cell, shared: Any, client: int) -> AbstractAsyncContextManager[Ask]:
         """A client: connects, and disconnects when it is left, with nothing in flight unless something has failed."""
+
+
+# -- what adapters share -------------------------------------------------------------------------------------------------
+
+#: Packs a description as msgpack.
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Description(msgspec.Struct, array_like=True):
+    """A message but for its bytes, which travel before it or around it; a subclass adds them, or where they are."""
+
+    header: Header
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def tensor(self, content: Any) -> torch.Tensor:
+        """Returns a view of a buffer, which may be longer."""
+        return torch.frombuffer(content, dtype=DTYPES[self.dtype], count=math.prod(self.shape)).view(self.shape)
+
+
+def memory_shortage(nbytes: int) -> str | None:
+    """Returns that so much memory for what is in flight is not there, if it is not."""
+    available = psutil.virtual_memory().available
+    if nbytes <= available:
+        return None
+    return f"{nbytes / 2**30:.1f} GiB would be in flight, and {available / 2**30:.1f} GiB of memory are available"
+
+
+def shared_memory_shortage(nbytes: int, whose: str) -> str | None:
+    """Returns that so much shared memory is not there for something, in the plural: in the mount, or in the machine."""
+    available = min(shutil.disk_usage(SHM_DIRECTORY).free, psutil.virtual_memory().available)
+    if nbytes <= available:
+        return None
+    return f"{whose} take {nbytes / 2**30:.1f} GiB of shared memory, {available / 2**30:.1f} GiB are available"

@@ -30,10 +30,8 @@ import msgspec
 import torch
 
 from bench.messages import Answer, Ask, Cell, Header, Source
-from bench.peers.description import Description, encode
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
-from bench.peers.memory import memory_shortage
-from bench.peers.peer import RequestPeer
+from bench.peers.peer import Description, RequestPeer, encode, memory_shortage
 from bench.request.questions import Desk
 
 __all__ = ["PyzmqMultipart", "PyzmqRequest"]

@@ -40,8 +40,7 @@ import torch.multiprocessing
 
 from bench.messages import DTYPES, Answer, Ask, Cell, Header, Source
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
-from bench.peers.memory import memory_shortage
-from bench.peers.peer import RequestPeer, allow_read_only_tensors
+from bench.peers.peer import RequestPeer, allow_read_only_tensors, memory_shortage
 from bench.request.questions import Desk
 
 __all__ = [

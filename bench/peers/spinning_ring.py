@@ -38,9 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.messages import Cell, Header, Sink, Source
-from bench.peers.description import Description, encode
-from bench.peers.memory import memory_shortage
-from bench.peers.peer import Peer
+from bench.peers.peer import Description, Peer, encode, memory_shortage
 
 __all__ = ["SpinningArena", "SpinningRing"]
 

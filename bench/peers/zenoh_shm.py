@@ -37,8 +37,7 @@ import torch
 
 from bench.messages import Cell, Header, Source
 from bench.peers.in_flight import Intake, Reception, Send, WindowedPeer
-from bench.peers.memory import shared_memory_shortage
-from bench.peers.peer import allow_read_only_tensors
+from bench.peers.peer import allow_read_only_tensors, shared_memory_shortage
 
 __all__ = ["ZenohShm"]
 

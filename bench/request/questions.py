@@ -109,7 +109,6 @@ class Desk(Sink):
     def __init__(self, cell: Cell, moments: Moments | None = None, finished: Callable[[], object] = lambda: None) -> None:
         super().__init__(cell, moments)
         self._finished = finished
-        self._corrupt_reply = cell.corrupt_reply
         self._reply_stamps, self._reply_length = Stamps(cell.reply_nbytes), cell.reply_nbytes // ITEM_NBYTES
         self._early: list[set[int]] = [set() for _ in range(cell.producers)]  # questions that came before their turn
 
@@ -130,7 +129,7 @@ class Desk(Sink):
             self._sequences[client] += 1
         reply = torch.empty(self._reply_length)
         words = self._reply_stamps.words(reply)
-        self._reply_stamps.write(words, client, sequence, spoiled=sequence == self._corrupt_reply)
+        self._reply_stamps.write(words, client, sequence)
         if last:
             self._finished()
         return reply

@@ -1,6 +1,6 @@
 """``bench request --scaling``: whether a request costs more with many clients connected, or with many slots in use.
 
-Method: that of ``bench request`` (:mod:`bench.request.plan`), with one process of clients, and variants of shmring's adapter
+Method: that of ``bench request`` (:mod:`bench.request.command`), with one process of clients, and variants of shmring's adapter
 in place of peers, all of the same slab, configuration and total of requests in flight. What is compared is CPU, since that
 is what a book that scans, or a loop that polls, would spend more of.
 

@@ -7,7 +7,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -16,11 +16,10 @@ import msgspec
 import uvloop
 
 from bench.children import BenchError
-from bench.command_line import SETTINGS, NotMeasured, json_option, shown_progress
+from bench.command_line import SETTINGS, NotMeasured, deliver, json_option, shown_progress
 from bench.results import Findings
 from bench.serving import report, run
 from bench.serving.plan import PRESETS, Endpoint, Load, Media, MediaKind, Plan, ServerOptions
-from bench.tables import deliver
 from engine.option_types import COUNT, SECONDS, FiniteRange
 from engine.settings import MAX_ENGINES
 
@@ -29,11 +28,13 @@ __all__ = ["serve_command"]
 _SIZE = re.compile(r"([1-9]\d{0,4})[xX]([1-9]\d{0,4})")
 _DIRECTORY = click.Path(exists=True, file_okay=False)
 _ABOVE_0 = FiniteRange(min=0, min_open=True)
+_KINDS = click.Choice([*get_args(MediaKind), "none"])
 _SCALED = ("requests", "max_concurrency")
 
 _MEDIA, _LOAD, _SERVER = Media(), Load(requests=1), ServerOptions()
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _size(value: str) -> tuple[int, int]:
@@ -62,6 +63,12 @@ def _rate(value: str) -> float | None:
     return None if math.isinf(rate) else rate
 
 
+def _field(part: msgspec.Struct, name: str, flag: str, kind: Any, text: str) -> Callable[[_Function], _Function]:
+    """An option that sets a field of a plan, whose default is the field's; repeatable if that holds several."""
+    default = getattr(part, name)
+    return click.option(flag, name, default=default, multiple=isinstance(default, tuple), type=kind, help=text)
+
+
 @click.command("serve", context_settings=SETTINGS)
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A known scenario; options given besides it count more.")
 @click.option("--scale", default=1.0, type=_ABOVE_0, help="Multiplies the preset's requests and their concurrency.")
@@ -85,49 +92,23 @@ def _rate(value: str) -> float | None:
 )
 @click.option("--max-concurrency", type=COUNT, help="Requests in flight at most.  [default: as many as are due]")
 @click.option("--endpoint", default="chat", type=click.Choice(get_args(Endpoint)), help="Chats are streamed.")
-@click.option("--output-tokens", default=_LOAD.output_tokens, type=COUNT, help="Asked for in each chat.")
-@click.option(
-    "--media",
-    "kinds",
-    default=_MEDIA.kinds,
-    multiple=True,
-    type=click.Choice([*get_args(MediaKind), "none"]),
-    help="What a request has; repeatable, then they take turns.",
-)
+@_field(_LOAD, "output_tokens", "--output-tokens", COUNT, "Asked for in each chat.")
+@_field(_MEDIA, "kinds", "--media", _KINDS, "What a request has; repeatable, then they take turns.")
 @click.option("--picture-size", default="{}x{}".format(*_MEDIA.picture_size), type=_size, metavar="SIZE", help="In pixels.")
-@click.option("--audio-seconds", default=_MEDIA.audio_seconds, type=SECONDS, help="Length of a recording.")
-@click.option("--video-frames", default=_MEDIA.video_frames, type=COUNT, help="Of a clip.")
+@_field(_MEDIA, "audio_seconds", "--audio-seconds", SECONDS, "Length of a recording.")
+@_field(_MEDIA, "video_frames", "--video-frames", COUNT, "Of a clip.")
 @click.option("--video-size", default="{}x{}".format(*_MEDIA.video_size), type=_even_size, metavar="SIZE", help="In pixels.")
-@click.option(
-    "--distinct-media", "distinct", default=_MEDIA.distinct, type=COUNT, help="Made of each kind; requests take them in turn."
-)
-@click.option(
-    "--media-dir",
-    "directory",
-    type=_DIRECTORY,
-    help="Send the files of this directory instead, of all kinds unless --media says which.",
-)
-@click.option("--seed", default=_LOAD.seed, type=click.IntRange(min=0), help="Of arrival times and media.")
-@click.option(
-    "--warm-up",
-    "warm_up_requests",
-    default=_LOAD.warm_up_requests,
-    type=click.IntRange(min=0),
-    help="Requests before, not counted.",
-)
-@click.option(
-    "--request-timeout",
-    "request_timeout_s",
-    default=_LOAD.request_timeout_s,
-    type=SECONDS,
-    help="Seconds until a request has failed.",
-)
+@_field(_MEDIA, "distinct", "--distinct-media", COUNT, "Made of each kind; requests take them in turn.")
+@_field(_MEDIA, "directory", "--media-dir", _DIRECTORY, "Send its files instead, of all kinds unless --media says which.")
+@_field(_LOAD, "seed", "--seed", click.IntRange(min=0), "Of arrival times and media.")
+@_field(_LOAD, "warm_up_requests", "--warm-up", click.IntRange(min=0), "Requests before, not counted.")
+@_field(_LOAD, "request_timeout_s", "--request-timeout", SECONDS, "Seconds until a request has failed.")
 @click.option("--model", help="What requests name as their model.  [default: the first that the server lists]")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="That the server of --url asks for; better in OPENAI_API_KEY.")
-@click.option("--executor", default=_SERVER.executor, help="Of the server that is started.")
-@click.option("--executor-options", default=_SERVER.executor_options, help='JSON; synthetic: {"step_s": 0.01, "item_s": 0}.')
-@click.option("--api-servers", default=_SERVER.api_servers, type=COUNT, help="Frontends of the server that is started.")
-@click.option("--slab-nbytes", default=_SERVER.slab_nbytes, help="Of the server that is started.")
+@_field(_SERVER, "executor", "--executor", str, "Of the server that is started.")
+@_field(_SERVER, "executor_options", "--executor-options", str, 'JSON; synthetic: {"step_s": 0.01, "item_s": 0}.')
+@_field(_SERVER, "api_servers", "--api-servers", COUNT, "Frontends of the server that is started.")
+@_field(_SERVER, "slab_nbytes", "--slab-nbytes", str, "Of the server that is started.")
 @click.option("--disable-mm-shm", "copied", is_flag=True, help="The server decodes media into private memory, and copies them.")
 @click.option("--keep-media", "kept", is_flag=True, help="The server keeps what it has prepared, and uses it again.")
 @click.option("--serve-option", "further", multiple=True, help="Of `shmring serve`: --serve-option=--decoders=2.")

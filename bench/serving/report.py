@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import asdict
 
-from bench.coverage import Coverage
-from bench.results import Findings, Spread, Table, Verdict
+from bench.results import Coverage, Findings, Spread, Table, Verdict
 from bench.serving.load import Measurement
 from bench.serving.plan import PRESETS, Media, Plan
 from bench.serving.run import LOAD, Results, planned
@@ -210,6 +209,11 @@ def _busy_notes(results: Results) -> Iterator[str]:
         yield f"CPU while the {variant} load ran, of {cores} x 100 %: {text}; together {sum(shares.values()):.0%}."
         if generator_share > _BUSY_SHARE:
             yield f"The load generator was busy {generator_share:.0%} of the {variant} load: it may be what was measured."
+
+
+def announced() -> list[Verdict]:
+    """Returns the targets, of which nothing was measured."""
+    return [Verdict(target.what, target.at, f">= {target.limit:g} x") for target in _TARGETS]
 
 
 def _targets(results: Results) -> Iterator[Verdict]:

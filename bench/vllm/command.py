@@ -4,26 +4,206 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import math
+import statistics
 import subprocess
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
+import numpy as np
 
-from bench import command_line
-from bench.coverage import Coverage, Key, Planned, Status
-from bench.plots import check_plotter
-from bench.tables import deliver
-from bench.vllm.load import Measurement, measure, warm_up
-from bench.vllm.plan import KINDS, QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
-from bench.vllm.report import Measured, draw, report
+from bench import command_line, plots
+from bench.command_line import finish
+from bench.machine import Machine
+from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, format_times, median_ratio
+from bench.targets import Numbers, judge
+from bench.vllm.load import (
+    KINDS,
+    LARGE,
+    PARALLEL,
+    QUICK,
+    SIDES,
+    WAYS,
+    Case,
+    Fleet,
+    Measurement,
+    fleets,
+    full_cases,
+    measure,
+    warm_up,
+)
 from bench.vllm.server import Server, serve
 
-__all__ = ["vllm_command"]
+__all__ = ["Measured", "draw", "report", "vllm_command"]
 
-_ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-vllm"
+#: The repetitions of each case and way, in the order in which they were made.
+Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
+
+_OURS = "shmring"
+_COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
+_COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
+_COLUMNS += ["lag p99 ms", "tensors"]
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """The repetitions of a case and way, as they are stored."""
+
+    fleet: str
+    case: str
+    way: str
+    runs: Sequence[Measurement]
+
+
+def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str]) -> Findings:
+    """Returns the report of a run: a table for each fleet, and the verdicts on the targets."""
+    fleets = dict.fromkeys(case.fleet for case, _ in measured)
+    tables = [
+        Table(
+            fleet.title,
+            _COLUMNS,
+            [_row(case, way, runs, measured) for (case, way), runs in measured.items() if case.fleet == fleet],
+            ("way",),
+            grouped=True,
+        )
+        for fleet in fleets
+    ]
+    notes = [
+        "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and the load "
+        "goes to one after the other, in alternating order. Medians of the repetitions; spread: slowest and fastest against "
+        "the median; shmring is: its requests/s over the row's in the same repetition.",
+        "jpeg: a picture that the API server's cache knows, sent as a file; uuid: only named; new: never seen. engine, API: "
+        "milliseconds of CPU for each request, of the engine core and of all API servers. lag: the time that /health takes "
+        "beside the load, of all repetitions together: one has too few for a 99th percentile. tensors: which way they went in "
+        "the last repetition.",
+        ", ".join(f"{name} {version}" for name, version in environment.items()),
+    ]
+    results = [Stored(case.fleet.title, case.title, way, runs) for (case, way), runs in measured.items()]
+    return Findings(
+        mode="vllm",
+        machine=Machine.here(),
+        tables=tables,
+        notes=notes,
+        targets=_targets(measured),
+        results=results,
+        coverage=coverage,
+    )
+
+
+def _row(case: Case, way: str, runs: Sequence[Measurement], measured: Measured) -> list[str]:
+    speed = Spread.of(run.requests_per_s for run in runs)
+    ratio = _ratio(measured, case, way, lambda run: run.requests_per_s)
+    return [
+        case.title,
+        way,
+        f"{speed.median:.1f}",
+        f"-{1 - speed.minimum / speed.median:.0%} +{speed.maximum / speed.median - 1:.0%}",
+        "" if way == _OURS or ratio is None else format_times(ratio),
+        f"{_median(runs, lambda run: run.p50_ms):.1f}",
+        f"{_median(runs, lambda run: run.p99_ms):.1f}",
+        f"{_median(runs, lambda run: run.cpu_ms['EngineCore']):.1f}",
+        f"{_median(runs, lambda run: run.cpu_ms['APIServer']):.1f}",
+        f"{_lag_p99_ms(runs):.1f}",
+        ", ".join(f"{count} {name}" for name, count in sorted(runs[-1].tensors.items())),
+    ]
+
+
+def _median(runs: Sequence[Measurement], number: Callable[[Measurement], float]) -> float:
+    return statistics.median(number(run) for run in runs)
+
+
+def _lag_p99_ms(runs: Sequence[Measurement]) -> float:
+    lags_ms = [lag_ms for run in runs for lag_ms in run.lags_ms]
+    return float(np.percentile(lags_ms, 99)) if lags_ms else math.nan
+
+
+def _ratio(measured: Measured, case: Case, way: str, number: Callable[[Measurement], float]) -> float | None:
+    """Shmring's number over a way's, in the same repetition; None where one of them is missing."""
+    return median_ratio(map(number, measured.get((case, _OURS), ())), map(number, measured.get((case, way), ())))
+
+
+def _targets(measured: Measured) -> list[Verdict]:
+    jpeg, uuid, uuid_alone, new = Case(LARGE, "jpeg", 8), Case(LARGE, "uuid", 8), Case(LARGE, "uuid", 1), Case(LARGE, "new", 8)
+    parallel = Case(PARALLEL, "jpeg", 8)
+    at = LARGE.title
+
+    def speed(run: Measurement) -> float:
+        return run.requests_per_s
+
+    others = [case for case, way in measured if way == _OURS and case.kind == "new" and case != new]
+    of_others = [(f"{case.fleet.title}: {case.title}", _ratio(measured, case, "inline", speed)) for case in others]
+
+    def verdict(
+        what: str,
+        case: Case,
+        limit: float,
+        *ways: str,
+        number: Callable[[Measurement], float] = speed,
+        at_least: bool = True,
+        at: str = at,
+    ) -> Verdict:
+        places: Numbers = ((way, _ratio(measured, case, way, number)) for way in ways)
+        return judge(f"vLLM, {what}", at, limit, "x", places, at_least=at_least)
+
+    return [
+        verdict("JPEG sent again, 8 at a time: requests/s of inline", jpeg, 1.5, "inline"),
+        verdict("JPEG sent again, 8 at a time: requests/s of torch_shm", jpeg, 1.02, "torch_shm"),
+        verdict("only the uuid, 8 at a time: requests/s of inline", uuid, 6, "inline"),
+        verdict("only the uuid, 8 at a time: requests/s of torch_shm", uuid, 1.3, "torch_shm"),
+        verdict("only the uuid, 1 at a time: requests/s of torch_shm", uuid_alone, 1.1, "torch_shm"),
+        verdict(
+            "a hit: CPU of the engine", jpeg, 0.9, "torch_shm", number=lambda run: run.cpu_ms["EngineCore"], at_least=False
+        ),
+        verdict("a hit: CPU of API servers", jpeg, 1, "torch_shm", number=lambda run: run.cpu_ms["APIServer"], at_least=False),
+        verdict("a new picture: requests/s of inline", new, 1, "inline"),
+        judge("vLLM, a new picture: requests/s of inline", "everywhere else", 0.95, "x", of_others),
+        judge("vLLM, a new picture: lag p99 of inline", at, 1, "x", _lags(measured, new), at_least=False),
+        verdict("a hit: requests/s of inline", parallel, 1.5, "inline", at=parallel.fleet.title),
+    ]
+
+
+def _lags(measured: Measured, case: Case) -> Numbers:
+    ours, theirs = (_lag_p99_ms(measured.get((case, way), ())) for way in (_OURS, "inline"))
+    yield "inline", None if math.isnan(ours / theirs) else ours / theirs
+
+
+def _figure(stored: Sequence[Stored]) -> Any:
+    cases = list(dict.fromkeys((entry.fleet, entry.case) for entry in stored))
+    figure, (speed, cpu) = plots.panels(2, "vLLM, by how its tensors travel", (12.8, 1.6 + 0.62 * len(cases)))
+    _draw_bars(speed, stored, cases, lambda run: run.requests_per_s)
+    speed.set(title="requests per second", xscale="log")
+    speed.set_yticks(range(len(cases)), [f"{fleet}:\n{case}" for fleet, case in cases])
+    _draw_bars(cpu, stored, cases, lambda run: sum(run.cpu_ms.values()))
+    cpu.set(title="CPU of all processes for a request, milliseconds: lower is better", xscale="log")
+    cpu.set_yticks([])
+    cpu.legend(fontsize="small")
+    return figure
+
+
+def _draw_bars(
+    axes: Any, stored: Sequence[Stored], cases: Sequence[tuple[str, str]], number: Callable[[Measurement], float]
+) -> None:
+    """A group of bars for each case, the first on top."""
+    height = 0.8 / len(_COLOURS)
+    for place, (way, colour) in enumerate(_COLOURS.items()):
+        medians = {(entry.fleet, entry.case): _median(entry.runs, number) for entry in stored if entry.way == way}
+        tops = [cases.index(case) + (place - 1) * height for case in medians]
+        bars = axes.barh(tops, list(medians.values()), height, color=colour, label=way)
+        axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=2)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.25)
+    axes.margins(x=0.08)
+
+
+#: Draws requests per second and CPU, a bar for each way.
+draw = functools.partial(plots.draw_stored, list[Stored], _figure)
+#: The targets, of which nothing was measured.
+announced = functools.partial(_targets, {})
+
 _SIDES = [str(side) for side in SIDES]
 
 
@@ -33,9 +213,9 @@ _SIDES = [str(side) for side in SIDES]
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
 @command_line.repetitions_option("Of each case and way, in alternating order.  [default: 5]")
-@click.option("--environment", default=_ENVIRONMENT, type=command_line.DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
+@command_line.environment_option
 @command_line.json_option
-@click.option("--plot", "plot_stem", default=None, type=command_line.FILE, help="Also draw FILE.png and FILE.svg.")
+@command_line.plot_option()
 def vllm_command(
     quick: bool,
     ways: tuple[str, ...],
@@ -47,94 +227,62 @@ def vllm_command(
     plot_stem: Path | None,
 ) -> None:
     """Real vLLM with its tensors inline, through torch_shm and through shmring; fails if a measured target is missed."""
-    if not (environment / "bin" / "vllm").exists():
-        raise click.UsageError(f"{environment} has no vLLM; `make test-vllm` makes an environment that has")
-    if plot_stem is not None:
-        check_plotter()  # before the run, so that nobody learns minutes later that it is missing
+    if (missing := command_line.missing_vllm(environment)) is not None:
+        raise click.UsageError(missing)
     cases = [
         case
         for case in (QUICK if quick else full_cases())
         if (not sides or str(case.fleet.side) in sides) and (not kinds or case.kind in kinds)
     ]
-    run = _Run(environment, [way for way in WAYS if not ways or way in ways], repetitions or 5)
-    with command_line.measuring(run.steps(cases)) as progress:
-        asyncio.run(run.measure(cases, progress))
-    findings = report(run.measured(cases), run.coverage(cases), _versions(environment))
-    deliver(findings, json_path)
-    if plot_stem is not None:
-        draw(findings, plot_stem)
-    if run.failures:
-        raise command_line.NotMeasured(f"{len(run.failures)} measurements failed: see the table")
-    missed = sum(verdict.met is False for verdict in findings.targets)
-    if missed:
-        raise click.ClickException(f"{missed} target{'s' * (missed > 1)} missed: see the table")
+    chosen = [way for way in WAYS if not ways or way in ways]
+    runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, repetitions or 5, _name)
+    starts = sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
+    with command_line.measuring(starts + runs.steps) as progress:
+        _measure(runs, cases, chosen, environment, progress)
+    measured = {(case, way): runs for case, of_case in runs.measured.items() for way, runs in of_case.items()}
+    findings = report(measured, runs.coverage(), _versions(environment))
+    finish(findings, json_path, plot_stem, draw)
 
 
-class _Run:
-    """The measurements of a run."""
-
-    def __init__(self, environment: Path, ways: Sequence[str], repetitions: int) -> None:
-        self.failures: dict[Key, tuple[Status, str]] = {}
-        self._environment = environment
-        self._ways = ways
-        self._repetitions = repetitions
-        self._runs: defaultdict[tuple[Case, str], list[Measurement]] = defaultdict(list)
-
-    def steps(self, cases: Sequence[Case]) -> int:
-        """How many lines of progress there will be."""
-        starts = sum(len(fleet.ways(self._ways)) for fleet in fleets(cases))
-        return starts + sum(len(case.fleet.ways(self._ways)) * self._repetitions for case in cases)
-
-    def measured(self, cases: Sequence[Case]) -> Measured:
-        """What there is, in the order of the plan."""
-        return {(case, way): runs for case in cases for way in self._ways if (runs := self._runs.get((case, way)))}
-
-    def coverage(self, cases: Sequence[Case]) -> Coverage:
-        """What was planned, and what of it is missing."""
-        planned = [Planned(_name(case), case.fleet.ways(self._ways), self._repetitions) for case in cases]
-        counts = {(_name(case), way): len(runs) for (case, way), runs in self._runs.items()}
-        return Coverage.of(planned, counts, self.failures)
-
-    async def measure(self, cases: Sequence[Case], progress: Callable[[str], None]) -> None:
-        """Measures all of it, a fleet after the other."""
-        for fleet, its_cases in fleets(cases).items():
-            with contextlib.ExitStack() as stack:
-                servers: dict[str, Server] = {}
-                for way in fleet.ways(self._ways):
-                    progress(f"starting vLLM: {fleet.title}, {way}")
-                    try:
-                        server = stack.enter_context(self._server(fleet, way))
-                        await warm_up(server)
-                    except RuntimeError as error:
-                        self.failures |= {(_name(case), way): (Status.FAILED, str(error)[-300:]) for case in its_cases}
-                    else:
-                        servers[way] = server
-                for case in its_cases:
-                    await self._alternate(case, servers, progress)
-
-    @contextlib.contextmanager
-    def _server(self, fleet: Fleet, way: str) -> Iterator[Server]:
-        with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
-            options = [*WAYS[way].options, *(("--data-parallel-size", str(fleet.engines)) if fleet.engines > 1 else ())]
-            with serve(
-                Path(directory),
-                side=fleet.side,
-                api_servers=fleet.api_servers,
-                environment=WAYS[way].environment,
-                options=options,
-                installation=self._environment,
-            ) as server:
-                yield server
-
-    async def _alternate(self, case: Case, servers: dict[str, Server], progress: Callable[[str], None]) -> None:
-        for repetition in range(self._repetitions):
-            order = list(servers) if repetition % 2 == 0 else list(servers)[::-1]
-            for way in order:
-                progress(f"{_name(case)}: {way}")
+def _measure(
+    runs: Repetitions[Case, Measurement],
+    cases: Sequence[Case],
+    ways: Sequence[str],
+    environment: Path,
+    progress: Callable[[str], None],
+) -> None:
+    """Measures all of it, a fleet after the other."""
+    for fleet, its_cases in fleets(cases).items():
+        with contextlib.ExitStack() as stack:
+            servers: dict[str, Server] = {}
+            for way in fleet.ways(ways):
+                progress(f"starting vLLM: {fleet.title}, {way}")
                 try:
-                    self._runs[case, way].append(await measure(case, servers[way]))
-                except (OSError, RuntimeError) as error:
-                    self.failures[_name(case), way] = Status.FAILED, f"{type(error).__name__}: {error}"
+                    servers[way] = stack.enter_context(_server(fleet, way, environment))
+                    asyncio.run(warm_up(servers[way]))
+                except RuntimeError as error:
+                    runs.fail(its_cases, [way], str(error)[-300:])
+
+            def play(case: Case, way: str, servers: Mapping[str, Server] = servers) -> Measurement:
+                return asyncio.run(measure(case, servers[way]))
+
+            for case in its_cases:
+                runs.measure([case], play, progress)
+
+
+@contextlib.contextmanager
+def _server(fleet: Fleet, way: str, environment: Path) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
+        options = [*WAYS[way].options, *(("--data-parallel-size", str(fleet.engines)) if fleet.engines > 1 else ())]
+        with serve(
+            Path(directory),
+            side=fleet.side,
+            api_servers=fleet.api_servers,
+            environment=WAYS[way].environment,
+            options=options,
+            installation=environment,
+        ) as server:
+            yield server
 
 
 def _name(case: Case) -> str:

@@ -1,4 +1,4 @@
-"""Asks a server about pictures, so many at a time, and watches what it costs.
+"""What ``bench vllm`` measures: ways, servers, and the requests that they get; and asking, so many at a time.
 
 TTFT is the time to the first token, as for ``bench serve``. How long an API server's event loop is held up is seen from
 outside, and in the same way whatever the server is: beside the load, ``/health`` is asked for twenty times a second, which
@@ -8,21 +8,144 @@ the loop answers without waiting for anything.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from bench.vllm.plan import Case
 from bench.vllm.server import Server, picture, question
 
-__all__ = ["Measurement", "measure", "warm_up"]
+__all__ = [
+    "Case",
+    "Fleet",
+    "KINDS",
+    "Kind",
+    "LARGE",
+    "Measurement",
+    "PARALLEL",
+    "QUICK",
+    "SIDES",
+    "WAYS",
+    "Way",
+    "fleets",
+    "full_cases",
+    "measure",
+    "pixels_mb",
+    "warm_up",
+]
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+#: How a request names its picture. ``jpeg``: as a file that the API server's cache knows; ``uuid``: by its name alone,
+#: which the cache knows; ``new``: as a file that nobody has seen, which has to be prepared.
+Kind = Literal["jpeg", "uuid", "new"]
+KINDS: tuple[Kind, ...] = ("jpeg", "uuid", "new")
+
+#: Of pictures, in pixels: 1, 10.8 and 43.4 MB of bfloat16 when prepared.
+SIDES = (416, 1344, 2688)
+
+_REQUESTS: Mapping[Kind, int] = {"jpeg": 48, "uuid": 160, "new": 24}  # some seconds at 43 MB, eight at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How tensors get to the engine core: what vLLM is started with."""
+
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Sequence[str] = ()
+
+
+#: The first is what the others are compared with.
+WAYS = {
+    "shmring": Way({"SHMRING_VLLM": "1"}),
+    "inline": Way(),
+    "torch_shm": Way(options=("--mm-tensor-ipc", "torch_shm")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+    """Servers that are alike but for the way."""
+
+    side: int
+    api_servers: int
+    engines: int = 1
+
+    @property
+    def title(self) -> str:
+        """It in words."""
+        engines = f", {self.engines} engine cores" if self.engines > 1 else ""
+        return f"{pixels_mb(self.side):.0f} MB, {self.api_servers} API server{'s' * (self.api_servers > 1)}{engines}"
+
+    def ways(self, chosen: Sequence[str]) -> list[str]:
+        """Which of the chosen ways can serve so: torch_shm has one engine core only."""
+        return [way for way in chosen if way != "torch_shm" or self.engines == 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Requests of one kind to a fleet.
+
+    Attributes:
+        fleet: which.
+        kind: how pictures are named.
+        concurrency: requests at a time.
+    """
+
+    fleet: Fleet
+    kind: Kind
+    concurrency: int
+
+    @property
+    def title(self) -> str:
+        """It in words."""
+        return f"{self.kind}, {self.concurrency} at a time"
+
+    @property
+    def requests(self) -> int:
+        """Of a repetition."""
+        return _REQUESTS[self.kind] // (1 if self.concurrency > 1 else 2)
+
+
+#: The servers, and those with several engine cores, that most targets speak about.
+LARGE, PARALLEL = Fleet(SIDES[-1], 2), Fleet(SIDES[-1], 2, engines=2)
+QUICK = [
+    Case(LARGE, "jpeg", 8),
+    Case(LARGE, "uuid", 8),
+    Case(LARGE, "uuid", 1),
+    Case(LARGE, "new", 8),
+    Case(PARALLEL, "jpeg", 8),
+]
+
+
+def full_cases() -> list[Case]:
+    """All of them, by fleet."""
+    plain = [Fleet(side, api_servers) for side, api_servers in itertools.product(SIDES, (1, 2))]
+    cases = [Case(*parts) for parts in itertools.product(plain, KINDS, (1, 8))]
+    return [*cases, Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
+
+
+def fleets(cases: Sequence[Case]) -> dict[Fleet, list[Case]]:
+    """Returns the cases of each fleet."""
+    return {fleet: [case for case in cases if case.fleet == fleet] for fleet in dict.fromkeys(case.fleet for case in cases)}
+
+
+def pixels_mb(side: int) -> float:
+    """What a picture takes when it is prepared."""
+    return side * side * 3 * 2 / 1e6
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
 
 _PICTURES = 2  # that are asked about again and again: the cache of each API server has them
 _TOKENS = 2

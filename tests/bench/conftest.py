@@ -6,13 +6,42 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from bench.cases import Case
 from bench.machine import Machine
+from bench.messages import Case, Header, Source
 from bench.records import Limit, Result, Results, Side
+from bench.request.questions import Desk
 from bench.results import Spread
 
 MB = 1 << 20
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``spoil(sequence, what="message")``: this process, and what it forks, spoils a message of that number, or its reply."""
+
+    def spoil(spoiled: int, what: str = "message") -> None:
+        stamp, answer = Source.stamp, Desk.answer
+
+        def stamp_wrongly(source: Source, tensor: torch.Tensor | None = None) -> Header:
+            header = stamp(source, tensor)
+            if header.sequence == spoiled:
+                (source.tensor if tensor is None else tensor)[-1] = 1
+            return header
+
+        def answer_wrongly(desk: Desk, header: Header, tensor: torch.Tensor) -> torch.Tensor:
+            reply = answer(desk, header, tensor)
+            if header.sequence == spoiled:
+                reply[-1] = 1
+            return reply
+
+        if what == "message":
+            monkeypatch.setattr(Source, "stamp", stamp_wrongly)
+        else:
+            monkeypatch.setattr(Desk, "answer", answer_wrongly)
+
+    return spoil
 
 
 def _side(cpu_us: float, nbytes: int, **options: Any) -> Side:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from bench import cost
 from bench.__main__ import main
 from bench.cost import CASES, Case, measure
-from bench.coverage import Status
+from bench.results import Status
 
 SMALL = CASES[:3]
 
@@ -26,7 +26,7 @@ def test_every_way_has_a_cost() -> None:
     ]  # fmt: skip
     assert all(1 < cost.cpu_us.minimum < 10_000 for cost in findings.results)
     assert all(cost.messages >= 2 * 16 for cost in findings.results)
-    assert lines[:4:3] == ["4 KB, inline, repetition 1 of 2", "4 KB, inline, repetition 2 of 2"]  # interleaved
+    assert lines[:4:3] == [f"4 KB, inline, both ends, repetition {number} of 2" for number in (1, 2)]  # interleaved
     assert len(lines) == 6
     assert findings.failures == 0
 

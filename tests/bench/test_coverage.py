@@ -12,10 +12,9 @@ from click.testing import CliRunner
 
 from bench import plots
 from bench.__main__ import main
-from bench.cases import Case
-from bench.coverage import Coverage, Gap, Planned, Status, checkout
+from bench.messages import Case
 from bench.request.command import request_plan
-from bench.results import write_json
+from bench.results import Coverage, Gap, Planned, Status, checkout, write_json
 
 Make = Callable[..., Any]
 

@@ -15,13 +15,12 @@ from click.testing import CliRunner
 
 from bench.__main__ import main
 from bench.children import BenchError
-from bench.coverage import Coverage
 from bench.fan_out import command
 from bench.fan_out.command import Host
 from bench.fan_out.measuring import END, Stamps
 from bench.fan_out.plan import CENTRAL, FOREIGN, IN_PLACE, LARGE, MIDDLE, OURS, POLLING, SMALL, SUBJECTS, Cell, Run, planned
 from bench.fan_out.report import draw, report
-from bench.results import Findings
+from bench.results import Coverage, Findings
 
 QUEUE = FOREIGN[0]
 

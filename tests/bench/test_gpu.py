@@ -24,11 +24,11 @@ import torch
 import shmring
 from bench.children import BenchError, play_cell
 from bench.gpu import copies, handovers, processes
+from bench.gpu.command import Plan, Results, run, steps
 from bench.gpu.copies import COMMANDS, WAYS, in_flight
 from bench.gpu.device import Accelerator, Gpu, check, marks, sample
 from bench.gpu.handovers import ROUTES, CudaIpc
-from bench.gpu.plan import Plan, Results, run, steps
-from bench.gpu.processes import Process, Refused, opened
+from bench.gpu.processes import Process, opened
 from bench.stamps import CheckError
 from shmring.client.client import RingClient
 from shmring.client.connecting import Connecting
@@ -291,20 +291,19 @@ def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPat
     results = run(dataclasses.replace(TINY, repetitions=1), lambda line: None)
     missing = {(f"stalls, {size}", way) for size in ("4 KB", "64 KB") for way in TINY.ways}
     missing |= {("hand-overs, 64 KB", route) for route in ROUTES}
-    assert gaps(results) == dict.fromkeys(missing, "broken off: GPU: its processes were ended after a failure")
+    assert gaps(results) == dict.fromkeys(missing, "GPU: its processes were ended after a failure")
     assert len(results.of("bandwidth")) == 6
     assert not results.of("stalls")
     assert {nbytes for nbytes, _ in results.of("hand-overs")} == {4 * KB}
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_command_that_fails_is_a_result() -> None:
+def test_after_a_command_that_fails_another_may_work() -> None:
     with Process("copies", functools.partial(copies.openers, "/nonexistent", SIZES, ["pin"]), COMMANDS) as process:
         process.open()
-        assert isinstance(process.carry_out("no command", "pin", 4 * KB, 1), Refused)
-        stalls = process.carry_out("stalls", "pin", 4 * KB, 1)
-        assert not isinstance(stalls, Refused)
-        assert len(stalls["brought_us"]) == 1
+        with pytest.raises(BenchError, match="KeyError: 'no command'"):
+            process.carry_out("no command", "pin", 4 * KB, 1)
+        assert len(process.carry_out("stalls", "pin", 4 * KB, 1)["brought_us"]) == 1
         process.finish()
 
 

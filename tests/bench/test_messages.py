@@ -129,14 +129,6 @@ def test_another_shape_or_dtype_is_noticed() -> None:
                 Sink(cell).take(header, wrong)
 
 
-def test_a_message_can_be_spoiled_on_purpose() -> None:
-    messages, sink = sent(msgspec.structs.replace(CELL, corrupt_sequence=3)), Sink(CELL)
-    for message in messages[:3]:
-        sink.take(*message)
-    with pytest.raises(CheckError, match="message 3 holds"):
-        sink.take(*messages[3])
-
-
 # -- several producers ----------------------------------------------------------------------------------------------------
 
 TWO = msgspec.structs.replace(CELL, producers=2, window=1)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from multiprocessing import get_context
@@ -90,8 +90,9 @@ def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_content_that_is_not_what_was_sent_is_noticed(cell: Cell, name: str) -> None:
-    outcome, _ = run(name, msgspec.structs.replace(cell, corrupt_sequence=20))
+def test_content_that_is_not_what_was_sent_is_noticed(cell: Cell, name: str, spoil: Callable[..., None]) -> None:
+    spoil(20)
+    outcome, _ = run(name, cell)
     assert isinstance(outcome, Failed)
     assert "message 20" in outcome.error
     assert "corrupted" in outcome.error

@@ -173,10 +173,11 @@ def test_checked_messages_arrive_and_nothing_is_left(open_ends: Callable[[str], 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "ray"])  # which would take seconds to start once more
 def test_content_that_is_not_what_was_sent_is_noticed_and_nothing_is_left(
-    open_ends: Callable[[str], Ends], cell: Cell, name: str
+    open_ends: Callable[[str], Ends], cell: Cell, name: str, spoil: Callable[..., None]
 ) -> None:
+    spoil(10)
     ends = open_ends(name)
-    (outcome,) = ends.run(msgspec.structs.replace(cell, producers=PRODUCERS, corrupt_sequence=10))
+    (outcome,) = ends.run(msgspec.structs.replace(cell, producers=PRODUCERS))
     assert isinstance(outcome, Failed)
     assert "message 10" in outcome.error
     assert "corrupted" in outcome.error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import plots
-from bench.cases import Case
+from bench.messages import Case
 from bench.records import Result
 
 Make = Callable[..., Any]

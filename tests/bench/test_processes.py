@@ -46,8 +46,8 @@ def test_a_group_runs_cells_again_and_again_until_one_fails(cell: Cell) -> None:
                 assert cost.lag is not None
                 assert cost.lag.max_ms >= cost.lag.p50_ms
             assert all(cost.connect_s is not None for cost in measurement.producers)
-        with pytest.raises(BenchError, match=r"the consumer failed: CheckError: message 10 holds .* it is corrupted") as caught:
-            group.run(msgspec.structs.replace(cell, corrupt_sequence=10))
+        with pytest.raises(BenchError, match=r"the consumer failed: KeyError: 'nonsense'") as caught:
+            group.run(msgspec.structs.replace(cell, dtype="nonsense"))
         assert PEERS[NAME].title in str(caught.value)
         assert not any(child.process.is_alive() for child in group.children)
         with pytest.raises(BenchError, match="were ended after a failure"):

@@ -13,10 +13,9 @@ from click.testing import CliRunner
 
 from bench import plots, report
 from bench.__main__ import main
-from bench.cases import Case
-from bench.coverage import Coverage, Planned, Status
+from bench.messages import Case
 from bench.records import Results
-from bench.results import Spread, write_json
+from bench.results import Coverage, Planned, Spread, Status, write_json
 
 Make = Callable[..., Any]
 KB = 1 << 10

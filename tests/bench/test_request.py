@@ -23,7 +23,7 @@ import torch
 from click.testing import CliRunner
 
 import shmring
-from bench import interleaving, transport
+from bench import interleaving
 from bench.children import BenchError
 from bench.interleaving import Plan, Round
 from bench.messages import Answer, Ask, Cell, Header, Measurement, Phase
@@ -32,9 +32,8 @@ from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
 from bench.peers.in_flight import Pending
 from bench.processes import PeerGroup
 from bench.records import Result, Results
-from bench.request.command import request_command
+from bench.request.command import report, request_command, scaling_report
 from bench.request.questions import Case, Client, Desk, checks_us
-from bench.request.report import report, scaling_report
 from bench.request.scaling import VARIANT_GROUPS, ConnectedClients, SlotsInUse
 from bench.stamps import CheckError
 
@@ -182,11 +181,11 @@ async def test_every_peer_answers_every_question(peer: RequestPeer, cell: Cell, 
     assert list(Path(cell.directory).glob("*.sock")) == []
 
 
-@pytest.mark.parametrize("spoiled", ["corrupt_sequence", "corrupt_reply"])
-async def test_what_a_peer_corrupts_is_noticed(peer: RequestPeer, cell: Cell, spoiled: str) -> None:
-    what = "message" if spoiled == "corrupt_sequence" else "reply"
+@pytest.mark.parametrize("what", ["message", "reply"])
+async def test_what_a_peer_corrupts_is_noticed(peer: RequestPeer, cell: Cell, what: str, spoil: Callable[..., None]) -> None:
+    spoil(5, what)
     with pytest.raises(BaseExceptionGroup) as caught:
-        await asked(peer, msgspec.structs.replace(cell, **{spoiled: 5}))
+        await asked(peer, cell)
     found = [str(innermost(error)) for error in caught.value.exceptions]
     assert any(f"{what} 5 holds" in text for text in found), found
 
@@ -254,9 +253,9 @@ def test_processes_measure_and_fail_as_a_whole(cell: Cell) -> None:
             assert measurement.messages_per_s > 0
             assert measurement.consumer_us > 0
             assert measurement.producer_us > 0
-        with pytest.raises(BenchError, match=r"^shmring.*the engine failed: CheckError: message 20 holds") as caught:
-            group.run(msgspec.structs.replace(two, corrupt_sequence=20))
-        assert "4 KB of float32, 2 producers, window 4" in str(caught.value)
+        with pytest.raises(BenchError, match=r"^shmring.*the engine failed: KeyError: 'nonsense'") as caught:
+            group.run(msgspec.structs.replace(two, dtype="nonsense"))
+        assert "4 KB of nonsense, 2 producers, window 4" in str(caught.value)
         assert not any(child.process.is_alive() for child in group.children)
         with pytest.raises(BenchError, match="were ended after a failure"):
             group.run(two)
@@ -318,7 +317,7 @@ def planned(*sizes: int) -> Plan:
 
 def run(plan: Plan) -> list[Results]:
     """What there is after each round."""
-    return list(transport.run(plan, lambda line: None, mode="request", peers=REQUEST_PEERS))
+    return list(interleaving.run(plan, lambda line: None, mode="request", peers=REQUEST_PEERS))
 
 
 def test_a_cell_that_does_not_fit_says_so_and_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,13 +35,12 @@ from bench.machine import Machine
 from bench.meter import Lag
 from bench.results import Spread, write_json
 from bench.serving import command, report, run
-from bench.serving import server as server_module
 from bench.serving.client import Client, Exchange
 from bench.serving.command import serve_command
 from bench.serving.load import Generator, Latency, Measurement, measure, play, request_body
 from bench.serving.media import media_parts, picture, recording, video
 from bench.serving.plan import PRESETS, Load, Media, MediaKind, Plan, ServerOptions, arrival_times
-from bench.serving.server import Server, ServerError, serving
+from bench.serving.run import Server, ServerError, serving
 from frontend.media.loader import MediaSource
 from frontend.openai.chat import CHAT_PARSER, engine_request
 from frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
@@ -492,8 +491,8 @@ child.wait()
 
 @pytest.mark.parametrize("deaf", [False, True])
 async def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=deaf, status=0)))
-    monkeypatch.setattr(server_module, "_STOP_TIMEOUT_S", 0.5 if deaf else 15.0)
+    monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=deaf, status=0)))
+    monkeypatch.setattr(run, "_STOP_TIMEOUT_S", 0.5 if deaf else 15.0)
     servers: list[Server] = []
     began = asyncio.Event()
 
@@ -515,12 +514,12 @@ async def test_a_server_is_stopped_however_its_block_is_left(deaf: bool, monkeyp
 
 
 async def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(server_module, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=False, status=3)))
+    monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", STAND_IN.format(deaf=False, status=3)))
     with pytest.raises(ServerError, match="exit code 3"):
         async with serving(ServerOptions(), Load(requests=1)):
             pass
     assert "last words" in caplog.text
-    monkeypatch.setattr(server_module, "_PROGRAM", ("-S", "-c", "import sys; sys.exit('no such slab')"))
+    monkeypatch.setattr(run, "_PROGRAM", ("-S", "-c", "import sys; sys.exit('no such slab')"))
     with pytest.raises(ServerError, match=r"did not start:\nno such slab"):
         async with serving(ServerOptions(), Load(requests=1)):
             pass
@@ -530,7 +529,7 @@ async def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, cap
 #: Has a server, says which process it is, and waits. The server lives for as long as its standard input does.
 HAS_A_SERVER = """
 import asyncio
-from bench.serving import server
+from bench.serving import run
 from bench.serving.plan import Load, ServerOptions
 
 STAND_IN = '''
@@ -540,17 +539,17 @@ sys.stdin.read()
 '''
 
 async def main():
-    async with server.serving(ServerOptions(), Load(requests=1)) as served:
+    async with run.serving(ServerOptions(), Load(requests=1)) as served:
         print(next(served.every()).pid, flush=True)
         await asyncio.Event().wait()
 
-server._PROGRAM = ("-S", "-c", STAND_IN)
+run._PROGRAM = ("-S", "-c", STAND_IN)
 asyncio.run(main())
 """
 
 
 def test_a_server_ends_with_whoever_started_it() -> None:
-    assert "--stop-with-stdin" in server_module._PROGRAM
+    assert "--stop-with-stdin" in run._PROGRAM
     with subprocess.Popen([sys.executable, "-c", HAS_A_SERVER], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

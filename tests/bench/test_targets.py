@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import targets
-from bench.cases import Case
+from bench.messages import Case
 from bench.records import Results
 from bench.results import Spread, Verdict
 

@@ -15,12 +15,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from bench import cases, commands, interleaving, transport
+from bench import interleaving, transport
 from bench.__main__ import main
-from bench.cases import Case
 from bench.children import BenchError
 from bench.interleaving import Plan, Round
-from bench.messages import Cell, Measurement
+from bench.messages import Case, Cell, Measurement
 from bench.meter import Cost
 from bench.peers import PEERS, Peer
 from bench.records import Results
@@ -33,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_sweeps_vary_one_dimension_at_a_time() -> None:
-    rounds = cases.sweeps(["shmring", "pyzmq"], sizes=(4096,), producers=(1, 2))
+    rounds = transport.sweeps(["shmring", "pyzmq"], sizes=(4096,), producers=(1, 2))
     base = Case(4096)
     assert rounds[0].cases == (
         base,
@@ -48,31 +47,24 @@ def test_sweeps_vary_one_dimension_at_a_time() -> None:
 
 def test_a_quick_run_says_what_it_leaves_out() -> None:
     names = list(PEERS)
-    rounds = cases.quick(names)
+    rounds = transport.quick_rounds(names)
     asked = {(name, case) for one in rounds for case in one.cases for name in one.peers}
-    without = cases.quick_without(names)
-    latencies = [Case(nbytes, window=1) for nbytes in cases.QUICK_SIZES[:-1]]
+    without = transport.quick_without(names)
+    latencies = [Case(nbytes, window=1) for nbytes in transport.QUICK_SIZES[:-1]]
     for name in names:
-        for case in [*map(Case, cases.QUICK_SIZES), *latencies]:
+        for case in [*map(Case, transport.QUICK_SIZES), *latencies]:
             assert ((name, case) in asked) is not ((case.title, name) in without)
     assert {("shmring", Case(64 << 20)), ("shmring-in-place", Case(8 << 20, window=1))} <= asked
     assert (Case(8 << 20, window=1).title, "pyzmq") in without
     limits = [one.cases[0].nbytes for one in rounds if one.limits]
-    assert limits == sorted(set(limits)) == list(cases.QUICK_SIZES)
-
-
-def test_the_product_has_every_combination() -> None:
-    rounds = cases.sweeps(["shmring"], sizes=(4096, 8192), producers=(1, 2), product=True)
-    found = [case for one in rounds for case in one.cases]
-    assert len(found) == len(set(found)) == 2 * 2 * 2 * 2 * 3
-    assert [one.limits for one in rounds] == [True, True, False, False]
+    assert limits == sorted(set(limits)) == list(transport.QUICK_SIZES)
 
 
 def test_what_is_in_flight_fits_into_memory() -> None:
     assert Case(256 << 20).bounded().window == 4
     assert Case(256 << 20, producers=8).bounded().window == 1
     assert Case(1 << 20).bounded().window == 16
-    rounds = cases.sweeps(["shmring"], sizes=(1 << 30,), dtypes=("uint8",), producers=(1,), copies_out=(False,))
+    rounds = transport.sweeps(["shmring"], sizes=(1 << 30,), dtypes=("uint8",), producers=(1,), copies_out=(False,))
     assert rounds[0].cases == (Case(1 << 30, "uint8", window=1),)  # once, though two windows were asked for
 
 
@@ -119,8 +111,8 @@ class Pretended:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
     monkeypatch.setattr(interleaving, "PeerGroup", Pretended)
-    monkeypatch.setattr(transport, "_LIMITS_S", 0.001)
-    monkeypatch.setattr(transport, "torch_resident_nbytes", lambda: 200 << 20)
+    monkeypatch.setattr(interleaving, "_LIMITS_S", 0.001)
+    monkeypatch.setattr(interleaving, "torch_resident_nbytes", lambda: 200 << 20)
     monkeypatch.setattr(Pretended, "started", [])
     return Pretended
 
@@ -132,7 +124,7 @@ def plan(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan:
 
 @pytest.mark.usefixtures("pretended")
 def test_what_was_measured_so_far_is_kept_after_each_round() -> None:
-    kept: list[Results] = list(transport.run(plan(4096, 8192), lambda line: None))
+    kept: list[Results] = list(interleaving.run(plan(4096, 8192), lambda line: None))
     assert [{one.case.nbytes for one in each.results} for each in kept] == [{4096}, {4096, 8192}]
     assert [each.coverage.summary() for each in kept if each.coverage] == [
         "3 of 6 measurements in 2 cases, 3 missing",
@@ -142,7 +134,7 @@ def test_what_was_measured_so_far_is_kept_after_each_round() -> None:
 
 def test_repetitions_are_interleaved_and_ratios_taken_within_them(pretended: type[Pretended]) -> None:
     lines: list[str] = []
-    *_, results = transport.run(plan(4096), lines.append)
+    *_, results = interleaving.run(plan(4096), lines.append)
     assert len(lines) == plan(4096).steps() == 10
     order = [line.partition(": ")[2] for line in lines[1:]]
     assert order == [PEERS[name].title for name in pretended.speeds] * 3
@@ -159,7 +151,7 @@ def test_a_peer_that_fails_is_reported_and_the_others_go_on(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretended, "fails", [("inline-msgpack", 4096)])
-    *_, results = transport.run(plan(4096, 8192), lambda line: None)
+    *_, results = interleaving.run(plan(4096, 8192), lambda line: None)
     assert [(one.subject, one.case, one.reason) for one in results.failed] == [
         ("inline-msgpack", Case(4096).title, "inline-msgpack broke")
     ]
@@ -173,7 +165,7 @@ def test_without_the_baseline_a_case_has_no_result_and_the_others_go_on(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretended, "fails", [("shmring", 4096)])
-    *_, results = transport.run(plan(4096, 8192), lambda line: None)
+    *_, results = interleaving.run(plan(4096, 8192), lambda line: None)
     assert {one.case.nbytes for one in results.results} == {8192}
     assert [(one.subject, one.case) for one in results.failed] == [
         (name, Case(4096).title) for name in ("shmring", "inline-msgpack", "torch-queue")
@@ -186,7 +178,7 @@ def test_without_the_baseline_a_case_has_no_result_and_the_others_go_on(
 def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PEERS["torch-queue"], "requires", "no-such-distribution", raising=False)
     monkeypatch.setattr(PEERS["inline-msgpack"], "limits", lambda cell: "too large" if cell.nbytes > 4096 else None)
-    *_, results = transport.run(plan(4096, 8192), lambda line: None)
+    *_, results = interleaving.run(plan(4096, 8192), lambda line: None)
     assert results.coverage is not None
     assert list(results.coverage.lines()) == [
         ("all", "torch-queue", "not possible: not installed: pip install no-such-distribution"),
@@ -239,7 +231,7 @@ def test_a_missed_target_is_not_a_crash(
 ) -> None:
     names = tuple(pretended.speeds)
     monkeypatch.setattr("signal.signal", lambda *arguments: None)
-    monkeypatch.setattr(commands, "quick_plan", lambda repetitions, seconds: plan(4096, 65536, peers=names))
+    monkeypatch.setattr(transport, "quick_plan", lambda repetitions, seconds: plan(4096, 65536, peers=names))
     monkeypatch.setattr(pretended, "speeds", dict.fromkeys(names, 1.0))  # as fast as ours, of which we want 30 times
     monkeypatch.setattr(pretended, "fails", [*fails, *((name, 65536) for name, _ in fails)])
     outcome = CliRunner().invoke(main, ["quick"])

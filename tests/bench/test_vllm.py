@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bench.coverage import Coverage
-from bench.results import Findings
-from bench.vllm.command import vllm_command
-from bench.vllm.load import Measurement
-from bench.vllm.plan import QUICK, SIDES, WAYS, Case, Fleet, fleets, full_cases
-from bench.vllm.report import draw, report
+from bench.results import Coverage, Findings
+from bench.vllm import command
+from bench.vllm.command import draw, report, vllm_command
+from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, full_cases
 
 
 def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence[float] = (5.0,)) -> Measurement:
@@ -96,3 +96,39 @@ def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> N
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.title)
 def test_fewer_requests_are_sent_one_at_a_time(case: Case) -> None:
     assert Case(case.fleet, case.kind, 1).requests * 2 == Case(case.fleet, case.kind, 8).requests
+
+
+def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[str] = []
+
+    @contextlib.contextmanager
+    def server(fleet: Fleet, way: str, environment: Path) -> Iterator[str]:
+        if way == "inline":
+            raise RuntimeError("the server did not start")
+        yield way
+
+    async def warm_up(server: str) -> None:
+        pass
+
+    async def measure(case: Case, server: str) -> Measurement:
+        played.append(server)
+        if server == "torch_shm":
+            raise OSError("it has gone")
+        return measurement(30)
+
+    for name, stand_in in (("_server", server), ("warm_up", warm_up), ("measure", measure), ("_versions", lambda _: {})):
+        monkeypatch.setattr(command, name, stand_in)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").touch()
+    path = tmp_path / "vllm.json"
+    options = ["--quick", "--kind", "new", "--repetitions", "3", "--environment", str(tmp_path), "--json", str(path)]
+    done = CliRunner().invoke(vllm_command, options)
+    assert done.exit_code == 3, done.output
+    assert played == ["shmring", "torch_shm", "shmring", "shmring"]  # what fails is not tried again
+    stored = json.loads(path.read_bytes())
+    assert [(entry["way"], len(entry["runs"])) for entry in stored["results"]] == [("shmring", 3)]
+    reasons = {gap["subject"]: gap["reason"].partition(" (")[0] for gap in stored["coverage"]["gaps"]}
+    assert reasons == {"inline": "the server did not start", "torch_shm": "OSError: it has gone"}

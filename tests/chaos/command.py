@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench.command_line import FILE, SETTINGS, terminated
-from bench.plots import MissingPlotter, check_plotter
+from bench.command_line import FILE, SETTINGS, MissingPlotter, check_plotter, terminated
 from tests import chaos
 
 __all__ = ["chaos_command"]

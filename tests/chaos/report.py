@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from bench.plots import check_plotter
+from bench.command_line import check_plotter
 from tests.chaos.account import Findings, Latencies
 from tests.chaos.plan import Fault
 

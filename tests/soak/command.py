@@ -11,8 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from bench.command_line import terminated
-from bench.plots import MissingPlotter, check_plotter
+from bench.command_line import MissingPlotter, check_plotter, terminated
 from bench.results import write_json
 from tests.fleet.fleet import ChildError
 from tests.soak import driver, report

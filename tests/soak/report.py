@@ -127,7 +127,7 @@ def _counts(sample: Sample) -> tuple[int, int, int]:
 
 
 def draw(samples: Sequence[Sample], passed: bool, path: Path) -> None:
-    """Draws a run, as SVG or PNG as the name of the file says. Needs matplotlib (:func:`bench.plots.check_plotter`)."""
+    """Draws a run, as SVG or PNG as the name of the file says. Needs matplotlib (:func:`bench.command_line.check_plotter`)."""
     from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
     from matplotlib.patches import Patch
 
