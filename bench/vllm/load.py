@@ -54,6 +54,7 @@ KINDS: tuple[Kind, ...] = ("jpeg", "uuid", "new")
 SIDES = (416, 1344, 2688)
 
 _REQUESTS: Mapping[Kind, int] = {"jpeg": 48, "uuid": 160, "new": 24}  # some seconds at 43 MB, eight at a time
+_TIMES: Mapping[int, int] = {416: 6, 1344: 4, 2688: 1}  # as many of smaller pictures, by side, that are answered sooner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Case:
     @property
     def requests(self) -> int:
         """Of a repetition."""
-        return _REQUESTS[self.kind] // (1 if self.concurrency > 1 else 2)
+        return _REQUESTS[self.kind] * _TIMES[self.fleet.side] // (1 if self.concurrency > 1 else 2)
 
 
 #: The servers, and those with several engine cores, that most targets speak about.
