@@ -30,7 +30,7 @@ from bench import targets
 from bench.children import BenchError
 from bench.command_line import SETTINGS, finish, json_option, repetitions_option, seconds_option, shown_progress
 from bench.machine import Machine
-from bench.peers.shmring_ring import RING, see_to_its_end
+from bench.peers.shmring_ring import RING
 from bench.results import Findings, Repetitions, Spread, Table, Verdict, deviation, format_nbytes
 
 __all__ = ["CASES", "Case", "Cost", "both_ends", "cost_command", "measure"]
@@ -102,7 +102,7 @@ async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> tuple[float
         while not in_flight or time.perf_counter() < until_s:
             for _ in range(_WINDOW):  # between two looks at the clock
                 if len(in_flight) == _WINDOW:
-                    await see_to_its_end(in_flight.popleft())
+                    await in_flight.popleft().wait()
                 header = [sent, 1.0, 2]
                 sent += 1
                 if in_place:
@@ -113,7 +113,7 @@ async def both_ends(case: Case, warm_up_s: float, timed_s: float) -> tuple[float
                 else:
                     in_flight.append(await client.submit({"header": header, "tensor": content}))
         for submission in in_flight:
-            await see_to_its_end(submission)
+            await submission.wait()
 
     slab_nbytes = max(_MIN_SLAB_NBYTES, 2 * _WINDOW * nbytes)
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:

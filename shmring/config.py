@@ -149,7 +149,8 @@ class RingConfig:
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
             microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, which cover the answer of
             a peer that has to be woken, and only while that helps. Longer than that, it helps where answers take longer. If
-            it is set, who gathers replies of workers looks for them for up to 250 microseconds before the loop goes on.
+            it is set, who gathers replies of workers looks for them for up to 250 microseconds before the loop goes on, and
+            who claims a request, while none is in hand, for up to 50.
         max_workers: workers at a time, those that have gone but may still be reading included; at most 64. Each costs two
             descriptors and two message rings.
         worker_backlog: messages that a worker may have that it has not left yet; at most 256. One that has as many holds up

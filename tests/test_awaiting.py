@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmring.errors import ClosedError
+from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteError
 
 _LARGER_THAN_INLINE = torch.zeros(64 << 10, dtype=torch.uint8)
 
@@ -31,7 +31,14 @@ async def test_tasks_take_what_is_awaited(serve: Any, connect: Any) -> None:
 async def test_it_is_a_coroutine_to_those_who_look(serve: Any, connect: Any) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit([1])
-    for awaited in (ring.claim(), ring.claim_many(2), client.submit([2]), client.slot(64), submission.next()):
+    for awaited in (
+        ring.claim(),
+        ring.claim_many(2),
+        client.submit([2]),
+        client.slot(64),
+        submission.next(),
+        submission.wait(),
+    ):
         assert isinstance(awaited, collections.abc.Coroutine)
         assert inspect.isawaitable(awaited)
         awaited.close()
@@ -120,6 +127,45 @@ async def test_two_tasks_can_not_wait_for_one_request(serve: Any, connect: Any) 
     with await ring.claim() as claim:
         await claim.reply("here")
     assert await first == "here"
+
+
+async def test_who_waits_for_the_end_gets_no_reply_of_it(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit([1])
+    waiting = asyncio.ensure_future(submission.wait())
+    with await ring.claim() as claim:
+        await claim.reply("here")
+        while not submission.has_reply:
+            await asyncio.sleep(0)
+        assert not waiting.done()
+    assert await waiting is None
+    assert submission.ended
+    assert await submission.wait() is None
+    assert await submission.next() == "here"
+
+
+async def test_who_waits_for_the_end_hears_how_it_came(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    failing, aborted, given_up = [await client.submit([number]) for number in range(3)]
+    waiting = [asyncio.ensure_future(submission.wait()) for submission in (failing, aborted, given_up)]
+    await asyncio.sleep(0)
+    with pytest.raises(LocalProtocolError, match="is waited for by two tasks"):
+        await aborted.next()
+    with pytest.raises(LocalProtocolError, match="is waited for by two tasks"):
+        await failing.wait()
+    waiting[2].cancel()
+    aborted.abort()
+    with pytest.raises(ValueError, match="broken"), await ring.claim():
+        raise ValueError("broken")
+    with pytest.raises(RemoteError, match="broken"):
+        await waiting[0]
+    with pytest.raises(AbortedError):
+        await waiting[1]
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[2]
+    with await ring.claim():
+        pass  # what was aborted was not claimed any more
+    await asyncio.wait_for(given_up.wait(), 5)
 
 
 async def test_an_error_that_ends_the_waiting_reaches_who_waits(serve: Any, connect: Any) -> None:

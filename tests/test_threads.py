@@ -225,6 +225,13 @@ def test_errors_are_those_of_the_asyncio_end(client: threads.Client, ring: threa
     assert two.next(timeout=5) == 2
     with pytest.raises(StopIteration):
         two.next()
+    silent = client.submit("silent")
+    ring.claim(5).done()
+    assert silent.wait(timeout=5) is None
+    failing = client.submit("fails")
+    ring.claim(5).fail(ValueError("wrong"))
+    with pytest.raises(shmring.RemoteError, match="wrong"):
+        failing.wait()
     named = client.submit("named", request_id="mine")
     claim = ring.claim(5)
     assert claim.name == "mine"
@@ -274,6 +281,8 @@ def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring,
         submission.next(timeout=0.01)
     with pytest.raises(TimeoutError, match="the reply to request"):
         submission.result(timeout=0.01)
+    with pytest.raises(TimeoutError, match="the end of request"):
+        submission.wait(timeout=0.01)
     ring.claim(5).done("after all")
     assert submission.result(timeout=5) == "after all"
     held.close()

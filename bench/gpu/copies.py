@@ -34,7 +34,6 @@ import torch
 import shmring
 from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import Command, Numbers, Openers
-from bench.peers.shmring_ring import see_to_its_end
 
 __all__ = ["BANDWIDTH", "CEILING", "CLONED", "COMMANDS", "PINNED_SLOT", "STALLS", "WAYS", "in_flight", "openers"]
 
@@ -106,7 +105,7 @@ async def _in_slots(ring: shmring.Ring, client: shmring.RingClient, nbytes: int,
     finally:
         for submission, claim in claims.items():
             claim.done()
-            await see_to_its_end(submission)
+            await submission.wait()
         # The next ones, of another size, may not fit between slots that still are not free.
         deadline_s = time.monotonic() + _HOME_LIMIT_S
         while (now := client.statistics()).free_nbytes < now.leased_nbytes:

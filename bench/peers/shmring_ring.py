@@ -35,7 +35,7 @@ from bench.peers.peer import Peer, RequestPeer
 from bench.request.questions import Desk
 
 __all__ = [
-    "RING", "ShmringBusyPoll", "ShmringCopy", "ShmringInPlace", "ShmringRequest", "answer", "request", "see_to_its_end",
+    "RING", "ShmringBusyPoll", "ShmringCopy", "ShmringInPlace", "ShmringRequest", "answer", "request",
 ]  # fmt: skip
 
 RING = "bench"
@@ -80,10 +80,10 @@ class ShmringCopy(Peer):
             in_flight: deque[shmring.Submission] = deque()
             while not source.finished:
                 if len(in_flight) == cell.window:
-                    await see_to_its_end(in_flight.popleft())
+                    await in_flight.popleft().wait()
                 in_flight.append(await self.submit(client, cell, source))
             for submission in in_flight:
-                await see_to_its_end(submission)
+                await submission.wait()
             if idle_s := self.idle_s(cell):
                 await source.meter.watch_idling(idle_s)
 
@@ -126,15 +126,6 @@ class ShmringBusyPoll(ShmringCopy):
 
     def idle_s(self, cell: Cell) -> float:
         return _IDLE_S if (cell.nbytes, cell.window, cell.producers) == (_IDLE_NBYTES, 1, 1) else 0.0
-
-
-async def see_to_its_end(submission: shmring.Submission) -> None:
-    """Waits until the engine has left the claim of a submission that has no reply."""
-    try:
-        await submission.next()
-    except StopAsyncIteration:
-        return
-    raise RuntimeError("the benchmark's engine replies to nothing")
 
 
 # -- requests ------------------------------------------------------------------------------------------------------------

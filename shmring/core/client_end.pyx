@@ -90,6 +90,17 @@ cdef class SubmissionEnd:
         next_reply.reply_type = reply_type
         return next_reply
 
+    def wait(self):
+        """Waits for the end: for requests that get no reply. Those that come are there for :meth:`next` afterwards.
+
+        Raises:
+            RemoteError, AbortedError, EngineDeadError: how it ended, when awaited, unless it finished.
+            LocalProtocolError: another task waits for this request.
+        """
+        cdef _UntilEnd until_end = _UntilEnd.__new__(_UntilEnd)
+        until_end.submission = self
+        return until_end
+
     @property
     def has_reply(self) -> bool:
         """Whether :meth:`take_reply` has something to return."""
@@ -156,23 +167,14 @@ cdef class SubmissionEnd:
         return 0
 
 
-@cython.final
-cdef class _NextReply(Awaited):
-    """What :meth:`SubmissionEnd.next` returns."""
+cdef class _Waiting(Awaited):
+    """Somebody who waits for a request."""
 
     cdef SubmissionEnd submission
-    cdef object reply_type
 
-    cdef PyObject* happen(self) except NULL:
+    cdef PyObject* wait_for_more(self) except NULL:
+        """Waits until a reply or the end comes."""
         cdef SubmissionEnd submission = self.submission
-        if not submission.ended and not submission._replies:
-            submission.end.hear()  # it may be there, and nobody has looked yet
-        if submission._replies:
-            return owned(submission.take_reply(submission.end.decoder_of(self.reply_type)))
-        if submission.ended:
-            if submission.error is not None:
-                raise fresh(submission.error)
-            return nothing_more()
         if submission.waiter is not None:
             raise LocalProtocolError(f"request {submission.request_id} is waited for by two tasks; let one of them do it")
         submission.waiter = submission.end.shell.loop.create_future()
@@ -187,7 +189,42 @@ cdef class _NextReply(Awaited):
         return 0
 
 
-may_be_awaited(_NextReply)
+@cython.final
+cdef class _UntilEnd(_Waiting):
+    """What :meth:`SubmissionEnd.wait` returns."""
+
+    cdef PyObject* happen(self) except NULL:
+        cdef SubmissionEnd submission = self.submission
+        if not submission.ended:
+            submission.end.hear()  # it may be there, and nobody has looked yet
+        if not submission.ended:
+            return self.wait_for_more()
+        if submission.error is not None:
+            raise fresh(submission.error)
+        return owned(None)
+
+
+@cython.final
+cdef class _NextReply(_Waiting):
+    """What :meth:`SubmissionEnd.next` returns."""
+
+    cdef object reply_type
+
+    cdef PyObject* happen(self) except NULL:
+        cdef SubmissionEnd submission = self.submission
+        if not submission.ended and not submission._replies:
+            submission.end.hear()  # it may be there, and nobody has looked yet
+        if submission._replies:
+            return owned(submission.take_reply(submission.end.decoder_of(self.reply_type)))
+        if submission.ended:
+            if submission.error is not None:
+                raise fresh(submission.error)
+            return nothing_more()
+        return self.wait_for_more()
+
+
+for _kind in (_UntilEnd, _NextReply):
+    may_be_awaited(_kind)
 
 
 cdef class SlotEnd:

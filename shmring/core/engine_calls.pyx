@@ -10,6 +10,7 @@ from libc.stdint cimport uint32_t
 
 from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
 from shmring.core.engine_end cimport EngineEnd
+from shmring.core.looking cimport Looking
 
 
 cdef class EngineCalls:
@@ -17,10 +18,12 @@ cdef class EngineCalls:
 
     Args:
         end: of this engine.
+        look_s: for so long :meth:`claim` looks for a request before the loop goes on.
     """
 
-    def __init__(self, EngineEnd end not None) -> None:
+    def __init__(self, EngineEnd end not None, look_s: float) -> None:
         self._end = end
+        self._looking = Looking(look_s)
 
     def claim(self):
         """Waits for the next request and claims it; callers are served in the order in which they wait.
@@ -78,6 +81,18 @@ cdef class EngineCalls:
         return end.take_next() if end.is_open else None
 
 
+    cdef object look(self):
+        """Claims the next request if it comes soon; for who polls busily, and has no request in hand to work on meanwhile."""
+        cdef EngineEnd end = self._end
+        if end._known != end.waiting_count or not self._looking.begins():
+            return None
+        while self._looking.goes_on():
+            claim = self.claim_now()
+            if claim is not None:
+                return claim
+        return None
+
+
 @cython.final
 cdef class _Claiming(Awaited):
     """What waits for the next request."""
@@ -88,6 +103,8 @@ cdef class _Claiming(Awaited):
 
     cdef PyObject* happen(self) except NULL:
         claim = self.ring.claim_now()
+        if claim is None:
+            claim = self.ring.look()
         if claim is None:
             return self.wait_in(self.ring.next_in_turn() if self.is_next else self.ring.claim_in_turn())
         return self.came(claim)

@@ -7,6 +7,7 @@ from shmring.core.awaiting cimport Awaited
 from shmring.core.engine_end cimport ClaimEnd, EngineEnd
 from shmring.core.fan_out_book cimport MAX_WORKERS, FanOutBook, WorkerRecord
 from shmring.core.held_slots cimport HeldSlots
+from shmring.core.looking cimport Looking
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordTaker
 from shmring.core.payload cimport Packed, Packer
@@ -76,8 +77,7 @@ cdef class FanOutEnd:
     cdef uint64_t _record_nbytes
     cdef uint64_t _at_once_nbytes
     cdef uint32_t _max_tensors
-    cdef double _look_s
-    cdef uint32_t _crowded_gathers    # that do not look for replies: others want the core
+    cdef Looking _looking   # for replies
 
     cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1
     cdef Gathering _gathering(self, WorkerRecord worker, uint64_t sequence)

@@ -24,6 +24,7 @@ from shmring.core.engine_end cimport ClaimEnd, EngineEnd
 from shmring.core.fan_out_book cimport WINDOW, FanOutBook, WorkerRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.lending cimport BLOCK_NBYTES, slot_blocks
+from shmring.core.looking cimport Looking
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned, read_array, read_unsigned, unsigned_nbytes
@@ -41,25 +42,12 @@ cdef extern from *:
     """
     int lowest_bit(uint64_t mask) noexcept nogil
 
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from "<time.h>" nogil:
-    struct timespec:
-        long tv_sec
-        long tv_nsec
-    int clock_gettime(int, timespec*)
-    enum:
-        CLOCK_MONOTONIC
-
 cdef enum:
     _HEADER_NBYTES = 64
     _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
-    _CROWDED_GATHERS = 64  # that do not look, after one in which others wanted the core
 
 assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
 
-cdef double _LONG_YIELD_S = 0.0001  # workers that poll give a core back sooner
 
 
 cdef class ClaimedSlots(HeldSlots):
@@ -231,7 +219,7 @@ cdef class FanOutEnd:
         self._inline_nbytes, self._record_nbytes = inline_nbytes, record_nbytes
         self._at_once_nbytes = at_once_nbytes
         self._max_tensors = max_tensors
-        self._look_s = look_s
+        self._looking = Looking(look_s)
 
     def reserve(self, Mapping memory not None) -> None:
         """There is memory for broadcasts."""
@@ -561,11 +549,8 @@ cdef class Gathering(Awaited):
         if not self.parcel.sequence:
             return owned([])
         self._sent()
-        if self.end._look_s > 0:
-            if self.end._crowded_gathers:
-                self.end._crowded_gathers -= 1
-            else:
-                self._look()
+        if self.end._looking.begins():
+            self._look()
             if self._error is not None or not self.expected:
                 error = self._error
                 self.forget()
@@ -607,8 +592,6 @@ cdef class Gathering(Awaited):
         cdef FanOutBook book = end.book
         cdef WorkerRecord worker
         cdef uint64_t left
-        cdef double now = _now(), then
-        cdef double until = now + end._look_s
         cdef bint is_news
         while True:
             left, is_news = self.expected, False
@@ -627,16 +610,7 @@ cdef class Gathering(Awaited):
                     end.shell.worker_violated(worker, error)
             if not self.expected or self._error is not None:
                 return 0
-            if is_news:
-                now = _now()
-                continue
-            with nogil:
-                sched_yield()
-            then, now = now, _now()
-            if now - then > _LONG_YIELD_S:  # a sleeper gets its core back when it is rung, and who looks does not
-                end._crowded_gathers = _CROWDED_GATHERS
-                return 0
-            if now > until:
+            if not is_news and not end._looking.goes_on():
                 return 0
 
     cdef int _take(self, WorkerRecord worker, object answer) except -1:
@@ -688,12 +662,6 @@ cdef class Gathering(Awaited):
         if self.timer is not None:
             self.timer.cancel()
         self.timer = self.future = self._error = None
-
-
-cdef double _now() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
-    return now.tv_sec + now.tv_nsec * 1e-9
 
 
 may_be_awaited(Broadcasting)

@@ -82,6 +82,7 @@ __all__ = ["Ring"]
 logger = logging.getLogger("shmring.ring")
 
 _COPY_THREADS = 2  # for replies, which are small beside requests
+_LOOK_S = 0.00005  # for a request, before the loop goes on, if this engine polls busily: what one takes to come back
 
 
 @dataclasses.dataclass(slots=True)
@@ -164,7 +165,7 @@ class Ring(EngineCalls):
             debug=config.debug,
             load=reserved.load,
         )
-        super().__init__(self._end)
+        super().__init__(self._end, min(config.busy_poll_s, _LOOK_S))
         self._take_next: Callable[[], Claim | None] = self._end.take_next
         self.replies = Replies(self, geometry, slab, self.copier)
         self.workers = Workers(self, self._end, slab, self.record_nbytes)

@@ -7,6 +7,7 @@ which hold up nobody else. Tensors in slots are made and written in the caller's
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from types import TracebackType
@@ -76,7 +77,7 @@ class Submission:
             ClosedError: the client is closed.
         """
         try:
-            return self._wait("the next reply to", self._submission.next, reply_type, timeout)
+            return self._wait("the next reply to", functools.partial(self._submission.next, reply_type), timeout)
         except StopAsyncIteration:
             raise StopIteration from None
 
@@ -93,11 +94,23 @@ class Submission:
             LocalProtocolError: there was more than one reply; use :meth:`next` or ``stream``. Or as :meth:`next`.
             AbortedError, EngineDeadError, ClosedError: as :meth:`next`.
         """
-        return self._wait("the reply to", self._submission.result, reply_type, timeout)
+        return self._wait("the reply to", functools.partial(self._submission.result, reply_type), timeout)
 
-    def _wait(self, what: str, wait: Any, reply_type: Any, timeout: float | None) -> Any:
+    def wait(self, *, timeout: float | None = None) -> None:
+        """Waits for the end: for requests that get no reply. Those that come are there for :meth:`next` afterwards.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it took longer; the request goes on.
+            RemoteError, AbortedError, EngineDeadError, LocalProtocolError, ClosedError: as :meth:`next`.
+        """
+        self._wait("the end of", self._submission.wait, timeout)
+
+    def _wait(self, what: str, wait: Callable[[], Awaitable[Any]], timeout: float | None) -> Any:
         try:
-            return self._thread.call(_waited, wait, reply_type, timeout, f"{what} request {self.name or self.request_id}")
+            return self._thread.call(_waited, wait, timeout, f"{what} request {self.name or self.request_id}")
         except Exception:
             raise
         except BaseException:  # this thread was interrupted
@@ -112,8 +125,8 @@ class Submission:
         self._thread.post(self._submission.abort)
 
 
-async def _waited(wait: Any, reply_type: Any, timeout: float | None, what: str) -> Any:
-    return await within(timeout, what, wait(reply_type))
+async def _waited(wait: Callable[[], Awaitable[Any]], timeout: float | None, what: str) -> Any:
+    return await within(timeout, what, wait())
 
 
 class Slot:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +238,36 @@ async def test_an_engine_that_hears_of_the_end_while_it_looks_for_a_request(serv
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
     assert not ring.statistics().clients
+
+
+@pytest.mark.parametrize("in_hand", [0, 1])
+async def test_who_polls_and_has_nothing_in_hand_looks_before_the_loop_goes_on(
+    in_hand: int, serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.ring.ring._LOOK_S", 0.1)
+    loop, turns = asyncio.get_running_loop(), []
+    ring = await serve(busy_poll_s=0.1)
+    client = await asyncio.to_thread(shmring.threads.connect, "test", socket_dir=str(socket_dir))
+    try:
+        for _ in range(1000):  # who finds that others want the core leaves looking out for a while
+            held = [client.submit_nowait("held") for _ in range(in_hand)]
+            claims = [await ring.claim() for _ in held]
+            turns.clear()
+            loop.call_soon(turns.append, None)
+            threading.Timer(0.001, client.submit_nowait, ["sent meanwhile"]).start()
+            with await ring.claim() as claim:
+                assert claim.payload == "sent meanwhile"
+            for claim in claims:
+                claim.done()
+            if in_hand:
+                assert turns, "whoever works on a request may be in the loop"
+                break
+            if not turns:
+                break
+        else:
+            pytest.fail("nobody looked")
+    finally:
+        await asyncio.to_thread(client.close)
 
 
 async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, connect: Any, eventually: Any) -> None:

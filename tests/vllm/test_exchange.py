@@ -31,6 +31,7 @@ Eventually = Callable[..., Awaitable[Any]]
 def settings(**changes: Any) -> Settings:
     defaults = {
         "slab_nbytes": 64 * MB,
+        "min_nbytes": 64 << 10,
         "keep_nbytes": 24 * MB,
         "wait_s": 5.0,
         "take_timeout_s": 5.0,

@@ -56,7 +56,7 @@ class Settings:
     """
 
     slab_nbytes: int = 1 << 30
-    min_nbytes: int = 64 << 10
+    min_nbytes: int = 2 << 20  # about a megabyte costs as much in waking both ends as it saves
     wait_s: float = 0.05
     keep_nbytes: int = 1 << 29
     take_timeout_s: float = 5.0

@@ -1,0 +1,61 @@
+"""Looking for something in shared memory before an event loop goes on, for who polls busily.
+
+A turn of a loop takes a few microseconds, and what comes in the meantime waits for the next one. So who has nothing else to do looks
+itself, for a moment that is short for whatever else is in the loop, and lets other processes run whenever there is nothing yet. When
+others want the core, that takes long: a sleeper gets its core back when it is rung, and who looks does not. Then looking is left out
+for a while.
+"""
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<time.h>" nogil:
+    struct timespec:
+        long tv_sec
+        long tv_nsec
+    int clock_gettime(int, timespec*)
+    enum:
+        CLOCK_MONOTONIC
+
+cdef enum:
+    _LEFT_OUT = 64  # times, after one in which others wanted the core
+
+cdef double _LONG_YIELD_S = 0.0001  # whoever else polls gives a core back sooner
+
+
+cdef class Looking:
+    """See the head of this file.
+
+    Args:
+        seconds: for how long; 0: not at all.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    cdef bint begins(self) noexcept:
+        """Whether to look now; if so, call :meth:`goes_on` before each further look."""
+        if not self._seconds:
+            return False
+        if self._left_out:
+            self._left_out -= 1
+            return False
+        self._until = _now() + self._seconds
+        return True
+
+    cdef bint goes_on(self) noexcept:
+        """Lets other processes run; returns whether to look again."""
+        cdef double before = _now(), after
+        with nogil:
+            sched_yield()
+        after = _now()
+        if after - before > _LONG_YIELD_S:
+            self._left_out = _LEFT_OUT
+            return False
+        return after < self._until
+
+
+cdef double _now() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return now.tv_sec + now.tv_nsec * 1e-9
