@@ -23,13 +23,14 @@ from bench.fan_out.host import Outcome
 from bench.fan_out.plan import (
     FOREIGN,
     ICEORYX2,
-    MESSAGE_QUEUE,
+    OF_VLLM,
     PUBLISHED,
     SIZES,
     SPINNING_RING,
     SUBJECTS,
     WORKERS,
     Run,
+    measurable,
     planned,
 )
 from bench.fan_out.report import Case, draw, report, title
@@ -137,7 +138,7 @@ def _missing(environment: Path) -> dict[str, str]:
         if importlib.util.find_spec(module) is None
     }
     lacking = command_line.missing_vllm(environment)
-    return missing | ({SPINNING_RING: "the MessageQueue is there"} if lacking is None else {MESSAGE_QUEUE: lacking})
+    return missing | ({SPINNING_RING: "the MessageQueue is there"} if lacking is None else dict.fromkeys(OF_VLLM, lacking))
 
 
 @click.command("fan-out", context_settings=command_line.SETTINGS)
@@ -176,11 +177,12 @@ def fan_out_command(
     counts = workers or (_QUICK_WORKERS if quick else WORKERS)
     cases = [(number, nbytes) for nbytes in sizes or SIZES for number in counts]
     timed_s = seconds or (0.3 if quick else 0.5)
-    runs = Repetitions[Case, Run](dict.fromkeys(cases, there), repetitions or (1 if quick else 5), lambda case: title(*case))
+    of_cases = {case: [subject for subject in there if measurable(subject, case[1])] for case in cases}
+    runs = Repetitions[Case, Run](of_cases, repetitions or (1 if quick else 5), lambda case: title(*case))
     with command_line.measuring(runs.steps) as progress, _hosts(environment) as hosts:
 
         def play(case: Case, subject: str) -> Run:
-            return hosts[subject in FOREIGN].play(planned(subject, *case, timed_s))
+            return hosts[subject in (*FOREIGN, *OF_VLLM)].play(planned(subject, *case, timed_s))
 
         runs.measure(cases, play, progress, SUBJECTS)
     left_out = [missing[subject] for subject in missing if not subjects and subject != SPINNING_RING]

@@ -1,8 +1,8 @@
 """vLLM's MessageQueue, and a ring of its kind for where vLLM is missing. What this imports is in vLLM's environment, too.
 
 The MessageQueue as vLLM's executor has it: one from the engine to all workers, and one back from each; 10 chunks of 16 MiB.
-Tensors of 64 MB go through its arena, which is off by default: without it they go through a ZMQ socket, which is slower. The
-spinning ring does the same in shared memory of its own: flags of a byte, pickle, and ``sched_yield`` for a second before it
+What is larger goes through a ZMQ socket, as it does for vLLM's users, or through the queue's arena, which is off by default.
+The spinning ring does the same in shared memory of its own: flags of a byte, pickle, and ``sched_yield`` for a second before it
 naps.
 """
 
@@ -16,12 +16,12 @@ import os
 import pickle
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from bench.fan_out.measuring import PATIENCE_S, Stamps, Way, wait_until_ready
-from bench.fan_out.plan import LARGE, MESSAGE_QUEUE, SPINNING_RING, Cell
+from bench.fan_out.plan import ARENA, LARGE, MESSAGE_QUEUE, SPINNING_RING, Cell
 
 __all__ = ["WAYS"]
 
@@ -34,13 +34,14 @@ _LENGTH_NBYTES = 8
 
 class _MessageQueue(Way):
     name = MESSAGE_QUEUE
+    has_arena: ClassVar[bool] = False
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
         super().__init__(cell, directory, stamps)
         self._queues: Any = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").MessageQueue
         workers = cell.workers
         self._queue = self._queues(
-            workers, workers, max_chunk_bytes=_CHUNK_NBYTES, max_chunks=_CHUNKS, enable_shm_tensor_arena=cell.nbytes >= LARGE
+            workers, workers, max_chunk_bytes=_CHUNK_NBYTES, max_chunks=_CHUNKS, enable_shm_tensor_arena=self.has_arena
         )
         self._handle = self._queue.export_handle()
         self._pipes = [os.pipe() for _ in range(workers)]
@@ -85,6 +86,11 @@ class _MessageQueue(Way):
     def close(self) -> None:
         del self._queue
         gc.collect()  # which unlinks its memory
+
+
+class _Arena(_MessageQueue):
+    name = ARENA
+    has_arena = True
 
 
 class _Ring:
@@ -165,4 +171,4 @@ class _SpinningRing(Way):
 
 
 #: By subject.
-WAYS: dict[str, type[Way]] = {way.name: way for way in (_MessageQueue, _SpinningRing)}
+WAYS: dict[str, type[Way]] = {way.name: way for way in (_MessageQueue, _Arena, _SpinningRing)}

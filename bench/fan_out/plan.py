@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["FOREIGN", "GATHERING", "IN_PLACE", "OURS", "POLLING", "SIZES", "SUBJECTS", "WORKERS", "Cell", "Run", "planned"]
+__all__ = [
+    "ARENA", "CENTRAL", "FOREIGN", "GATHERING", "IN_PLACE", "LARGE", "OF_VLLM", "OURS", "POLLING", "SIZES", "SUBJECTS",
+    "WORKERS", "Cell", "Run", "measurable", "planned",
+]  # fmt: skip
 
 OURS, POLLING, IN_PLACE = "shmring", "shmring-polling", "shmring-in-place"
-MESSAGE_QUEUE, SPINNING_RING = "message-queue", "spinning-ring"
+MESSAGE_QUEUE, ARENA, SPINNING_RING = "message-queue", "message-queue-arena", "spinning-ring"
 QUEUES, PUBLISHED, ICEORYX2 = "torch-queues", "pyzmq-pub-sub", "iceoryx2"
 
 #: In words, in the order of tables.
@@ -16,6 +19,7 @@ SUBJECTS = {
     POLLING: "shmring, busy_poll_s",
     IN_PLACE: "shmring, in a slot already",
     MESSAGE_QUEUE: "vLLM MessageQueue",
+    ARENA: "vLLM MessageQueue, its arena",
     SPINNING_RING: "spinning ring",
     QUEUES: "torch.multiprocessing queues",
     PUBLISHED: "pyzmq PUB/SUB",
@@ -27,6 +31,9 @@ FOREIGN = (MESSAGE_QUEUE, SPINNING_RING)
 
 #: Those that bring replies back.
 GATHERING = (OURS, POLLING, *FOREIGN)
+
+#: Those that are measured where vLLM is.
+OF_VLLM = (MESSAGE_QUEUE, ARENA)
 
 SMALL, MIDDLE, LARGE = SIZES = (4 << 10, 1 << 20, 64 << 20)
 WORKERS = (1, 2, 4, 8)
@@ -79,6 +86,11 @@ class Run(msgspec.Struct, frozen=True):
     awake_percent: float | None = None
     idle_percent: float | None = None
     stopped_ratio: float | None = None
+
+
+def measurable(subject: str, nbytes: int) -> bool:
+    """Whether a subject is measured with tensors of this size: the arena takes what no chunk of the queue holds."""
+    return subject != ARENA or nbytes >= LARGE
 
 
 def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:

@@ -15,6 +15,7 @@ import msgspec
 
 from bench import plots
 from bench.fan_out.plan import (
+    ARENA,
     CENTRAL,
     FOREIGN,
     IN_PLACE,
@@ -163,6 +164,13 @@ def _verdicts(measured: Measured) -> list[Verdict]:
         judge(f"messages/s of {queue}", "1 MB", 1.5, "x", of_workers(OURS, foreign, per_s, MIDDLE)),
         judge(f"messages/s of {queue}", "64 MB, 1 worker", 0.9, "x", of_workers(OURS, foreign, per_s, LARGE, counts=(1,))),
         judge(f"messages/s of {queue}", "64 MB, 4 workers", 2, "x", of_workers(OURS, foreign, per_s, LARGE, counts=(4,))),
+        *(
+            judge(
+                f"messages/s of {SUBJECTS[ARENA]}", f"64 MB, {count} worker{'s' * (count > 1)}", limit, "x",
+                of_workers(OURS, ARENA, per_s, LARGE, counts=(count,)),
+            )
+            for count, limit in ((1, 0.9), (4, 2))
+        ),
         judge(
             f"messages/s in place, 4 KB to 64 MB, of {queue} at 1 MB", "any workers", 10, "x",
             (

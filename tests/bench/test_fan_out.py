@@ -18,7 +18,21 @@ from bench.children import BenchError
 from bench.fan_out import command
 from bench.fan_out.command import Host
 from bench.fan_out.measuring import END, Stamps
-from bench.fan_out.plan import CENTRAL, FOREIGN, IN_PLACE, LARGE, MIDDLE, OURS, POLLING, SMALL, SUBJECTS, Cell, Run, planned
+from bench.fan_out.plan import (
+    ARENA,
+    CENTRAL,
+    FOREIGN,
+    IN_PLACE,
+    LARGE,
+    MIDDLE,
+    OURS,
+    POLLING,
+    SMALL,
+    SUBJECTS,
+    Cell,
+    Run,
+    planned,
+)
 from bench.fan_out.report import draw, report
 from bench.results import Coverage, Findings
 
@@ -162,7 +176,7 @@ def test_every_target_is_judged_by_what_it_speaks_of() -> None:
     measured = {
         (workers, nbytes): {
             OURS: [good], POLLING: [good], IN_PLACE: [good], "pyzmq-pub-sub": [run()],
-            QUEUE: [run(100.0, gathers_per_s=9_000.0)],
+            QUEUE: [run(100.0, gathers_per_s=9_000.0)], ARENA: [run(100.0)],
         }
         for workers in (1, 2, CENTRAL, 8)
         for nbytes in (SMALL, MIDDLE, LARGE)
