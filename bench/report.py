@@ -188,7 +188,7 @@ def _targets(stored: _Stored) -> Iterator[str]:
         if mode not in told:
             detail = targets.command_of(mode)
             verdicts += [msgspec.structs.replace(verdict, detail=detail) for verdict in module.announced()]
-    verdicts += [verdict for of_mode in told.values() for verdict in of_mode]
+    verdicts += [verdict for of_mode in told.values() for verdict in _said_once(of_mode)]
     met = sum(verdict.met is True for verdict in verdicts)
     missed = sum(verdict.met is False for verdict in verdicts)
     yield f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured.\n"
@@ -197,6 +197,17 @@ def _targets(stored: _Stored) -> Iterator[str]:
         for verdict in verdicts
     ]
     yield Table("", ["target", "at", "asked", "measured", "", "in detail"], rows).markdown()
+
+
+def _said_once(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
+    """Leaves out what one run did not measure and another one did."""
+    known = {(verdict.what, verdict.at) for verdict in verdicts if verdict.met is not None}
+    for verdict in verdicts:
+        if verdict.met is not None:
+            yield verdict
+        elif (verdict.what, verdict.at) not in known:
+            known.add((verdict.what, verdict.at))
+            yield verdict
 
 
 def _again(stored: _Stored) -> str:

@@ -153,6 +153,16 @@ def test_of_a_mode_all_results_judge(stored: Path, tmp_path: Path) -> None:
     assert "target of serve-repeated |" in text
 
 
+def test_what_one_run_leaves_out_is_not_missing_if_another_measured_it(stored: Path, tmp_path: Path) -> None:
+    target = {"what": "speed", "at": "all", "asked": ">= 1 x"}
+    nowhere = target | {"what": "memory"}
+    other(stored, "serve", mode="serve", targets=[target | {"measured": "2 x", "met": True}, nowhere])
+    other(stored, "serve-more", mode="serve", targets=[target, nowhere])
+    found = section(report.build(stored, tmp_path / "docs").read_text(), "## Targets")
+    assert "| speed | all | >= 1 x | 2 x | **met** |" in found
+    assert (found.count("| speed |"), found.count("| memory |")) == (1, 1)
+
+
 def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:
     other(tmp_path / "results", "soak", mode="soak", tables=[{"title": "Memory", "columns": ["a"], "rows": []}])
     assert "## Soak" in report.build(tmp_path / "results", tmp_path / "docs").read_text()
