@@ -6,6 +6,7 @@ from shmring.core.looking cimport Looking
 
 cdef class EngineCalls:
     cdef EngineEnd _end
+    cdef double _look_s
     cdef Looking _looking
 
     cpdef object claim_now(self)

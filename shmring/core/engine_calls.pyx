@@ -23,7 +23,8 @@ cdef class EngineCalls:
 
     def __init__(self, EngineEnd end not None, look_s: float) -> None:
         self._end = end
-        self._looking = Looking(look_s)
+        self._look_s = look_s
+        self._looking = Looking()
 
     def claim(self):
         """Waits for the next request and claims it; callers are served in the order in which they wait.
@@ -84,13 +85,16 @@ cdef class EngineCalls:
     cdef object look(self):
         """Claims the next request if it comes soon; for who polls busily, and has no request in hand to work on meanwhile."""
         cdef EngineEnd end = self._end
-        if end._known != end.waiting_count or not self._looking.begins():
+        cdef Looking looking = self._looking
+        cdef bint goes_on
+        if end._known != end.waiting_count or not looking.begins(self._look_s):
             return None
-        while self._looking.goes_on():
-            claim = self.claim_now()
-            if claim is not None:
+        while True:
+            with nogil:
+                goes_on = looking.goes_on()
+            claim = self.claim_now() if goes_on else None
+            if claim is not None or not goes_on:
                 return claim
-        return None
 
 
 @cython.final

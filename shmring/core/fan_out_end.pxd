@@ -77,6 +77,7 @@ cdef class FanOutEnd:
     cdef uint64_t _record_nbytes
     cdef uint64_t _at_once_nbytes
     cdef uint32_t _max_tensors
+    cdef double _look_s
     cdef Looking _looking   # for replies
 
     cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1

@@ -219,7 +219,8 @@ cdef class FanOutEnd:
         self._inline_nbytes, self._record_nbytes = inline_nbytes, record_nbytes
         self._at_once_nbytes = at_once_nbytes
         self._max_tensors = max_tensors
-        self._looking = Looking(look_s)
+        self._look_s = look_s
+        self._looking = Looking()
 
     def reserve(self, Mapping memory not None) -> None:
         """There is memory for broadcasts."""
@@ -549,7 +550,7 @@ cdef class Gathering(Awaited):
         if not self.parcel.sequence:
             return owned([])
         self._sent()
-        if self.end._looking.begins():
+        if self.end._looking.begins(self.end._look_s):
             self._look()
             if self._error is not None or not self.expected:
                 error = self._error
@@ -591,8 +592,9 @@ cdef class Gathering(Awaited):
         cdef FanOutEnd end = self.end
         cdef FanOutBook book = end.book
         cdef WorkerRecord worker
+        cdef Looking looking = end._looking
         cdef uint64_t left
-        cdef bint is_news
+        cdef bint is_news, goes_on
         while True:
             left, is_news = self.expected, False
             while left and self._error is None:
@@ -610,8 +612,11 @@ cdef class Gathering(Awaited):
                     end.shell.worker_violated(worker, error)
             if not self.expected or self._error is not None:
                 return 0
-            if not is_news and not end._looking.goes_on():
-                return 0
+            if not is_news:
+                with nogil:
+                    goes_on = looking.goes_on()
+                if not goes_on:
+                    return 0
 
     cdef int _take(self, WorkerRecord worker, object answer) except -1:
         """A reply came."""

@@ -4,9 +4,8 @@ from libc.stdint cimport uint32_t
 
 
 cdef class Looking:
-    cdef double _seconds
     cdef double _until
     cdef uint32_t _left_out   # of the next times
 
-    cdef bint begins(self) noexcept
-    cdef bint goes_on(self) noexcept
+    cdef bint begins(self, double seconds) noexcept nogil
+    cdef bint goes_on(self) noexcept nogil

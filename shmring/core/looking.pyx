@@ -1,4 +1,4 @@
-"""Looking for something in shared memory before an event loop goes on, for who polls busily.
+"""Looking for something in shared memory before an event loop goes on, or a thread sleeps, for who polls busily.
 
 A turn of a loop takes a few microseconds, and what comes in the meantime waits for the next one. So who has nothing else to do looks
 itself, for a moment that is short for whatever else is in the loop, and lets other processes run whenever there is nothing yet. When
@@ -24,30 +24,22 @@ cdef double _LONG_YIELD_S = 0.0001  # whoever else polls gives a core back soone
 
 
 cdef class Looking:
-    """See the head of this file.
+    """See the head of this file. One for each purpose: what others wanted is remembered here."""
 
-    Args:
-        seconds: for how long; 0: not at all.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    cdef bint begins(self) noexcept:
-        """Whether to look now; if so, call :meth:`goes_on` before each further look."""
-        if not self._seconds:
+    cdef bint begins(self, double seconds) noexcept nogil:
+        """Whether to look now, for so many seconds; if so, call :meth:`goes_on` before each further look. 0: not at all."""
+        if seconds <= 0:
             return False
         if self._left_out:
             self._left_out -= 1
             return False
-        self._until = _now() + self._seconds
+        self._until = _now() + seconds
         return True
 
-    cdef bint goes_on(self) noexcept:
-        """Lets other processes run; returns whether to look again."""
+    cdef bint goes_on(self) noexcept nogil:
+        """Lets other processes run; returns whether to look again. To be called without the interpreter's lock."""
         cdef double before = _now(), after
-        with nogil:
-            sched_yield()
+        sched_yield()
         after = _now()
         if after - before > _LONG_YIELD_S:
             self._left_out = _LEFT_OUT

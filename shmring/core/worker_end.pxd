@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
+from shmring.core.looking cimport Looking
 from shmring.core.mapping cimport Mapped, Mapping
 from shmring.core.message_ring cimport RecordReader, RecordWriter
 from shmring.core.payload cimport Packed, Packer
@@ -56,6 +57,6 @@ cdef class WorkerEnd:
     cdef uint32_t _max_tensors
     cdef uint64_t _max_payload_nbytes
     cdef uint64_t _last_sequence    # of the last message that was taken from the ring
-    cdef uint32_t _crowded_waits    # that do not look before they sleep: others want the core
+    cdef Looking _looking    # for messages, before it sleeps
 
     cdef MessageEnd _open(self, bytes record)

@@ -21,6 +21,7 @@ from posix.unistd cimport close, dup
 
 from shmring.core.fan_out_book cimport AT_CLOSED, AT_STAMPS, AT_WANT, PAGE_NBYTES, WINDOW
 from shmring.core.fan_out_end cimport ANSWER, BROADCAST, IS_SHARED, WANTS_ANSWER
+from shmring.core.looking cimport Looking
 from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
 from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
 from shmring.core.msgpack cimport Cursor, Value, put_array, put_unsigned, read_array, read_unsigned, read_value, unsigned_nbytes
@@ -55,24 +56,10 @@ cdef extern from "<poll.h>" nogil:
     enum:
         POLLIN
 
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from "<time.h>" nogil:
-    struct timespec:
-        long tv_sec
-        long tv_nsec
-    int clock_gettime(int, timespec*)
-    enum:
-        CLOCK_MONOTONIC
-
 cdef enum:
     _HEADER_NBYTES = 64
-    _CROWDED_WAITS = 64  # that sleep at once, after one in which others wanted the core
 
 assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
-
-cdef double _LONG_YIELD_S = 0.0001  # polling workers, and their engine, give a core back sooner
 
 #: What :meth:`WorkerEnd.sleep` returns, added up.
 RANG, DIED = 1, 2
@@ -207,6 +194,7 @@ cdef class WorkerEnd:
         assert page.mapped.nbytes == PAGE_NBYTES
         self.reader, self.writer = reader, writer
         self._mapping = mapping
+        self._looking = Looking()
         self._decoder, self._shared_decoder, self._packer = decoder, shared_decoder, packer
         self._message_type = message_type
         self._max_tensors, self._max_payload_nbytes = max_tensors, max_payload_nbytes
@@ -388,27 +376,15 @@ cdef class WorkerEnd:
         cdef int ready = 0, patience
         cdef double wait = <double>wait_s
         cdef double busy = <double>busy_s
-        cdef double now, then, until
+        cdef Looking looking = self._looking
         descriptors[0].fd, descriptors[0].events = self._page.bell, POLLIN
         descriptors[1].fd, descriptors[1].events = <int>pidfd, POLLIN
-        if busy > 0 and self._crowded_waits:
-            self._crowded_waits -= 1
-            busy = 0
         with nogil:
             if not is_for_room:
-                if busy > 0:
-                    now = _now()
-                    until = now + busy
-                    while not is_news:
+                if looking.begins(busy):
+                    is_news = reader.has_news()
+                    while not is_news and looking.goes_on():
                         is_news = reader.has_news()
-                        if not is_news:
-                            sched_yield()
-                            then, now = now, _now()
-                            if now - then > _LONG_YIELD_S:
-                                self._crowded_waits = _CROWDED_WAITS
-                                break
-                            if now > until:
-                                break
                 is_news = is_news or not reader.fall_asleep()
             if not is_news:
                 # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.
@@ -422,8 +398,3 @@ cdef class WorkerEnd:
             return 0
         return (1 if descriptors[0].revents else 0) | (2 if descriptors[1].revents else 0)
 
-
-cdef double _now() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
-    return now.tv_sec + now.tv_nsec * 1e-9
