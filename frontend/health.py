@@ -10,6 +10,7 @@ process that is not healthy answers 503 with the envelope of errors instead.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -33,6 +34,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     `engine` says whether requests are carried out. If the server has several engines, one that is well is enough, and `engines`
     says how each of them is.
 
+    `pid` is the process that answers, which is one of `frontends`: each connection gets any of them.
+
     `frontends` are the states of all frontends of the server as the supervisor sees them, this one included; empty without a
     supervisor. A frontend that is `unresponsive` or `restarting` does not make the others unhealthy: the supervisor replaces
     it, and a restart of the server would end the requests of the others.
@@ -41,6 +44,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["running", "paused"]
     engines: dict[str, EngineState] | UnsetType = UNSET
     shutting_down: bool
+    pid: int
     frontends: list[FrontendState]
     decoders: DecoderStatistics
 
@@ -106,6 +110,7 @@ class HealthReporter:
             engine="paused" if paused else "running",
             engines=engines,
             shutting_down=self.shutting_down,
+            pid=os.getpid(),
             frontends=list(self._frontends()),
             decoders=self._decoders(),
         )

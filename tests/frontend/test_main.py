@@ -94,6 +94,7 @@ async def test_under_a_supervisor_it_serves_with_the_orders_settings_until_a_sig
         np.testing.assert_allclose(item["embedding"], embedding_of(pixels), rtol=1e-6)
         assert health.status_code == 200  # it is well, and says who is not
         assert health.json()["frontends"] == msgspec.to_builtins(states)
+        assert health.json()["pid"] == process.pid
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 20) == 0
     await eventually(lambda: engine.ring.statistics().clients == 1)
