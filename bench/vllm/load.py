@@ -54,7 +54,7 @@ KINDS: tuple[Kind, ...] = ("jpeg", "uuid", "new")
 SIDES = (416, 1344, 2688)
 
 _REQUESTS: Mapping[Kind, int] = {"jpeg": 48, "uuid": 160, "new": 24}  # some seconds at 43 MB, eight at a time
-_TIMES: Mapping[int, int] = {416: 6, 1344: 4, 2688: 1}  # as many of smaller pictures, by side, that are answered sooner
+_TIMES: Mapping[int, int] = {416: 12, 1344: 6, 2688: 1}  # as many of smaller pictures, by side, that are answered sooner
 
 
 @dataclasses.dataclass(frozen=True)
