@@ -23,11 +23,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from shmring.memory.streaming import last_level_cache_nbytes
+
 __all__ = ["CopyLimits", "Machine", "torch_resident_nbytes"]
 
 _GIT_TIMEOUT_S = 5.0
 _IMPORT_TIMEOUT_S = 120.0  # for torch, on a machine that does much else
-_CACHE_UNKNOWN_NBYTES = 64 << 20  # assumed of the last-level cache where the kernel does not say; more than most have
 _CACHES_ROTATED = 4  # the region that copies rotate through, in caches: little of it is left there on the next turn
 _ALIGNMENT = 64  # of every payload in a slab; glibc's memcpy is up to 15 times slower at some other distances
 _ABSENT = 0xA5  # a byte that the source has none of
@@ -61,7 +62,7 @@ class Machine(msgspec.Struct, frozen=True):
             python=platform.python_version(),
             commit=_commit(),
             libc=" ".join(platform.libc_ver()),
-            cache_nbytes=_cache_nbytes(),
+            cache_nbytes=last_level_cache_nbytes(),
             **{name: version(name) for name in ("torch", "numpy", "msgspec", "uvloop", "shmring")},
         )
 
@@ -81,15 +82,6 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _cache_nbytes() -> int:
-    """The size of the last-level cache."""
-    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-    if not levels:
-        return _CACHE_UNKNOWN_NBYTES
-    size = levels[-1].read_text().strip()
-    return int(size.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
 
 
 @functools.cache
@@ -114,7 +106,7 @@ class CopyLimits:
         self._source_address = int(self._source.ctypes.data)
         self._source_address += -self._source_address % _ALIGNMENT
         self._stride = nbytes + -nbytes % _ALIGNMENT
-        self._places = max(1, -(-_CACHES_ROTATED * _cache_nbytes() // self._stride))
+        self._places = max(1, -(-_CACHES_ROTATED * last_level_cache_nbytes() // self._stride))
         self._region = mmap.mmap(-1, self._places * self._stride)  # shared and anonymous: tmpfs, as a slab is
         touched = np.frombuffer(self._region, np.uint8)
         touched[:] = 0

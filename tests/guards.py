@@ -41,6 +41,20 @@ GUARDS = (
         "tests/core/test_numbered.py::test_others_that_had_the_same_place_are_still_found",
     ),
     Guard(
+        "slots that come back soon do not hide that others do not",
+        "shmring/core/client_end.pyx",
+        "max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)",
+        "turnover_nbytes",
+        "tests/test_cold_slots.py::test_copies_are_streamed_where_other_frontends_wrote_more_than_caches_hold",
+    ),
+    Guard(
+        "a slot that is kept for ever is followed no longer",
+        "shmring/core/client_end.pyx",
+        "if not self._away or self._next_id - self._away_request > self._max_inflight:",
+        "if not self._away:",
+        "tests/test_cold_slots.py::test_a_slot_that_never_comes_back_does_not_end_the_measuring",
+    ),
+    Guard(
         "a collector of garbage sees what is in flight",
         "shmring/core/numbered.pyx",
         "(<CollectedType*><PyObject*>Numbered).tp_traverse = <traverseproc><void*>_traverse\n",

@@ -4,6 +4,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
+from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.numbered cimport Numbered
@@ -60,6 +61,7 @@ cdef class ClientEnd(RecordTaker):
     cdef readonly uint64_t reply_copied_nbytes
     cdef readonly uint64_t stale_releases
     cdef readonly uint64_t in_flight
+    cdef readonly uint64_t turnover_nbytes
     cdef readonly bint found_full
     cdef public bint crowded
     cdef public bint is_open
@@ -81,6 +83,11 @@ cdef class ClientEnd(RecordTaker):
     cdef RecordWriter _writer
     cdef type _submission_type
     cdef uint64_t copied_into_slots  # bytes, by this end itself
+    cdef LoadPage _load
+    cdef uint64_t _cold_nbytes
+    cdef uint64_t _away          # generation of the slot that is followed; 0: none
+    cdef uint64_t _away_since    # what the engine had received when it went
+    cdef uint64_t _away_request  # with which it went
     cdef uint64_t _next_id
     cdef uint64_t _reply_key
     cdef uint64_t _inline_nbytes
@@ -98,11 +105,13 @@ cdef class ClientEnd(RecordTaker):
     cpdef PayloadDecoder decoder_of(self, object reply_type)
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes)
     cpdef object hold_now(self, object nbytes, bint drain)
+    cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held)
     cdef int _leave(self, SlotEnd slot) except -1
     cdef double _time_of(self, ClientSlotRecord slot) except -1
     cdef int _follow(self, list effects) except -1
     cpdef int take_back(self, tuple released) except -1
     cdef int _release(self, uint64_t generation) except -1
+    cdef void _came_back(self, uint64_t turnover_nbytes) noexcept
     cdef bint _take_message(self, object message) except -1
     cdef int _done(self, Done done) except -1
     cdef int _finished(self, uint64_t request_id) except -1

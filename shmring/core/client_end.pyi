@@ -7,6 +7,7 @@ import torch
 from shmring.core.awaiting import Awaited
 from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.held_slots import HeldSlots
+from shmring.core.load import LoadPage
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordTaker, RecordWriter
 from shmring.core.messages import SlotRef
@@ -71,6 +72,8 @@ class ClientEnd(RecordTaker):
     @property
     def in_flight(self) -> int: ...
     @property
+    def turnover_nbytes(self) -> int: ...
+    @property
     def found_full(self) -> bool: ...
     @property
     def shell(self) -> Any: ...
@@ -107,6 +110,8 @@ class ClientEnd(RecordTaker):
         max_payload_nbytes: int,
         slot_key: int,
         debug: bool,
+        load: LoadPage,
+        cold_nbytes: int,
     ) -> None: ...
     def hold_now(self, nbytes: int, drain: bool) -> Any: ...
     def hold(self, record: ClientSlotRecord, drain: bool) -> Any: ...

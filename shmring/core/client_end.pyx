@@ -27,6 +27,7 @@ from shmring.core.awaiting cimport Awaited, may_be_awaited, nothing_more, owned
 from shmring.core.client_book cimport ClientBook, ClientSlotRecord
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.instances cimport new_instance
+from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
 from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.msgpack cimport Cursor, read_unsigned
@@ -51,6 +52,7 @@ cdef enum:
     _ALIGNMENT = 64
     _BLOCK_NBYTES = 4096
     _FEW = 4
+    _FADES = 16  # what was seen counts for so many times as long, about
 
 assert HEADER_NBYTES == SLOT_HEADER_NBYTES
 
@@ -378,9 +380,13 @@ cdef class ClientEnd(RecordTaker):
         max_payload_nbytes: of a reply, tensors apart.
         debug: whether to tell the shell of slots that are left while views of them live.
         clock: that of the book's times.
+        load: the engine's.
+        cold_nbytes: a turnover after which a slot that comes back is not in the cache any more.
 
     Attributes:
         in_flight: requests that are, or are about to be.
+        turnover_nbytes: of the slots that come to the engine, from all its frontends, while one of this end is away: the most
+            that was seen lately.
         reader: of the ring from the engine, which the shell reads; None: nothing comes unless the shell has it delivered.
         found_full: whether :meth:`send_now` returned None because the ring is full.
         crowded: whether others wait for their turn; the shell says so.
@@ -394,9 +400,11 @@ cdef class ClientEnd(RecordTaker):
     def __init__(
         self, shell, ClientBook book not None, Regions regions not None, Mapping mapping not None, Packer packer not None, RecordWriter writer not None,
         submission_type, slot_type, TensorMaker maker not None, dtypes, clock, *, epoch, reply_key, max_tensors, inline_nbytes, max_inflight,
-        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug,
+        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug, LoadPage load not None, cold_nbytes,
     ) -> None:
         self.shell = shell
+        self._load = load
+        self._cold_nbytes = cold_nbytes
         self.book = book
         self.regions = regions
         self._mapping = mapping
@@ -540,8 +548,13 @@ cdef class ClientEnd(RecordTaker):
         Raises:
             TypeError, CapacityError: as :meth:`Packer.pack`.
         """
-        packed = self._packer.pack(payload, self._inline_nbytes, self._writer.largest_record_nbytes, self.held)
+        packed = self._pack(payload, self._inline_nbytes, self.held)
         return packed, self.held.found
+
+    cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held):
+        cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._writer.largest_record_nbytes, held)
+        packed.is_slot_cold = self.turnover_nbytes >= self._cold_nbytes
+        return packed
 
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):
         """Packs and sends a payload, unless something has to be waited for.
@@ -566,7 +579,7 @@ cdef class ClientEnd(RecordTaker):
             self.hear()
         if self.crowded or self.in_flight >= self._max_inflight:
             return None
-        packed = self._packer.pack(payload, self._inline_nbytes, self._writer.largest_record_nbytes, self.held)
+        packed = self._pack(payload, self._inline_nbytes, self.held)
         in_place = self.held.found
         if packed.slot_nbytes:
             self.hear()  # what was released just now is still in the cache: that is where to copy to
@@ -696,6 +709,8 @@ cdef class ClientEnd(RecordTaker):
             numbers.generation = self.device_slots.submit(record)
             return 0
         numbers.generation = self.book.submit_slot(record, self.book)
+        if not self._away or self._next_id - self._away_request > self._max_inflight:  # it may be kept there for ever
+            self._away, self._away_since, self._away_request = numbers.generation, self._load.received(), self._next_id
         put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
         return 0
 
@@ -707,7 +722,7 @@ cdef class ClientEnd(RecordTaker):
 
     def pack_apart(self, payload):
         """Encodes a payload all of whose tensors are to be copied to one slot; otherwise as :meth:`pack`."""
-        return self._packer.pack(payload, 0, self._writer.largest_record_nbytes)
+        return self._pack(payload, 0, None)
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
@@ -767,8 +782,15 @@ cdef class ClientEnd(RecordTaker):
         if slot == NULL:  # it is none in host memory
             self.stale_releases += not self.device_slots.release(generation)
         else:
+            if generation == self._away:
+                self._came_back(self._load.received() - self._away_since)
             self.book.release_generation(generation, self._time_of(<ClientSlotRecord>slot))
         return 0
+
+    cdef void _came_back(self, uint64_t turnover_nbytes) noexcept:
+        """The slot that was followed is back. What is quick to return is met more often, so the most counts, and fades."""
+        self._away = 0
+        self.turnover_nbytes = max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)
 
     cpdef SubmissionEnd forget(self, uint64_t request_id):
         """A request has ended; returns its submission.

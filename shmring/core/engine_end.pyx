@@ -393,7 +393,7 @@ cdef class EngineEnd:
     cdef void _publish_load(self) noexcept:
         """Says how much is in flight here."""
         if self._load is not None:
-            self._load.put(self._known, self.waiting_count)
+            self._load.put(self._known, self.waiting_count, self.received_nbytes)
 
     cpdef object take_next(self):
         """Takes the next request up that is worth a claim; None if none is waiting."""

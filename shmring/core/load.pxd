@@ -8,4 +8,5 @@ cdef class LoadPage:
     cdef bint _is_writable
     cdef int _forks
 
-    cdef void put(self, uint64_t in_flight, uint64_t waiting) noexcept nogil
+    cdef void put(self, uint64_t in_flight, uint64_t waiting, uint64_t received_nbytes) noexcept nogil
+    cdef uint64_t received(self) noexcept

@@ -1,7 +1,8 @@
-"""An engine's load, in a page that the engine writes and its frontends read: how much is in flight there, for who chooses an engine.
+"""An engine's load, in a page that the engine writes and its frontends read: how much is in flight there, for who chooses an engine, and
+how much has come, for who chooses how to copy.
 
-The engine stores two numbers whenever one of them changes, and sends nothing. A frontend loads them when it has a request to send. They
-are hints: the two need not be of the same moment, and whatever stands there, only the choice of an engine depends on it.
+The engine stores its numbers whenever one of them changes, and sends nothing. A frontend loads them when it has a request to send. They
+are hints: they need not be of the same moment, and whatever stands there, only these choices depend on it.
 
 A page has one writer, the engine, whose thread is the loop's: the stores need no order.
 """
@@ -31,6 +32,7 @@ cdef extern from "atomics.h" nogil:
 cdef enum:
     _AT_IN_FLIGHT = 0
     _AT_WAITING = 8
+    _AT_RECEIVED = 16
     _NBYTES = 4096
 
 #: Of the page.
@@ -64,10 +66,11 @@ cdef class LoadPage:
         if self._at != NULL and self._forks == forks():  # else something else may be there
             munmap(self._at, _NBYTES)
 
-    cdef void put(self, uint64_t in_flight, uint64_t waiting) noexcept nogil:
+    cdef void put(self, uint64_t in_flight, uint64_t waiting, uint64_t received_nbytes) noexcept nogil:
         if self._is_writable and self._forks == forks():
             store_relaxed_u64(self._at + _AT_IN_FLIGHT, in_flight)
             store_relaxed_u64(self._at + _AT_WAITING, waiting)
+            store_relaxed_u64(self._at + _AT_RECEIVED, received_nbytes)
 
     @property
     def in_flight(self) -> int:
@@ -78,3 +81,11 @@ cdef class LoadPage:
     def waiting(self) -> int:
         """Of these, those that it has not claimed yet."""
         return load_relaxed_u64(self._at + _AT_WAITING) if self._forks == forks() else 0
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes of slots that have come with requests, of all frontends together."""
+        return self.received()
+
+    cdef uint64_t received(self) noexcept:
+        return load_relaxed_u64(self._at + _AT_RECEIVED) if self._forks == forks() else 0

@@ -44,6 +44,7 @@ cdef class Packed:
     cdef readonly uint64_t slot_nbytes      # of the slot that region 0 needs; 0: it travels in the record
     cdef readonly uint64_t payload_offset   # in that slot, if the payload travels there
     cdef readonly bint is_payload_in_slot
+    cdef bint is_slot_cold                   # whether what the slot holds is unlikely to be in the cache
     cdef uint64_t _max_payload_nbytes
     cdef object _copy_strided
     cdef object _copy_long

@@ -60,6 +60,7 @@ cdef enum:
     _LINE_NBYTES = 64           # tensors start on cache lines of their own
     _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
     _LONG_NBYTES = 4 << 20      # copies that are for a function that is handed in, which goes past the cache
+    _COLD_NBYTES = 1 << 20      # and those of this size, to a slot that is not in it; below that, streaming gained nothing
     _WITHOUT_LOCK_NBYTES = 256 << 10  # a copy of so much lets other threads run; handing the lock over costs some microseconds
     _FEW_NBYTES = 1024          # a payload that is longer is encoded on the heap
     _MOST_NESTED = 200          # what is nested more deeply is for msgspec, and for the check of what it writes
@@ -511,7 +512,7 @@ cdef class Packed:
                 continue
             if not part.address:
                 self._copy_strided(part, <uint64_t>to + part.offset)
-            elif self.slot_nbytes >= _LONG_NBYTES:
+            elif self.slot_nbytes >= _LONG_NBYTES or (self.is_slot_cold and part.nbytes >= _COLD_NBYTES):
                 self._copy_long(<uint64_t>to + part.offset, part.address, part.nbytes)
             elif without_lock:
                 with nogil:

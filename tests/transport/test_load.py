@@ -20,7 +20,7 @@ from shmring.transport.load import create_load_page, map_load_page
 @pytest.fixture
 def fd() -> Iterator[int]:
     fd, page = create_load_page()
-    assert (page.in_flight, page.waiting) == (0, 0)
+    assert (page.in_flight, page.waiting, page.received_nbytes) == (0, 0, 0)
     yield fd
     os.close(fd)
 
@@ -39,7 +39,7 @@ def test_nobody_but_its_engine_can_write_it(fd: int) -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     page = map_load_page(fd)
-    assert (page.in_flight, page.waiting) == (0, 0)
+    assert (page.in_flight, page.waiting, page.received_nbytes) == (0, 0, 0)
 
 
 def test_a_mapping_that_was_made_for_reading_can_not_be_made_writable(fd: int) -> None:
@@ -78,7 +78,7 @@ def test_a_forked_child_has_no_page(fd: int) -> None:
     if not child:
         code = 1
         try:
-            code = 0 if (page.in_flight, page.waiting) == (0, 0) else 1
+            code = 0 if (page.in_flight, page.waiting, page.received_nbytes) == (0, 0, 0) else 1
             del page
         finally:
             os._exit(code)
