@@ -111,6 +111,7 @@ cdef class ClientEnd(RecordTaker):
     cdef int _follow(self, list effects) except -1
     cpdef int take_back(self, tuple released) except -1
     cdef int _release(self, uint64_t generation) except -1
+    cdef uint64_t _received(self) noexcept
     cdef void _came_back(self, uint64_t turnover_nbytes) noexcept
     cdef bint _take_message(self, object message) except -1
     cdef int _done(self, Done done) except -1

@@ -110,8 +110,8 @@ class ClientEnd(RecordTaker):
         max_payload_nbytes: int,
         slot_key: int,
         debug: bool,
-        load: LoadPage,
-        cold_nbytes: int,
+        load: LoadPage | None = ...,
+        cold_nbytes: int = ...,
     ) -> None: ...
     def hold_now(self, nbytes: int, drain: bool) -> Any: ...
     def hold(self, record: ClientSlotRecord, drain: bool) -> Any: ...

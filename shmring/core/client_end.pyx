@@ -20,7 +20,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.object cimport PyObject
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from shmring.core.awaiting cimport Awaited, may_be_awaited, nothing_more, owned
@@ -60,6 +60,7 @@ assert HEADER_NBYTES == SLOT_HEADER_NBYTES
 MAX_UNREAD_REPLIES = 65536
 
 cdef bytes _MAGIC = SLOT_MAGIC
+cdef uint64_t _NOTHING_IS_COLD = UINT64_MAX
 
 
 cdef class SubmissionEnd:
@@ -380,7 +381,7 @@ cdef class ClientEnd(RecordTaker):
         max_payload_nbytes: of a reply, tensors apart.
         debug: whether to tell the shell of slots that are left while views of them live.
         clock: that of the book's times.
-        load: the engine's.
+        load: the engine's; None: nothing is known of it.
         cold_nbytes: a turnover after which a slot that comes back is not in the cache any more.
 
     Attributes:
@@ -400,7 +401,7 @@ cdef class ClientEnd(RecordTaker):
     def __init__(
         self, shell, ClientBook book not None, Regions regions not None, Mapping mapping not None, Packer packer not None, RecordWriter writer not None,
         submission_type, slot_type, TensorMaker maker not None, dtypes, clock, *, epoch, reply_key, max_tensors, inline_nbytes, max_inflight,
-        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug, LoadPage load not None, cold_nbytes,
+        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug, LoadPage load=None, cold_nbytes=_NOTHING_IS_COLD,
     ) -> None:
         self.shell = shell
         self._load = load
@@ -710,7 +711,7 @@ cdef class ClientEnd(RecordTaker):
             return 0
         numbers.generation = self.book.submit_slot(record, self.book)
         if not self._away or self._next_id - self._away_request > self._max_inflight:  # it may be kept there for ever
-            self._away, self._away_since, self._away_request = numbers.generation, self._load.received(), self._next_id
+            self._away, self._away_since, self._away_request = numbers.generation, self._received(), self._next_id
         put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
         return 0
 
@@ -783,9 +784,12 @@ cdef class ClientEnd(RecordTaker):
             self.stale_releases += not self.device_slots.release(generation)
         else:
             if generation == self._away:
-                self._came_back(self._load.received() - self._away_since)
+                self._came_back(self._received() - self._away_since)
             self.book.release_generation(generation, self._time_of(<ClientSlotRecord>slot))
         return 0
+
+    cdef uint64_t _received(self) noexcept:
+        return 0 if self._load is None else self._load.received()
 
     cdef void _came_back(self, uint64_t turnover_nbytes) noexcept:
         """The slot that was followed is back. What is quick to return is met more often, so the most counts, and fades."""
