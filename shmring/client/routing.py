@@ -17,10 +17,9 @@ Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 __all__ = ["ROUTES", "EngineLoad", "LoadEstimate", "Route", "Router"]
 
@@ -33,8 +32,7 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 _PATIENCE_S = 0.1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(NamedTuple):
     """An engine's load, as a client sees it.
 
     Attributes:
@@ -78,7 +76,9 @@ class LoadEstimate:
             self._unread_since = now
         self._taken_nbytes = taken_nbytes
         responds = self._unread_since is None or now - self._unread_since <= _PATIENCE_S
-        return EngineLoad(max(own, published + max(0, own - self._own)), waiting, responds)
+        unheard = own - self._own
+        in_flight = published + unheard if unheard > 0 else published
+        return EngineLoad(own if own > in_flight else in_flight, waiting, responds)
 
 
 class Router:
@@ -103,12 +103,13 @@ class Router:
         Args:
             loads: of the engines that are attached; of one at least.
         """
-        in_turn = [name for name in self._names[self._next :] + self._names[: self._next] if name in loads]
-        usable = [name for name in in_turn if loads[name].responds] or in_turn
-        if self._route == "least_loaded":
-            chosen = min(usable, key=lambda name: (loads[name].in_flight, loads[name].waiting))
-        else:
-            chosen = usable[0]
+        is_least = self._route == "least_loaded"
+        chosen, lowest = "", None
+        for name in self._names[self._next :] + self._names[: self._next]:
+            if (load := loads.get(name)) is not None:
+                weight = (not load.responds, load.in_flight, load.waiting) if is_least else (not load.responds,)
+                if lowest is None or weight < lowest:
+                    chosen, lowest = name, weight
         self._next = (self._names.index(chosen) + 1) % len(self._names)
         return chosen
 
