@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -84,3 +85,21 @@ def test_every_argument_that_needs_words_is_explained(make_api: ModuleType) -> N
         for end in (shmring, shmring.threads):
             arguments = inspect.signature(getattr(end, name)).parameters.keys() - {"name", "rank", "overrides"}
             assert [argument for argument in arguments if f"**`{argument}" not in by_hand] == []
+
+
+def test_threads_md_names_each_call_that_differs(make_api: ModuleType) -> None:
+    section = (ROOT / "docs" / "threads.md").read_text().partition("## What differs\n")[2].partition("\n## ")[0]
+    differing = set()
+    for part in make_api.SECTIONS:
+        for name in part.members.split():
+            own, twin = (getattr(end, name, None) for end in (part.asyncio_class, part.blocking_class))
+            if not (inspect.isroutine(own) or inspect.isroutine(twin)):
+                continue
+            if (
+                own is None
+                or twin is None
+                or "timeout" in inspect.signature(twin).parameters.keys() - inspect.signature(own).parameters
+            ):
+                differing.add(name)
+    assert len(differing) > 10
+    assert {name for name in differing if not re.search(rf"[`.]{name}\b", section)} == set()
