@@ -2,7 +2,7 @@
 
 ``serve`` and ``connect`` run the ring's or the client's own event loop in a thread of its own; ``join``, a worker's end, needs
 none. The names, the arguments and the errors are those of :mod:`shmring`; what is awaited there blocks here, with a ``timeout``
-in seconds. See ``docs/threads.md``.
+in seconds. ``docs/threads.md`` lists what differs.
 """
 
 from shmring.threads.client import Client, Kept, Slot, Submission
