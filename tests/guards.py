@@ -41,6 +41,13 @@ GUARDS = (
         "tests/core/test_numbered.py::test_others_that_had_the_same_place_are_still_found",
     ),
     Guard(
+        "links sleep where others want the core",
+        "shmring/transport/polling.py",
+        "self._crowded_until_s = now + _CROWDED_S",
+        "pass",
+        "tests/transport/test_polling.py::test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken",
+    ),
+    Guard(
         "slots that come back soon do not hide that others do not",
         "shmring/core/client_end.pyx",
         "max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)",

@@ -56,6 +56,7 @@ cdef class RecordReader:
     cdef public bint is_reading
     cdef public bint heard
     cdef public uint32_t records_left
+    cdef readonly uint64_t delivered
     cdef readonly bint late
     cdef readonly bint stopped
     cdef bint _is_ending

@@ -382,6 +382,7 @@ cdef class RecordReader:
         is_reading: whether records are being delivered at the moment.
         records_left: how many may be delivered until the next turn.
         heard: whether some were, other than in a turn, since that was last looked at.
+        delivered: how many were, ever.
     """
 
     def __init__(self, memory, bell: int) -> None:
@@ -435,6 +436,7 @@ cdef class RecordReader:
                     break
                 self._left_nbytes -= nbytes + LENGTH_NBYTES
             count += 1
+            self.delivered += 1
             if taker is None:
                 record = PyBytes_FromStringAndSize(NULL, nbytes)
                 self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
@@ -478,6 +480,7 @@ cdef class RecordReader:
         try:
             while is_hot and self.records_left and not self.stopped and self.next_nbytes(&nbytes):
                 self.records_left -= 1
+                self.delivered += 1
                 self.heard = True
                 self.take(self._copy, nbytes)
                 is_hot = taker.take_hot(self._copy, nbytes)

@@ -104,6 +104,7 @@ class Link:
         self._drained = 0  # how often this end has asked for room
         self._awake = False
         self._vigil = Vigil()
+        self._delivered = 0  # records that the poller knows of
         self.reader.records_left = RECORDS_IN_TURN
         self._is_ending = False  # the connection has ended; what the peer had published by then is read first
         self._deaf = False  # nothing is delivered any more
@@ -294,12 +295,12 @@ class Link:
             self._came(deadline_s - LINK_S)
         return heard
 
-    def fall_asleep(self, now_s: float) -> bool:
+    def fall_asleep(self, now_s: float, at_once: bool) -> bool:
         """For the poller: returns whether this end sleeps now; False if something has come, or may be about to."""
         if not self._deaf and not self._origin.forked:
             if self._is_ending:
                 self._end()
-            elif not self._vigil.is_over(now_s) or not self.reader.sleep():
+            elif not (at_once or self._vigil.is_over(now_s)) or not self.reader.sleep():
                 return False
         self._say_awake(False)
         return True
@@ -336,6 +337,10 @@ class Link:
         """A record came: the next one may be about to."""
         self._vigil.begin(now_s)
         self._poller.extend()
+        if self._open:
+            delivered = self.reader.delivered
+            self._poller.records += delivered - self._delivered
+            self._delivered = delivered
 
     def _hear(self) -> None:
         """Something came over the socket."""

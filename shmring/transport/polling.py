@@ -14,6 +14,10 @@ Two ends that both sleep answer each other slowly *because* they sleep. Each of 
 its peer takes to be woken and to answer; if it looked for less, it would look in vain for ever, and both would stay in that
 state. So the time to look is that of a peer that has to be woken, with room for its answer.
 
+Where others want the cores, a yield takes as long as they may run: milliseconds, if they compute. Who is rung gets its core
+back at once, and who has given it away does not. So what long yields take is added up. If it is more for a record than being
+woken would take, all links sleep at once for a while, those that poll busily too.
+
 The budget. A turn ends after a set time, and the links that have not had theirs come first in the next one. In a turn, a link
 delivers so many records, or for so long: whichever is over first. Time is what others wait for. What a record costs depends on
 what it asks for and on the books, so no count would do; what a single record may ask for is bounded by its own type.
@@ -42,6 +46,11 @@ _TURN_S = 0.004  # for all of them together: what an event loop is expected to t
 _VIGIL_S = 0.0002  # to wake a peer whose core sleeps, too, takes up to 0.05 ms, and to copy a megabyte for an answer as long
 _VAIN_VIGILS = 4  # in a row, after which a link sleeps at once
 _RETRY = 32  # how many times it does so before it looks again
+_YIELD_S = 0.001  # a yield that took longer was lost to others: who is about to answer gives the core back sooner
+_LOST_S = 0.02  # after so much of it, or so many records, it is settled whether yielding is worth it
+_WAKE_S = 0.00008  # that may be lost for a record: what sleeping and being woken takes both ends
+_LOST_RECORDS = 1024
+_CROWDED_S = 0.25  # for which links sleep at once, if it is not
 
 
 class Polled(Protocol):
@@ -50,11 +59,12 @@ class Polled(Protocol):
     def take_turn(self, deadline_s: float) -> bool:
         """Looks at its ring, until the deadline at most; returns whether there was anything."""
 
-    def fall_asleep(self, now_s: float) -> bool:
+    def fall_asleep(self, now_s: float, at_once: bool) -> bool:
         """Nothing came in this turn: returns whether it sleeps now, and needs no further turn.
 
         Args:
             now_s: in the time of ``time.perf_counter``.
+            at_once: whether looking any longer is of no use.
         """
 
 
@@ -88,12 +98,18 @@ class Poller:
     Args:
         loop: which one.
         busy_poll_s: for how long after a message none of them falls asleep.
+
+    Attributes:
+        records: that links have delivered; they say so. It starts again when it has been looked at.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, busy_poll_s: float = 0.0) -> None:
         self._loop = loop
         self._busy_poll_s = busy_poll_s
         self._busy_until_s = 0.0
+        self._crowded_until_s = 0.0
+        self._lost_s = 0.0
+        self.records = 0
         self._awake: deque[Polled] = deque()
         self._armed = False
 
@@ -122,6 +138,7 @@ class Poller:
         awake = self._awake
         now = time.perf_counter()
         turn_end_s = now + _TURN_S
+        is_crowded = now < self._crowded_until_s
         had_records = False
         for _ in range(len(awake)):
             link = awake.popleft()
@@ -130,7 +147,7 @@ class Poller:
                 if link.take_turn(now + LINK_S):
                     had_records = True
                 else:
-                    is_awake = now < self._busy_until_s or not link.fall_asleep(now)
+                    is_awake = (now < self._busy_until_s and not is_crowded) or not link.fall_asleep(now, is_crowded)
             finally:
                 if is_awake:
                     awake.append(link)
@@ -142,3 +159,14 @@ class Poller:
             self._arm()
         if awake and not had_records:
             os.sched_yield()
+            back = time.perf_counter()
+            if back - now > _YIELD_S:
+                self._has_lost(back - now, back)
+
+    def _has_lost(self, seconds: float, now: float) -> None:
+        """Others had the core for long."""
+        self._lost_s += seconds
+        if self._lost_s > _LOST_S or self.records > _LOST_RECORDS:
+            if self._lost_s > self.records * _WAKE_S:
+                self._crowded_until_s = now + _CROWDED_S
+            self._lost_s, self.records = 0.0, 0

@@ -53,9 +53,9 @@ class Link:
         self.clock[0] += self.work_s
         return True
 
-    def fall_asleep(self, now_s: float) -> bool:
-        self.restless -= 1
-        self.asleep = self.restless < 0
+    def fall_asleep(self, now_s: float, at_once: bool) -> bool:
+        self.restless -= 0 if at_once else 1
+        self.asleep = at_once or self.restless < 0
         return self.asleep
 
 
@@ -87,6 +87,46 @@ def test_a_link_that_does_not_fall_asleep_has_another_turn(clock: list[float]) -
     link.restless = 3
     Poller(loop).wake(link)  # type: ignore[arg-type]
     assert turns_until_asleep(loop) == 4
+
+
+def turns_while_others_run(
+    poller: Poller, loop: Loop, clock: list[float], monkeypatch: pytest.MonkeyPatch, yield_s: float
+) -> int:
+    """How many turns a link has that polls busily for a second, where each yield takes so long."""
+
+    def others_run() -> None:
+        clock[0] += yield_s
+        poller.records += 16
+
+    monkeypatch.setattr(polling.os, "sched_yield", others_run)
+    link = Link(clock)
+    link.restless = 1_000_000
+    began = clock[0]
+    poller.wake(link)  # type: ignore[arg-type]
+    poller.extend()
+    while loop.iterate() and clock[0] < began + 0.2:
+        pass
+    return len(link.turns)
+
+
+def test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop()
+    poller = Poller(loop, busy_poll_s=1.0)  # type: ignore[arg-type]
+    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) < 10
+    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) == 1  # still
+    clock[0] += 0.3
+    assert 1 < turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) < 10  # tried again, and given up again
+
+
+@pytest.mark.parametrize("yield_s", [0.0005, 0.0012])
+def test_links_go_on_looking_where_a_yield_brings_more_than_it_costs(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, yield_s: float
+) -> None:
+    loop = Loop()
+    poller = Poller(loop, busy_poll_s=1.0)  # type: ignore[arg-type]
+    assert turns_while_others_run(poller, loop, clock, monkeypatch, yield_s) > 100
 
 
 def test_links_have_their_turns_in_turn_and_none_is_left_out(clock: list[float]) -> None:
