@@ -222,7 +222,11 @@ class RingClient(ClientCalls):
 
         Returns:
             How many were in flight; an unknown one is none, it may just have ended.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
         """
+        self.check_process()
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         preparing = self._preparations.abort(names)
         if self._session is None:
@@ -445,8 +449,7 @@ class RingClient(ClientCalls):
 
     def _attached_now(self) -> Session | None:
         """The session with an engine; None while the next engine is waited for."""
-        if self._origin.forked:
-            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
+        self.check_process()
         if self._closed:
             raise ClosedError(f"this client of {self.name!r} is closed")
         if self._session is not None:
@@ -459,6 +462,11 @@ class RingClient(ClientCalls):
 
     @property
     def session(self) -> Session | None:
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._origin.forked:
+            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
+
         """The connection to the engine that is attached now; for whoever chooses among several clients."""
         return self._session
 
@@ -572,7 +580,12 @@ class RingClient(ClientCalls):
         return self._session.why_no_reply()
 
     def statistics(self) -> ClientStatistics:
-        """Returns gauges of the present state, and counters since the start."""
+        """Returns gauges of the present state, and counters since the start.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
+        """
+        self.check_process()
         session = self._session
         counters = self._counters if session is None else self._counters.with_those_of(session.end)
         memories = session.slots if session is not None else ()

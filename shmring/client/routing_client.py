@@ -299,7 +299,11 @@ class RoutingClient:
         Returns:
             How many were in flight; an unknown one is none, it may just have ended.
         """
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
         names = {request_id} if isinstance(request_id, str) else set(request_id)
+        self._check_process()
         return self._preparations.abort(names) + sum(client.abort(names) for client in self.engines.values())
 
     async def call(self, method: str, *arguments: object, engine: str, timeout: float | None = None) -> Any:
@@ -491,7 +495,12 @@ class RoutingClient:
         return self._candidates(key, None)[0].name
 
     def loads(self) -> dict[str, EngineLoad]:
-        """Returns the loads of the engines that are attached, as requests are routed by them now."""
+        """Returns the loads of the engines that are attached, as requests are routed by them now.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
+        """
+        self._check_process()
         return {name: self._load(name, session) for name, session in self._attached()}
 
     def _attached(self) -> Iterator[tuple[str, Session]]:
@@ -646,7 +655,12 @@ class RoutingClient:
                     await client.session.prefaulted()
 
     def statistics(self) -> dict[str, ClientStatistics]:
-        """Returns gauges of the present state, and counters since the start, of each engine."""
+        self._check_process()
+        """Returns gauges of the present state, and counters since the start, of each engine.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
+        """
         return {name: client.statistics() for name, client in self.engines.items()}
 
     async def close(self) -> None:
@@ -659,7 +673,7 @@ class RoutingClient:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if self._origin.forked:
             raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
         if self._closed:
@@ -678,6 +692,9 @@ class AcquiringRoutedSlot:
     """What :meth:`RoutingClient.slot` returns: await it, or use it with ``async with``."""
 
     def __init__(self, acquire: Callable[[], Any]) -> None:
+
+    def _check_open(self) -> None:
+        self._check_process()
         self._acquire = acquire
         self._slot: Slot | None = None
 

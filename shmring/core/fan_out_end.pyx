@@ -26,7 +26,7 @@ from shmring.core.held_slots cimport HeldSlots
 from shmring.core.lending cimport BLOCK_NBYTES, slot_blocks
 from shmring.core.looking cimport Looking
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter, forks
 from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned, read_array, read_unsigned, unsigned_nbytes
 from shmring.core.payload cimport Packed, Packer, put_slot
 from shmring.core.received cimport PayloadDecoder, regions_of
@@ -221,6 +221,7 @@ cdef class FanOutEnd:
         self._max_tensors = max_tensors
         self._look_s = look_s
         self._looking = Looking()
+        self._forks = forks()
 
     def reserve(self, Mapping memory not None) -> None:
         """There is memory for broadcasts."""
@@ -264,7 +265,7 @@ cdef class FanOutEnd:
         cdef ClaimEnd claim
         cdef SlotNumbers* slot
         cdef uint32_t count, place, i
-        if not self.is_open:
+        if not self.is_open or self._forks != forks():
             raise self.shell.closed()
         parcel = Parcel.__new__(Parcel)
         parcel.to, parcel.flags = to, flags if shared is None else flags | IS_SHARED

@@ -119,6 +119,7 @@ cdef class MessageEnd:
 
         Raises:
             LocalProtocolError: the message was left.
+            ClosedError: it belongs to the process that forked this one, which does not have its memory.
         """
         return self._shown(self._payload)
 
@@ -132,6 +133,9 @@ cdef class MessageEnd:
         return self._shown(self._beside)
 
     cdef object _shown(self, object what):
+        cdef WorkerEnd end = self.end
+        if end._page.forks != forks():
+            end.shell.check_process()
         if self.left:
             raise LocalProtocolError(f"message {self.sequence} was left; keep what you need of its payload before")
         return what

@@ -238,6 +238,7 @@ class Ring(EngineCalls):
         try:
             return await self.claim_in_turn()
         except ClosedError:
+            self.check_process()
             raise StopAsyncIteration from None
 
     def claim_nowait(self) -> Claim:
@@ -262,7 +263,11 @@ class Ring(EngineCalls):
         Args:
             handler: called inside ``with claim:``.
             max_concurrency: handlers at a time; further requests wait unclaimed, where aborting them costs nothing.
+
+        Raises:
+            ClosedError: the ring belongs to the process that forked this one.
         """
+        self.check_process()
         await handle_claims(self, handler, max_concurrency)
 
     async def _request_arrived(self) -> None:
@@ -587,6 +592,11 @@ class Ring(EngineCalls):
 
     def closed_error(self) -> ClosedError:
         """For what is no method of this: why the ring can't be used."""
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._origin.forked:
+            raise self.closed_error()
+
         if not self._origin.forked:
             return ClosedError(f"ring {self.name!r} is closed")
         return ClosedError(f"ring {self.name!r} belongs to process {self._origin.pid}, which forked this one; serve your own")
@@ -596,7 +606,12 @@ class Ring(EngineCalls):
         self._counters.protocol_errors += 1
 
     def statistics(self) -> RingStatistics:
-        """Returns gauges of the present state, and counters since the start."""
+        """Returns gauges of the present state, and counters since the start.
+
+        Raises:
+            ClosedError: the ring belongs to the process that forked this one.
+        """
+        self.check_process()
         book, counters, fan_out = self._book, self._counters, self.workers.end
         connected = sum(client.connected for client in book.clients.values())
         memories: dict[str, Any] = {}

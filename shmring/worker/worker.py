@@ -122,7 +122,7 @@ class Worker:
         return message
 
     def _next(self) -> Message | None:
-        self._check_process()
+        self.check_process()
         if not self._records and self._reason is None:
             self._link.poll()
         if not self._records:
@@ -232,11 +232,12 @@ class Worker:
         self._wake()
 
     def _check_alive(self) -> None:
-        self._check_process()
+        self.check_process()
         if self._reason is not None:
             raise fresh(self._reason)
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """For messages: raises ClosedError in a forked child."""
         if self._origin.forked:
             raise ClosedError(
                 f"worker {self.rank} of engine {self.name!r} belongs to process {self._origin.pid}, which forked this one; "
