@@ -50,7 +50,7 @@ class Message(ReceivedMessage):
 
         Raises:
             TimeoutError: it took longer; the connection has ended if a part of the reply was sent.
-            LocalProtocolError: the message had a reply.
+            LocalProtocolError: the message had a reply, or was left.
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.

@@ -47,7 +47,7 @@ class Message(ReceivedMessage):
             payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
 
         Raises:
-            LocalProtocolError: the message had a reply.
+            LocalProtocolError: the message had a reply, or was left.
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
