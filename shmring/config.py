@@ -69,6 +69,17 @@ def validate_name(name: str) -> str:
     return name
 
 
+def check_timeout(timeout: float | None) -> float | None:
+    """Returns what a caller gives as a timeout, if it is one: also where it turns out that nothing has to be waited for.
+
+    Raises:
+        TypeError: it is no number, and not None.
+    """
+    if timeout is not None and not hasattr(timeout, "__float__"):
+        raise TypeError(f"timeout is a number of seconds, or None, not {timeout!r}")
+    return timeout
+
+
 _Config = TypeVar("_Config", "RingConfig", "ClientConfig", "WorkerConfig")
 
 

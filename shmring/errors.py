@@ -82,7 +82,7 @@ class EngineDeadError(PeerLostError):
 
 
 class WorkerLostError(PeerLostError):
-    """A worker is dead, was dropped, or is none: it gets nothing, and will not reply.
+    """A worker is dead, was dropped, or never joined: it gets nothing, and will not reply.
 
     Attributes:
         ranks: of those workers.
@@ -94,7 +94,7 @@ class WorkerLostError(PeerLostError):
 
 
 class WouldBlock(ShmringError):
-    """A ``_nowait`` call would have had to wait; call its waiting twin, or try again later."""
+    """A ``_nowait`` call would have had to wait; call its twin without ``_nowait``, which waits, or try again later."""
 
 
 class CapacityError(ShmringError):
@@ -163,11 +163,14 @@ class WorkersBehindError(TimeoutError):
 
     Attributes:
         ranks: of those workers.
+        sent: whether the message was sent. Then it went to all of its workers, and those that have not carried it out will do
+            so; their replies go nowhere. Otherwise nobody got it, and it may be sent again.
     """
 
-    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+    def __init__(self, message: str, *, ranks: Iterable[int] = (), sent: bool = False) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+        self.sent = sent
 
 
 class RankTakenError(ShmringError):

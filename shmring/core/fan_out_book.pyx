@@ -218,7 +218,8 @@ cdef class FanOutBook:
                 mask |= <uint64_t>1 << (<WorkerRecord>worker).place
         if missing:
             raise WorkerLostError(
-                f"there is no worker of rank {', '.join(map(str, missing))}; there are {list(self.ranks)}", ranks=missing
+                f"there is no worker of rank {', '.join(map(str, missing))} (any more, or yet); there are {list(self.ranks)}",
+                ranks=missing,
             )
         return mask
 
@@ -336,9 +337,9 @@ cdef class FanOutBook:
         cdef Outstanding* message = &self._messages[stamp]
         cdef uint64_t left = message.pending
         cdef WorkerRecord worker
-        while left:
         if self._forks != forks():
             return True
+        while left:
             worker = <WorkerRecord>self._places[lowest_bit(left)]
             left &= left - 1
             # Acquire: whatever it has read there it has read before it said so.
@@ -396,9 +397,9 @@ cdef class FanOutBook:
         cdef uint8_t* at
         cdef uint64_t earlier
         cdef int place
-        for place in range(MAX_WORKERS):
         if self._forks != forks():
             return False
+        for place in range(MAX_WORKERS):
             if wanted[place]:
                 at = (<WorkerRecord>self._places[place])._at + AT_WANT
                 earlier = load_acquire_u64(at)  # of somebody else who waits, and is rung for with this

@@ -274,6 +274,10 @@ cdef class FanOutEnd:
         self._slots.look_in(shared)
         try:
             parcel.packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes, self._slots)
+        except TypeError as error:
+            if shared is None:
+                raise
+            raise _of_shared(error) from None
         finally:
             found = self._slots.found
             self._slots.rest()
@@ -524,6 +528,15 @@ cdef class FanOutEnd:
                 ))
 
 
+cdef object _of_shared(object error):
+    """Says what can't be sent by the name that its caller knows: what is shared is packed as a pair of payloads."""
+    text = str(error)
+    for place, name in (("payload[0]", "payload"), ("payload[1]", "beside")):
+        if text.startswith(place):
+            return TypeError(name + text[len(place):])
+    return error
+
+
 @cython.final
 cdef class Broadcasting(Awaited):
     """What sends a message to workers."""
@@ -650,7 +663,8 @@ cdef class Gathering(Awaited):
             return  # in this turn of the loop; those who have not replied may be gone
         ranks = self.missing()
         self._fail(WorkersBehindError(
-            f"waited {self.timeout:g} s for the replies of workers {', '.join(map(str, ranks))}, and gave up", ranks=ranks
+            f"waited {self.timeout:g} s for the replies of workers {', '.join(map(str, ranks))}, which have the message, and gave up",
+            ranks=ranks, sent=True,
         ))
 
     cdef PyObject* came(self, object result) except NULL:

@@ -373,7 +373,8 @@ class Ring(EngineCalls):
         Raises:
             WorkersBehindError: the time was over; a TimeoutError that names the workers. Nothing was sent.
             WorkerLostError: there is no worker of a rank in ``to``. Nothing was sent.
-            TypeError: something in the payload can't be sent; the message names its path.
+            TypeError: something in the payload can't be sent; the message names its path. Or ``to`` is no list of ranks, or
+                ``timeout`` no number.
             CapacityError: what has to be copied can never fit ``broadcast_nbytes``, or a message.
             ClosedError: the ring is closed.
         """
@@ -399,7 +400,8 @@ class Ring(EngineCalls):
             Their replies in order of rank, when awaited.
 
         Raises:
-            WorkersBehindError: the time was over; a TimeoutError that names the workers that had not replied.
+            WorkersBehindError: the time was over; a TimeoutError that names the workers. ``sent`` says whether they have the
+                message and had not replied, or nothing was sent.
             WorkerLostError: one of them has died, left or was dropped before it replied; or there is none of a rank in ``to``.
             WorkerFailedError: one of them failed with it: with its rank, and its error's type and text.
             TypeError, CapacityError, ClosedError: as :meth:`broadcast`.
@@ -590,13 +592,13 @@ class Ring(EngineCalls):
         if self._closed or self._origin.forked:
             raise self.closed_error()
 
-    def closed_error(self) -> ClosedError:
-        """For what is no method of this: why the ring can't be used."""
     def check_process(self) -> None:
         """Raises :class:`ClosedError` in a forked child."""
         if self._origin.forked:
             raise self.closed_error()
 
+    def closed_error(self) -> ClosedError:
+        """For what is no method of this: why the ring can't be used."""
         if not self._origin.forked:
             return ClosedError(f"ring {self.name!r} is closed")
         return ClosedError(f"ring {self.name!r} belongs to process {self._origin.pid}, which forked this one; serve your own")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import struct
 from typing import Any
 

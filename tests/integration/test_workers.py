@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,23 @@ async def test_a_death_is_heard_of_by_its_pidfd_and_not_by_looking_now_and_then(
     await eventually(lambda: not ring.workers.book.outstanding)  # no statistics: they look
     await eventually(lambda: is_whole(ring))
     assert submission.request_id == 1
+
+
+async def test_a_worker_that_is_killed_in_a_gather_has_died_and_has_not_left(serve: Any, start: Any) -> None:
+    ring = await serve(**OPTIONS)
+    victim = start("hold", 0)
+    await ring.wait_workers(1, timeout=20)
+    gathering = asyncio.ensure_future(ring.gather({}, timeout=20))
+    await victim.said()
+    assert await victim.said() == ["held", "1"]
+    [worker] = ring.statistics().workers
+    pidfd, death = os.pidfd_open(worker.pid), select.poll()
+    death.register(pidfd, select.POLLIN)
+    victim.signal(signal.SIGKILL)
+    assert death.poll(20_000)  # it is dead before this loop goes on, which hears of that and of the connection's end at once
+    os.close(pidfd)
+    with pytest.raises(shmring.WorkerLostError, match="worker 0 has died before it replied"):
+        await gathering
 
 
 async def test_a_stopped_worker_holds_up_others_at_the_bound_and_no_sooner(serve: Any, start: Any, eventually: Any) -> None:
