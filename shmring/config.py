@@ -69,15 +69,14 @@ def validate_name(name: str) -> str:
     return name
 
 
-def check_timeout(timeout: float | None) -> float | None:
-    """Returns what a caller gives as a timeout, if it is one: also where it turns out that nothing has to be waited for.
+def check_timeout(timeout: object) -> None:
+    """Raises unless this can be a timeout; for calls that may find that nothing has to be waited for.
 
     Raises:
         TypeError: it is no number, and not None.
     """
     if timeout is not None and not hasattr(timeout, "__float__"):
         raise TypeError(f"timeout is a number of seconds, or None, not {timeout!r}")
-    return timeout
 
 
 _Config = TypeVar("_Config", "RingConfig", "ClientConfig", "WorkerConfig")

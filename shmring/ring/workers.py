@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shmring.config import check_timeout
 from shmring.core.engine_end import ClaimEnd, EngineEnd
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
 from shmring.core.fan_out_end import FanOutEnd, Gathering, JoinedWorker, Parcel
@@ -177,7 +176,7 @@ class Workers:
 
     def broadcast(self, payload: object, to: Iterable[int] | None, timeout: float | None) -> Awaitable[tuple[int, ...]]:
         """See :meth:`Ring.broadcast`."""
-        return self.end.broadcast(payload, _ranks(to), check_timeout(timeout))
+        return self.end.broadcast(payload, _ranks(to), timeout)
 
     def broadcast_nowait(self, payload: object, to: Iterable[int] | None) -> tuple[int, ...]:
         """See :meth:`Ring.broadcast_nowait`."""
@@ -187,7 +186,7 @@ class Workers:
         self, claim: ClaimEnd, beside: object, to: Iterable[int] | None, timeout: float | None
     ) -> Awaitable[tuple[int, ...]]:
         """See :meth:`Claim.share`."""
-        return self.end.broadcast([claim.payload, beside], _ranks(to), check_timeout(timeout), claim=claim)
+        return self.end.broadcast([claim.payload, beside], _ranks(to), timeout, claim=claim)
 
     def share_nowait(self, claim: ClaimEnd, beside: object, to: Iterable[int] | None) -> tuple[int, ...]:
         """See :meth:`Claim.share_nowait`."""
@@ -200,7 +199,7 @@ class Workers:
 
     def gather(self, payload: object, to: Iterable[int] | None, timeout: float | None) -> Awaitable[list[Any]]:
         """See :meth:`Ring.gather`."""
-        return self.end.gather(payload, _ranks(to), check_timeout(timeout))
+        return self.end.gather(payload, _ranks(to), timeout)
 
     async def send_in_turn(self, parcel: Parcel, timeout: float | None) -> None:
         """For the end: sends what has to wait, or takes long to copy.
