@@ -69,6 +69,16 @@ def validate_name(name: str) -> str:
     return name
 
 
+def check_timeout(timeout: object) -> None:
+    """Raises unless this can be a timeout; for calls that may find that nothing has to be waited for.
+
+    Raises:
+        TypeError: it is no number, and not None.
+    """
+    if timeout is not None and not hasattr(timeout, "__float__"):
+        raise TypeError(f"timeout is a number of seconds, or None, not {timeout!r}")
+
+
 _Config = TypeVar("_Config", "RingConfig", "ClientConfig", "WorkerConfig")
 
 

@@ -321,6 +321,20 @@ GUARDS = (
         "tests/integration/test_process_exit.py::test_a_forked_child_can_use_neither_end",
     ),
     Guard(
+        "a forked child may not use its parent's ring",
+        "shmring/core/fan_out_end.pyx",
+        "if not self.is_open or self._forks != forks():",
+        "if not self.is_open:",
+        "tests/test_forked_children.py::test_a_forked_child_is_refused",
+    ),
+    Guard(
+        "a forked child reads no worker's page",
+        "shmring/core/fan_out_book.pyx",
+        "        if self._forks != forks():\n            return True\n",
+        "",
+        "tests/core/test_fan_out_book_machine.py::test_a_forked_child_believes_no_page_and_asks_nobody",
+    ),
+    Guard(
         "the uid of a peer that connects is checked",
         "shmring/transport/endpoint.py",
         "if uid not in allowed_uids:",

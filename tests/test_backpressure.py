@@ -84,7 +84,7 @@ async def test_waiters_are_served_strictly_in_order(serve: Any, connect: Any, ev
         waiting.append(asyncio.create_task(slot(client, nbytes, served, number)))
         await asyncio.sleep(0)
     await eventually(lambda: client.statistics().waiting == 6)
-    with pytest.raises(shmring.WouldBlock):
+    with pytest.raises(shmring.WouldBlock, match=r"request\(\), submit\(\) and slot\(\) wait for them"):
         client.slot_nowait(10)
     blocker.close()
     await asyncio.gather(*waiting)

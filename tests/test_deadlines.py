@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +100,40 @@ async def test_a_request_that_waits_for_space_says_so(serve: Any, connect: Any) 
     with pytest.raises(TimeoutError, match=r"\d+ bytes of slots that were left are kept by living views"):
         await client.request(torch.zeros(600_000, dtype=torch.uint8), timeout=0.05)
     del view
+
+
+async def test_who_waits_for_space_that_kept_contents_have_is_told_what_to_leave(serve: Any, connect: Any) -> None:
+    await serve(slab_nbytes="4MiB", kept_nbytes="2MiB", reply_nbytes="64KiB")
+    client = await connect()
+    pinned = [await client.keep(bytes([number]) * 32, torch.zeros(600_000, dtype=torch.uint8)) for number in range(3)]
+    with pytest.raises(TimeoutError, match=r"free, 3 kept contents are pinned \(leave what find\(\) and keep\(\)") as caught:
+        await client.slot(3_000_000, timeout=0.05)
+    assert "callers hold" not in str(caught.value)
+    async with client.slot(600_000):
+        with pytest.raises(TimeoutError, match=r"callers hold 1 slots, 3 kept contents are pinned"):
+            await client.slot(3_000_000, timeout=0.05)
+    for kept in pinned:
+        kept.close()
+    async with client.slot(3_000_000, timeout=5):
+        pass
+
+
+async def test_a_timeout_is_a_number_and_that_is_said_before_anything_happens(serve: Any, connect: Any) -> None:
+    ring = await serve()
+    client = await connect()
+    wrong: Any = "5s"
+    attempts: list[Callable[[], Any]] = [
+        lambda: client.request(1, timeout=wrong),
+        lambda: client.slot(1000, timeout=wrong),
+        lambda: ring.broadcast(1, timeout=wrong),
+        lambda: ring.gather(1, timeout=wrong),
+    ]
+    for attempt in attempts:
+        with pytest.raises(TypeError, match="timeout is a number of seconds, or None, not '5s'"):
+            await attempt()
+    assert ring.statistics().submitted == 0
+    async with client.slot(1000, timeout=np.float32(5)):  # type: ignore[arg-type]  # no float, and a number
+        pass
 
 
 async def test_a_request_that_waits_for_its_turn_says_so(serve: Any, connect: Any) -> None:

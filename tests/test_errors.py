@@ -57,6 +57,8 @@ def test_only_the_timeout_that_names_workers_is_a_timeout_and_none_is_an_operati
 
 def test_errors_about_workers_carry_their_ranks() -> None:
     assert errors.WorkersBehindError("late", ranks=(1, 2)).ranks == (1, 2)
+    assert not errors.WorkersBehindError("late").sent
+    assert errors.fresh(errors.WorkersBehindError("late", sent=True)).sent
     assert errors.WorkerLostError("dead", ranks=[3]).ranks == (3,)
     assert errors.RankTakenError("taken", rank=4).rank == 4
     failed = errors.WorkerFailedError("ValueError", "no such layer", rank=5)

@@ -402,6 +402,37 @@ async def _acquired(client: shmring.RoutingClient, nbytes: int, **options: Any) 
     return await client.slot(nbytes, **options)
 
 
+@pytest.mark.parametrize("call", ["request", "stream", "slot", "slots", "find", "keep", "call", "wait_connected"])
+async def test_who_waits_for_an_engine_that_is_named_and_gone_is_told_that_it_is_not_attached(
+    call: str, client: shmring.RoutingClient, engines: Engines, eventually: Any
+) -> None:
+    await engines.stop("vision-0")
+    await eventually(lambda: not client.engines["vision-0"].connected)
+    where: dict[str, Any] = {"engine": "vision-0", "timeout": 0.02}
+    waits: dict[str, Callable[[], Awaitable[Any]]] = {
+        "request": lambda: client.request({}, **where),
+        "stream": lambda: anext(client.stream({}, **where)),
+        "slot": lambda: _acquired(client, 100, **where),
+        "slots": lambda: client.slots([100], **where),
+        "find": lambda: client.find(b"k" * 32, **where),
+        "keep": lambda: client.keep(b"k" * 32, tensor(), **where),
+        "call": lambda: client.call("method", **where),
+        "wait_connected": lambda: client.wait_connected(**where),
+    }
+    with pytest.raises(TimeoutError, match=r"s it was given: (an )?engine 'vision-0' to be attached") as caught:
+        await waits[call]()
+    assert "at 'vision-1'" not in str(caught.value)
+
+
+async def test_who_waits_at_an_engine_that_is_named_is_told_of_that_alone(
+    client: shmring.RoutingClient, engines: Engines
+) -> None:
+    async with client.slot(800_000, engine="vision-0"):
+        with pytest.raises(TimeoutError, match="given: at 'vision-0': space: ") as caught:
+            await client.slot(800_000, engine="vision-0", timeout=0.02)
+        assert "vision-1" not in str(caught.value)
+
+
 async def test_while_no_engine_is_there_requests_wait_for_one(
     client: shmring.RoutingClient, engines: Engines, eventually: Any
 ) -> None:

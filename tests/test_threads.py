@@ -201,6 +201,13 @@ def test_what_was_written_into_a_slot_is_sent_from_there(client: threads.Client,
 def test_errors_are_those_of_the_asyncio_end(client: threads.Client, ring: threads.Ring) -> None:
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
+    with client.slot(ring.statistics().leasable_nbytes // 2):
+        for attempt in (
+            lambda: client.submit_nowait(torch.ones(600_000, dtype=torch.uint8)),
+            lambda: client.slot_nowait(600_000),
+        ):
+            with pytest.raises(shmring.WouldBlock, match=r"request\(\), submit\(\) and slot\(\) wait for them"):
+                attempt()
     with pytest.raises(shmring.CapacityError):
         client.slot(1 << 40)
     with pytest.raises(shmring.CapacityError):

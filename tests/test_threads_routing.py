@@ -95,6 +95,29 @@ def test_requests_go_where_they_are_routed(client: threads.RoutingClient) -> Non
         next(client.stream({}, engine="vision-0", retry=1))
 
 
+def test_a_wait_for_an_engine_that_is_named_and_gone_says_that_it_is_not_attached(
+    client: threads.RoutingClient, engines: dict[str, Engine]
+) -> None:
+    told = pytest.raises(TimeoutError, match="500000 bytes in the slab of engine 'vision-0', and gave up")
+    with client.slot(500_000, engine="vision-0"), told:
+        client.slot(500_000, engine="vision-0", timeout=0.02)
+    engines["vision-0"].stop()
+    until(lambda: set(client.loads()) == {"vision-1"} and not client.statistics()["vision-0"].connected)
+    waits: list[Callable[[], Any]] = [
+        lambda: client.request({}, engine="vision-0", timeout=0.02),
+        lambda: client.submit({}, engine="vision-0", timeout=0.02),
+        lambda: client.slot(100, engine="vision-0", timeout=0.02),
+        lambda: client.find(b"k" * 32, engine="vision-0", timeout=0.02),
+        lambda: client.call("who", engine="vision-0", timeout=0.02),
+        lambda: client.wait_connected(0.02, engine="vision-0"),
+    ]
+    for wait in waits:
+        with pytest.raises(TimeoutError, match="engine 'vision-0', which is not attached"):
+            wait()
+    with pytest.raises(ValueError, match="no engine 'c'"):
+        client.wait_connected(0.02, engine="c")
+
+
 def test_an_engine_that_dies_takes_its_own_requests(
     client: threads.RoutingClient, engines: dict[str, Engine], socket_dir: Path
 ) -> None:

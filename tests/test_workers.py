@@ -388,7 +388,8 @@ async def test_who_is_behind_holds_up_others_at_the_bound_and_is_named(serve: An
     with pytest.raises(TimeoutError, match="workers 1 to leave messages") as caught:
         await ring.broadcast(4, timeout=0.02)
     assert isinstance(caught.value, shmring.WorkersBehindError)
-    assert caught.value.ranks == (1,)
+    assert (caught.value.ranks, caught.value.sent) == ((1,), False)
+    assert "nothing was sent" in str(caught.value)
     assert ring.broadcast_nowait("others", to=[0, 2]) == (0, 2)
     laggard = ring.statistics().workers[1]
     assert (laggard.rank, laggard.unacknowledged, laggard.is_member) == (1, 4, True)
@@ -604,6 +605,84 @@ async def test_a_reply_that_is_too_large_or_no_reply_says_so_and_one_to_a_broadc
     assert ring.statistics().late_answers == 0
 
 
+async def test_a_message_that_was_left_takes_no_reply(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await join()
+    gathering = asyncio.ensure_future(ring.gather(1))
+    with await worker.receive() as message:
+        pass
+    with pytest.raises(shmring.LocalProtocolError, match=f"message {message.sequence} was left; reply to it before"):
+        await message.reply("too late")
+    with pytest.raises(shmring.WorkerFailedError, match="left the message without a reply"):
+        await gathering
+    await ring.broadcast(2)
+    with await worker.receive() as message:
+        pass
+    with pytest.raises(shmring.LocalProtocolError, match="was left"):
+        await message.reply("nobody waits for it, and it is as wrong")
+    gathering = asyncio.ensure_future(ring.gather(3))
+    with await worker.receive() as message:
+        await message.reply("in time")
+    with pytest.raises(shmring.LocalProtocolError, match="replied to before"):
+        await message.reply("again")
+    assert await gathering == ["in time"]
+    assert ring.statistics().late_answers == 0
+
+
+async def test_what_is_no_list_of_ranks_says_so(serve: Any, connect: Any, join: Any) -> None:
+    ring, client = await serve(**OPTIONS), await connect()
+    worker = await join()
+    await client.submit(1)
+    claim = await ring.claim()
+    calls: list[Callable[[Any], Any]] = [
+        lambda to: ring.broadcast(1, to=to),
+        lambda to: ring.broadcast_nowait(1, to=to),
+        lambda to: ring.gather(1, to=to),
+        lambda to: claim.share(to=to),
+        lambda to: claim.share_nowait(to=to),
+    ]
+    wrong = [
+        ("0", r"to is a list of ranks, such as \[0, 2\], not '0'"),
+        (0, r"to is a list of ranks, such as \[0, 2\], not 0"),
+        (["0"], "a rank is an int, not '0'"),
+        ([0, None], "a rank is an int, not None"),
+        ([0.0], "a rank is an int, not 0.0"),
+    ]
+    for call in calls:
+        for to, why in wrong:
+            with pytest.raises(TypeError, match=why):
+                await call(to)
+    with pytest.raises(TypeError, match="a rank is an int, not '0'"):
+        ring.drop_worker("0")  # type: ignore[arg-type]
+    claim.done()
+    assert await ring.broadcast("arrives", to={np.int64(0)}) == (0,)
+    with await worker.receive() as message:
+        assert message.payload == "arrives"
+    for attempt in (lambda: ring.broadcast_nowait(1, to=[7]), lambda: ring.drop_worker(7)):
+        with pytest.raises(
+            shmring.WorkerLostError, match=r"no worker of rank 7 \(any more, or yet\); there are \[0\]"
+        ) as caught:
+            attempt()
+        assert caught.value.ranks == (7,)
+
+
+async def test_what_can_not_be_shared_is_named_as_its_caller_names_it(serve: Any, connect: Any, join: Any) -> None:
+    ring, client = await serve(**OPTIONS), await connect()
+    await join()
+    await client.submit({"x": 1})
+    with await ring.claim() as claim:
+        with pytest.raises(TypeError, match=r"^beside can't be sent"):
+            await claim.share(object())
+        with pytest.raises(TypeError, match=r"^beside\.step\[1\] can't be sent"):
+            claim.share_nowait({"step": [1, object()]})
+        claim.payload["made"] = object()
+        with pytest.raises(TypeError, match=r"^payload\.made can't be sent"):
+            await claim.share(1)
+        del claim.payload["made"]
+    with pytest.raises(TypeError, match=r"^payload\[1\] can't be sent"):
+        await ring.broadcast([1, object()])
+
+
 async def test_a_worker_that_fails_with_a_message_fails_the_gather_and_goes_on(serve: Any, join: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join(7)
@@ -629,14 +708,25 @@ async def test_a_gather_times_out_with_the_ranks_and_a_late_reply_is_counted(ser
     gathering = asyncio.ensure_future(ring.gather(1, timeout=0.05))
     messages = [await worker.receive() for worker in workers]
     await messages[0].reply(0)
-    with pytest.raises(shmring.WorkersBehindError, match="replies of workers 1") as caught:
+    with pytest.raises(shmring.WorkersBehindError, match="replies of workers 1, which have the message") as caught:
         await gathering
-    assert caught.value.ranks == (1,)
+    assert (caught.value.ranks, caught.value.sent) == ((1,), True)
     await messages[1].reply(1)
     await eventually(lambda: ring.statistics().late_answers == 1)
     for message in messages:
         message.leave()
     assert ring.statistics().protocol_errors == 0
+
+
+async def test_a_gather_that_could_not_be_sent_in_time_says_so(serve: Any, join: Any) -> None:
+    ring = await serve(**OPTIONS)
+    await join()
+    for number in range(4):
+        ring.broadcast_nowait(number)
+    with pytest.raises(shmring.WorkersBehindError, match="nothing was sent") as caught:
+        await ring.gather(1, timeout=0.02)
+    assert (caught.value.ranks, caught.value.sent) == ((0,), False)
+    assert ring.statistics().gathers == 0
 
 
 # -- whoever comes and goes ----------------------------------------------------------------------------------------------------

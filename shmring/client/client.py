@@ -153,7 +153,7 @@ class RingClient(ClientCalls):
             EngineDeadError: the engine went away.
             ClosedError: this client is closed.
         """
-        with self._deadlines.within(timeout, self._why_not_sent) as deadline:
+        with self._deadlines.within(timeout, self.why_not_sent) as deadline:
             submission = await self.submit(payload, request_id=request_id)
             deadline.waits_for = self._why_no_reply
             try:
@@ -171,7 +171,7 @@ class RingClient(ClientCalls):
         between two replies.
         """
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, self.why_not_sent):
             submission = await self.submit(payload, request_id=request_id)
 
         async def next_reply() -> list[Any]:
@@ -222,7 +222,11 @@ class RingClient(ClientCalls):
 
         Returns:
             How many were in flight; an unknown one is none, it may just have ended.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
         """
+        self.check_process()
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         preparing = self._preparations.abort(names)
         if self._session is None:
@@ -241,7 +245,7 @@ class RingClient(ClientCalls):
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
         self._check_name(method)
-        with self._deadlines.within(timeout, lambda: f"an engine to be attached, or its answer to the call {method!r}"):
+        with self._deadlines.within(timeout, lambda: f"{self.why_no_answer()}, for the call {method!r}"):
             session = await self._ready()
             return await session.calls.call(method, arguments)
 
@@ -267,7 +271,7 @@ class RingClient(ClientCalls):
             TypeError, ValueError: this is no key.
         """
         check_key(key)
-        with self._deadlines.within(timeout, self._why_no_answer):
+        with self._deadlines.within(timeout, self.why_no_answer):
             session = self._attached_now() or await self._ready()
             return await session.kept.find(key, payload_type)
 
@@ -294,13 +298,15 @@ class RingClient(ClientCalls):
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
         """
         check_key(key)
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, self.why_not_sent):
             session = self._attached_now() or await self._ready()
             return await session.kept.keep(key, payload)
 
-    def _why_no_answer(self) -> str:
-        """Says what somebody waits for who looks for kept content."""
-        return f"the engine {self.name!r} to be attached, or its answer"
+    def why_no_answer(self) -> str:
+        """For whoever has a deadline: says what somebody waits for who looks for kept content."""
+        if self._session is None:
+            return f"an engine {self.name!r} to be attached"
+        return f"the answer of engine {self.name!r}"
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -319,7 +325,7 @@ class RingClient(ClientCalls):
             TimeoutError, EngineDeadError, ClosedError, ValueError: as :meth:`slot`.
         """
         check_sizes(sizes)
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, self.why_not_sent):
             session = await self._ready()
             slots = session.host_slots
             record = await slots.acquire(nbytes_for_slots(sizes), held=True)
@@ -359,7 +365,7 @@ class RingClient(ClientCalls):
 
     async def acquire_in_turn(self, nbytes: int, timeout: float | None, drain: bool, device: torch.device | None) -> Slot:
         """For :meth:`slot`: something has to be waited for."""
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, self.why_not_sent):
             session = await self._ready()
             slots = session.host_slots if device is None else await session.device_slots.open(device.index)
             slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=drain)
@@ -416,7 +422,7 @@ class RingClient(ClientCalls):
 
     async def wait_connected(self, timeout: float | None = None) -> None:
         """Waits until an engine is attached (at once, unless ``reconnect`` is waiting for one)."""
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, self.why_not_sent):
             await self._ready()
 
     async def wait_prefaulted(self, timeout: float | None = None) -> None:
@@ -445,8 +451,7 @@ class RingClient(ClientCalls):
 
     def _attached_now(self) -> Session | None:
         """The session with an engine; None while the next engine is waited for."""
-        if self._origin.forked:
-            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
+        self.check_process()
         if self._closed:
             raise ClosedError(f"this client of {self.name!r} is closed")
         if self._session is not None:
@@ -456,6 +461,11 @@ class RingClient(ClientCalls):
             why = f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)"
             raise EngineDeadError(why, engine=self.name)
         return None
+
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._origin.forked:
+            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
 
     @property
     def session(self) -> Session | None:
@@ -559,8 +569,8 @@ class RingClient(ClientCalls):
     ) -> None:
         await self.close()
 
-    def _why_not_sent(self) -> str:
-        """Says what a request that was not sent yet, or a slot, is waiting for."""
+    def why_not_sent(self) -> str:
+        """For whoever has a deadline: says what a request that was not sent yet, or a slot, is waiting for."""
         if self._session is None:
             return f"an engine {self.name!r} to be attached"
         return self._session.sending.why_not_sent()
@@ -572,7 +582,12 @@ class RingClient(ClientCalls):
         return self._session.why_no_reply()
 
     def statistics(self) -> ClientStatistics:
-        """Returns gauges of the present state, and counters since the start."""
+        """Returns gauges of the present state, and counters since the start.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
+        """
+        self.check_process()
         session = self._session
         counters = self._counters if session is None else self._counters.with_those_of(session.end)
         memories = session.slots if session is not None else ()

@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Callable
 from types import TracebackType
 
+from shmring.config import check_timeout
+
 __all__ = ["Deadline", "Deadlines"]
 
 _EARLY_S = 0.001  # by as much a loop's timer may go off too early
@@ -106,7 +108,14 @@ class Deadline:
             raise RuntimeError("timeout= can be used in a task only")
         self._cancelling = self.task.cancelling()
         until_s = self._until_s
-        self._deadlines.add(self, self.task.get_loop().time() + self._timeout if until_s is None else until_s)
+        if until_s is None:
+            try:
+                until_s = self.task.get_loop().time() + self._timeout
+            except TypeError:
+                self.task = None
+                check_timeout(self._timeout)
+                raise
+        self._deadlines.add(self, until_s)
         return self
 
     def expire(self) -> None:

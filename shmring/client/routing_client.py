@@ -163,7 +163,8 @@ class RoutingClient:
                 :meth:`shmring.RingClient.request`.
         """
         check_retry(retry, engine)
-        with self._deadlines.within(timeout, self._why_not_sent) as deadline:
+        why_not_sent = self._why_not_sent if engine is None else functools.partial(self._why_not_sent, engine)
+        with self._deadlines.within(timeout, why_not_sent) as deadline:
             while True:
                 submission, may_be_resent = await self._submit(payload, request_id, key, engine)
                 deadline.waits_for = functools.partial(_why_no_reply, submission)
@@ -173,7 +174,7 @@ class RoutingClient:
                     if not may_be_resent or not self._sends_again(submission, retry):
                         raise
                     retry -= 1
-                    deadline.waits_for = self._why_not_sent
+                    deadline.waits_for = why_not_sent
                 except BaseException:
                     submission.abort()
                     raise
@@ -202,7 +203,7 @@ class RoutingClient:
                 return [await submission.next(reply_type)]
 
         while True:
-            with self._deadlines.within(timeout, self._why_not_sent, until_s=until_s):
+            with self._deadlines.within(timeout, lambda: self._why_not_sent(engine), until_s=until_s):
                 submission, may_be_resent = await self._submit(payload, request_id, key, engine)
             try:
                 while True:
@@ -298,7 +299,11 @@ class RoutingClient:
 
         Returns:
             How many were in flight; an unknown one is none, it may just have ended.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
         """
+        self._check_process()
         names = {request_id} if isinstance(request_id, str) else set(request_id)
         return self._preparations.abort(names) + sum(client.abort(names) for client in self.engines.values())
 
@@ -360,7 +365,7 @@ class RoutingClient:
         """
         check_sizes(sizes)
         _check_key(key)
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
             return await self._at_some_engine(key, engine, lambda client: client.slots(sizes, drain=drain))
 
     async def _acquire(
@@ -372,7 +377,7 @@ class RoutingClient:
         key: str | bytes | None,
         engine: str | None,
     ) -> Slot:
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
             return await self._at_some_engine(key, engine, lambda client: client.slot(nbytes, drain=drain, device=device))
 
     async def _at_some_engine(
@@ -441,7 +446,7 @@ class RoutingClient:
         Raises:
             WouldBlock, EngineDeadError, ClosedError, TimeoutError, TypeError, ValueError: as there.
         """
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, lambda: self._why_no_answer(engine)):
             if engine is None and not self.connected:
                 await self._some_engine()
             self._check_open()
@@ -468,7 +473,7 @@ class RoutingClient:
             WouldBlock, CapacityError, EngineDeadError, ClosedError, LocalProtocolError, TimeoutError, TypeError, ValueError: as
                 there, and as :meth:`request`.
         """
-        with self._deadlines.within(timeout, self._why_not_sent):
+        with self._deadlines.within(timeout, lambda: self._why_not_sent(engine)):
             client, _ = self._holder(payload, engine)
             if client is not None:
                 return await client.keep(key, payload)
@@ -491,7 +496,12 @@ class RoutingClient:
         return self._candidates(key, None)[0].name
 
     def loads(self) -> dict[str, EngineLoad]:
-        """Returns the loads of the engines that are attached, as requests are routed by them now."""
+        """Returns the loads of the engines that are attached, as requests are routed by them now.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
+        """
+        self._check_process()
         return {name: self._load(name, session) for name, session in self._attached()}
 
     def _attached(self) -> Iterator[tuple[str, Session]]:
@@ -602,13 +612,28 @@ class RoutingClient:
     def _listed(self) -> str:
         return ", ".join(map(repr, self.names))
 
-    def _why_not_sent(self) -> str:
-        if not self.connected:
-            return f"one of the engines {self._listed} to be attached"
-        sessions = (client.session for client in self.engines.values())
-        return "; ".join(
-            f"at {session.engine_name!r}: {session.sending.why_not_sent()}" for session in sessions if session is not None
+    def _why_not_sent(self, engine: str | None = None) -> str:
+        """Says what a request that was not sent yet, or a slot, is waiting for: at one engine if that is named."""
+        return self._why_at(engine) or "; ".join(
+            f"at {client.name!r}: {client.why_not_sent()}" for client in self._reached(engine)
         )
+
+    def _why_no_answer(self, engine: str | None) -> str:
+        """Says what somebody waits for who looks for kept content."""
+        return self._why_at(engine) or ", or ".join(client.why_no_answer() for client in self._reached(engine))
+
+    def _why_at(self, engine: str | None) -> str:
+        """Says which engine would have to be attached; nothing if it is."""
+        if self._reached(engine):
+            return ""
+        if engine is None:
+            return f"one of the engines {self._listed} to be attached"
+        attached = ", ".join(repr(client.name) for client in self._reached(None))
+        return f"engine {engine!r} to be attached, which it is not; attached are: {attached or 'none'}"
+
+    def _reached(self, engine: str | None) -> list[RingClient]:
+        """Returns the clients of the engines that are attached: of this one, or of all."""
+        return [client for client in self.engines.values() if client.connected and engine in (None, client.name)]
 
     # -- the connections -----------------------------------------------------------------------------------------------
 
@@ -630,6 +655,7 @@ class RoutingClient:
 
     async def wait_connected(self, timeout: float | None = None, *, engine: str | None = None) -> None:
         """Waits until an engine is attached: the one that is named, or any."""
+        self._check_process()
         if engine is not None:
             await self._given(engine).wait_connected(timeout)
             return
@@ -646,7 +672,11 @@ class RoutingClient:
                     await client.session.prefaulted()
 
     def statistics(self) -> dict[str, ClientStatistics]:
-        """Returns gauges of the present state, and counters since the start, of each engine."""
+        """Returns gauges of the present state, and counters since the start, of each engine.
+
+        Raises:
+            ClosedError: this client belongs to the process that forked this one.
+        """
         return {name: client.statistics() for name, client in self.engines.items()}
 
     async def close(self) -> None:
@@ -659,9 +689,12 @@ class RoutingClient:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if self._origin.forked:
             raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ClosedError(f"this client of {self._listed} is closed")
 

@@ -226,9 +226,14 @@ class Sending:
             kept_nbytes = book.draining_nbytes()
             if kept_nbytes:
                 reason += f", {kept_nbytes} bytes of slots that were left are kept by living views of them"
-            if self._end.held:
-                reason += f", and callers hold {len(self._end.held)} slots"
-            return f"{reason}; the engine leases out what no other client uses"
+            pins = len(self._session.kept)
+            if len(self._end.held) > pins:  # what is kept stands there, too
+                reason += f", callers hold {len(self._end.held) - pins} slots"
+            if pins:
+                reason += (
+                    f", {pins} kept contents are pinned (leave what find() and keep() have returned, and drop views of it)"
+                )
+            return f"{reason}; the engine leases out what no other client uses or has pinned"
         if self._turns:
             return f"its turn: {self._end.in_flight} requests are in flight, and the engine takes no more (max_inflight)"
         if not self._link.can_write:

@@ -12,6 +12,7 @@ from libc.stdint cimport uint64_t
 from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
 from shmring.core.client_end cimport ClientEnd, SlotEnd
 
+from shmring.config import check_timeout
 from shmring.core.awaiting import done
 
 cdef str _HOST = "cpu"
@@ -92,10 +93,13 @@ cdef class ClientCalls:
             SlabError: the engine has no device slab, or (``CudaError``) this process can't use it. Slots in host memory are
                 never given in its place.
             ValueError: ``nbytes`` is negative, or ``device`` another GPU than that of the device slab.
+            TypeError: ``nbytes`` is no int, or ``timeout`` no number.
         """
         cdef AcquiringSlot acquiring
         if type(nbytes) is not int or nbytes < 0:
             check_nbytes(nbytes)
+        if timeout is not None and type(timeout) is not float and type(timeout) is not int:
+            check_timeout(timeout)
         where = None if device is _HOST or device == _HOST else self.resolve_device(device)
         acquiring = AcquiringSlot.__new__(AcquiringSlot)
         acquiring.client = self

@@ -95,6 +95,7 @@ cdef class ClientEnd(RecordTaker):
 
     cdef int _hand_over(self, ClientSlotRecord record, SlotNumbers* numbers) except -1
     cdef bint is_usable(self) noexcept
+    cdef bint is_forked(self) noexcept
     cdef int hear(self) except -1
     cpdef object hold(self, ClientSlotRecord record, bint drain)
     cpdef bint begin(self) except -1

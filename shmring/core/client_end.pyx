@@ -178,6 +178,8 @@ cdef class _Waiting(Awaited):
     cdef PyObject* wait_for_more(self) except NULL:
         """Waits until a reply or the end comes."""
         cdef SubmissionEnd submission = self.submission
+        if submission.end.is_forked():
+            submission.end.shell.check_alive()
         if submission.waiter is not None:
             raise LocalProtocolError(f"request {submission.request_id} is waited for by two tasks; let one of them do it")
         submission.waiter = submission.end.shell.loop.create_future()
@@ -437,6 +439,10 @@ cdef class ClientEnd(RecordTaker):
     cdef bint is_usable(self) noexcept:
         """Whether requests may be sent from this process."""
         return self.is_open and self._writer is not None and not self._writer.is_forked()
+
+    cdef bint is_forked(self) noexcept:
+        """Whether this is a copy in a forked child."""
+        return self._writer is not None and self._writer.is_forked()
 
     cdef int hear(self) except -1:
         """Takes in what has come: slots that the engine has released may be used again, and replies may be there."""

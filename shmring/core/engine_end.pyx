@@ -150,7 +150,10 @@ cdef class ClaimEnd:
 
         Raises:
             LocalProtocolError: the claim has released it.
+            ClosedError: it belongs to the process that forked this one, which does not have its memory.
         """
+        if self.end._forks != forks():
+            raise self.end.shell.closed_error()
         if self._payload is _RELEASED:
             raise LocalProtocolError(
                 f"request {self.submit.request_id} was released; keep what you need of its payload before"

@@ -60,6 +60,7 @@ cdef class FanOutBook:
     cdef list _places
     cdef dict _members               # by rank
     cdef uint64_t _member_mask
+    cdef int _forks                  # of the process whose pages these are
 
     cdef WorkerRecord at_place(self, int place)
     cdef uint64_t mask_of(self, object ranks) except? 0

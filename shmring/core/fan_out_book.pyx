@@ -17,6 +17,8 @@ A worker that *parts* gets nothing more. What it had stays outstanding until it 
 connection has ended, or that it was dropped, proves nothing. What was sent after it had closed it will never take, and so never
 acknowledge one by one: it says in its page from which message on that is so.
 
+A forked child does not have the pages: a copy of this book there believes nothing and asks nobody.
+
 Out of order is in order: a message that somebody keeps for long holds its own stamp and memory, and no later one's.
 
 Invariants (:meth:`FanOutBook.check`): an outstanding message is pending somewhere; a worker's counts are those of the messages
@@ -30,7 +32,7 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from shmring.core.blocks cimport RunAllocator
-from shmring.core.message_ring cimport RecordWriter
+from shmring.core.message_ring cimport RecordWriter, forks
 from shmring.core.views cimport Lent, drop_region
 
 from shmring.errors import CapacityError, RankTakenError, WorkerLostError
@@ -95,6 +97,7 @@ cdef class FanOutBook:
         for stamp in range(WINDOW):
             self._unused[stamp] = WINDOW - 1 - stamp
         self._unused_count = WINDOW
+        self._forks = forks()
 
     def __dealloc__(self) -> None:
         cdef int stamp
@@ -215,7 +218,8 @@ cdef class FanOutBook:
                 mask |= <uint64_t>1 << (<WorkerRecord>worker).place
         if missing:
             raise WorkerLostError(
-                f"there is no worker of rank {', '.join(map(str, missing))}; there are {list(self.ranks)}", ranks=missing
+                f"there is no worker of rank {', '.join(map(str, missing))} (any more, or yet); there are {list(self.ranks)}",
+                ranks=missing,
             )
         return mask
 
@@ -333,6 +337,8 @@ cdef class FanOutBook:
         cdef Outstanding* message = &self._messages[stamp]
         cdef uint64_t left = message.pending
         cdef WorkerRecord worker
+        if self._forks != forks():
+            return True
         while left:
             worker = <WorkerRecord>self._places[lowest_bit(left)]
             left &= left - 1
@@ -391,6 +397,8 @@ cdef class FanOutBook:
         cdef uint8_t* at
         cdef uint64_t earlier
         cdef int place
+        if self._forks != forks():
+            return False
         for place in range(MAX_WORKERS):
             if wanted[place]:
                 at = (<WorkerRecord>self._places[place])._at + AT_WANT

@@ -78,6 +78,7 @@ cdef class FanOutEnd:
     cdef uint64_t _at_once_nbytes
     cdef uint32_t _max_tensors
     cdef double _look_s
+    cdef int _forks         # of the process that may send
     cdef Looking _looking   # for replies
 
     cdef bint _take_answer(self, WorkerRecord worker, const uint8_t* record, uint64_t nbytes) except -1

@@ -26,13 +26,14 @@ from shmring.core.held_slots cimport HeldSlots
 from shmring.core.lending cimport BLOCK_NBYTES, slot_blocks
 from shmring.core.looking cimport Looking
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter, forks
 from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned, read_array, read_unsigned, unsigned_nbytes
 from shmring.core.payload cimport Packed, Packer, put_slot
 from shmring.core.received cimport PayloadDecoder, regions_of
 from shmring.core.views cimport Lent, drop_region, hold_region
 from shmring.core.wire cimport SLOT_EXTENSION_NBYTES, Content, SlotNumbers, read_content
 
+from shmring.config import check_timeout
 from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import CapacityError, ClosedError, RemoteProtocolError, WorkerFailedError, WorkerLostError, WorkersBehindError
 
@@ -221,6 +222,7 @@ cdef class FanOutEnd:
         self._max_tensors = max_tensors
         self._look_s = look_s
         self._looking = Looking()
+        self._forks = forks()
 
     def reserve(self, Mapping memory not None) -> None:
         """There is memory for broadcasts."""
@@ -236,14 +238,18 @@ cdef class FanOutEnd:
 
     def broadcast(self, payload, to, timeout, *, ClaimEnd claim=None) -> Broadcasting:
         """Sends a payload to workers when that is awaited. ``claim``: of a payload that is shared, with something beside it."""
-        cdef Broadcasting sending = Broadcasting.__new__(Broadcasting)
+        cdef Broadcasting sending
+        _check_timeout(timeout)
+        sending = Broadcasting.__new__(Broadcasting)
         sending.end, sending.payload, sending.to, sending.timeout = self, payload, to, timeout
         sending.claim = claim
         return sending
 
     def gather(self, payload, to, timeout) -> Gathering:
         """Sends a payload to workers and waits for their replies when that is awaited."""
-        cdef Gathering gathering = Gathering.__new__(Gathering)
+        cdef Gathering gathering
+        _check_timeout(timeout)
+        gathering = Gathering.__new__(Gathering)
         gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
         return gathering
 
@@ -264,7 +270,7 @@ cdef class FanOutEnd:
         cdef ClaimEnd claim
         cdef SlotNumbers* slot
         cdef uint32_t count, place, i
-        if not self.is_open:
+        if not self.is_open or self._forks != forks():
             raise self.shell.closed()
         parcel = Parcel.__new__(Parcel)
         parcel.to, parcel.flags = to, flags if shared is None else flags | IS_SHARED
@@ -273,6 +279,10 @@ cdef class FanOutEnd:
         self._slots.look_in(shared)
         try:
             parcel.packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes, self._slots)
+        except TypeError as error:
+            if shared is None:
+                raise
+            raise _of_shared(error) from None
         finally:
             found = self._slots.found
             self._slots.rest()
@@ -523,6 +533,22 @@ cdef class FanOutEnd:
                 ))
 
 
+cdef int _check_timeout(object timeout) except -1:
+    """Raises unless this is a number of seconds, or None. What it mostly is costs nothing."""
+    if timeout is not None and type(timeout) is not float and type(timeout) is not int:
+        check_timeout(timeout)
+    return 0
+
+
+cdef object _of_shared(object error):
+    """Says what can't be sent by the name that its caller knows: what is shared is packed as a pair of payloads."""
+    text = str(error)
+    for place, name in (("payload[0]", "payload"), ("payload[1]", "beside")):
+        if text.startswith(place):
+            return TypeError(name + text[len(place):])
+    return error
+
+
 @cython.final
 cdef class Broadcasting(Awaited):
     """What sends a message to workers."""
@@ -649,7 +675,8 @@ cdef class Gathering(Awaited):
             return  # in this turn of the loop; those who have not replied may be gone
         ranks = self.missing()
         self._fail(WorkersBehindError(
-            f"waited {self.timeout:g} s for the replies of workers {', '.join(map(str, ranks))}, and gave up", ranks=ranks
+            f"waited {self.timeout:g} s for the replies of workers {', '.join(map(str, ranks))}, which have the message, and gave up",
+            ranks=ranks, sent=True,
         ))
 
     cdef PyObject* came(self, object result) except NULL:

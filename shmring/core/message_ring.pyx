@@ -270,8 +270,9 @@ cdef class RecordWriter:
 
     @property
     def unread_nbytes(self) -> int:
-        """What the reader has not taken yet, as far as its count can be true."""
-        self._look_at_head()
+        """What the reader has not taken yet, as far as its count can be true; in a forked child, as of the fork."""
+        if not self.is_forked():
+            self._look_at_head()
         return self._tail - self._head
 
     @property

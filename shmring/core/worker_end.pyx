@@ -119,6 +119,7 @@ cdef class MessageEnd:
 
         Raises:
             LocalProtocolError: the message was left.
+            ClosedError: it belongs to the process that forked this one, which does not have its memory.
         """
         return self._shown(self._payload)
 
@@ -127,11 +128,14 @@ cdef class MessageEnd:
         """What the engine has sent beside a claim that it shares; None for any other message.
 
         Raises:
-            LocalProtocolError: the message was left.
+            LocalProtocolError, ClosedError: as :attr:`payload`.
         """
         return self._shown(self._beside)
 
     cdef object _shown(self, object what):
+        cdef WorkerEnd end = self.end
+        if end._page.forks != forks():
+            end.shell.check_process()
         if self.left:
             raise LocalProtocolError(f"message {self.sequence} was left; keep what you need of its payload before")
         return what
@@ -157,10 +161,12 @@ cdef class MessageEnd:
         """It has been replied to. Returns whether the engine gathers replies to it: those to a broadcast go nowhere.
 
         Raises:
-            LocalProtocolError: it was replied to before.
+            LocalProtocolError: it was replied to before, or left.
         """
         if self.answered:
             raise LocalProtocolError(f"message {self.sequence} was replied to before")
+        if self.left:
+            raise LocalProtocolError(f"message {self.sequence} was left; reply to it before, inside its block")
         self.answered = True
         return self.wants_reply
 

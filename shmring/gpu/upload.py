@@ -188,7 +188,9 @@ class Uploads:
             return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = self._lanes.get(cuda_index(self._cuda, device))
         if lane is None:
-            raise WouldBlock(f"nothing was copied to {device} yet, its staging memory has to be made; await the waiting twin")
+            raise WouldBlock(
+                f"nothing was copied to {device} yet, its staging memory has to be made; claim.to() waits for that"
+            )
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
         consumer = self._cuda.current_stream(lane.device) if stream is None else stream

@@ -160,7 +160,7 @@ class Slots:
         """Returns the error for a caller that does not wait, and asks for a lease, so that its next try may succeed."""
         if ask:
             self.carry_out(self.book.prefetch(nbytes))
-        return WouldBlock(f"no {nbytes} bytes are free in this client's leases; await the waiting twin of this call")
+        return WouldBlock(f"no {nbytes} bytes are free in this client's leases; request(), submit() and slot() wait for them")
 
     # -- going back --------------------------------------------------------------------------------------------------------
 

@@ -238,6 +238,7 @@ class Ring(EngineCalls):
         try:
             return await self.claim_in_turn()
         except ClosedError:
+            self.check_process()
             raise StopAsyncIteration from None
 
     def claim_nowait(self) -> Claim:
@@ -262,7 +263,11 @@ class Ring(EngineCalls):
         Args:
             handler: called inside ``with claim:``.
             max_concurrency: handlers at a time; further requests wait unclaimed, where aborting them costs nothing.
+
+        Raises:
+            ClosedError: the ring belongs to the process that forked this one.
         """
+        self.check_process()
         await handle_claims(self, handler, max_concurrency)
 
     async def _request_arrived(self) -> None:
@@ -368,7 +373,8 @@ class Ring(EngineCalls):
         Raises:
             WorkersBehindError: the time was over; a TimeoutError that names the workers. Nothing was sent.
             WorkerLostError: there is no worker of a rank in ``to``. Nothing was sent.
-            TypeError: something in the payload can't be sent; the message names its path.
+            TypeError: something in the payload can't be sent; the message names its path. Or ``to`` is no list of ranks, or
+                ``timeout`` no number.
             CapacityError: what has to be copied can never fit ``broadcast_nbytes``, or a message.
             ClosedError: the ring is closed.
         """
@@ -394,7 +400,8 @@ class Ring(EngineCalls):
             Their replies in order of rank, when awaited.
 
         Raises:
-            WorkersBehindError: the time was over; a TimeoutError that names the workers that had not replied.
+            WorkersBehindError: the time was over; a TimeoutError that names the workers. ``sent`` says whether they have the
+                message and had not replied, or nothing was sent.
             WorkerLostError: one of them has died, left or was dropped before it replied; or there is none of a rank in ``to``.
             WorkerFailedError: one of them failed with it: with its rank, and its error's type and text.
             TypeError, CapacityError, ClosedError: as :meth:`broadcast`.
@@ -585,6 +592,11 @@ class Ring(EngineCalls):
         if self._closed or self._origin.forked:
             raise self.closed_error()
 
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._origin.forked:
+            raise self.closed_error()
+
     def closed_error(self) -> ClosedError:
         """For what is no method of this: why the ring can't be used."""
         if not self._origin.forked:
@@ -596,7 +608,12 @@ class Ring(EngineCalls):
         self._counters.protocol_errors += 1
 
     def statistics(self) -> RingStatistics:
-        """Returns gauges of the present state, and counters since the start."""
+        """Returns gauges of the present state, and counters since the start.
+
+        Raises:
+            ClosedError: the ring belongs to the process that forked this one.
+        """
+        self.check_process()
         book, counters, fan_out = self._book, self._counters, self.workers.end
         connected = sum(client.connected for client in book.clients.values())
         memories: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -119,7 +120,7 @@ class _Worker(JoinedWorker):
         self._workers.refuse(self, error)
 
     def connection_lost(self) -> None:
-        self._workers.part(self, "has left")
+        self._workers.part(self, "has died" if self.watch.has_died() else "has left")
 
 
 class _WorkerLink(Link):
@@ -218,7 +219,7 @@ class Workers:
             ranks = self._laggards(parcel)
             raise WorkersBehindError(
                 f"waited {timeout:g} s for workers {', '.join(map(str, ranks)) or 'to be sent what others wait to send'}"
-                f"{' to leave messages' if ranks else ''}, and gave up",
+                f"{' to leave messages' if ranks else ''}, and gave up; nothing was sent",
                 ranks=ranks,
             ) from None
         finally:
@@ -478,9 +479,10 @@ class Workers:
 
     def drop(self, rank: int, reason: str) -> None:
         """See :meth:`Ring.drop_worker`."""
-        record = self.book.member(rank)
+        record = self.book.member(_rank(rank))
         if record is None:
-            raise WorkerLostError(f"there is no worker of rank {rank}; there are {list(self.book.ranks)}", ranks=(rank,))
+            why = f"there is no worker of rank {rank} (any more, or yet); there are {list(self.book.ranks)}"
+            raise WorkerLostError(why, ranks=(rank,))
         worker = self._workers[record]
         worker.link.send(Refused(reason))
         self.part(worker, "was dropped")
@@ -571,4 +573,15 @@ class Workers:
 
 
 def _ranks(to: Iterable[int] | None) -> Sequence[int] | None:
-    return None if to is None else tuple(sorted(set(to)))
+    if to is None:
+        return None
+    if isinstance(to, str | bytes) or not isinstance(to, Iterable):
+        raise TypeError(f"to is a list of ranks, such as [0, 2], not {to!r}")
+    return tuple(sorted({_rank(rank) for rank in to}))
+
+
+def _rank(rank: int) -> int:
+    try:
+        return operator.index(rank)
+    except TypeError:
+        raise TypeError(f"a rank is an int, not {rank!r}") from None

@@ -264,13 +264,17 @@ class BlockingClient(Generic[_InLoop]):
         self._thread = LoopThread(f"this client of {title}", create_here)
         self._thread.open()
 
+    def _whose(self, where: dict[str, Any]) -> str:
+        """Says which engine is waited for, or was, for errors."""
+        return self._title
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _request(
         self, payload: object, timeout: float | None, reply_type: Any, request_id: str, where: dict[str, Any]
     ) -> Any:
         request = self._client.request(payload, reply_type=reply_type, request_id=request_id, **where)
-        return await within(timeout, f"space and the reply of engine {self._title}", request)
+        return await within(timeout, lambda: f"space and the reply of engine {self._whose(where)}", request)
 
     def _submit_blocking(self, payload: object, timeout: float | None, request_id: str, where: dict[str, Any]) -> Submission:
         submission: Submission = self._thread.call(self._submit, payload, timeout, request_id, where, undo=Submission.abort)
@@ -278,7 +282,9 @@ class BlockingClient(Generic[_InLoop]):
 
     async def _submit(self, payload: object, timeout: float | None, request_id: str, where: dict[str, Any]) -> Submission:
         submitting = self._client.submit(payload, request_id=request_id, **where)
-        return Submission(self._thread, await within(timeout, f"space in the slab of engine {self._title}", submitting))
+        return Submission(
+            self._thread, await within(timeout, lambda: f"space in the slab of engine {self._whose(where)}", submitting)
+        )
 
     async def _submit_nowait(self, payload: object, request_id: str, ask: bool, where: dict[str, Any]) -> Submission:
         submitting = self._client.submit_unless_full(payload, request_id=request_id, ask=ask, **where)
@@ -295,20 +301,24 @@ class BlockingClient(Generic[_InLoop]):
         return count
 
     async def _call(self, method: str, arguments: tuple[object, ...], timeout: float | None, where: dict[str, Any]) -> Any:
-        return await within(timeout, f"{method} of engine {self._title}", self._client.call(method, *arguments, **where))
+        return await within(
+            timeout, lambda: f"{method} of engine {self._whose(where)}", self._client.call(method, *arguments, **where)
+        )
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     async def _slot(self, nbytes: int, timeout: float | None, drain: bool, where: dict[str, Any]) -> Slot:
         slot = self._client.slot(nbytes, drain=drain, **where)
-        return Slot(self._thread, await within(timeout, f"{nbytes} bytes in the slab of engine {self._title}", slot))
+        return Slot(
+            self._thread, await within(timeout, lambda: f"{nbytes} bytes in the slab of engine {self._whose(where)}", slot)
+        )
 
     def _slot_nowait(self, nbytes: int, drain: bool, ask: bool, where: dict[str, Any]) -> Slot:
         return Slot(self._thread, self._client.slot_nowait(nbytes, drain=drain, ask=ask, **where))
 
     async def _find(self, key: bytes, payload_type: Any, timeout: float | None, where: dict[str, Any]) -> Kept | None:
         finding = self._client.find(key, payload_type=payload_type, **where)
-        kept = await within(timeout, f"what engine {self._title} keeps", finding)
+        kept = await within(timeout, lambda: f"what engine {self._whose(where)} keeps", finding)
         return None if kept is None else Kept(self._thread, kept)
 
     def _find_blocking(self, key: bytes, payload_type: Any, timeout: float | None, where: dict[str, Any]) -> Kept | None:
@@ -317,7 +327,7 @@ class BlockingClient(Generic[_InLoop]):
 
     async def _keep(self, key: bytes, payload: object, timeout: float | None, where: dict[str, Any]) -> Kept:
         keeping = self._client.keep(key, payload, **where)
-        return Kept(self._thread, await within(timeout, f"space in the slab of engine {self._title}", keeping))
+        return Kept(self._thread, await within(timeout, lambda: f"space in the slab of engine {self._whose(where)}", keeping))
 
     def _keep_blocking(self, key: bytes, payload: object, timeout: float | None, where: dict[str, Any]) -> Kept:
         kept: Kept = self._thread.call(self._keep, key, payload, timeout, where, undo=_leave)

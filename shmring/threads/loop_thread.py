@@ -428,12 +428,12 @@ class LoopThread:
                     item.on_end.append(functools.partial(self._running.pop, item))
 
 
-async def within(timeout: float | None, what: str, waiting: Awaitable[_Result]) -> _Result:
+async def within(timeout: float | None, what: str | Callable[[], str], waiting: Awaitable[_Result]) -> _Result:
     """Awaits something for so many seconds at most.
 
     Args:
         timeout: seconds; None: as long as it takes.
-        what: is waited for, for the error: ``a reply of engine 'vision'``.
+        what: is waited for, for the error: ``a reply of engine 'vision'``; or says so when the time is over.
         waiting: for it.
 
     Raises:
@@ -448,7 +448,7 @@ async def within(timeout: float | None, what: str, waiting: Awaitable[_Result]) 
     except TimeoutError:
         if not bound.expired():
             raise
-    raise _timeout_error(timeout, what)
+    raise _timeout_error(timeout, what if isinstance(what, str) else what())
 
 
 def _timeout_error(timeout: float, what: str) -> TimeoutError:

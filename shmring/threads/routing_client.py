@@ -230,7 +230,14 @@ class RoutingClient(BlockingClient[RoutingClientInLoop]):
         self._thread.call(self._wait_connected_to, timeout, engine)
 
     async def _wait_connected_to(self, timeout: float | None, engine: str | None) -> None:
-        await within(timeout, f"engine {self._title}", self._client.wait_connected(engine=engine))
+        waiting = self._client.wait_connected(engine=engine)
+        await within(timeout, lambda: f"engine {self._whose({'engine': engine})}", waiting)
+
+    def _whose(self, where: dict[str, Any]) -> str:
+        engine = where.get("engine")
+        if engine is None:
+            return self._title
+        return repr(engine) if self._client.engines[engine].connected else f"{engine!r}, which is not attached"
 
     def loads(self) -> dict[str, EngineLoad]:
         """Returns the loads of the engines that are attached, as requests are routed by them now."""

@@ -50,7 +50,7 @@ class Message(ReceivedMessage):
 
         Raises:
             TimeoutError: it took longer; the connection has ended if a part of the reply was sent.
-            LocalProtocolError: the message had a reply.
+            LocalProtocolError: the message had a reply, or was left.
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
@@ -139,7 +139,7 @@ class Worker:
         raise WouldBlock("no message has come")
 
     def _next(self) -> Message | None:
-        self._check_process()
+        self.check_process()
         if self._unsaid:
             self._say_unsaid()
         if self._reason is not None:
@@ -256,11 +256,12 @@ class Worker:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def _check_alive(self) -> None:
-        self._check_process()
+        self.check_process()
         if self._reason is not None:
             raise fresh(self._reason)
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """For messages: raises ClosedError in a forked child."""
         if self._origin.forked:
             raise ClosedError(
                 f"worker {self.rank} of engine {self.name!r} belongs to process {self._origin.pid}, which forked this one; "

@@ -73,6 +73,13 @@ class ProcessWatch:
             os.close(pidfd)
             raise
 
+    def has_died(self) -> bool:
+        """Asks the kernel whether the process is dead already; it may have said nothing yet of one whose sockets are closed."""
+        poll = select.poll()
+        if self._pidfd >= 0:
+            poll.register(self._pidfd, select.POLLIN)
+        return self._pidfd < 0 or bool(poll.poll(0))
+
     def close(self) -> None:
         """Stops watching."""
         if self._pidfd >= 0:

@@ -47,7 +47,7 @@ class Message(ReceivedMessage):
             payload: any msgspec-encodable object with tensors and arrays at any depth, which are copied.
 
         Raises:
-            LocalProtocolError: the message had a reply.
+            LocalProtocolError: the message had a reply, or was left.
             TypeError: something in the payload can't be sent; the message names its path.
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
@@ -122,7 +122,7 @@ class Worker:
         return message
 
     def _next(self) -> Message | None:
-        self._check_process()
+        self.check_process()
         if not self._records and self._reason is None:
             self._link.poll()
         if not self._records:
@@ -232,11 +232,12 @@ class Worker:
         self._wake()
 
     def _check_alive(self) -> None:
-        self._check_process()
+        self.check_process()
         if self._reason is not None:
             raise fresh(self._reason)
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """For messages: raises ClosedError in a forked child."""
         if self._origin.forked:
             raise ClosedError(
                 f"worker {self.rank} of engine {self.name!r} belongs to process {self._origin.pid}, which forked this one; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import struct
 from typing import Any
 
@@ -244,3 +245,19 @@ def test_of_two_who_wait_neither_takes_the_others_bell() -> None:
     assert struct.unpack_from("<Q", page, AT_WANT) == (first,)
     assert book.want([0])
     assert struct.unpack_from("<Q", page, AT_WANT) == (first,)
+
+
+def test_a_forked_child_believes_no_page_and_asks_nobody() -> None:
+    """It does not have the pages: where they were, nothing is mapped, or something else is."""
+    book, page = FanOutBook(1, MAX_WORKERS), bytearray(WORKER_PAGE_NBYTES)
+    book.join(0, page)
+    sequence, number = book.publish([0])
+    stamp(page, number, sequence)
+    child = os.fork()
+    if not child:
+        swept = book.sweep()
+        book.want([0])
+        wants = struct.unpack_from("<Q", page, AT_WANT)[0]
+        os._exit(10 if (swept, wants, book.outstanding) == (0, 0, 1) else 20)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+    assert book.sweep() == 1

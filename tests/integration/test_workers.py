@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,24 @@ async def test_a_death_is_heard_of_by_its_pidfd_and_not_by_looking_now_and_then(
     await eventually(lambda: not ring.workers.book.outstanding)  # no statistics: they look
     await eventually(lambda: is_whole(ring))
     assert submission.request_id == 1
+
+
+async def test_a_worker_that_is_killed_in_a_gather_has_died_and_has_not_left(serve: Any, start: Any) -> None:
+    """Its connection ends first: then the kernel is asked, and does not only tell when the loop gets round to it."""
+    ring = await serve(**OPTIONS)
+    victim = start("hold", 0)
+    await ring.wait_workers(1, timeout=20)
+    gathering = asyncio.ensure_future(ring.gather({}, timeout=20))
+    await victim.said()
+    assert await victim.said() == ["held", "1"]
+    [worker] = ring.workers._workers.values()
+    pidfd, death = worker.watch._pidfd, select.poll()
+    asyncio.get_running_loop().remove_reader(pidfd)
+    death.register(pidfd, select.POLLIN)
+    victim.signal(signal.SIGKILL)
+    assert death.poll(20_000)
+    with pytest.raises(shmring.WorkerLostError, match="worker 0 has died before it replied"):
+        await gathering
 
 
 async def test_a_stopped_worker_holds_up_others_at_the_bound_and_no_sooner(serve: Any, start: Any, eventually: Any) -> None:

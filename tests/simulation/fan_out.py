@@ -123,6 +123,12 @@ class _Watch:
 
     is_open = True
 
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+
+    def has_died(self) -> bool:
+        return not self._process.alive
+
     def close(self) -> None:
         self.is_open = False
 
@@ -135,7 +141,7 @@ class EngineWorker(_Worker):
         self._workers = self.fan_out = fan_out
         self.rank, self.name, self.pid = rank, "", process.pid
         self.process = process
-        self.pidfd = _Watch()
+        self.pidfd = _Watch(process)
         self.watch = cast(Any, self.pidfd)
         self.page = map_slab(WORKER_PAGE_NBYTES)
         self.parts, self.parts_nbytes = [], 0

@@ -76,9 +76,20 @@ async def test_a_stopped_process_is_not_dead(child: subprocess.Popen[bytes], eve
     child.send_signal(signal.SIGSTOP)
     await turns()
     assert deaths.count == 0
+    assert not watch.has_died()
     child.send_signal(signal.SIGCONT)
     child.kill()
     await eventually(lambda: deaths.count)
+    assert watch.has_died()
+    watch.close()
+
+
+async def test_who_asks_is_told_of_a_death_before_the_loop_has_heard_of_it(child: subprocess.Popen[bytes]) -> None:
+    deaths = Deaths()
+    watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
+    child.kill()
+    child.wait()
+    assert (watch.has_died(), deaths.count) == (True, 0)
     watch.close()
 
 

@@ -1,0 +1,40 @@
+"""The command ``shmring`` as it is installed. Where the extra that it needs is not, it says so in one line.
+
+``pip install shmring`` installs the transport, and this package beside it, but none of what a server and a command line are
+made of.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["EXTRAS", "main"]
+
+#: What is imported of each extra, by the extra's name.
+EXTRAS = {
+    "serve": frozenset(
+        {
+            *("av", "click", "httpcore", "httptools", "offapi", "PIL", "prometheus_client"),
+            *("pybase64", "rich", "starlette", "uvicorn"),
+        }
+    ),
+    "demo": frozenset({"openai"}),
+}
+
+
+def main() -> None:
+    """Runs the command; exit code 1 if the extra for it is missing."""
+    try:
+        from frontend.cli import main as run
+
+        run()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if missing in modules), None)
+        if extra is None:
+            raise
+        sys.exit(f"shmring: this command needs the extra [{extra}] ({error}): pip install 'shmring[{extra}]'")
+
+
+if __name__ == "__main__":
+    main()

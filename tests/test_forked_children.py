@@ -1,0 +1,440 @@
+"""What a forked child may do with the ends that it has inherited: with each public name of each of them.
+
+A child has copies of all objects, and neither the memory nor the rings nor the right to the sockets that they stand for. So
+each call there raises ``ClosedError``, or is harmless: it returns, and its parent does not notice. No call crashes, waits for
+ever, or says something else. A name that is new is in none of the lists below, and fails the first test until somebody has
+thought about it.
+
+Every call is made in a child of its own, which is forked while everything is in use: messages are outstanding, replies and
+messages wait to be taken, slots are held, content is pinned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shmring
+from shmring import threads
+
+pytestmark = pytest.mark.timeout(600)  # some 200 forks, in the first test that needs what came of them
+
+_KEY = b"k" * 32
+_PATIENCE_S = 120  # after which a child that waits is ended; none takes a tenth of a second
+
+Call = Callable[[Any], object]
+_ERROR = ValueError("the engine's own")
+
+_REQUESTS: dict[str, Call] = {
+    "request": lambda client: client.request(1),
+    "stream": lambda client: client.stream(1),
+    "submit": lambda client: client.submit(1),
+    "submit (named)": lambda client: client.submit(1, request_id="named"),
+    "submit_nowait": lambda client: client.submit_nowait(1),
+    "abort": lambda client: client.abort("named"),
+    "slot": lambda client: client.slot(1),
+    "slot_nowait": lambda client: client.slot_nowait(1),
+    "find": lambda client: client.find(_KEY),
+    "find (unknown)": lambda client: client.find(b"u" * 32),
+    "keep": lambda client: client.keep(b"n" * 32, torch.ones(1000)),
+    "check_capacity": lambda client: client.check_capacity(1),
+    "wait_connected": lambda client: client.wait_connected(),
+    "wait_prefaulted": lambda client: client.wait_prefaulted(),
+    "statistics": lambda client: client.statistics(),
+}
+_IN_LOOP: dict[str, Call] = {
+    "slots": lambda client: client.slots([1, 2]),
+    "submit_unless_full": lambda client: client.submit_unless_full(1),
+}
+_REPLIES: dict[str, Call] = {
+    "next": lambda submission: submission.next(),
+    "result": lambda submission: submission.result(),
+    "wait": lambda submission: submission.wait(),
+}
+_TENSORS: dict[str, Call] = {
+    "tensor": lambda slot: slot.tensor((1,), torch.uint8),
+    "array": lambda slot: slot.array((1,), "u1"),
+}
+_PAYLOADS: dict[str, Call] = {"payload": lambda message: message.payload, "beside": lambda message: message.beside}
+_FAN_OUT: dict[str, Call] = {
+    "broadcast": lambda ring: ring.broadcast(1),
+    "broadcast (with a tensor)": lambda ring: ring.broadcast(torch.ones(5000)),
+    "gather": lambda ring: ring.gather(1),
+    "drop_worker": lambda ring: ring.drop_worker(0),
+    "wait_workers": lambda ring: ring.wait_workers(2),
+    "wait_workers (that are there)": lambda ring: ring.wait_workers(1),
+    "claim": lambda ring: ring.claim(),
+    "claim_nowait": lambda ring: ring.claim_nowait(),
+    "statistics": lambda ring: ring.statistics(),
+}
+
+#: What raises ClosedError, by class: how each name is called. What stands in brackets behind a name is another way to call it.
+REFUSED: dict[type, dict[str, Call]] = {
+    shmring.Ring: {
+        **_FAN_OUT,
+        "broadcast_nowait": lambda ring: ring.broadcast_nowait(1),
+        "broadcast_nowait (with a tensor)": lambda ring: ring.broadcast_nowait(torch.ones(5000)),
+        "claim_many": lambda ring: ring.claim_many(2),
+        "run": lambda ring: ring.run(lambda claim: claim.reply(1)),
+        "__anext__": lambda ring: ring.__anext__(),
+        "check_open": lambda ring: ring.check_open(),
+        "check_process": lambda ring: ring.check_process(),
+    },
+    shmring.Claim: {
+        "payload": lambda claim: claim.payload,
+        "reply": lambda claim: claim.reply(1),
+        "reply (with a tensor)": lambda claim: claim.reply(torch.ones(5000)),
+        "reply_nowait": lambda claim: claim.reply_nowait(1),
+        "done (with a reply)": lambda claim: claim.done(1),
+        "share": lambda claim: claim.share(1),
+        "share_nowait": lambda claim: claim.share_nowait(1),
+        "to": lambda claim: claim.to("cuda:0"),
+        "to_nowait": lambda claim: claim.to_nowait("cuda:0"),
+    },
+    shmring.Worker: {
+        "receive": lambda worker: worker.receive(),
+        "receive_nowait": lambda worker: worker.receive_nowait(),
+        "__anext__": lambda worker: worker.__anext__(),
+        "check_process": lambda worker: worker.check_process(),
+    },
+    shmring.Message: {**_PAYLOADS, "reply": lambda message: message.reply(1)},
+    shmring.RingClient: {
+        **_REQUESTS,
+        **_IN_LOOP,
+        "call": lambda client: client.call("method"),
+        "check_process": lambda client: client.check_process(),
+    },
+    shmring.RoutingClient: {
+        **_REQUESTS,
+        **_IN_LOOP,
+        "call": lambda client: client.call("method", engine=client.names[0]),
+        "choose": lambda client: client.choose(),
+        "choose (by key)": lambda client: client.choose(key="session"),
+        "loads": lambda client: client.loads(),
+    },
+    shmring.Submission: {**_REPLIES, "take_reply": lambda submission: submission.take_reply(submission.end.decoder_of(Any))},
+    shmring.Slot: _TENSORS,
+    shmring.Kept: {"payload": lambda kept: kept.payload},
+    threads.Ring: {
+        **_FAN_OUT,
+        "take": lambda ring: ring.take(1, 1),
+        "__next__": lambda ring: next(ring),
+    },
+    threads.Claim: {
+        "payload": lambda claim: claim.payload,
+        "reply": lambda claim: claim.reply(1),
+        "done (with a reply)": lambda claim: claim.done(1),
+        "share": lambda claim: claim.share(1),
+    },
+    threads.Worker: {
+        "receive": lambda worker: worker.receive(),
+        "receive_nowait": lambda worker: worker.receive_nowait(),
+        "__next__": lambda worker: next(worker),
+        "check_process": lambda worker: worker.check_process(),
+    },
+    threads.Message: {**_PAYLOADS, "reply": lambda message: message.reply(1)},
+    threads.Client: {**_REQUESTS, "call": lambda client: client.call("method")},
+    threads.RoutingClient: {
+        **_REQUESTS,
+        "call": lambda client: client.call("method", engine=client.names[0]),
+        "loads": lambda client: client.loads(),
+    },
+    threads.Submission: _REPLIES,
+    threads.Slot: _TENSORS,
+    threads.Kept: {"payload": lambda kept: kept.payload},
+}
+
+
+def _left(end: Any) -> object:
+    return end.__exit__(None, None, None)
+
+
+def _left_in_loop(end: Any) -> object:
+    return end.__aexit__(None, None, None)
+
+
+_CLOSED: dict[str, Call] = {"close": lambda end: end.close()}
+_ENDS: dict[str, Call] = {
+    "fail": lambda claim: claim.fail(_ERROR),
+    "time_out": lambda claim: claim.time_out("late"),
+    "release": lambda claim: claim.release(),
+    "done": lambda claim: claim.done(),
+    "on_abort": lambda claim: claim.on_abort(lambda: None),
+    "__exit__": _left,
+    "__exit__ (with an error)": lambda claim: claim.__exit__(ValueError, _ERROR, None),
+}
+
+#: What returns: it ends something, which its parent must not notice, or only says what this object knows by itself.
+HARMLESS: dict[type, dict[str, Call]] = {
+    shmring.Ring: {**_CLOSED, "__aexit__": _left_in_loop, "closed_error": lambda ring: ring.closed_error()},
+    shmring.Claim: {
+        **_ENDS,
+        "finish": lambda claim: claim.finish(),
+        "check_running": lambda claim: claim.check_running(),
+        "why_not_running": lambda claim: claim.why_not_running(),
+    },
+    shmring.Worker: {**_CLOSED, "__aexit__": _left_in_loop},
+    shmring.Message: {"leave": lambda message: message.leave(), "__exit__": _left},
+    shmring.RingClient: {**_CLOSED, "__aexit__": _left_in_loop},
+    shmring.RoutingClient: {**_CLOSED, "__aexit__": _left_in_loop},
+    shmring.Submission: {"abort": lambda submission: submission.abort()},
+    shmring.Slot: {**_CLOSED, "__exit__": _left, "__aexit__": _left_in_loop},
+    shmring.Kept: {**_CLOSED, "__exit__": _left},
+    threads.Ring: {**_CLOSED, "__exit__": _left},
+    threads.Claim: _ENDS,
+    threads.Worker: {**_CLOSED, "__exit__": _left},
+    threads.Message: {"leave": lambda message: message.leave(), "__exit__": _left},
+    threads.Client: {**_CLOSED, "__exit__": _left},
+    threads.RoutingClient: {**_CLOSED, "__exit__": _left},
+    threads.Submission: {"abort": lambda submission: submission.abort()},
+    threads.Slot: {**_CLOSED, "__exit__": _left},
+    threads.Kept: {**_CLOSED, "__exit__": _left},
+}
+
+#: What is no call of users: the parts of an end call it on each other, behind the calls above. And what makes a new end.
+OF_PARTS: dict[type, str] = {
+    shmring.Ring: """call_soon carry_out claim_in_turn claim_now client_lost count_protocol_error device_slab_unmapped end_claim
+        log_drain next_in_turn release_on_device request_arrived send_release take_up_device take_up_failed upload
+        upload_nowait create""",
+    shmring.Claim: """call_on_abort call_on_end finish_with forget_on_end mark_ended release_slots send_reply""",
+    shmring.Worker: """connection_lost fail_answer fail_answer_later peer_gave_up protocol_violated send_answer take_record
+        join""",
+    shmring.Message: "fail_to_open leave_end mark_answered",
+    shmring.RingClient: """acquire_in_turn attach keep_attaching resolve_device submit_in_turn use why_no_answer
+        why_not_sent create detached""",
+    shmring.RoutingClient: "create",
+    shmring.Submission: "drop_replies give_up raise_error",
+    shmring.Slot: "memory other_tensor take",
+    threads.Worker: "fail_answer fail_answer_later send_answer",
+    threads.Message: "fail_to_open leave_end mark_answered",
+}
+
+_PROTOCOLS = ("__anext__", "__next__", "__exit__", "__aexit__")
+
+
+def bare(name: str) -> str:
+    return name.split(" ")[0]
+
+
+def is_call(kind: type, name: str) -> bool:
+    return callable(getattr(kind, name))
+
+
+def names_of(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")} | {name for name in _PROTOCOLS if hasattr(kind, name)}
+
+
+def title(kind: type) -> str:
+    return f"threads.{kind.__name__}" if kind.__module__.startswith("shmring.threads") else kind.__name__
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=title)
+def test_every_public_call_is_in_one_of_the_lists(kind: type) -> None:
+    """Properties that are not listed are read below, too; a call that is new has to be put into one of the lists."""
+    listed = [*map(bare, REFUSED[kind]), *map(bare, HARMLESS[kind]), *OF_PARTS.get(kind, "").split()]
+    calls = {name for name in names_of(kind) if is_call(kind, name)}
+    assert calls - set(listed) == set(), "what does a forked child get of this?"
+    assert set(listed) - names_of(kind) == set(), "this is gone"
+
+
+# -- what is in use at the fork ----------------------------------------------------------------------------------------------
+
+
+def outcome_of(attempt: Callable[[], object]) -> str:
+    """Makes a call in a forked child; returns what came of it: ``returned``, its error, or the signal that ended the child."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        outcome = "no outcome"
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_PATIENCE_S)
+            try:
+                attempt()
+                outcome = "returned"
+            except BaseException as error:  # noqa: BLE001 - that is what is asked for
+                outcome = f"{type(error).__name__}: {error}"
+            os.write(writing, outcome.encode()[:1000])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            said = pipe.read().decode()
+    finally:
+        status = os.waitpid(child, 0)[1]
+    return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else said
+
+
+def carried_out(call: Call, end: Any) -> None:
+    """Calls, and awaits or iterates over what that returns, in a loop of the child's own."""
+
+    async def run() -> None:
+        result = call(end)
+        if inspect.isasyncgen(result):
+            await anext(result)
+        elif inspect.isgenerator(result):
+            next(result)
+        elif hasattr(result, "__await__"):
+            await result
+
+    asyncio.run(run())
+
+
+def read(end: Any, name: str) -> None:
+    value = getattr(end, name)
+    str(value() if name.startswith("__") else value)
+
+
+def outcomes_of(*ends: Any) -> dict[tuple[type, str], str]:
+    outcomes = {}
+    for end in ends:
+        kind = next(kind for kind in REFUSED if isinstance(end, kind))
+        for name, call in [*REFUSED[kind].items(), *HARMLESS[kind].items()]:
+            outcomes[kind, name] = outcome_of(functools.partial(carried_out, call, end))
+        known = {bare(name) for name in (*REFUSED[kind], *HARMLESS[kind])}
+        for name in [*sorted(names_of(kind) - known), "__repr__", "__str__"]:
+            if name.startswith("__") or not is_call(kind, name):
+                outcomes[kind, name] = outcome_of(functools.partial(read, end, name))
+    return outcomes
+
+
+async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        ring = await enter(shmring.serve("forking", slab_nbytes="8MiB", pin="off", inline_nbytes="1KiB", **options))
+        worker = await enter(shmring.join("forking", 0, **options))
+        client = await enter(shmring.connect("forking", **options))
+        routing = await enter(shmring.connect(["forking"], **options))
+        submission = await client.submit({"x": torch.ones(5000)}, request_id="named")
+        claim = await ring.claim()
+        await claim.reply(torch.ones(5000))
+        while not submission.has_replied:
+            await asyncio.sleep(0)
+        unanswered = await client.submit("waits for a claim")
+        slot = await client.slot(5000)
+        kept = await client.keep(_KEY, torch.ones(5000))
+        assert kept.payload.sum() == 5000
+        await ring.broadcast(torch.ones(5000))
+        gathering = asyncio.ensure_future(ring.gather("reply"))
+        held = await worker.receive()
+        message = await worker.receive()
+        await ring.broadcast("not received")
+        outcomes = outcomes_of(ring, claim, worker, message, client, routing, submission, slot, kept)
+        waits = REFUSED[shmring.Submission] | {"abort": HARMLESS[shmring.Submission]["abort"]}
+        for name in ("next", "result", "wait", "abort"):
+            outcomes[shmring.Submission, f"{name} (no reply has come)"] = outcome_of(
+                functools.partial(carried_out, waits[name], unanswered)
+            )
+
+        # Nobody here has noticed.
+        assert ring.statistics().clients == 2
+        assert ring.statistics().broadcasts_outstanding == 3
+        assert ring.ranks == (0,)
+        assert not claim.aborted
+        assert (await submission.next()).sum() == 5000
+        with claim:
+            assert claim.payload["x"].sum() == 5000
+        with await ring.claim() as second:
+            await second.reply(7)
+        assert await unanswered.result() == 7
+        with held:
+            assert held.payload.sum() == 5000
+        with message:
+            await message.reply("replied")
+        assert await gathering == ["replied"]
+        with await worker.receive() as last:
+            assert last.payload == "not received"
+        slot.tensor((5000,), torch.uint8)
+        slot.close()
+        kept.close()
+        return outcomes
+
+
+def with_threads(options: dict[str, Any]) -> dict[tuple[type, str], str]:
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        ring = enter(threads.serve("forking", slab_nbytes="8MiB", pin="off", inline_nbytes="1KiB", **options))
+        worker = enter(threads.join("forking", 0, **options))
+        client = enter(threads.connect("forking", **options))
+        routing = enter(threads.connect(["forking"], **options))
+        submission = client.submit({"x": torch.ones(5000)}, request_id="named")
+        claim = ring.claim(30)
+        claim.reply(torch.ones(5000))
+        unanswered = client.submit("waits for a claim")
+        slot = client.slot(5000)
+        kept = client.keep(_KEY, torch.ones(5000))
+        ring.broadcast(torch.ones(5000))
+        replies: list[Any] = []
+        gathering = threading.Thread(target=lambda: replies.extend(ring.gather("reply", timeout=60)))
+        gathering.start()
+        held = worker.receive(30)
+        message = worker.receive(30)
+        ring.broadcast("not received")
+        outcomes = outcomes_of(ring, claim, worker, message, client, routing, submission, slot, kept)
+
+        assert ring.statistics().clients == 2
+        assert ring.statistics().broadcasts_outstanding == 3
+        assert not claim.aborted
+        assert submission.next(timeout=30).sum() == 5000
+        with claim:
+            assert claim.payload["x"].sum() == 5000
+        with ring.claim(30) as second:
+            second.reply(7)
+        assert unanswered.result(timeout=30) == 7
+        with held:
+            assert held.payload.sum() == 5000
+        with message:
+            message.reply("replied")
+        gathering.join()
+        assert replies == ["replied"]
+        with worker.receive(30) as last:
+            assert last.payload == "not received"
+        slot.tensor((5000,), torch.uint8)
+        slot.close()
+        kept.close()
+        return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[tuple[type, str], str]]:
+    directory = tempfile.mkdtemp(prefix="shmr-", dir="/tmp")
+    try:
+        yield asyncio.run(with_loops({"socket_dir": directory})) | with_threads({"socket_dir": directory})
+    finally:
+        shutil.rmtree(directory)
+
+
+def is_refused(outcome: str) -> bool:
+    return outcome.startswith("ClosedError: ") and "forked" in outcome
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=title)
+def test_a_forked_child_is_refused(kind: type, outcomes: dict[tuple[type, str], str]) -> None:
+    made = {name: outcome for (of, name), outcome in outcomes.items() if of is kind}
+    to_refuse = {name for name in made if name not in HARMLESS[kind] and bare(name) in map(bare, REFUSED[kind])}
+    assert to_refuse >= set(REFUSED[kind])
+    assert {name: made[name] for name in to_refuse if not is_refused(made[name])} == {}
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=title)
+def test_what_a_forked_child_may_call_returns(kind: type, outcomes: dict[tuple[type, str], str]) -> None:
+    made = {name: outcome for (of, name), outcome in outcomes.items() if of is kind}
+    harmless = {name for name in made if name in HARMLESS[kind] or bare(name) not in map(bare, REFUSED[kind])}
+    assert harmless >= {*HARMLESS[kind], "__repr__"}
+    assert {name: made[name] for name in harmless if made[name] != "returned"} == {}
