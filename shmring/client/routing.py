@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
+
+import msgspec
 
 __all__ = ["ROUTES", "EngineLoad", "LoadEstimate", "Route", "Router"]
 
@@ -32,7 +34,7 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 _PATIENCE_S = 0.1
 
 
-class EngineLoad(NamedTuple):
+class EngineLoad(msgspec.Struct, frozen=True):
     """An engine's load, as a client sees it.
 
     Attributes:
