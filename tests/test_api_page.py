@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 import shmring
 import shmring.threads
+from tests.pages import load_maker
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,12 +38,7 @@ INTERNAL = {
 
 @pytest.fixture(scope="module")
 def make_api() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_maker("make_api")
 
 
 def test_the_tables_are_what_the_code_says(make_api: ModuleType) -> None:

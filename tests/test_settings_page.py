@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.pages import load_maker
 
 
 @pytest.fixture(scope="module")
 def make_settings() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("make_settings", ROOT / "docs" / "make_settings.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_maker("make_settings")
 
 
 def test_the_page_is_what_the_code_says(make_settings: ModuleType) -> None:

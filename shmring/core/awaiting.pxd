@@ -16,3 +16,4 @@ cdef class Awaited:
 cdef PyObject* nothing_more() noexcept
 cdef PyObject* owned(object result) noexcept
 cdef int may_be_awaited(type kind) except -1
+cdef int check_timeout(object timeout) except -1

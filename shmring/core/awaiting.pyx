@@ -14,6 +14,8 @@ from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 from cpython.type cimport PyType_Modified
 
+from shmring import config
+
 cdef extern from "Python.h":
     ctypedef enum PySendResult:
         PYGEN_RETURN
@@ -201,4 +203,11 @@ cdef int may_be_awaited(type kind) except -1:
     """Gives a subclass its ``am_send``; once, when its module is loaded."""
     (<AsyncType*><PyObject*>kind).tp_as_async.am_send = <sendfunc><void*>_send
     PyType_Modified(kind)
+    return 0
+
+
+cdef int check_timeout(object timeout) except -1:
+    """Raises unless this is a number of seconds, or None. What it mostly is costs nothing."""
+    if timeout is not None and type(timeout) is not float and type(timeout) is not int:
+        config.check_timeout(timeout)
     return 0

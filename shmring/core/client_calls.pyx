@@ -9,10 +9,9 @@ from cpython.object cimport PyObject
 
 from libc.stdint cimport uint64_t
 
-from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
+from shmring.core.awaiting cimport Awaited, check_timeout, may_be_awaited, owned
 from shmring.core.client_end cimport ClientEnd, SlotEnd
 
-from shmring.config import check_timeout
 from shmring.core.awaiting import done
 
 cdef str _HOST = "cpu"
@@ -98,8 +97,7 @@ cdef class ClientCalls:
         cdef AcquiringSlot acquiring
         if type(nbytes) is not int or nbytes < 0:
             check_nbytes(nbytes)
-        if timeout is not None and type(timeout) is not float and type(timeout) is not int:
-            check_timeout(timeout)
+        check_timeout(timeout)
         where = None if device is _HOST or device == _HOST else self.resolve_device(device)
         acquiring = AcquiringSlot.__new__(AcquiringSlot)
         acquiring.client = self

@@ -217,11 +217,13 @@ cdef class FanOutBook:
             else:
                 mask |= <uint64_t>1 << (<WorkerRecord>worker).place
         if missing:
-            raise WorkerLostError(
-                f"there is no worker of rank {', '.join(map(str, missing))} (any more, or yet); there are {list(self.ranks)}",
-                ranks=missing,
-            )
+            raise self.no_workers(missing)
         return mask
+
+    def no_workers(self, ranks) -> WorkerLostError:
+        """Makes the error for who has named ranks of which there is no worker."""
+        listed = ", ".join(map(str, ranks))
+        return WorkerLostError(f"there is no worker of rank {listed} (any more, or yet); there are {list(self.ranks)}", ranks=ranks)
 
     cdef tuple ranks_of(self, uint64_t mask):
         ranks = []

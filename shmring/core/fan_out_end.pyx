@@ -19,7 +19,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from shmring.core.awaiting cimport Awaited, may_be_awaited, owned
+from shmring.core.awaiting cimport Awaited, check_timeout, may_be_awaited, owned
 from shmring.core.engine_end cimport ClaimEnd, EngineEnd
 from shmring.core.fan_out_book cimport WINDOW, FanOutBook, WorkerRecord
 from shmring.core.held_slots cimport HeldSlots
@@ -33,7 +33,6 @@ from shmring.core.received cimport PayloadDecoder, regions_of
 from shmring.core.views cimport Lent, drop_region, hold_region
 from shmring.core.wire cimport SLOT_EXTENSION_NBYTES, Content, SlotNumbers, read_content
 
-from shmring.config import check_timeout
 from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import CapacityError, ClosedError, RemoteProtocolError, WorkerFailedError, WorkerLostError, WorkersBehindError
 
@@ -239,7 +238,7 @@ cdef class FanOutEnd:
     def broadcast(self, payload, to, timeout, *, ClaimEnd claim=None) -> Broadcasting:
         """Sends a payload to workers when that is awaited. ``claim``: of a payload that is shared, with something beside it."""
         cdef Broadcasting sending
-        _check_timeout(timeout)
+        check_timeout(timeout)
         sending = Broadcasting.__new__(Broadcasting)
         sending.end, sending.payload, sending.to, sending.timeout = self, payload, to, timeout
         sending.claim = claim
@@ -248,7 +247,7 @@ cdef class FanOutEnd:
     def gather(self, payload, to, timeout) -> Gathering:
         """Sends a payload to workers and waits for their replies when that is awaited."""
         cdef Gathering gathering
-        _check_timeout(timeout)
+        check_timeout(timeout)
         gathering = Gathering.__new__(Gathering)
         gathering.end, gathering.payload, gathering.to, gathering.timeout = self, payload, to, timeout
         return gathering
@@ -531,13 +530,6 @@ cdef class FanOutEnd:
                 gathering._fail(WorkerLostError(
                     f"worker {worker.rank} {reason} before it replied to message {gathering.parcel.sequence}", ranks=(worker.rank,)
                 ))
-
-
-cdef int _check_timeout(object timeout) except -1:
-    """Raises unless this is a number of seconds, or None. What it mostly is costs nothing."""
-    if timeout is not None and type(timeout) is not float and type(timeout) is not int:
-        check_timeout(timeout)
-    return 0
 
 
 cdef object _of_shared(object error):

@@ -40,7 +40,7 @@ from shmring.core.messages import (
     WorkerWelcome,
     decode_worker_message,
 )
-from shmring.errors import RemoteProtocolError, WorkerLostError, WorkersBehindError, WouldBlock
+from shmring.errors import RemoteProtocolError, WorkersBehindError, WouldBlock
 from shmring.memory.slab import Slab, reserve_for_one_writer
 from shmring.memory.tensors import make_decoder, make_packer
 from shmring.statistics import WorkerStatistics
@@ -481,8 +481,7 @@ class Workers:
         """See :meth:`Ring.drop_worker`."""
         record = self.book.member(_rank(rank))
         if record is None:
-            why = f"there is no worker of rank {rank} (any more, or yet); there are {list(self.book.ranks)}"
-            raise WorkerLostError(why, ranks=(rank,))
+            raise self.book.no_workers((rank,))
         worker = self._workers[record]
         worker.link.send(Refused(reason))
         self.part(worker, "was dropped")
