@@ -170,15 +170,30 @@ class Repetitions(Generic[_Case, _Run]):
         """How many lines of progress there will be."""
         return self._count * sum(map(len, self._subjects.values()))
 
+    @property
+    def halves(self) -> list[slice]:
+        """Two parts of the repetitions, or one where there is one repetition."""
+        middle = -(-self._count // 2)
+        return [slice(0, middle), slice(middle, None)][: self._count]
+
     def measure(
         self,
         cases: Sequence[_Case],
         measure: Callable[[_Case, str], _Run],
         progress: Callable[[str], None],
         titles: Mapping[str, str] | None = None,
+        part: slice = slice(None),
     ) -> None:
-        """Measures all subjects of cases, in alternating order, with a line before each; titles are those of subjects."""
-        for repetition, case in itertools.product(range(self._count), cases):
+        """Measures all subjects of cases, in alternating order, with a line before each.
+
+        Args:
+            cases: which.
+            measure: one subject in one case, once.
+            progress: gets the line.
+            titles: of subjects; without one, its name is its title.
+            part: of the repetitions; all of them, if there is nothing to do between them.
+        """
+        for repetition, case in itertools.product(range(self._count)[part], cases):
             for subject in self._subjects[case][:: -1 if repetition % 2 else 1]:
                 words = (titles or {}).get(subject, subject)
                 progress(f"{self._title(case)}, {words}, repetition {repetition + 1} of {self._count}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
 import statistics
 import subprocess
@@ -45,7 +46,8 @@ __all__ = ["Measured", "draw", "report", "vllm_command"]
 Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 
 _OURS = "shmring"
-#: Even, so that each way is asked first as often as last: who is asked first was up to a seventh slower.
+#: Even, so that each way is started first as often as last, and asked so. Who was the first, of two that did the same, was up
+#: to a seventh slower.
 _REPETITIONS = 6
 _COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
 _COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
@@ -76,7 +78,8 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
     ]
     notes = [
         "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and the load "
-        "goes to one after the other, in alternating order. Medians of the repetitions; spread: slowest and fastest against "
+        "goes to one after the other, in alternating order; for the second half of the repetitions they are started again, the "
+        "other way round. Medians of the repetitions; spread: slowest and fastest against "
         "the median; shmring is: its requests/s over the row's in the same repetition.",
         "jpeg: a picture that the API server's cache knows, sent as a file; uuid: only named; new: never seen. engine, API: "
         "milliseconds of CPU for each request, of the engine core and of all API servers. lag: the time that /health takes "
@@ -238,7 +241,7 @@ def vllm_command(
     ]
     chosen = [way for way in WAYS if not ways or way in ways]
     runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, repetitions or _REPETITIONS, _name)
-    starts = sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
+    starts = len(runs.halves) * sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
     with command_line.measuring(starts + runs.steps) as progress:
         _measure(runs, cases, chosen, environment, progress)
     measured = {(case, way): runs for case, of_case in runs.measured.items() for way, runs in of_case.items()}
@@ -253,11 +256,11 @@ def _measure(
     environment: Path,
     progress: Callable[[str], None],
 ) -> None:
-    """Measures all of it, a fleet after the other."""
-    for fleet, its_cases in fleets(cases).items():
+    """Measures all of it, a fleet after the other: a half, and the rest with servers that were started the other way round."""
+    for (fleet, its_cases), (order, half) in itertools.product(fleets(cases).items(), enumerate(runs.halves)):
         with contextlib.ExitStack() as stack:
             servers: dict[str, Server] = {}
-            for way in fleet.ways(ways):
+            for way in fleet.ways(ways)[:: -1 if order else 1]:
                 progress(f"starting vLLM: {fleet.title}, {way}")
                 try:
                     servers[way] = stack.enter_context(_server(fleet, way, environment))
@@ -269,7 +272,7 @@ def _measure(
                 return asyncio.run(measure(case, servers[way]))
 
             for case in its_cases:
-                runs.measure([case], play, progress)
+                runs.measure([case], play, progress, part=half)
 
 
 @contextlib.contextmanager

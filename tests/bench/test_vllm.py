@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from bench.results import Coverage, Findings
 from bench.vllm import command
 from bench.vllm.command import draw, report, vllm_command
-from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, full_cases
+from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, for_a_while, full_cases
 
 
 def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence[float] = (5.0,)) -> Measurement:
@@ -98,13 +99,26 @@ def test_fewer_requests_are_sent_one_at_a_time(case: Case) -> None:
     assert Case(case.fleet, case.kind, 1).requests * 2 == Case(case.fleet, case.kind, 8).requests
 
 
+def test_a_repetition_is_long_enough_to_be_believed() -> None:
+    bodies = [b""] * 100
+    assert len(list(for_a_while(iter(bodies), 3, time.perf_counter()))) == 3  # slow ones: as many as were asked for
+    began_s = time.perf_counter()
+    taken = 0
+    for _ in for_a_while(iter(bodies), 3, began_s + 0.05):
+        taken += 1
+        time.sleep(0.005)
+    assert 3 < taken <= 11  # quick ones: until the time is over
+
+
 def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[str] = []
     played: list[str] = []
 
     @contextlib.contextmanager
     def server(fleet: Fleet, way: str, environment: Path) -> Iterator[str]:
+        started.append(way)
         if way == "inline":
             raise RuntimeError("the server did not start")
         yield way
@@ -127,6 +141,7 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     options = ["--quick", "--kind", "new", "--repetitions", "3", "--environment", str(tmp_path), "--json", str(path)]
     done = CliRunner().invoke(vllm_command, options)
     assert done.exit_code == 3, done.output
+    assert started == ["shmring", "inline", "torch_shm", "torch_shm", "inline", "shmring"]
     assert played == ["shmring", "torch_shm", "shmring", "shmring"]  # what fails is not tried again
     stored = json.loads(path.read_bytes())
     assert [(entry["way"], len(entry["runs"])) for entry in stored["results"]] == [("shmring", 3)]
