@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.fan_out.plan import Cell, Run
+from bench.meter import process_cpu_s
 
 __all__ = ["END", "PATIENCE_S", "Stamps", "Way", "measure", "wait_until_ready"]
 
@@ -205,7 +206,7 @@ class _Measurement:
 
     def _workers_s(self) -> float:
         """CPU time of all workers so far."""
-        return sum(time.clock_gettime(~pid << 3 | 2) for pid in self._pids)  # as clock_getcpuclockid makes it of a pid
+        return sum(map(process_cpu_s, self._pids))
 
     async def _rest(self) -> tuple[float, float]:
         taken = []

@@ -32,6 +32,7 @@ import psutil
 
 from bench.children import BenchError
 from bench.machine import Machine
+from bench.meter import process_cpu_s
 from bench.results import Planned
 from bench.serving.client import Client
 from bench.serving.load import Body, Measurement, play, request_body, warm_up
@@ -71,7 +72,7 @@ class Server(msgspec.Struct):
         """
         if not all(map(_lives, self.every())):
             raise ServerError("a process of the server ended during the run")
-        return {part: sum(sum(one.cpu_times()[:2]) for one in processes) for part, processes in self.processes.items()}
+        return {part: sum(process_cpu_s(one.pid) for one in processes) for part, processes in self.processes.items()}
 
     def every(self) -> Iterator[psutil.Process]:
         return itertools.chain(*self.processes.values())

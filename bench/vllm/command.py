@@ -48,7 +48,7 @@ Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 _OURS = "shmring"
 #: Even, so that each way is started first as often as last, and asked so. Who was the first, of two that did the same, was up
 #: to a seventh slower.
-_REPETITIONS = 6
+_REPETITIONS = 12
 _COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
 _COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
 _COLUMNS += ["lag p99 ms", "tensors"]

@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from bench.meter import process_cpu_s
 from bench.vllm.server import Server, picture, question
 
 __all__ = [
@@ -54,8 +54,8 @@ KINDS: tuple[Kind, ...] = ("jpeg", "uuid", "new")
 #: Of pictures, in pixels: 1, 10.8 and 43.4 MB of bfloat16 when prepared.
 SIDES = (416, 1344, 2688)
 
-_REQUESTS: Mapping[Kind, int] = {"jpeg": 48, "uuid": 160, "new": 24}  # some seconds at 43 MB, eight at a time, inline
-_SHORTEST_S = 2.5  # of a repetition: who answers sooner is asked for more. In half a second, a tenth is chance
+_REQUESTS: Mapping[Kind, int] = {"jpeg": 24, "uuid": 48, "new": 16}  # a second or two at 43 MB, eight at a time, inline
+_SHORTEST_S = 1.25  # of a repetition: who answers sooner is asked for more. In less, a tenth is chance
 _TIMES: Mapping[int, int] = {416: 12, 1344: 6, 2688: 1}  # as many of smaller pictures, by side, that are answered sooner
 
 
@@ -155,7 +155,6 @@ _TOKENS = 2
 _TIMEOUT_S = 120.0
 _PROBE_S = 0.02
 _WARM_UP_ROUNDS = 12  # requests for each picture, so that each API server has seen it
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _KINDS = ("EngineCore", "APIServer")
 
 
@@ -296,7 +295,6 @@ async def _probe(server: Server) -> list[float]:
 
 def _cpu_s(server: Server) -> Mapping[str, float]:
     """CPU seconds so far of a server's processes, by kind. (With one API server, it is the launcher as well.)"""
-    seconds = {kind: sum(sum(process.cpu_times()[:2]) for process in server.processes(kind)) for kind in _KINDS}
-    if not server.processes("APIServer"):
-        seconds["APIServer"] = sum(server.launcher.cpu_times()[:2])
-    return seconds
+    processes = {kind: server.processes(kind) for kind in _KINDS}
+    processes["APIServer"] = processes["APIServer"] or [server.launcher]
+    return {kind: sum(process_cpu_s(process.pid) for process in of_kind) for kind, of_kind in processes.items()}
