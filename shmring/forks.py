@@ -11,6 +11,8 @@ import functools
 import os
 import weakref
 
+from shmring.errors import ClosedError
+
 __all__ = ["Origin"]
 
 
@@ -28,6 +30,10 @@ class Origin:
         self.pid = os.getpid()
         self.forked = False
         _living().add(self)
+
+    def stray(self, what: str, instead: str) -> ClosedError:
+        """Returns what to raise in a child that was asked to use what its parent made: what that is, and what to do instead."""
+        return ClosedError(f"{what} belongs to process {self.pid}, which forked this one; {instead}")
 
 
 @functools.cache

@@ -552,6 +552,13 @@ async def test_a_frontend_that_goes_aborts_its_claims(serve: Any, connect: Any, 
     await settled(ring)
 
 
+async def test_who_answers_after_the_ring_was_closed_is_told_so(ends: Ends) -> None:
+    _, claim = await ends.claim({"x": tensor(5000)})
+    await ends.ring.close()
+    with claim, pytest.raises(shmring.AbortedError, match="aborted by the end of its ring"):
+        await claim.reply("late")
+
+
 async def test_looking_for_requests_takes_in_no_more_than_a_turn_does(serve: Any, connect: Any, settled: Any) -> None:
     ring = await serve(busy_poll_s=0.1)  # so that it is awake, and looks by itself
     client = await connect()

@@ -24,6 +24,7 @@ from bench.machine import Machine
 from bench.results import Coverage, Findings, Repetitions, Spread, Table, Verdict, format_times, median_ratio
 from bench.targets import Numbers, judge
 from bench.vllm.load import (
+    API_SERVERS,
     KINDS,
     LARGE,
     PARALLEL,
@@ -48,7 +49,7 @@ Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 _OURS = "shmring"
 #: Even, so that each way is started first as often as last, and asked so. Who was the first, of two that did the same, was up
 #: to a seventh slower.
-_REPETITIONS = 12
+_REPETITIONS = 10
 _COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
 _COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
 _COLUMNS += ["lag p99 ms", "tensors"]
@@ -210,12 +211,14 @@ draw = functools.partial(plots.draw_stored, list[Stored], _figure)
 announced = functools.partial(_targets, {})
 
 _SIDES = [str(side) for side in SIDES]
+_API_SERVERS = [str(number) for number in API_SERVERS]
 
 
 @click.command("vllm", context_settings=command_line.SETTINGS)
 @click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
 @click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Repeatable.  [default: all]")
 @click.option("--side", "sides", multiple=True, type=click.Choice(_SIDES), help="Of pictures; repeatable.  [default: all]")
+@click.option("--api-servers", multiple=True, type=click.Choice(_API_SERVERS), help="Repeatable.  [default: all]")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of requests; repeatable.  [default: all]")
 @command_line.repetitions_option(f"Of each case and way, in alternating order.  [default: {_REPETITIONS}]")
 @command_line.environment_option
@@ -225,6 +228,7 @@ def vllm_command(
     quick: bool,
     ways: tuple[str, ...],
     sides: tuple[str, ...],
+    api_servers: tuple[str, ...],
     kinds: tuple[str, ...],
     repetitions: int | None,
     environment: Path,
@@ -237,7 +241,9 @@ def vllm_command(
     cases = [
         case
         for case in (QUICK if quick else full_cases())
-        if (not sides or str(case.fleet.side) in sides) and (not kinds or case.kind in kinds)
+        if (not sides or str(case.fleet.side) in sides)
+        and (not api_servers or str(case.fleet.api_servers) in api_servers)
+        and (not kinds or case.kind in kinds)
     ]
     chosen = [way for way in WAYS if not ways or way in ways]
     runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, repetitions or _REPETITIONS, _name)

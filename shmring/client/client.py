@@ -465,7 +465,7 @@ class RingClient(ClientCalls):
     def check_process(self) -> None:
         """Raises :class:`ClosedError` in a forked child."""
         if self._origin.forked:
-            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
+            raise self._origin.stray("this client", "connect again here")
 
     @property
     def session(self) -> Session | None:

@@ -691,7 +691,7 @@ class RoutingClient:
 
     def _check_process(self) -> None:
         if self._origin.forked:
-            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
+            raise self._origin.stray("this client", "connect again here")
 
     def _check_open(self) -> None:
         self._check_process()

@@ -336,7 +336,7 @@ class Session:
             EngineDeadError: its engine has gone.
         """
         if self._origin.forked:
-            raise ClosedError(f"this client belongs to process {self._origin.pid}, which forked this one; connect again here")
+            raise self._origin.stray("this client", "connect again here")
         if self.error is not None:
             raise self._fresh_error()
         if self._closing:

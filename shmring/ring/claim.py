@@ -224,5 +224,6 @@ class Claim(ClaimEnd):
     def why_not_running(self) -> AbortedError | LocalProtocolError:
         """The error of whoever would still answer it."""
         if self.aborted:
-            return AbortedError(f"request {self.request_id} was aborted by its frontend", request_id=self.request_id)
+            by = "its frontend" if self.end.is_open else "the end of its ring"
+            return AbortedError(f"request {self.request_id} was aborted by {by}", request_id=self.request_id)
         return LocalProtocolError(f"request {self.request_id} has ended; answer before leaving its claim")

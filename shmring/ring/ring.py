@@ -601,7 +601,7 @@ class Ring(EngineCalls):
         """For what is no method of this: why the ring can't be used."""
         if not self._origin.forked:
             return ClosedError(f"ring {self.name!r} is closed")
-        return ClosedError(f"ring {self.name!r} belongs to process {self._origin.pid}, which forked this one; serve your own")
+        return self._origin.stray(f"ring {self.name!r}", "serve your own")
 
     def count_protocol_error(self) -> None:
         """A frontend or a worker broke the rules."""

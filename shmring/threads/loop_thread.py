@@ -339,7 +339,7 @@ class LoopThread:
     def check_process(self) -> None:
         """Raises ClosedError in a forked child."""
         if self._origin.forked:
-            raise ClosedError(f"{self._what} belongs to process {self._origin.pid}, which forked this one; open your own here")
+            raise self._origin.stray(self._what, "open your own here")
 
     def _check_thread(self) -> None:
         if threading.get_ident() == self._thread.ident:

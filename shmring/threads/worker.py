@@ -263,10 +263,7 @@ class Worker:
     def check_process(self) -> None:
         """For messages: raises ClosedError in a forked child."""
         if self._origin.forked:
-            raise ClosedError(
-                f"worker {self.rank} of engine {self.name!r} belongs to process {self._origin.pid}, which forked this one; "
-                "join anew"
-            )
+            raise self._origin.stray(f"worker {self.rank} of engine {self.name!r}", "join anew")
 
     def close(self) -> None:
         """Leaves the engine. What was not received is left; messages in hands stay until they are left. Twice is once.
