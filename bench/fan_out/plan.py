@@ -101,7 +101,7 @@ def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
         workers,
         nbytes,
         seconds,
-        steps=max(20, min(300, round(seconds * 300))) if nbytes < LARGE else 20,
+        steps=max(20, min(300, round(seconds * 600))) if nbytes < LARGE else 20,
         gathers=nbytes == SMALL and subject in GATHERING,
         rests=is_central and subject in (OURS, *FOREIGN),
         stops=is_central and subject == OURS,

@@ -141,7 +141,11 @@ def _targets(measured: Measured) -> list[Verdict]:
         return run.requests_per_s
 
     others = [case for case, way in measured if way == _OURS and case.kind == "new" and case != new]
-    of_others = [(f"{case.fleet.title}: {case.title}", _ratio(measured, case, "inline", speed)) for case in others]
+
+    def of_others(*, several: bool) -> Numbers:
+        for case in others:
+            if (case.fleet.api_servers > 1) == several:
+                yield f"{case.fleet.title}: {case.title}", _ratio(measured, case, "inline", speed)
 
     def verdict(
         what: str,
@@ -166,7 +170,8 @@ def _targets(measured: Measured) -> list[Verdict]:
         ),
         verdict("a hit: CPU of API servers", jpeg, 1, "torch_shm", number=lambda run: run.cpu_ms["APIServer"], at_least=False),
         verdict("a new picture: requests/s of inline", new, 1, "inline"),
-        judge("vLLM, a new picture: requests/s of inline", "everywhere else", 0.95, "x", of_others),
+        judge("vLLM, a new picture: requests/s of inline", "other sizes, 2 API servers", 0.95, "x", of_others(several=True)),
+        judge("vLLM, a new picture: requests/s of inline", "1 API server", 0.95, "x", of_others(several=False)),
         judge("vLLM, a new picture: lag p99 of inline", at, 1, "x", _lags(measured, new), at_least=False),
         verdict("a hit: requests/s of inline", parallel, 1.5, "inline", at=parallel.fleet.title),
     ]
