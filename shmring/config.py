@@ -300,9 +300,9 @@ class WorkerConfig:
         engine_uids: user ids an engine may run under; ``None``: this process's own. Whoever else listens is refused.
         prefault: map all pages of the engine's memory when joining, so that no message pays for their first use.
         busy_poll_s: for how long ``receive`` looks for the next message before it sleeps, which takes tens of microseconds off
-            its latency and costs a core meanwhile; other processes run between two looks. Where they keep the core for more
-            than 100 microseconds, the next 64 waits sleep at once: who sleeps gets the core back sooner. An engine that
-            gathers replies polls with its own (``RingConfig``).
+            its latency and costs a core meanwhile. (It looks for 0.1 ms anyway, as long as that helps.) Other processes run
+            between two looks. Where they keep the core for more than 100 microseconds, the next 64 waits sleep at once: who
+            sleeps gets the core back sooner. An engine that gathers replies polls with its own (``RingConfig``).
     """
 
     connect_timeout_s: float = 5.0

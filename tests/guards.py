@@ -447,6 +447,13 @@ GUARDS = (
         "tests/transport/test_link.py::test_a_link_that_falls_asleep_has_looked_again",
     ),
     Guard(
+        "a worker looks for a moment before it sleeps",
+        "shmring/core/looking.pyx",
+        "return _MOMENT_S if self._vain < _VAIN",
+        "return 0 if self._vain < _VAIN",
+        "tests/test_workers.py::test_who_gets_one_message_after_the_other_is_not_rung_for_each",
+    ),
+    Guard(
         "nobody rings a descriptor that was closed",
         "shmring/transport/link.py",
         "        self.writer.mute()\n        self.reader.mute()",

@@ -902,6 +902,31 @@ async def test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_pr
     await eventually(lambda: is_whole(ring))
 
 
+async def test_who_gets_one_message_after_the_other_is_not_rung_for_each(serve: Any, socket_dir: Path) -> None:
+    """A blocking worker looks for a moment before it sleeps, as long as that helps."""
+    ring = await serve(**OPTIONS | {"worker_backlog": 1})
+    worker = await asyncio.to_thread(shmring.threads.join, "test", 0, socket_dir=str(socket_dir))
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            with worker.receive(timeout=60):
+                pass
+
+    shares = []
+    (shell,) = ring.workers._workers.values()
+    for _ in range(20):  # beside processes that compute, looking is left out for a while
+        working = asyncio.create_task(asyncio.to_thread(work, 200))
+        before = shell.link.writer.bells
+        for number in range(200):
+            await ring.broadcast(number)
+        await working
+        shares.append((shell.link.writer.bells - before) / 200)
+        if shares[-1] < 0.5:
+            break
+    await asyncio.to_thread(worker.close)
+    assert min(shares) < 0.5, shares
+
+
 async def test_several_threads_may_receive_and_closing_wakes_them(serve: Any, socket_dir: Path, eventually: Any) -> None:
     ring = await serve(**{**OPTIONS, "worker_backlog": 64})
     worker = await asyncio.to_thread(shmring.threads.join, "test", 0, socket_dir=str(socket_dir))

@@ -6,6 +6,9 @@ from libc.stdint cimport uint32_t
 cdef class Looking:
     cdef double _until
     cdef uint32_t _left_out   # of the next times
+    cdef uint32_t _vain       # times in a row, of those that count
 
     cdef bint begins(self, double seconds) noexcept nogil
     cdef bint goes_on(self) noexcept nogil
+    cdef double moment(self) noexcept nogil
+    cdef void has_looked(self, bint found) noexcept nogil

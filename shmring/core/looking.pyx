@@ -4,6 +4,10 @@ A turn of a loop takes a few microseconds, and what comes in the meantime waits 
 itself, for a moment that is short for whatever else is in the loop, and lets other processes run whenever there is nothing yet. When
 others want the core, that takes long: a sleeper gets its core back when it is rung, and who looks does not. Then looking is left out
 for a while.
+
+A thread that would sleep looks for a *moment* in any case: for about as long as sleeping and being woken takes both ends. So who gets
+one message after the other is not rung for each. Where several moments in a row were in vain it sleeps at once, and tries again now
+and then, as links do (:mod:`shmring.transport.polling`, which says why).
 """
 
 cdef extern from "<sched.h>" nogil:
@@ -19,7 +23,10 @@ cdef extern from "<time.h>" nogil:
 
 cdef enum:
     _LEFT_OUT = 64  # times, after one in which others wanted the core
+    _VAIN = 4  # moments in a row, after which there is none
+    _RETRY = 32  # times without one, before the next
 
+cdef double _MOMENT_S = 0.0001
 cdef double _LONG_YIELD_S = 0.0001  # whoever else polls gives a core back sooner
 
 
@@ -45,6 +52,14 @@ cdef class Looking:
             self._left_out = _LEFT_OUT
             return False
         return after < self._until
+
+    cdef double moment(self) noexcept nogil:
+        """For how long to look where nobody has asked for it; say :meth:`has_looked` afterwards."""
+        return _MOMENT_S if self._vain < _VAIN or self._vain % _RETRY == 0 else 0
+
+    cdef void has_looked(self, bint found) noexcept nogil:
+        """What came of it, or of leaving it out."""
+        self._vain = 0 if found else self._vain + 1
 
 
 cdef double _now() noexcept nogil:

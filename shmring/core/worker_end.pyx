@@ -368,9 +368,9 @@ cdef class WorkerEnd:
         Args:
             pidfd: of the engine.
             wait_s: seconds; less than 0: without end. A signal, or a descriptor that has something to say, ends it sooner.
-            busy_s: so long it looks before it sleeps, and lets other processes run between two looks. Where they keep the core
-                for long, it sleeps at once, and so do the next waits: a sleeper gets the core back when it is rung, and who
-                looks does not.
+            busy_s: so long it looks before it sleeps, or for a moment if that is longer and has helped before; less than 0: not
+                at all. Between two looks it lets other processes run. Where they keep the core for long, it sleeps at once,
+                and so do the next waits: a sleeper gets the core back when it is rung, and who looks does not.
             for_room: it is not waited for messages.
 
         Returns:
@@ -387,10 +387,13 @@ cdef class WorkerEnd:
         descriptors[1].fd, descriptors[1].events = <int>pidfd, POLLIN
         with nogil:
             if not is_for_room:
-                if looking.begins(busy):
+                if busy >= 0:
                     is_news = reader.has_news()
-                    while not is_news and looking.goes_on():
-                        is_news = reader.has_news()
+                    busy = max(busy, looking.moment())
+                    if not is_news and looking.begins(min(busy, wait) if wait >= 0 else busy):
+                        while not is_news and looking.goes_on():
+                            is_news = reader.has_news()
+                    looking.has_looked(is_news)
                 is_news = is_news or not reader.fall_asleep()
             if not is_news:
                 # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.

@@ -1,9 +1,9 @@
 """A worker's end without an event loop: ``with shmring.threads.join("vision", rank=0) as worker``.
 
-Theory of operation: there is no loop and no further thread. Whoever receives looks into the ring itself, for ``busy_poll_s``,
-and then sleeps in the kernel until the engine rings or dies. Several threads may receive at once: one looks, the others wait
-for it in line. A reply is written by whoever replies. Leaving a message acknowledges it, in C, on whatever thread: see
-:mod:`shmring.core.worker_end`.
+Theory of operation: there is no loop and no further thread. Whoever receives looks into the ring itself, for a moment or for
+``busy_poll_s``, and then sleeps in the kernel until the engine rings or dies. Several threads may receive at once: one looks,
+the others wait for it in line. A reply is written by whoever replies. Leaving a message acknowledges it, in C, on whatever
+thread: see :mod:`shmring.core.worker_end`.
 
 What a finaliser has to say (a message that wanted a reply was dropped) is said with the next call: nothing may be waited for
 there.
@@ -117,7 +117,7 @@ class Worker:
                     self._hear(heard)
                     busy_s = self.config.busy_poll_s
                 else:
-                    busy_s = 0.0  # it has looked for so long already
+                    busy_s = -1.0  # it has looked for so long already
             return message
         finally:
             self._receiving.release()
