@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
     "shmring.errors": [],
     "shmring.cancellation": [],
-    "shmring.forks": [],
+    "shmring.forks": ["shmring.errors"],
     "shmring.config": ["shmring.errors"],
     "shmring.statistics": [],
     "shmring.core": ["shmring.core", "shmring.errors", "shmring.config"],
