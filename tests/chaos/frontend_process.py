@@ -171,7 +171,8 @@ class _Frontend:
         if client is not None:
             await client.close()
         workers = [task for task in self.tasks if task.get_name() == "worker"]
-        await asyncio.wait(workers, timeout=min(_LEAVE_LIMIT_S, self.plan.quiet_limit_s))
+        if workers:  # else all have ended
+            await asyncio.wait(workers, timeout=min(_LEAVE_LIMIT_S, self.plan.quiet_limit_s))
 
 
 async def run_frontend(assignment: FrontendAssignment, channel: Channel) -> None:
