@@ -886,6 +886,24 @@ async def test_the_blocking_worker_receives_replies_and_ends(serve: Any, socket_
     assert got == ["joined", "hello", 10, 300_000]
 
 
+async def test_who_only_looks_hears_of_the_end(serve: Any, socket_dir: Path, eventually: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker = await asyncio.to_thread(shmring.threads.join, "test", 0, socket_dir=str(socket_dir))
+    await ring.broadcast("last")
+    ring.drop_worker(0, "too slow")
+
+    def has_ended() -> bool:
+        with contextlib.suppress(shmring.WouldBlock), worker.receive_nowait() as message:
+            got.append(message.payload)
+        return bool(worker._reason)
+
+    got: list[str] = []
+    with pytest.raises(shmring.ClosedError, match="too slow"):
+        await eventually(has_ended)
+    assert got == ["last"]
+    await asyncio.to_thread(worker.close)
+
+
 async def test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives(
     serve: Any, socket_dir: Path, eventually: Any
 ) -> None:

@@ -12,3 +12,6 @@ cdef class Looking:
     cdef bint goes_on(self) noexcept nogil
     cdef double moment(self) noexcept nogil
     cdef void has_looked(self, bint found) noexcept nogil
+
+
+cdef double now_s() noexcept nogil  # of a clock that only grows

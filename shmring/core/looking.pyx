@@ -40,14 +40,14 @@ cdef class Looking:
         if self._left_out:
             self._left_out -= 1
             return False
-        self._until = _now() + seconds
+        self._until = now_s() + seconds
         return True
 
     cdef bint goes_on(self) noexcept nogil:
         """Lets other processes run; returns whether to look again. To be called without the interpreter's lock."""
-        cdef double before = _now(), after
+        cdef double before = now_s(), after
         sched_yield()
-        after = _now()
+        after = now_s()
         if after - before > _LONG_YIELD_S:
             self._left_out = _LEFT_OUT
             return False
@@ -62,7 +62,7 @@ cdef class Looking:
         self._vain = 0 if found else self._vain + 1
 
 
-cdef double _now() noexcept nogil:
+cdef double now_s() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_MONOTONIC, &now)
     return now.tv_sec + now.tv_nsec * 1e-9

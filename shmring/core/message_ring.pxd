@@ -40,6 +40,9 @@ cdef class RecordWriter:
     cdef uint64_t _needed(self, uint32_t nbytes) noexcept nogil
 
 
+cdef int read_bells(int connected, int most_reads) noexcept nogil  # see take_bells
+
+
 cdef class RecordTaker:
     cdef bint take_hot(self, const uint8_t* record, uint32_t nbytes) except -1
 
@@ -70,3 +73,4 @@ cdef class RecordReader:
     cdef void take(self, uint8_t* to, uint32_t nbytes) noexcept nogil
     cdef bint wake_writer(self) noexcept nogil
     cdef bint fall_asleep(self) noexcept nogil
+    cdef void stay_awake(self) noexcept nogil

@@ -114,11 +114,15 @@ def take_bells(connected: int) -> int:
         0, or a sum: ``ENDED``, the connection has ended; ``GAVE_UP``, there was ``GIVING_UP``; ``FOREIGN``, there was what is
         neither that nor a bell.
     """
+    return read_bells(connected, MOST_READS)
+
+
+cdef int read_bells(int connected, int most_reads) noexcept nogil:
     cdef char bytes_read[BELLS_NBYTES]
     cdef ssize_t nbytes, index
-    cdef int found = 0, reads = 0
-    while reads < MOST_READS:
-        reads += 1
+    cdef int found = 0
+    while most_reads:
+        most_reads -= 1
         nbytes = recv(connected, bytes_read, BELLS_NBYTES, MSG_DONTWAIT)
         if nbytes < 0:
             if errno == EINTR:
@@ -521,7 +525,7 @@ cdef class RecordReader:
 
     def wake(self) -> None:
         """Says that this end does not sleep after all: what is published from now on is looked for without a bell."""
-        store_relaxed_u32(self._at + AT_READER_SLEEPS, 0)
+        self.stay_awake()
 
     def mute(self) -> None:
         """Rings no more: the socket is about to be closed."""
@@ -562,6 +566,9 @@ cdef class RecordReader:
         self.bells += 1
         send(self._bell, b"\0", 1, MSG_DONTWAIT | MSG_NOSIGNAL)
         return True
+
+    cdef void stay_awake(self) noexcept nogil:
+        store_relaxed_u32(self._at + AT_READER_SLEEPS, 0)
 
     cdef bint fall_asleep(self) noexcept nogil:
         store_relaxed_u32(self._at + AT_READER_SLEEPS, 1)

@@ -33,7 +33,7 @@ cdef class MessageEnd:
     cdef readonly bint is_shared
     cdef readonly bint left
     cdef readonly bint answered
-    cdef readonly bint is_in_hands
+    cdef bint _is_in_hands                   # it was received
     cdef Acknowledgement* _acknowledgement   # NULL: it was left
     cdef ContentRegions _regions
     cdef object _payload
@@ -41,6 +41,8 @@ cdef class MessageEnd:
     cdef object __weakref__
 
     cdef object _shown(self, object what)
+    cdef int _leave(self, object error) except -1
+    cdef bint _leave_end(self) except -1
 
 
 cdef class WorkerEnd:
@@ -58,5 +60,9 @@ cdef class WorkerEnd:
     cdef uint64_t _max_payload_nbytes
     cdef uint64_t _last_sequence    # of the last message that was taken from the ring
     cdef Looking _looking    # for messages, before it sleeps
+    cdef bint _is_receiving  # a thread sleeps until a message comes
 
     cdef MessageEnd _open(self, bytes record)
+    cdef object _take(self)
+    cdef bint _look(self, double seconds, double wait) except -1
+    cdef int _sleep(self, int pidfd, double wait, bint is_for_room) except -1

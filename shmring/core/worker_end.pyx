@@ -6,6 +6,9 @@ the message is stored in this worker's page, with a release store, so that every
 whatever thread drops the last reference, with the interpreter's lock or without it, and no Python runs there. An engine that waits for
 it has said so in the page, and is rung for; each step of the two is followed by a full fence and a look at the other's.
 
+A blocking worker waits here, too: it looks into the ring for a moment, says that it sleeps, and sleeps in the kernel until its engine
+rings or dies. All of that is one call, for every microsecond of it is on the way of a step to the last of many workers.
+
 The page stays mapped, and the bell's descriptor open, until the last message was acknowledged: views outlive the worker that they
 came from. A forked child acknowledges nothing; it does not have the page.
 
@@ -21,15 +24,17 @@ from posix.unistd cimport close, dup
 
 from shmring.core.fan_out_book cimport AT_CLOSED, AT_STAMPS, AT_WANT, PAGE_NBYTES, WINDOW
 from shmring.core.fan_out_end cimport ANSWER, BROADCAST, IS_SHARED, WANTS_ANSWER
-from shmring.core.looking cimport Looking
+from shmring.core.looking cimport Looking, now_s
 from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
-from shmring.core.message_ring cimport RecordReader, RecordWriter, forks
+from shmring.core.message_ring cimport RecordReader, RecordWriter, forks, read_bells
 from shmring.core.msgpack cimport Cursor, Value, put_array, put_unsigned, read_array, read_unsigned, read_value, unsigned_nbytes
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.views cimport Owner, leave_owner
 from shmring.core.wire cimport Content, SlotNumbers, read_content, read_slot
 
+from shmring.core.dropped import warn_of
+from shmring.core.message_ring import ENDED as _ENDED
 from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 
@@ -58,11 +63,12 @@ cdef extern from "<poll.h>" nogil:
 
 cdef enum:
     _HEADER_NBYTES = 64
+    ENDED = 1  # as of take_bells
+    _RUNG = 8  # beside what that returns
 
-assert _HEADER_NBYTES == SLOT_HEADER_NBYTES
+cdef double _ROOM_S = 0.01  # after which who waits for room looks, for another thread may have taken the bell
 
-#: What :meth:`WorkerEnd.sleep` returns, added up.
-RANG, DIED = 1, 2
+assert _HEADER_NBYTES == SLOT_HEADER_NBYTES and ENDED == _ENDED
 
 
 # -- acknowledging, in C -----------------------------------------------------------------------------------------------------
@@ -97,17 +103,44 @@ cdef void _acknowledge(Owner* owner) noexcept nogil:
 cdef class MessageEnd:
     """A message, from its receipt until it is left; the shells' messages are subclasses.
 
+    A shell has ``check_process()``; ``fail_answer(sequence, error)``, which tells the engine that no reply to a message will come, in
+    the thread that left it; and ``fail_answer_later(sequence, error)``, the same from a finaliser: on any thread, at any moment.
+
     Attributes:
-        sequence: its number; the same for all workers that get it.
+        sequence: its number, the same for all workers that get it.
         wants_reply: whether the engine waits for a reply of each worker.
         is_shared: whether it is a claim that is shared, with something beside.
         left: whether it was left.
         answered: whether it was replied to.
-        is_in_hands: whether it was received.
     """
 
-    def fail_to_open(self, error) -> None:
-        """Its payload is not of the type that was asked for; for the subclass."""
+    def __repr__(self) -> str:
+        return f"<Message {self.sequence}{' that wants a reply' if self.wants_reply else ''}{', left' if self.left else ''}>"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._leave(error)
+
+    def leave(self) -> None:
+        """Leaves it; twice is once. If it wants a reply and had none, the engine is told that it failed."""
+        self._leave(None)
+
+    cdef int _leave(self, object error) except -1:
+        if self._leave_end() and self.wants_reply and not self.answered:
+            error = error or LocalProtocolError("the worker left the message without a reply")
+            self.end.shell.fail_answer(self.sequence, error)
+        return 0
+
+    def __del__(self) -> None:
+        if not self._is_in_hands or self.left:
+            return
+        warn_of(f"message {self.sequence} was dropped before it was left; use `with message:`", self)
+        if self._leave_end() and self.wants_reply and not self.answered:
+            self.end.shell.fail_answer_later(
+                self.sequence, LocalProtocolError("the worker dropped the message without a reply")
+            )
 
     def __dealloc__(self) -> None:
         if self._acknowledgement != NULL:
@@ -140,8 +173,8 @@ cdef class MessageEnd:
             raise LocalProtocolError(f"message {self.sequence} was left; keep what you need of its payload before")
         return what
 
-    def leave_end(self) -> bool:
-        """Leaves it: acknowledged at once, or with the death of its last view. Returns False if it was left before."""
+    cdef bint _leave_end(self) except -1:
+        """Acknowledged at once, or with the death of its last view. Returns False if it was left before."""
         cdef Acknowledgement* acknowledgement = self._acknowledgement
         cdef uint32_t slot
         if self.left:
@@ -188,7 +221,7 @@ cdef class WorkerEnd:
 
     Attributes:
         received: messages so far.
-        shell: whose end this is; it says so.
+        shell: whose end this is; it says so. See :class:`MessageEnd`.
     """
 
     def __init__(
@@ -241,17 +274,45 @@ cdef class WorkerEnd:
         """Leaves the message of a record without opening it."""
         cdef MessageEnd message = self._begin(record, None)
         if message is not None:
-            message.leave_end()
+            message._leave_end()
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def take(self):
-        """Takes the next record; None: there is none. A message, or the bytes of a record of another kind.
+    def receive(self, pidfd: int, wait_s: float, busy_s: float):
+        """Takes the next record, and waits for it if there is none.
+
+        Args:
+            pidfd: of the engine.
+            wait_s: seconds; 0: it does not wait; less than 0: without end. A signal ends it sooner, as does a second.
+            busy_s: so long it looks before it sleeps, or for a moment if that is longer and has helped before; less than 0: not
+                at all. Between two looks it lets other processes run. Where they keep the core for long, it sleeps at once,
+                and so do the next waits: a sleeper gets the core back when it is rung, and who looks does not.
+
+        Returns:
+            A message; the bytes of a record of another kind; or what :func:`take_bells` would, ``ENDED`` also if the engine is
+            dead: there was no record before, and there may be one now. 0: nothing came in time.
 
         Raises:
             RemoteProtocolError: the engine broke the rules.
             msgspec.ValidationError: the payload is not of the type that was asked for; the message was left.
         """
+        cdef double wait = wait_s, busy = busy_s
+        cdef double until = now_s() + wait
+        cdef int heard
+        while True:
+            taken = self._take()
+            if taken is not None:
+                return taken
+            if wait and self._look(busy, wait):
+                continue
+            heard = self._sleep(pidfd, wait, False)
+            if heard != _RUNG:
+                return heard
+            if wait > 0:  # the bell was for what was taken before it came: on until the time is over
+                wait = max(0.0, until - now_s())
+
+    cdef object _take(self):
+        """A message, the bytes of a record of another kind, or None."""
         cdef uint32_t nbytes
         cdef bytes record
         if not self.reader.next_nbytes(&nbytes):
@@ -263,7 +324,7 @@ cdef class WorkerEnd:
         return record if message is None else message
 
     def open(self, bytes record not None):
-        """Returns the message of a record; None: it is of another kind. Raises as :meth:`take`."""
+        """Returns the message of a record; None: it is of another kind. Raises as :meth:`receive`."""
         return self._open(record)
 
     def _begin(self, bytes record, Content content):
@@ -331,10 +392,9 @@ cdef class WorkerEnd:
             else:
                 message._payload, message._beside = self._shared_decoder.decode(regions, None)
         except BaseException as error:
-            message.fail_to_open(error)
-            message.leave_end()
+            message._leave(error)
             raise
-        message.is_in_hands = True
+        message._is_in_hands = True
         return message
 
     # -- replies -----------------------------------------------------------------------------------------------------
@@ -362,48 +422,57 @@ cdef class WorkerEnd:
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def sleep(self, pidfd: int, wait_s: float, busy_s: float, *, for_room: bool = False) -> int:
-        """Waits, without the interpreter's lock, until there may be something to read, or room to write.
+    def wait_for_room(self, pidfd: int, wait_s: float) -> int:
+        """Waits until the engine may have read something, or for a moment. Arguments and result as of :meth:`receive`."""
+        cdef double wait = wait_s
+        return self._sleep(pidfd, _ROOM_S if wait < 0 else min(wait, _ROOM_S), True) & ~_RUNG
 
-        Args:
-            pidfd: of the engine.
-            wait_s: seconds; less than 0: without end. A signal, or a descriptor that has something to say, ends it sooner.
-            busy_s: so long it looks before it sleeps, or for a moment if that is longer and has helped before; less than 0: not
-                at all. Between two looks it lets other processes run. Where they keep the core for long, it sleeps at once,
-                and so do the next waits: a sleeper gets the core back when it is rung, and who looks does not.
-            for_room: it is not waited for messages.
-
-        Returns:
-            0, or a sum: ``RANG``, the socket has something to say, so the caller reads bells; ``DIED``, the engine is dead.
-        """
-        cdef pollfd descriptors[2]
-        cdef bint is_news = False, is_for_room = for_room
+    cdef bint _look(self, double seconds, double wait) except -1:
+        """Looks, without the interpreter's lock, for so many seconds or for a moment; returns whether there is a record."""
         cdef RecordReader reader = self.reader
-        cdef int ready = 0, patience
-        cdef double wait = <double>wait_s
-        cdef double busy = <double>busy_s
         cdef Looking looking = self._looking
-        descriptors[0].fd, descriptors[0].events = self._page.bell, POLLIN
-        descriptors[1].fd, descriptors[1].events = <int>pidfd, POLLIN
+        cdef bint is_news
+        if seconds < 0:
+            return False
         with nogil:
-            if not is_for_room:
-                if busy >= 0:
+            seconds = max(seconds, looking.moment())
+            is_news = reader.has_news()
+            if not is_news and looking.begins(min(seconds, wait) if wait >= 0 else seconds):
+                while not is_news and looking.goes_on():
                     is_news = reader.has_news()
-                    busy = max(busy, looking.moment())
-                    if not is_news and looking.begins(min(busy, wait) if wait >= 0 else busy):
-                        while not is_news and looking.goes_on():
-                            is_news = reader.has_news()
-                    looking.has_looked(is_news)
-                is_news = is_news or not reader.fall_asleep()
-            if not is_news:
-                # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.
-                patience = 1000 if wait < 0 or wait > 1 else <int>(wait * 1000 + 0.999)
-                ready = poll(descriptors, 2, patience)
-        if not is_for_room:
-            reader.wake()
-        if ready < 0 and errno == EINTR:
-            PyErr_CheckSignals()
-        if ready <= 0:
-            return 0
-        return (1 if descriptors[0].revents else 0) | (2 if descriptors[1].revents else 0)
+            looking.has_looked(is_news)
+        return is_news
 
+    cdef int _sleep(self, int pidfd, double wait, bint is_for_room) except -1:
+        """Sleeps, without the interpreter's lock. Returns as :meth:`receive`, or ``_RUNG``: what is waited for may be there."""
+        cdef pollfd descriptors[2]
+        cdef RecordReader reader = self.reader
+        # Rounded up: a little late is late, a little early is a second call. At most a second, so that signals are seen.
+        cdef int patience = 1000 if wait < 0 or wait > 1 else <int>(wait * 1000 + 0.999)
+        cdef int ready = 0, heard = 0, error = 0
+        cdef bint is_news = False
+        descriptors[0].fd, descriptors[0].events = self._page.bell, POLLIN
+        descriptors[1].fd, descriptors[1].events = pidfd, POLLIN
+        if not is_for_room:
+            self._is_receiving = True
+        with nogil:
+            if patience and not is_for_room:
+                is_news = not reader.fall_asleep()
+            if not is_news:
+                ready = poll(descriptors, 2, patience)
+                error = errno
+        if not is_for_room:
+            self._is_receiving = False
+        if is_news:
+            return _RUNG
+        if ready <= 0:
+            if not is_for_room:
+                reader.stay_awake()
+            if ready < 0 and error == EINTR:
+                PyErr_CheckSignals()
+            return 0
+        if descriptors[0].revents and not self._is_receiving:  # whoever sleeps for a message must not miss its bell
+            heard = read_bells(self._page.bell, 1)
+        if descriptors[1].revents:
+            heard |= ENDED
+        return heard or _RUNG

@@ -24,18 +24,25 @@ from typing import Any
 from shmring.config import WorkerConfig, configured
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
-from shmring.core.worker_end import DIED, RANG
+from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.forks import Origin
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
-from shmring.worker.message import ReceivedMessage
 
 __all__ = ["Message", "Worker", "join"]
 
 
-class Message(ReceivedMessage):
-    """A message of the engine. Use it in any thread; see :class:`~shmring.worker.message.ReceivedMessage`."""
+class Message(MessageEnd):
+    """A message of the engine. Use it in any thread, as ``with message:``; leaving acknowledges it, when its views have died.
+
+    Attributes:
+        payload: what the engine has sent, its tensors viewed in place, to be read only. Of a claim that is shared: its payload.
+        beside: what goes beside a claim that is shared; else None.
+        sequence: its number, the same for all workers that get it.
+        wants_reply: whether the engine waits for a reply.
+        left: whether it was left.
+    """
 
     __slots__ = ()
 
@@ -105,20 +112,16 @@ class Worker:
         if not self._receiving.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             raise _timeout_error(timeout)
         try:
-            busy_s = self.config.busy_poll_s
-            while (message := self._next()) is None:
-                wait_s = -1.0
+            wait_s, busy_s = -1.0, self.config.busy_poll_s
+            while True:
                 if deadline is not None:
-                    wait_s = deadline - time.monotonic()
-                    if wait_s <= 0:
-                        raise _timeout_error(timeout)
-                    busy_s = min(busy_s, wait_s)
-                if heard := self._end.sleep(self._pidfd, wait_s, busy_s):
-                    self._hear(heard)
-                    busy_s = self.config.busy_poll_s
-                else:
-                    busy_s = -1.0  # it has looked for so long already
-            return message
+                    wait_s = max(0.0, deadline - time.monotonic())
+                message = self._receive(wait_s, busy_s)
+                if message is not None:
+                    return message
+                if not wait_s:
+                    raise _timeout_error(timeout)
+                busy_s = -1.0  # it has looked for so long already
         finally:
             self._receiving.release()
 
@@ -131,33 +134,35 @@ class Worker:
         """
         if self._receiving.acquire(blocking=False):
             try:
-                message = self._next()
+                message = self._receive(0.0, -1.0)
             finally:
                 self._receiving.release()
             if message is not None:
                 return message
         raise WouldBlock("no message has come")
 
-    def _next(self) -> Message | None:
+    def _receive(self, wait_s: float, busy_s: float) -> Message | None:
+        """As :meth:`WorkerEnd.receive`. None: nothing has come in time, or something may have since."""
         self.check_process()
         if self._unsaid:
             self._say_unsaid()
-        if self._reason is not None:
-            raise fresh(self._reason)
-        try:
-            taken = self._end.take()
-        except RemoteProtocolError as error:
-            self._is_over(error)
-            raise
-        if taken is None:
+        while True:
+            if self._reason is not None:
+                raise fresh(self._reason)
+            try:
+                taken = self._end.receive(self._pidfd, 0.0 if self._has_ended else wait_s, busy_s)
+            except RemoteProtocolError as error:
+                self._is_over(error)
+                raise
+            if isinstance(taken, Message):
+                return taken
+            if isinstance(taken, bytes):
+                raise self._ended_by_engine(taken)
             if self._has_ended:
                 self._is_over(self._dead())
-                raise self._dead()
-            return None
-        if isinstance(taken, bytes):
-            raise self._ended_by_engine(taken)
-        assert isinstance(taken, Message)
-        return taken
+            elif not taken:
+                return None
+            self._hear(taken)
 
     def _ended_by_engine(self, record: bytes) -> ShmringError:
         error: ShmringError
@@ -173,11 +178,10 @@ class Worker:
         return fresh(error)
 
     def _hear(self, heard: int) -> None:
-        """A descriptor has something to say: ``RANG``, ``DIED`` or both."""
-        bells = take_bells(self._socket.fileno()) if heard & RANG and self._reason is None else 0
-        if bells & (FOREIGN | GAVE_UP):
+        """As of :func:`~shmring.core.message_ring.take_bells`. What was published before the end is still read."""
+        if heard & (FOREIGN | GAVE_UP):
             self._is_over(RemoteProtocolError("what came over the socket is no bell"))
-        elif bells & ENDED or heard & DIED:
+        elif heard & ENDED:
             self._has_ended = True
 
     def __iter__(self) -> Worker:
@@ -228,7 +232,7 @@ class Worker:
                             self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
                         raise TimeoutError(f"waited {timeout:g} s for engine {self.name!r} to read a reply, and gave up")
                     if self._writer.wait_for_space(len(part)):
-                        self._hear(self._end.sleep(self._pidfd, wait_s, 0.0, for_room=True))
+                        self._hear(self._end.wait_for_room(self._pidfd, wait_s))
                     self._check_alive()
                     if self._has_ended:
                         raise self._dead()

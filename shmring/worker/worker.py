@@ -17,6 +17,7 @@ from typing import Any
 
 from shmring.config import WorkerConfig, configured
 from shmring.core.messages import Refused, decode_engine_message
+from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.forks import Origin
 from shmring.transport.link import Link
@@ -24,7 +25,6 @@ from shmring.transport.liveness import ProcessWatch
 from shmring.transport.polling import Poller
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
-from shmring.worker.message import ReceivedMessage
 
 __all__ = ["Joining", "Message", "Worker", "join"]
 
@@ -33,8 +33,16 @@ _MOST_MESSAGES = 256
 _BACKLOG_NBYTES = _MOST_MESSAGES * _LARGEST_FAILURE_NBYTES
 
 
-class Message(ReceivedMessage):
-    """A message of the engine. Use it as ``with message:``; see :class:`~shmring.worker.message.ReceivedMessage`."""
+class Message(MessageEnd):
+    """A message of the engine. Use it as ``with message:``; leaving acknowledges it, when the last view of it has died.
+
+    Attributes:
+        payload: what the engine has sent, its tensors viewed in place, to be read only. Of a claim that is shared: its payload.
+        beside: what goes beside a claim that is shared; else None.
+        sequence: its number, the same for all workers that get it.
+        wants_reply: whether the engine waits for a reply.
+        left: whether it was left.
+    """
 
     __slots__ = ()
 

@@ -724,8 +724,10 @@ def shared_claims(data: bytes) -> None:
     assert not world.messages
 
 
-class _Message(MessageEnd):
-    def fail_to_open(self, error: BaseException) -> None:
+class _WorkersShell:
+    """Whose messages they are."""
+
+    def fail_answer(self, sequence: int, error: BaseException) -> None:
         """Its engine would be told."""
 
 
@@ -748,19 +750,20 @@ def worker_records(data: bytes) -> None:
         _DECODERS[0],
         _PAIR_DECODER,
         _PACKER,
-        _Message,
+        MessageEnd,
         max_tensors=_MAX_TENSORS,
         max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
     )
+    end.shell = _WorkersShell()
     if not RecordWriter(memory, -1).write(data[: largest_record_nbytes(1 << 13)]):
         return
     with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError, TypeError):
-        message = end.take()
-        if isinstance(message, _Message):
+        message = end.receive(-1, 0.0, -1.0)
+        if isinstance(message, MessageEnd):
             for value in (message.payload, message.beside):
                 _check_lies_in(value, _SLAB.address, _SLAB_NBYTES, len(data))
             value = None
-            message.leave_end()
+            message.leave()
     end.close()
     with memoryview(page) as said:
         assert sum(map(bool, said.cast("Q")[256:])) <= 1

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import Refused
-from shmring.core.worker_end import WorkerEnd
+from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.memory.tensors import make_decoder
 from shmring.worker.answers import failure_record, records_of
-from shmring.worker.message import ReceivedMessage
 from tests.simulation.payloads import DECODER, MAX_PAYLOAD_NBYTES, MAX_TENSORS, PACKER, require_intact
 from tests.simulation.scenario import Action, Kind, require
 
@@ -28,7 +27,7 @@ _SHARED_DECODER = make_decoder(tuple[Any, Any])
 _NO_RING = ring_nbytes(64)  # records are taken from the connection, and replies given to it
 
 
-class Message(ReceivedMessage):
+class Message(MessageEnd):
     """A message in a worker's hands."""
 
     def __del__(self) -> None:
