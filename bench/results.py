@@ -170,11 +170,15 @@ class Repetitions(Generic[_Case, _Run]):
         """How many lines of progress there will be."""
         return self._count * sum(map(len, self._subjects.values()))
 
-    @property
-    def halves(self) -> list[slice]:
-        """Two parts of the repetitions, or one where there is one repetition."""
-        middle = -(-self._count // 2)
-        return [slice(0, middle), slice(middle, None)][: self._count]
+    def parts(self, most: int) -> list[slice]:
+        """So many parts of the repetitions, of even length if there are enough, or fewer where there are few repetitions."""
+        length = -(-self._count // most)
+        length += length % 2 if self._count > most else 0
+        return [slice(start, start + length) for start in range(0, self._count, length)]
+
+    def has_failed(self, cases: Iterable[_Case], subject: str) -> bool:
+        """Whether nothing more is measured of a subject in cases."""
+        return all((self._title(case), subject) in self._failed for case in cases)
 
     def measure(
         self,

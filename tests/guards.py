@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from shmring.memory.slab import sweep
+
 _ROOT = Path(__file__).parent.parent
 _COPIED = ("shmring", "engine", "frontend", "bench", "tests", "setup.py", "build", "pyproject.toml", "README.md")
 _TIMEOUT_S = 180
@@ -746,6 +748,7 @@ def _try(guard: Guard, copy: Path) -> str:
         return "UNNOTICED" if _passes(guard.test, copy) else "noticed"
     finally:
         file.write_text(source)
+        sweep()  # without a guard, a test may leave a segment, which others would take for their own
 
 
 def check_place(guard: Guard, root: Path) -> str:

@@ -495,8 +495,12 @@ async def test_one_engine_that_answers_is_enough_and_others_are_found_later(
 
 
 async def test_without_any_engine_connecting_fails_in_time_and_waits_until_then(serve: Any, connect_to: Connect) -> None:
-    with pytest.raises(shmring.EngineDeadError, match="none of the engines 'vision-0', 'vision-1' answered within"):
+    with pytest.raises(shmring.EngineDeadError, match="none of the engines 'vision-0', 'vision-1' answered within") as caught:
         await connect_to(connect_timeout_s=0.05)
+    assert caught.value.engine is None
+    with pytest.raises(shmring.EngineDeadError) as caught:
+        await connect_to(["vision-1"], connect_timeout_s=0.05)
+    assert caught.value.engine == "vision-1"
     connecting = asyncio.create_task(connect_to(connect_timeout_s=30))  # type: ignore[arg-type]
     await asyncio.wait([connecting], timeout=0.05)
     engines = Engines(serve)

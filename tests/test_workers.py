@@ -886,6 +886,12 @@ async def test_the_blocking_worker_receives_replies_and_ends(serve: Any, socket_
     assert got == ["joined", "hello", 10, 300_000]
 
 
+async def test_an_engine_that_is_not_there_is_named(join: Any) -> None:
+    with pytest.raises(shmring.EngineDeadError) as caught:
+        await join(name="nobody", connect_timeout_s=0.01)
+    assert caught.value.engine == "nobody"
+
+
 async def test_who_only_looks_hears_of_the_end(serve: Any, socket_dir: Path, eventually: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await asyncio.to_thread(shmring.threads.join, "test", 0, socket_dir=str(socket_dir))

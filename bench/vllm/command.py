@@ -39,7 +39,7 @@ from bench.vllm.load import (
     measure,
     warm_up,
 )
-from bench.vllm.server import Server, serve
+from bench.vllm.server import Server, serve, wait_until_it_answers
 
 __all__ = ["Measured", "draw", "report", "vllm_command"]
 
@@ -47,9 +47,8 @@ __all__ = ["Measured", "draw", "report", "vllm_command"]
 Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 
 _OURS = "shmring"
-#: Even, so that each way is started first as often as last, and asked so. Who was the first, of two that did the same, was up
-#: to a seventh slower.
-_REPETITIONS = 10
+_REPETITIONS = 12
+_STARTS = 3  # of each server: of two that do the same, one may be a tenth faster for as long as it lives
 _COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
 _COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
 _COLUMNS += ["lag p99 ms", "tensors"]
@@ -79,9 +78,9 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
     ]
     notes = [
         "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and the load "
-        "goes to one after the other, in alternating order; for the second half of the repetitions they are started again, the "
-        "other way round. Medians of the repetitions; spread: slowest and fastest against "
-        "the median; shmring is: its requests/s over the row's in the same repetition.",
+        f"goes to one after the other, in alternating order; they are started {_STARTS} times, each for a part of the "
+        "repetitions. Medians of the repetitions; spread: slowest and fastest against the median; shmring is: its requests/s "
+        "over the row's in the same repetition.",
         "jpeg: a picture that the API server's cache knows, sent as a file; uuid: only named; new: never seen. engine, API: "
         "milliseconds of CPU for each request, of the engine core and of all API servers. lag: the time that /health takes "
         "beside the load, of all repetitions together: one has too few for a 99th percentile. tensors: which way they went in "
@@ -252,7 +251,7 @@ def vllm_command(
     ]
     chosen = [way for way in WAYS if not ways or way in ways]
     runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, repetitions or _REPETITIONS, _name)
-    starts = len(runs.halves) * sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
+    starts = len(runs.parts(_STARTS)) * sum(len(fleet.ways(chosen)) for fleet in fleets(cases))
     with command_line.measuring(starts + runs.steps) as progress:
         _measure(runs, cases, chosen, environment, progress)
     measured = {(case, way): runs for case, of_case in runs.measured.items() for way, runs in of_case.items()}
@@ -267,23 +266,26 @@ def _measure(
     environment: Path,
     progress: Callable[[str], None],
 ) -> None:
-    """Measures all of it, a fleet after the other: a half, and the rest with servers that were started the other way round."""
-    for (fleet, its_cases), (order, half) in itertools.product(fleets(cases).items(), enumerate(runs.halves)):
+    """Measures all of it, a fleet after the other, and each with servers that are started again and again."""
+    for (fleet, its_cases), part in itertools.product(fleets(cases).items(), runs.parts(_STARTS)):
         with contextlib.ExitStack() as stack:
             servers: dict[str, Server] = {}
-            for way in fleet.ways(ways)[:: -1 if order else 1]:
+            for way in fleet.ways(ways):
                 progress(f"starting vLLM: {fleet.title}, {way}")
-                try:
+                if not runs.has_failed(its_cases, way):
                     servers[way] = stack.enter_context(_server(fleet, way, environment))
-                    asyncio.run(warm_up(servers[way]))
-                except RuntimeError as error:
+            for way, server in servers.items():
+                try:
+                    wait_until_it_answers(server)
+                    asyncio.run(warm_up(fleet, server))
+                except Exception as error:  # noqa: BLE001 # it has its place among the results
                     runs.fail(its_cases, [way], str(error)[-300:])
 
             def play(case: Case, way: str, servers: Mapping[str, Server] = servers) -> Measurement:
                 return asyncio.run(measure(case, servers[way]))
 
             for case in its_cases:
-                runs.measure([case], play, progress, part=half)
+                runs.measure([case], play, progress, part=part)
 
 
 @contextlib.contextmanager
@@ -297,6 +299,7 @@ def _server(fleet: Fleet, way: str, environment: Path) -> Iterator[Server]:
             environment=WAYS[way].environment,
             options=options,
             installation=environment,
+            waits=False,
         ) as server:
             yield server
 

@@ -8,12 +8,13 @@ the loop answers without waiting for anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import aiohttp
@@ -182,23 +183,26 @@ class Measurement(msgspec.Struct, frozen=True):
     errors: int = 0
 
 
-async def warm_up(server: Server) -> None:
+async def warm_up(fleet: Fleet, server: Server) -> None:
     """Shows a server the pictures, so that each API server has them in its cache."""
-    bodies = [_body(_known(server.side, number), f"known-{number}") for number in range(_PICTURES)]
-    await _ask_all(server, bodies * _WARM_UP_ROUNDS, 4)
+    bodies = [_body(_known(fleet.side, number), f"known-{number}") for number in range(_PICTURES)]
+    async with _connected(server, 2 * fleet.api_servers) as sessions:
+        await _ask_all(server, bodies * _WARM_UP_ROUNDS, [[session] for session in sessions])
 
 
 async def measure(case: Case, server: Server) -> Measurement:
     """Asks a server, once."""
-    cpu, tensors = _cpu_s(server), server.tensors()
-    began_s = time.perf_counter()
-    probing = asyncio.create_task(_probe(server))
-    try:
-        bodies = for_a_while(_bodies(case), case.requests, began_s + _SHORTEST_S)
-        ttft_s, errors = await _ask_all(server, bodies, case.concurrency)
-    finally:
-        took_s = time.perf_counter() - began_s
-        probing.cancel()
+    async with _connected(server, max(case.concurrency, case.fleet.api_servers)) as sessions:
+        cpu, tensors = _cpu_s(server), server.tensors()
+        began_s = time.perf_counter()
+        probing = asyncio.create_task(_probe(server))
+        try:
+            bodies = for_a_while(_bodies(case), case.requests, began_s + _SHORTEST_S)
+            askers = [sessions[place :: case.concurrency] for place in range(case.concurrency)]
+            ttft_s, errors = await _ask_all(server, bodies, askers)
+        finally:
+            took_s = time.perf_counter() - began_s
+            probing.cancel()
     lags_s = (await asyncio.gather(probing, return_exceptions=True))[0]
     if not ttft_s:
         raise RuntimeError(f"no request was answered: {errors[:1]}")
@@ -246,23 +250,44 @@ def _body(url: str | None, name: str) -> bytes:
     return json.dumps(question(url, uuid=name, max_tokens=_TOKENS, stream=True)).encode()
 
 
-async def _ask_all(server: Server, bodies: Iterable[bytes], concurrency: int) -> tuple[list[float], list[str]]:
-    """Returns the times to the first token, and what failed."""
+@contextlib.asynccontextmanager
+async def _connected(server: Server, count: int) -> AsyncIterator[list[aiohttp.ClientSession]]:
+    """Yields sessions of one connection each, that the API servers have in turn.
+
+    All of them listen at one port. Where nothing else happens, the kernel hands out connections in turn; under load whoever has
+    a core takes several, and chance decides how fast a server is that computes.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = []
+        for _ in range(count):
+            connector = aiohttp.TCPConnector(limit=1, keepalive_timeout=_TIMEOUT_S)
+            session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(_TIMEOUT_S))
+            sessions.append(await stack.enter_async_context(session))
+            async with session.get(f"http://127.0.0.1:{server.port}/health") as answer:
+                await answer.read()
+        yield sessions
+
+
+async def _ask_all(
+    server: Server, bodies: Iterable[bytes], askers: Sequence[Sequence[aiohttp.ClientSession]]
+) -> tuple[list[float], list[str]]:
+    """Asks, as many at a time as there are askers, each over its sessions in turn.
+
+    Returns:
+        The times to the first token, and what failed.
+    """
     ttft_s: list[float] = []
     errors: list[str] = []
     waiting = iter(bodies)
-    # A connection for each request: the kernel hands them to the API servers in turn.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
 
-    async def ask(session: aiohttp.ClientSession) -> None:
-        for body in waiting:
+    async def ask(sessions: Sequence[aiohttp.ClientSession]) -> None:
+        for body, session in zip(waiting, itertools.cycle(sessions), strict=False):
             try:
                 ttft_s.append(await _first_token_s(session, server.port, body))
             except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
 
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)) as session:
-        await asyncio.gather(*(ask(session) for _ in range(concurrency)))
+    await asyncio.gather(*map(ask, askers))
     return ttft_s, errors
 
 

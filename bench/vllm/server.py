@@ -122,6 +122,7 @@ def serve(
     options: Sequence[str] = (),
     in_process: bool = True,
     installation: Path | None = None,
+    waits: bool = True,
 ) -> Iterator[Server]:
     """Starts a server, yields it when it answers, and ends it with all of its processes.
 
@@ -133,6 +134,10 @@ def serve(
         options: of ``vllm serve``, beside those that keep the tiny model tiny.
         in_process: whether the model runs in the engine core's process.
         installation: the environment that has vLLM; ``None``: the one that this runs in.
+        waits: whether to wait until it answers; if not, call :func:`wait_until_it_answers`.
+
+    Raises:
+        RuntimeError: it did not start.
     """
     port = free_port()
     executable = (installation or Path(sys.prefix)) / "bin" / "vllm"
@@ -153,13 +158,15 @@ def serve(
         )
     server = Server(process, port, directory, side)
     try:
-        wait_until_it_answers(server)
+        if waits:
+            wait_until_it_answers(server)
         yield server
     finally:
         end(process)
 
 
 def wait_until_it_answers(server: Server) -> None:
+    """Waits; raises RuntimeError if it has ended, or takes too long."""
     deadline = time.monotonic() + START_S
     while True:
         if server.process.poll() is not None or time.monotonic() > deadline:

@@ -128,7 +128,7 @@ class RoutingClient:
             if refusals:
                 raise refusals[0] from None
             raise EngineDeadError(
-                f"none of the engines {self._listed} answered within {self.config.connect_timeout_s:g} s"
+                f"none of the engines {self._listed} answered within {self.config.connect_timeout_s:g} s", engine=self._only
             ) from None
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -606,7 +606,13 @@ class RoutingClient:
         """Says why nothing can be sent now: others are waited for, or none will come."""
         if self._reconnect:
             return WouldBlock(f"none of the engines {self._listed} is attached now")
-        return EngineDeadError(f"all of the engines {self._listed} have gone; connect again, or leave reconnect=False out")
+        why = f"all of the engines {self._listed} have gone; connect again, or leave reconnect=False out"
+        return EngineDeadError(why, engine=self._only)
+
+    @property
+    def _only(self) -> str | None:
+        """The name of the engine, if there is one only."""
+        return next(iter(self.engines)) if len(self.engines) == 1 else None
 
     @property
     def _listed(self) -> str:

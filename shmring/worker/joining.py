@@ -110,7 +110,9 @@ async def join_in_time(name: str, rank: int, label: str, config: WorkerConfig) -
             if loop.time() + pause_s > deadline_s:
                 raise
         except TimeoutError:
-            raise EngineDeadError(f"the engine at {path} did not answer within {config.connect_timeout_s:g} s") from None
+            raise EngineDeadError(
+                f"the engine at {path} did not answer within {config.connect_timeout_s:g} s", engine=name
+            ) from None
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return _map(engine, config.prefault)

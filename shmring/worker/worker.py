@@ -232,7 +232,7 @@ class Worker:
         self._link.abort()
 
     def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"engine {self.name!r} is dead, or has ended the connection without a word")
+        return EngineDeadError(f"engine {self.name!r} is dead, or has ended the connection without a word", engine=self.name)
 
     def _is_over(self, reason: ShmringError) -> None:
         if self._reason is None:
