@@ -582,13 +582,6 @@ GUARDS = (
         "tests/test_workers.py::test_memory_that_is_read_is_waited_for",
     ),
     Guard(
-        "a thread that waits for room leaves a bell to one that receives",
-        "shmring/core/worker_end.pyx",
-        "if descriptors[0].revents and not self._is_receiving:",
-        "if descriptors[0].revents:",
-        "tests/core/test_worker_end.py::test_who_waits_for_room_takes_no_bell_from_who_receives",
-    ),
-    Guard(
         "slots of claims are asked for again after each bell",
         "shmring/ring/workers.py",
         "        if self.book.holds_slots():\n            self.slots_are_kept()",

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bench.results import Coverage, Findings
+from bench.results import Coverage, Findings, Repetitions
 from bench.vllm import command
 from bench.vllm.command import draw, report, vllm_command
 from bench.vllm.load import QUICK, SIDES, WAYS, Case, Fleet, Measurement, fleets, for_a_while, full_cases
@@ -108,6 +108,13 @@ def test_a_repetition_is_long_enough_to_be_believed() -> None:
         taken += 1
         time.sleep(0.005)
     assert 3 < taken <= 11  # quick ones: until the time is over
+
+
+@pytest.mark.parametrize(("count", "lengths"), [(1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (13, [6, 6, 1])])
+def test_servers_are_started_for_parts_in_which_each_way_is_first_as_often(count: int, lengths: list[int]) -> None:
+    parts = Repetitions[str, str]({}, count, str).parts(3)
+    assert [len(range(count)[part]) for part in parts] == lengths
+    assert [number for part in parts for number in range(count)[part]] == list(range(count))
 
 
 def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
