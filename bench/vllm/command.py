@@ -48,7 +48,7 @@ Measured = Mapping[tuple[Case, str], Sequence[Measurement]]
 
 _OURS = "shmring"
 _REPETITIONS = 12
-_STARTS = 3  # of each server: of two that do the same, one may be a tenth faster for as long as it lives
+_STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
 _COLOURS = {_OURS: "#d62728", "inline": "#7f7f7f", "torch_shm": "#1f77b4"}
 _COLUMNS = ["requests", "way", "requests/s", "spread", "shmring is", "TTFT p50 ms", "p99 ms", "engine ms", "API ms"]
 _COLUMNS += ["lag p99 ms", "tensors"]
@@ -79,7 +79,7 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
     notes = [
         "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and the load "
         f"goes to one after the other, in alternating order; they are started {_STARTS} times, each for a part of the "
-        "repetitions. Medians of the repetitions; spread: slowest and fastest against the median; shmring is: its requests/s "
+        "repetitions, and glibc is told to keep what is freed, or luck would decide whether it does. Medians of the repetitions; spread: slowest and fastest against the median; shmring is: its requests/s "
         "over the row's in the same repetition.",
         "jpeg: a picture that the API server's cache knows, sent as a file; uuid: only named; new: never seen. engine, API: "
         "milliseconds of CPU for each request, of the engine core and of all API servers. lag: the time that /health takes "
