@@ -79,8 +79,9 @@ def report(measured: Measured, coverage: Coverage, environment: Mapping[str, str
     notes = [
         "Real vLLM on the CPU with a model that computes nearly nothing. The servers of all ways are up at once, and the load "
         f"goes to one after the other, in alternating order; they are started {_STARTS} times, each for a part of the "
-        "repetitions, and glibc is told to keep what is freed, or luck would decide whether it does. Medians of the repetitions; spread: slowest and fastest against the median; shmring is: its requests/s "
-        "over the row's in the same repetition.",
+        "repetitions, and glibc is told to keep what is freed, or luck would decide whether it does. Medians of the "
+        "repetitions; spread: slowest and fastest against the median; shmring is: its requests/s over the row's in the same "
+        "repetition.",
         "jpeg: a picture that the API server's cache knows, sent as a file; uuid: only named; new: never seen. engine, API: "
         "milliseconds of CPU for each request, of the engine core and of all API servers. lag: the time that /health takes "
         "beside the load, of all repetitions together: one has too few for a 99th percentile. tensors: which way they went in "

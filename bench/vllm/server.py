@@ -26,9 +26,9 @@ import shmring.threads
 
 START_S = 180.0
 STOP_S = 30.0
-#: glibc gives freed blocks above a size back to the kernel, and moves that size by what a process happens to free, up to 32 MiB.
-#: So of two servers that did the same, one needed twice the CPU for a picture, to get its memory again and again. Here it is where
-#: luck would bring it. (The image that vLLM makes for CPUs has another allocator, which keeps what is freed.)
+#: glibc gives freed blocks above a size back to the kernel, and moves that size by what a process happens to free, up to
+#: 32 MiB. So of two servers that did the same, one needed twice the CPU for a picture, to get its memory again and again. Here
+#: it is where luck would bring it. (The image that vLLM makes for CPUs has another allocator, which keeps what is freed.)
 QUIET_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
