@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 import shmring
 from shmring.core.messages import PROTOCOL_VERSION, AnswerFailed, AnswerPart, Join, encode_message
-from shmring.transport.endpoint import give_up, handshake_frame
+from shmring.transport.endpoint import give_up, handshake_frame, socket_path
 from shmring.worker.joining import Joined, join_in_time
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
@@ -890,6 +891,17 @@ async def test_an_engine_that_is_not_there_is_named(join: Any) -> None:
     with pytest.raises(shmring.EngineDeadError) as caught:
         await join(name="nobody", connect_timeout_s=0.01)
     assert caught.value.engine == "nobody"
+
+
+async def test_an_engine_that_does_not_answer_is_named(join: Any, socket_dir: Path) -> None:
+    path = socket_path("silent", str(socket_dir))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        with pytest.raises(shmring.EngineDeadError, match="did not answer within") as caught:
+            await join(name="silent", connect_timeout_s=0.05)
+    assert caught.value.engine == "silent"
 
 
 async def test_who_only_looks_hears_of_the_end(serve: Any, socket_dir: Path, eventually: Any) -> None:

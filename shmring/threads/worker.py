@@ -34,15 +34,7 @@ __all__ = ["Message", "Worker", "join"]
 
 
 class Message(MessageEnd):
-    """A message of the engine. Use it in any thread, as ``with message:``; leaving acknowledges it, when its views have died.
-
-    Attributes:
-        payload: what the engine has sent, its tensors viewed in place, to be read only. Of a claim that is shared: its payload.
-        beside: what goes beside a claim that is shared; else None.
-        sequence: its number, the same for all workers that get it.
-        wants_reply: whether the engine waits for a reply.
-        left: whether it was left.
-    """
+    """A message of the engine, for any thread: ``with message:``. Its attributes are those of :class:`shmring.Message`."""
 
     __slots__ = ()
 
