@@ -2,7 +2,7 @@
 
 The flags are the project's own and not those that this Python was built with, which may name its directories (rpath), its
 machine's processor (-march) or another compiler than the one that is here. So the same sources give the same code everywhere,
-for every processor of an architecture; what needs more than its baseline asks the processor at run time (_streaming.c). As
+for every processor of an architecture; what needs more than its baseline asks the processor at run time (_copying.c). As
 usual, $CC is the compiler, and $CFLAGS and $LDFLAGS replace the flags that are a matter of taste.
 """
 
@@ -88,7 +88,7 @@ def extensions() -> list[Extension]:
         Extension(str(path.with_suffix("")).replace("/", "."), [str(path)])
         for path in sorted(Path("shmring/core").glob("*.pyx"))
     ]
-    return [*core, Extension("shmring.memory._streaming", ["shmring/memory/_streaming.c"])]
+    return [*core, Extension("shmring.memory._copying", ["shmring/memory/_copying.c"])]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from shmring.memory.streaming import last_level_cache_nbytes
+from shmring.memory.copying import last_level_cache_nbytes
 
 __all__ = ["CopyLimits", "Machine", "torch_resident_nbytes"]
 

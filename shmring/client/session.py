@@ -64,7 +64,7 @@ from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots, Slots
-from shmring.memory.streaming import cold_nbytes
+from shmring.memory.copying import cache_nbytes
 from shmring.memory.tensors import make_decoder, make_packer, slot_dtypes
 from shmring.memory.views import TENSOR_MAKER
 from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
@@ -157,7 +157,7 @@ class Session:
             slot_key=_OF_SLOTS,
             debug=config.debug,
             load=load,
-            cold_nbytes=cold_nbytes(),
+            cache_nbytes=cache_nbytes(),
         )
         self.end.reader = self.link.reader
         self.end.device_slots = self.device_slots

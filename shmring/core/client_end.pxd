@@ -84,9 +84,10 @@ cdef class ClientEnd(RecordTaker):
     cdef type _submission_type
     cdef uint64_t copied_into_slots  # bytes, by this end itself
     cdef LoadPage _load
-    cdef uint64_t _cold_nbytes
+    cdef uint64_t _cache_nbytes
     cdef uint64_t _away          # generation of the slot that is followed; 0: none
     cdef uint64_t _away_since    # what the engine had received when it went
+    cdef uint64_t _sent_before   # what this end had sent
     cdef uint64_t _away_request  # with which it went
     cdef uint64_t _next_id
     cdef uint64_t _reply_key

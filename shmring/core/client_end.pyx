@@ -60,7 +60,7 @@ assert HEADER_NBYTES == SLOT_HEADER_NBYTES
 MAX_UNREAD_REPLIES = 65536
 
 cdef bytes _MAGIC = SLOT_MAGIC
-cdef uint64_t _NOTHING_IS_COLD = UINT64_MAX
+cdef uint64_t _NO_CACHE_IS_SO_LARGE = UINT64_MAX >> 2
 
 
 cdef class SubmissionEnd:
@@ -384,12 +384,12 @@ cdef class ClientEnd(RecordTaker):
         debug: whether to tell the shell of slots that are left while views of them live.
         clock: that of the book's times.
         load: the engine's; None: nothing is known of it.
-        cold_nbytes: a turnover after which a slot that comes back is not in the cache any more.
+        cache_nbytes: what the cache can be hoped to hold of what was written.
 
     Attributes:
         in_flight: requests that are, or are about to be.
-        turnover_nbytes: of the slots that come to the engine, from all its frontends, while one of this end is away: the most
-            that was seen lately.
+        turnover_nbytes: of the slots that go to the engine, from all its frontends, from when one of this end goes until it is
+            back, itself included: the most that was seen lately.
         reader: of the ring from the engine, which the shell reads; None: nothing comes unless the shell has it delivered.
         found_full: whether :meth:`send_now` returned None because the ring is full.
         crowded: whether others wait for their turn; the shell says so.
@@ -403,11 +403,11 @@ cdef class ClientEnd(RecordTaker):
     def __init__(
         self, shell, ClientBook book not None, Regions regions not None, Mapping mapping not None, Packer packer not None, RecordWriter writer not None,
         submission_type, slot_type, TensorMaker maker not None, dtypes, clock, *, epoch, reply_key, max_tensors, inline_nbytes, max_inflight,
-        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug, LoadPage load=None, cold_nbytes=_NOTHING_IS_COLD,
+        max_reply_inline_nbytes, max_payload_nbytes, slot_key, debug, LoadPage load=None, cache_nbytes=_NO_CACHE_IS_SO_LARGE,
     ) -> None:
         self.shell = shell
         self._load = load
-        self._cold_nbytes = cold_nbytes
+        self._cache_nbytes = cache_nbytes
         self.book = book
         self.regions = regions
         self._mapping = mapping
@@ -560,7 +560,9 @@ cdef class ClientEnd(RecordTaker):
 
     cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held):
         cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._writer.largest_record_nbytes, held)
-        packed.is_slot_cold = self.turnover_nbytes >= self._cold_nbytes
+        # After once the cache, half of a slot is often still there; after twice the cache, nearly nothing.
+        packed.is_slot_cold = self.turnover_nbytes >= 2 * self._cache_nbytes
+        packed.is_slot_warm = 0 < self.turnover_nbytes and self.turnover_nbytes + packed.slot_nbytes <= self._cache_nbytes
         return packed
 
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):
@@ -717,7 +719,8 @@ cdef class ClientEnd(RecordTaker):
             return 0
         numbers.generation = self.book.submit_slot(record, self.book)
         if not self._away or self._next_id - self._away_request > self._max_inflight:  # it may be kept there for ever
-            self._away, self._away_since, self._away_request = numbers.generation, self._received(), self._next_id
+            self._away, self._away_request = numbers.generation, self._next_id
+            self._away_since, self._sent_before = self._received(), self.slot_nbytes_submitted
         put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
         return 0
 
@@ -790,7 +793,8 @@ cdef class ClientEnd(RecordTaker):
             self.stale_releases += not self.device_slots.release(generation)
         else:
             if generation == self._away:
-                self._came_back(self._received() - self._away_since)
+                # The engine may not have taken up yet what this end has sent.
+                self._came_back(max(self._received() - self._away_since, self.slot_nbytes_submitted - self._sent_before))
             self.book.release_generation(generation, self._time_of(<ClientSlotRecord>slot))
         return 0
 

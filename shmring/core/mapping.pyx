@@ -7,6 +7,9 @@ drops the last one, on whatever thread that is. A :class:`Mapping` has no ``clos
 
 A forked child drops references like its parent, but unmaps nothing: memory that is kept out of children is not there, and
 something else may be.
+
+It starts where a huge page may, if it is as long as one. So the kernel can map huge pages of the file (:mod:`shmring.memory.huge_pages`)
+as what they are, in every process.
 """
 
 cimport cython
@@ -23,15 +26,45 @@ cdef extern from "<sys/mman.h>" nogil:
     int madvise(void*, size_t, int)
     int mprotect(void*, size_t, int)
     enum:
+        PROT_NONE
         PROT_READ
         PROT_WRITE
         MAP_SHARED
+        MAP_PRIVATE
+        MAP_ANONYMOUS
+        MAP_NORESERVE
         MAP_FIXED
     void* MAP_FAILED
 
 cdef extern from "atomics.h" nogil:
     void take_reference(int32_t* count)
     int32_t drop_reference(int32_t* count)
+
+
+cdef enum:
+    _HUGE_NBYTES = 2 << 20  # a huge page, where a page has 4 KiB
+
+
+cdef void* _map_file(uint64_t nbytes, int protection, int fd) noexcept nogil:
+    """Maps the start of a file; at the start of a huge page, if it is as long as one."""
+    cdef uint64_t reserved, start
+    cdef void* mapped
+    if nbytes < _HUGE_NBYTES:
+        return mmap(NULL, nbytes, protection, MAP_SHARED, fd, 0)
+    mapped = mmap(NULL, nbytes + _HUGE_NBYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+    if mapped == MAP_FAILED:
+        return mapped
+    reserved = <uint64_t>mapped
+    start = (reserved + _HUGE_NBYTES - 1) & ~<uint64_t>(_HUGE_NBYTES - 1)
+    mapped = mmap(<void*>start, nbytes, protection, MAP_SHARED | MAP_FIXED, fd, 0)
+    if mapped == MAP_FAILED:
+        munmap(<void*>reserved, nbytes + _HUGE_NBYTES)
+        return mapped
+    if start != reserved:
+        munmap(<void*>reserved, start - reserved)
+    if start != reserved + _HUGE_NBYTES:
+        munmap(<void*>(start + nbytes), reserved + _HUGE_NBYTES - start)
+    return mapped
 
 
 cdef void keep_mapped(Mapped* mapped) noexcept nogil:
@@ -93,7 +126,7 @@ cdef class Mapping:
         self.mapped.nbytes = 0
         if size:
             with nogil:
-                address = mmap(NULL, size, protection, MAP_SHARED, descriptor, 0)
+                address = _map_file(size, protection, descriptor)
             if address == MAP_FAILED:
                 PyErr_SetFromErrno(OSError)
         self.mapped.address = <char*>address

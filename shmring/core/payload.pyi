@@ -53,7 +53,8 @@ class Packer:
         is_negative: Callable[[Any], bool],
         describe: Callable[[object], object],
         copy_strided: Callable[[Part, int], object],
-        copy_long: Callable[[int, int, int], object],
+        copy_past_cache: Callable[[int, int, int], object],
+        copy_into_cache: Callable[[int, int, int], object],
         explain: Callable[[object, Exception], Exception],
     ) -> None: ...
     def pack(

@@ -59,8 +59,8 @@ cdef enum:
 cdef enum:
     _LINE_NBYTES = 64           # tensors start on cache lines of their own
     _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
-    _LONG_NBYTES = 4 << 20      # copies that are for a function that is handed in, which goes past the cache
-    _COLD_NBYTES = 1 << 20      # and those of this size, to a slot that is not in it; below that, streaming gained nothing
+    _LONG_NBYTES = 4 << 20      # copies to a slot of so much go past the cache, unless it is known to be there
+    _LARGE_NBYTES = 1 << 20     # and those of so much if the slot is known not to be there; below that, streaming gained nothing
     _WITHOUT_LOCK_NBYTES = 256 << 10  # a copy of so much lets other threads run; handing the lock over costs some microseconds
     _FEW_NBYTES = 1024          # a payload that is longer is encoded on the heap
     _MOST_NESTED = 200          # what is nested more deeply is for msgspec, and for the check of what it writes
@@ -162,11 +162,11 @@ cdef class Packer:
         describe: called with any other value; returns a :class:`Part`, or what to encode in its place. ``TypeError``: it
             can't be sent.
         copy_strided: ``copy_strided(part, address)`` copies a part whose bytes are not contiguous host memory.
-        copy_long: ``copy_long(to, from, nbytes)`` copies what is larger than any cache keeps.
+        copy_past_cache, copy_into_cache: ``copy(to, from, nbytes)``, for copies of a megabyte and more.
         explain: ``explain(payload, error)`` returns the error to raise for what could not be encoded.
     """
 
-    def __init__(self, max_tensors, max_payload_nbytes, tensor_types, table, is_negative, describe, copy_strided, copy_long, explain) -> None:
+    def __init__(self, max_tensors, max_payload_nbytes, tensor_types, table, is_negative, describe, copy_strided, copy_past_cache, copy_into_cache, explain) -> None:
         self._max_tensors = max_tensors
         self._max_payload_nbytes = max_payload_nbytes
         self._tensor_types = tensor_types
@@ -177,7 +177,7 @@ cdef class Packer:
                 self._table = NULL
         self._describe = describe
         self._copy_strided = copy_strided
-        self._copy_long = copy_long
+        self._copy_past_cache, self._copy_into_cache = copy_past_cache, copy_into_cache
         self._explain = explain
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_foreign).encode
 
@@ -202,7 +202,7 @@ cdef class Packer:
         cdef uint8_t few[_FEW_NBYTES]
         packed.parts = []
         packed._copy_strided = self._copy_strided
-        packed._copy_long = self._copy_long
+        packed._copy_past_cache, packed._copy_into_cache = self._copy_past_cache, self._copy_into_cache
         packed._max_payload_nbytes = self._max_payload_nbytes
         if held is not None:
             held.forget()
@@ -512,8 +512,9 @@ cdef class Packed:
                 continue
             if not part.address:
                 self._copy_strided(part, <uint64_t>to + part.offset)
-            elif self.slot_nbytes >= _LONG_NBYTES or (self.is_slot_cold and part.nbytes >= _COLD_NBYTES):
-                self._copy_long(<uint64_t>to + part.offset, part.address, part.nbytes)
+            elif part.nbytes >= _LARGE_NBYTES or self.slot_nbytes >= _LONG_NBYTES:
+                copy = self._copy_past_cache if self._goes_past_cache() else self._copy_into_cache
+                copy(<uint64_t>to + part.offset, part.address, part.nbytes)
             elif without_lock:
                 with nogil:
                     memcpy(to + part.offset, <const void*>part.address, part.nbytes)
@@ -522,6 +523,9 @@ cdef class Packed:
         if self.is_payload_in_slot:
             memcpy(to + self.payload_offset, PyBytes_AS_STRING(self.payload), PyBytes_GET_SIZE(self.payload))
         return 0
+
+    cdef bint _goes_past_cache(self) noexcept:
+        return not self.is_slot_warm if self.slot_nbytes >= _LONG_NBYTES else self.is_slot_cold
 
     cdef int make_contiguous(self) except -1:
         """Before a record is written: what is copied into it must be taken as it lies, since no Python may run meanwhile."""

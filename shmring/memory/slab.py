@@ -6,8 +6,8 @@ against future writing, so that frontends can map it to read it and in no other 
 
 Creation of a segment, in this order: the name is created exclusively (``/shmring-<uid>-<name>-<epoch>``), locked with
 ``flock``, and unlinked at once, so it exists for microseconds; then every page is reserved with ``posix_fallocate`` (a full
-``/dev/shm`` is an error now, never SIGBUS later; ``ftruncate`` alone reserves nothing), mapped, kept out of forked children,
-and touched. From the unlink on, the memory belongs to the descriptors and mappings of living processes: when the last of
+``/dev/shm`` is an error now, never SIGBUS later; ``ftruncate`` alone reserves nothing), in huge pages as far as there are any,
+mapped, kept out of forked children, and touched. From the unlink on, the memory belongs to the descriptors and mappings of living processes: when the last of
 them ends, however it ends, the kernel frees it.
 
 A process that dies in those microseconds leaves a name; :func:`sweep` removes names of this user whose lock can be
@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from shmring.config import Backing
 from shmring.core.mapping import Mapping
 from shmring.errors import SlabError
+from shmring.memory.huge_pages import reserve_huge_pages
 
 __all__ = ["SHM_DIRECTORY", "Slab", "map_read_only", "reserve_for_one_writer", "sweep"]
 
@@ -56,7 +57,6 @@ _SLAB_MAGIC = b"shmrslab"
 _SLAB_HEADER = struct.Struct("<8sQQQ")  # magic, layout version, epoch, size in bytes: for tools; nobody here reads it
 
 _MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _MADV_POPULATE_WRITE = 23
 _PROT_NONE = 0
@@ -93,7 +93,7 @@ class Slab:
     def create(
         cls, name: str, nbytes: int, epoch: int, *, prefault: bool, reply_nbytes: int = 0, backing: Backing = "auto"
     ) -> Slab:
-        """Creates, reserves and maps a slab; blocks for about a second per 4 GiB.
+        """Creates, reserves and maps a slab; blocks for about 0.1 seconds per GiB, and 0.5 where there are no huge pages.
 
         Args:
             name: the engine's name, part of the segment's name while that exists.
@@ -122,8 +122,7 @@ class Slab:
             _close(fd, reply_fd)
             raise
         slab = cls((fd, reply_fd), mapping, reply_nbytes, epoch, shm_nbytes=shm_nbytes)
-        slab._advise(_MADV_DONTFORK, required=True)
-        slab._advise(_MADV_HUGEPAGE)
+        slab._keep_from_children()
         _SLAB_HEADER.pack_into(mapping, 0, _SLAB_MAGIC, _LAYOUT_VERSION, epoch, nbytes)
         if prefault:
             slab.prefault(0, nbytes)
@@ -157,7 +156,7 @@ class Slab:
         finally:
             _close(fd, reply_fd)
         slab = cls((-1, -1), mapping, reply_nbytes, epoch)
-        slab._advise(_MADV_DONTFORK, required=True)
+        slab._keep_from_children()
         return slab
 
     @property
@@ -208,12 +207,11 @@ class Slab:
         self.fd = self.reply_fd = -1
         self.mapping = Mapping(-1, 0)  # in its place: a reference to the real one would keep it mapped
 
-    def _advise(self, advice: int, *, required: bool = False) -> None:
+    def _keep_from_children(self) -> None:
         try:
-            self.mapping.advise(0, self.nbytes, advice)
+            self.mapping.advise(0, self.nbytes, _MADV_DONTFORK)
         except OSError as error:
-            if required:
-                raise _os_error("madvise", error, self.nbytes) from error
+            raise _os_error("madvise", error, self.nbytes) from error
 
 
 def reserve_for_one_writer(name: str, nbytes: int, *, prefault: bool) -> tuple[int, Mapping]:
@@ -306,7 +304,7 @@ def _create_leased(name: str, nbytes: int, epoch: int, backing: Backing) -> tupl
     if backing != "memfd":
         path = f"/{NAME_PREFIX}-{os.getuid()}-{name}-{epoch:016x}"
         try:
-            fd = _create_segment(path, nbytes, must_fit=backing == "auto")
+            fd = _create_segment(path, nbytes)
             logger.info("%d bytes of the slab are in %s", nbytes, SHM_DIRECTORY)
             return fd, nbytes
         except SlabError as error:
@@ -318,13 +316,13 @@ def _create_leased(name: str, nbytes: int, epoch: int, backing: Backing) -> tupl
     return fd, 0
 
 
-def _create_segment(path: str, nbytes: int, *, must_fit: bool) -> int:
+def _create_segment(path: str, nbytes: int) -> int:
     fd = _create_unlinked(path, nbytes)
     advice = (
         "lower slab_nbytes, mount it larger (docker run --shm-size, an emptyDir with medium: Memory), or take backing='memfd'"
     )
     try:
-        _reserve(fd, nbytes, os.fspath(SHM_DIRECTORY), advice, path=path, must_fit=must_fit)
+        _reserve(fd, nbytes, os.fspath(SHM_DIRECTORY), advice, path=path)
     except BaseException:
         os.close(fd)
         raise
@@ -338,7 +336,7 @@ def _create_memfd(name: str, nbytes: int) -> int:
     except OSError as error:
         raise _os_error("memfd_create", error, nbytes) from error
     try:
-        _reserve(fd, nbytes, "a memfd", "lower slab_nbytes", must_fit=True)
+        _reserve(fd, nbytes, "a memfd", "lower slab_nbytes")
     except BaseException:
         os.close(fd)
         raise
@@ -392,16 +390,18 @@ def _create_unlinked(path: str, nbytes: int) -> int:
     return fd
 
 
-def _reserve(fd: int, nbytes: int, place: str, advice: str, *, must_fit: bool, path: str | None = None) -> None:
+def _reserve(fd: int, nbytes: int, place: str, advice: str, *, path: str | None = None) -> None:
     """Reserves memory for a file.
 
-    ``must_fit``: looks first whether it is there. To try would take from others what is free until that fails, and where no
-    mount limits the file, it would not fail: the kernel would kill processes to get the memory.
+    Looks first whether it is there. To try would take from others what is free until that fails, and where no mount limits the
+    file, it would not fail: the kernel would kill processes to get the memory.
     """
     try:
-        if must_fit and nbytes > _room(fd)[0]:
+        if nbytes > _room(fd)[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        huge_nbytes = reserve_huge_pages(fd, nbytes)
         os.posix_fallocate(fd, 0, nbytes)
+        logger.info("%d of %d bytes in %s lie in huge pages", huge_nbytes, nbytes, place)
     except OSError as error:
         free_nbytes, size = _room(fd)
         raise SlabError(

@@ -23,7 +23,7 @@ from shmring.core.received import PayloadDecoder
 from shmring.core.views import RegionBytes, borrowed
 from shmring.core.wire import DTYPES
 from shmring.errors import RemoteProtocolError
-from shmring.memory.streaming import STREAMING_NBYTES, copier_for
+from shmring.memory.copying import copy_into_cache, copy_past_cache
 from shmring.memory.views import TENSOR_MAKER, TORCH_DTYPES, dlpack_dtype, tensor_view
 
 __all__ = ["make_decoder", "make_packer", "nbytes_for", "other_view", "slot_dtypes", "torch_dtype_name"]
@@ -68,7 +68,8 @@ def make_packer(max_tensors: int, max_payload_nbytes: int) -> Packer:
         torch.Tensor.is_neg,
         _describe,
         _copy_strided,
-        copier_for(STREAMING_NBYTES),
+        copy_past_cache(),
+        copy_into_cache(),
         lambda payload, error: _explain(packer, payload, error),
     )
     return packer

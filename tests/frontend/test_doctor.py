@@ -183,20 +183,11 @@ def test_no_control_groups(tmp_path: Path) -> None:
     assert doctor.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok"
 
 
-@pytest.mark.parametrize(
-    ("text", "finding", "advised"),
-    [
-        ("always within_size advise [never] deny force\n", "never", True),
-        ("always within_size [advise] never deny force\n", "advise", False),
-        ("[always] within_size advise never deny force\n", "always", False),
-        (None, "the kernel has none", False),
-    ],
-)
-def test_huge_pages_are_never_a_problem(text: str | None, finding: str, advised: bool) -> None:
-    check = doctor.check_huge_pages(text)
+@pytest.mark.parametrize("can_be_had", [False, True])
+def test_huge_pages_are_never_a_problem(can_be_had: bool) -> None:
+    check = doctor.check_huge_pages(can_be_had)
     assert check.status == "ok"
-    assert check.finding.startswith(finding)
-    assert bool(check.advice) == advised
+    assert bool(check.advice) != can_be_had
 
 
 # -- limits -------------------------------------------------------------------------------------------------------------

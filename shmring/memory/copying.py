@@ -1,0 +1,56 @@
+"""Two ways to copy between addresses: past the cache, and into it. Each is the faster one somewhere.
+
+``memcpy`` into memory that is not in the cache reads every line before it overwrites it. Streaming stores do not: a third less traffic,
+and the caches keep what they held. But who reads what was copied finds it in memory. So they are for slots that no cache holds, and for
+copies that none can hold. Into a slot that has come back soon enough to be in the cache, a copy into it is faster, and reading it
+is, too. A processor that moves bytes in whole lines does not read what it overwrites even there.
+
+What counts is how much is written between two uses of a slot (:class:`~shmring.core.client_end.ClientEnd` measures it) beside what
+the cache can hold of it; ``docs/decisions/0025`` has the figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from shmring.memory import _copying
+
+__all__ = ["Copy", "cache_nbytes", "copy_into_cache", "copy_past_cache", "last_level_cache_nbytes"]
+
+_UNKNOWN_CACHE_NBYTES = 64 << 20  # assumed where the kernel does not say; more than most have
+
+# Of a larger cache others use most: it belongs to dozens of cores, which other machines may run on. Of 480 MiB that a kernel named,
+# a virtual machine had less than half; and what was kept in the cache up to 256 MiB there was copied no faster than past it.
+_MOST_CACHE_NBYTES = 32 << 20
+
+#: ``copy(to, from, nbytes)`` between two addresses; the memory must not overlap. Releases the interpreter lock.
+Copy = Callable[[int, int, int], object]
+
+
+def copy_past_cache() -> Copy:
+    """Returns what copies past the cache; where the processor has no streaming stores, ``memcpy``."""
+    return _copying.copy_past_cache if _copying.WIDTH else ctypes.memmove
+
+
+@functools.cache
+def copy_into_cache() -> Copy:
+    """Returns what copies into the cache. The first call takes half a millisecond, to see how this processor does it best."""
+    return _copying.copy_whole_lines if _copying.moves_whole_lines() else ctypes.memmove
+
+
+def cache_nbytes() -> int:
+    """Returns how much of what was written a process can hope to find in the last-level cache."""
+    return min(last_level_cache_nbytes(), _MOST_CACHE_NBYTES)
+
+
+@functools.cache
+def last_level_cache_nbytes() -> int:
+    """Returns the size of the cache that a core shares with its neighbours; 64 MiB if the kernel does not say."""
+    levels = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+    if not levels:
+        return _UNKNOWN_CACHE_NBYTES
+    size = levels[-1].read_text().strip()
+    return int(size.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
