@@ -54,7 +54,21 @@ GUARDS = (
         "shmring/core/client_end.pyx",
         "max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)",
         "turnover_nbytes",
-        "tests/test_cold_slots.py::test_copies_are_streamed_where_other_frontends_wrote_more_than_caches_hold",
+        "tests/test_cold_slots.py::test_copies_go_past_the_cache_where_other_frontends_wrote_more_than_it_holds",
+    ),
+    Guard(
+        "a large copy goes into the cache only if it fits there beside what was sent since",
+        "shmring/core/client_end.pyx",
+        "self.turnover_nbytes + packed.slot_nbytes <= self._cache_nbytes",
+        "self.turnover_nbytes <= self._cache_nbytes",
+        "tests/test_cold_slots.py::test_a_large_slot_that_was_away_for_little_goes_into_the_cache",
+    ),
+    Guard(
+        "a slab lies in huge pages where there are any",
+        "shmring/memory/slab.py",
+        "huge_nbytes = reserve_huge_pages(fd, nbytes)",
+        "os.ftruncate(fd, nbytes)\n        huge_nbytes = 0",
+        "tests/memory/test_huge_pages.py::test_a_slab_is_mapped_by_huge_pages_at_both_ends",
     ),
     Guard(
         "a slot that is kept for ever is followed no longer",

@@ -1,35 +1,46 @@
-"""Slots that no cache holds any more, because much came to the engine meanwhile: they are written past the cache."""
+"""Where a copy is written: past the cache to slots that no cache holds any more, into it where the slot has come back soon."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import shmring
-from shmring.memory import streaming
 
 pytestmark = pytest.mark.both_loops
 
 MIB = 1 << 20
-COLD_NBYTES = 8 * MIB
+CACHE_NBYTES = 8 * MIB
+COLD_NBYTES = 2 * CACHE_NBYTES
+
+
+class Copies(NamedTuple):
+    """The sizes of the large copies that were made."""
+
+    past_cache: list[int]
+    into_cache: list[int]
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the copies that were streamed; for all clients, twice a cache is 8 MiB."""
-    sizes: list[int] = []
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """For all clients, a cache holds 8 MiB."""
+    made = Copies([], [])
 
-    def copy(to: int, source: int, nbytes: int) -> None:
-        sizes.append(nbytes)
-        ctypes.memmove(to, source, nbytes)
+    def counted(sizes: list[int]) -> Any:
+        def copy(to: int, source: int, nbytes: int) -> None:
+            sizes.append(nbytes)
+            ctypes.memmove(to, source, nbytes)
 
-    monkeypatch.setattr("shmring.memory.tensors.copier_for", lambda _: copy)
-    monkeypatch.setattr("shmring.client.session.cold_nbytes", lambda: COLD_NBYTES)
-    return sizes
+        return lambda: copy
+
+    monkeypatch.setattr("shmring.memory.tensors.copy_past_cache", counted(made.past_cache))
+    monkeypatch.setattr("shmring.memory.tensors.copy_into_cache", counted(made.into_cache))
+    monkeypatch.setattr("shmring.client.session.cache_nbytes", lambda: CACHE_NBYTES)
+    return made
 
 
 async def turn_over(ring: shmring.Ring, slow: shmring.RingClient, others: list[shmring.RingClient], nbytes: int) -> None:
@@ -53,34 +64,34 @@ async def send(ring: shmring.Ring, client: shmring.RingClient, nbytes: int) -> N
     await submission.wait()
 
 
-async def test_copies_are_streamed_where_other_frontends_wrote_more_than_caches_hold(
-    serve: Any, connect: Any, streamed: list[int]
+async def test_copies_go_past_the_cache_where_other_frontends_wrote_more_than_it_holds(
+    serve: Any, connect: Any, copies: Copies
 ) -> None:
     ring = await serve(slab_nbytes="64MiB")
     client, *others = [await connect() for _ in range(3)]
     await send(ring, client, 2 * MIB)
-    assert not streamed
+    assert not copies.past_cache
     await turn_over(ring, client, others, COLD_NBYTES - MIB)
     await send(ring, client, 2 * MIB)
-    assert not streamed
+    assert not copies.past_cache
     await turn_over(ring, client, others, 2 * COLD_NBYTES)
     await send(ring, client, MIB - 1)
-    assert not streamed  # so small a copy gains nothing
+    assert not copies.past_cache  # so small a copy gains nothing
     await send(ring, client, MIB)
     await send(ring, client, 3 * MIB + 1)
-    assert streamed == [MIB, 3 * MIB + 1]
+    assert copies.past_cache == [MIB, 3 * MIB + 1]
 
 
-async def test_a_frontend_that_is_alone_again_soon_writes_to_caches(serve: Any, connect: Any, streamed: list[int]) -> None:
+async def test_a_frontend_that_is_alone_again_soon_writes_to_caches(serve: Any, connect: Any, copies: Copies) -> None:
     ring = await serve(slab_nbytes="64MiB")
     client, other = await connect(), await connect()
     await turn_over(ring, client, [other], 2 * COLD_NBYTES)
     for _ in range(32):
         await send(ring, client, MIB)
-    assert 0 < len(streamed) < 32
+    assert 0 < len(copies.past_cache) < 32
 
 
-async def test_a_slot_that_never_comes_back_does_not_end_the_measuring(serve: Any, connect: Any, streamed: list[int]) -> None:
+async def test_a_slot_that_never_comes_back_does_not_end_the_measuring(serve: Any, connect: Any, copies: Copies) -> None:
     ring = await serve(slab_nbytes="64MiB", max_inflight=4)
     client, other = await connect(), await connect()
     await client.submit(torch.zeros(5000))
@@ -89,10 +100,10 @@ async def test_a_slot_that_never_comes_back_does_not_end_the_measuring(serve: An
             await send(ring, client, 5000)
         await turn_over(ring, client, [other], COLD_NBYTES)
         await send(ring, client, MIB)
-        assert streamed == [MIB]
+        assert copies.past_cache == [MIB]
 
 
-async def test_what_waits_for_space_is_streamed_too(serve: Any, connect: Any, streamed: list[int]) -> None:
+async def test_what_waits_for_space_goes_past_the_cache_too(serve: Any, connect: Any, copies: Copies) -> None:
     ring = await serve(slab_nbytes="16MiB")
     client, other = await connect(), await connect()
     await turn_over(ring, client, [other], COLD_NBYTES)
@@ -105,8 +116,21 @@ async def test_what_waits_for_space_is_streamed_too(serve: Any, connect: Any, st
     with await ring.claim():
         pass
     await submission.wait()
-    assert streamed == [8 * MIB, 12 * MIB]
+    assert copies.past_cache == [8 * MIB, 12 * MIB]
 
 
-def test_how_much_a_cache_holds_is_what_the_kernel_says() -> None:
-    assert streaming.cold_nbytes() == 2 * streaming.last_level_cache_nbytes() > 0
+async def test_a_large_slot_that_was_away_for_little_goes_into_the_cache(serve: Any, connect: Any, copies: Copies) -> None:
+    ring = await serve(slab_nbytes="64MiB")
+    client = await connect()
+    await send(ring, client, 3 * MIB)
+    await send(ring, client, 4 * MIB)
+    assert copies == ([], [3 * MIB, 4 * MIB])
+    await send(ring, client, 5 * MIB)  # too much, with the four that were sent before it
+    assert copies == ([5 * MIB], [3 * MIB, 4 * MIB])
+
+
+async def test_the_first_large_slot_goes_past_the_cache(serve: Any, connect: Any, copies: Copies) -> None:
+    ring = await serve(slab_nbytes="64MiB")
+    client = await connect()
+    await send(ring, client, 5 * MIB)  # nothing was there before
+    assert copies == ([5 * MIB], [])

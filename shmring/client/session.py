@@ -62,9 +62,9 @@ from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.memory.copier import Copier
+from shmring.memory.copying import cache_nbytes
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots, Slots
-from shmring.memory.copying import cache_nbytes
 from shmring.memory.tensors import make_decoder, make_packer, slot_dtypes
 from shmring.memory.views import TENSOR_MAKER
 from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up

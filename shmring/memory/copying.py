@@ -1,12 +1,13 @@
 """Two ways to copy between addresses: past the cache, and into it. Each is the faster one somewhere.
 
-``memcpy`` into memory that is not in the cache reads every line before it overwrites it. Streaming stores do not: a third less traffic,
-and the caches keep what they held. But who reads what was copied finds it in memory. So they are for slots that no cache holds, and for
-copies that none can hold. Into a slot that has come back soon enough to be in the cache, a copy into it is faster, and reading it
-is, too. A processor that moves bytes in whole lines does not read what it overwrites even there.
+``memcpy`` into memory that is not in the cache reads every line before it overwrites it. Streaming stores do not: a third
+less traffic, and the caches keep what they held. But who reads what was copied finds it in memory. So they are for slots that
+no cache holds, and for copies that none can hold. Into a slot that has come back soon enough to be in the cache, a copy into
+it is as fast or faster, and so is reading it. A processor that moves bytes in whole lines does not read what it overwrites
+even there.
 
-What counts is how much is written between two uses of a slot (:class:`~shmring.core.client_end.ClientEnd` measures it) beside what
-the cache can hold of it; ``docs/decisions/0025`` has the figures.
+What counts is how much is written between two uses of a slot (:class:`~shmring.core.client_end.ClientEnd` measures it) beside
+what the cache can hold of it; ``docs/decisions/0025`` has the figures.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ __all__ = ["Copy", "cache_nbytes", "copy_into_cache", "copy_past_cache", "last_l
 
 _UNKNOWN_CACHE_NBYTES = 64 << 20  # assumed where the kernel does not say; more than most have
 
-# Of a larger cache others use most: it belongs to dozens of cores, which other machines may run on. Of 480 MiB that a kernel named,
-# a virtual machine had less than half; and what was kept in the cache up to 256 MiB there was copied no faster than past it.
+# A larger cache belongs to dozens of cores, and others use most of it: where a kernel named 480 MiB, we found some 150.
 _MOST_CACHE_NBYTES = 32 << 20
 
 #: ``copy(to, from, nbytes)`` between two addresses; the memory must not overlap. Releases the interpreter lock.

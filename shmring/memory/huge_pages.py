@@ -1,16 +1,16 @@
 """Huge pages: shared memory of which one entry of the page tables maps 2 MiB.
 
-Through pages of 4 KiB, a copy needs another entry after every 4 KiB that it writes, and in a virtual machine the walk to each is two
-walks. With huge pages, copies into a slab that is larger than what the processor remembers of the tables take a fifth less time, and
-reserving the slab takes a fifth of the time (``docs/decisions/0026``).
+Through pages of 4 KiB, a copy needs another entry after every 4 KiB that it writes, and in a virtual machine the walk to each
+is two walks. With huge pages, copies into a slab are a little faster, and reserving and touching it takes less than half of
+the time (``docs/decisions/0026``).
 
-The kernel gives them by itself only where somebody has asked for that: a mount with ``huge=``, which ``/dev/shm`` is not made with, and
-memfds where ``transparent_hugepage/shmem_enabled`` says so. But every process may ask for a range to be collapsed into one
-(``MADV_COLLAPSE``, Linux 6.1), wherever its file lies. A range must not be empty for that, so its first page is reserved before, by a call
-that fails where there is no room: to touch it instead would be SIGBUS then.
+The kernel gives them by itself only where somebody has asked for that: a mount with ``huge=``, which ``/dev/shm`` is not made
+with, and memfds where ``transparent_hugepage/shmem_enabled`` says so. But every process may ask for a range to be collapsed
+into one (``MADV_COLLAPSE``, Linux 6.1), wherever its file lies. A range must not be empty for that, so its first page is
+reserved before, by a call that fails where there is no room: to touch it instead would be SIGBUS then.
 
-A range for which there is no huge page stays as it is, and works. On a machine whose memory is in many pieces the kernel moves
-things first; that is bounded here, since an engine that starts must not wait for long.
+A range for which there is no huge page stays as it is, and works. On a machine whose memory is in many pieces the kernel
+moves things first; that is bounded here, since an engine that starts must not wait for long.
 
 Source: the man page of ``madvise``; that databases and DPDK put what they share in huge pages.
 """
@@ -29,14 +29,14 @@ HUGE_PAGE_NBYTES = 2 << 20  # where a page has 4 KiB; elsewhere it is more, and 
 
 _MADV_DONTFORK = 10
 _MADV_COLLAPSE = 25
-_LONGEST_S = 5.0  # 16 GiB take one second if nothing has to be moved
+_LONGEST_S = 5.0  # 4 GiB take half a second if nothing has to be moved
 _MOST_REFUSED = 8  # then there are none, or no more
 
 
 def reserve_huge_pages(fd: int, nbytes: int) -> int:
     """Gives a file its size, and reserves what can be had of it in huge pages; what is left has at most one page in each 2 MiB.
 
-    Blocks for some 0.1 seconds per GiB, and for 5 seconds at most.
+    Blocks for some 0.1 seconds per GiB, longer where memory has to be moved first, and for 5 seconds at most.
 
     Args:
         fd: of tmpfs memory in which nothing is yet.

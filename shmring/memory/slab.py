@@ -7,8 +7,8 @@ against future writing, so that frontends can map it to read it and in no other 
 Creation of a segment, in this order: the name is created exclusively (``/shmring-<uid>-<name>-<epoch>``), locked with
 ``flock``, and unlinked at once, so it exists for microseconds; then every page is reserved with ``posix_fallocate`` (a full
 ``/dev/shm`` is an error now, never SIGBUS later; ``ftruncate`` alone reserves nothing), in huge pages as far as there are any,
-mapped, kept out of forked children, and touched. From the unlink on, the memory belongs to the descriptors and mappings of living processes: when the last of
-them ends, however it ends, the kernel frees it.
+mapped, kept out of forked children, and touched. From the unlink on, the memory belongs to the descriptors and mappings of
+living processes: when the last of them ends, however it ends, the kernel frees it.
 
 A process that dies in those microseconds leaves a name; :func:`sweep` removes names of this user whose lock can be
 taken, and no others: a living engine's is locked until it is gone. There is a moment between a name's creation and its lock; a
@@ -93,7 +93,7 @@ class Slab:
     def create(
         cls, name: str, nbytes: int, epoch: int, *, prefault: bool, reply_nbytes: int = 0, backing: Backing = "auto"
     ) -> Slab:
-        """Creates, reserves and maps a slab; blocks for about 0.1 seconds per GiB, and 0.5 where there are no huge pages.
+        """Creates, reserves and maps a slab; blocks for about 0.13 seconds per GiB, and 0.3 where there are no huge pages.
 
         Args:
             name: the engine's name, part of the segment's name while that exists.
