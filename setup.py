@@ -1,4 +1,4 @@
-"""Builds the compiled parts: the core (Cython) and the streaming copies (C). Everything else is said in pyproject.toml.
+"""Builds the compiled parts: the core (Cython) and large copies (C). Everything else is said in pyproject.toml.
 
 The flags are the project's own and not those that this Python was built with, which may name its directories (rpath), its
 machine's processor (-march) or another compiler than the one that is here. So the same sources give the same code everywhere,
@@ -31,7 +31,7 @@ DIRECTIVES = {
 }
 
 CFLAGS = "-O2 -fwrapv -DNDEBUG -Wall"
-SHARED = ["-fPIC", "-fvisibility=hidden"]
+SHARED = ["-fPIC", "-fvisibility=hidden", "-pthread"]
 
 #: The compiler of the package ziglang. -I: where pip builds, it hides the environment's packages by variables. It compiles for
 #: this machine's processor and with debug information, unless it is told not to.
@@ -73,7 +73,7 @@ class Build(build_ext):
         flags = shlex.split(os.environ.get("CFLAGS", CFLAGS))
         self.compiler.set_executables(
             compiler_so=[*command, *flags, *SHARED],
-            linker_so=[*command, *flags, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))],
+            linker_so=[*command, *flags, "-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))],
         )
         self.compiler.set_library_dirs([])  # those of Python, which Zig's compiler would write into what it links
         for extension in self.extensions:
@@ -88,7 +88,7 @@ def extensions() -> list[Extension]:
         Extension(str(path.with_suffix("")).replace("/", "."), [str(path)])
         for path in sorted(Path("shmring/core").glob("*.pyx"))
     ]
-    return [*core, Extension("shmring.memory._copying", ["shmring/memory/_copying.c"])]
+    return [*core, Extension("shmring.memory._copying", ["shmring/memory/_copying.c", "shmring/memory/copy_helpers.c"])]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

@@ -64,6 +64,20 @@ GUARDS = (
         "tests/test_cold_slots.py::test_a_large_slot_that_was_away_for_little_goes_into_the_cache",
     ),
     Guard(
+        "who copies waits for helpers that are at a piece",
+        "shmring/memory/copy_helpers.c",
+        "(inside = atomic_load(&shared.inside)) != 0; look++)",
+        "(inside = 0) != 0; look++)",
+        "tests/memory/test_copying.py::test_a_long_copy_is_whole_when_it_returns_whoever_made_it",
+    ),
+    Guard(
+        "helpers of a parent process are not waited for in its children",
+        "shmring/memory/copy_helpers.c",
+        "pthread_atfork(NULL, NULL, forget_helpers)",
+        "0",
+        "tests/memory/test_copying.py::test_a_forked_child_has_helpers_of_its_own",
+    ),
+    Guard(
         "a slab lies in huge pages where there are any",
         "shmring/memory/slab.py",
         "huge_nbytes = reserve_huge_pages(fd, nbytes)",

@@ -30,10 +30,11 @@ ENDS = (
 COMPILED = (
     *(f"tests/core/test_{name}.py" for name in ("blocks", "mapping", "message_ring", "views", *RECORDS, *BOOKS, *HANDED_OUT)),
     "tests/memory/test_codec.py",
+    "tests/memory/test_copying.py",
     *ENDS,
 )
 #: What goes on in several threads of one process.
-THREADED = ("tests/core/test_views.py", "-k", "thread or autograd")
+THREADED = ("tests/core/test_views.py", "tests/memory/test_copying.py", "-k", "thread or autograd or whole")
 
 
 @dataclasses.dataclass(frozen=True)

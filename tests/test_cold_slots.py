@@ -35,7 +35,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
             sizes.append(nbytes)
             ctypes.memmove(to, source, nbytes)
 
-        return lambda: copy
+        return copy
 
     monkeypatch.setattr("shmring.memory.tensors.copy_past_cache", counted(made.past_cache))
     monkeypatch.setattr("shmring.memory.tensors.copy_into_cache", counted(made.into_cache))

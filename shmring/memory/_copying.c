@@ -8,18 +8,21 @@
  * thread does later, such as telling another process. The widest are chosen when the module is loaded.
  *
  * "rep movsb" is one instruction, and the processor, which knows that whole lines are coming, takes them over without reading them.
- * What was written is in the cache. How good it is differs from one processor to the next, so it can be measured beside
+ * What was written is in the cache. How good it is differs from one processor to the next, so the first copy measures it beside
  * memcpy, which takes half a millisecond.
  *
- * x86-64 only; everywhere else the module can be built and says that it has nothing to offer (WIDTH is 0, moves_whole_lines() is
- * false). The interpreter lock is released meanwhile.
+ * x86-64 only; everywhere else both are memcpy. Long copies are shared with helpers (copy_helpers.c). The interpreter lock is released
+ * meanwhile.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+
+#include "copy_helpers.h"
 
 #define LINE 64
 #define PAGE 4096
@@ -27,9 +30,7 @@
 #define TRIAL (1 << 20)
 #define TRIALS 5
 
-typedef void (*lines_function)(char *, const char *, size_t);
-
-static lines_function copy_lines = NULL;
+static copy_function copy_lines = NULL;
 static long width = 0;
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
@@ -79,13 +80,15 @@ static void lines_sse2(char *to, const char *from, size_t nbytes)
 static void choose(long widest)
 {
     __builtin_cpu_init();
+    copy_lines = NULL;
+    width = 0;
     if (widest >= 64 && __builtin_cpu_supports("avx512f")) {
         copy_lines = lines_avx512;
         width = 64;
     } else if (widest >= 32 && __builtin_cpu_supports("avx2")) {
         copy_lines = lines_avx2;
         width = 32;
-    } else {
+    } else if (widest >= 16) {
         copy_lines = lines_sse2;
         width = 16;
     }
@@ -111,7 +114,7 @@ static int64_t least_ns(int64_t least, int64_t since)
     return took < least ? took : least;
 }
 
-static int is_moving_fast(void)
+static int moves_whole_lines(void)
 {
     unsigned a, b, c, d;
     int64_t moved = INT64_MAX, copied = INT64_MAX;
@@ -138,7 +141,7 @@ static int is_moving_fast(void)
 static void choose(long widest) { (void)widest; }
 static void fence(void) {}
 static void move_bytes(char *to, const char *from, size_t nbytes) { memcpy(to, from, nbytes); }
-static int is_moving_fast(void) { return 0; }
+static int moves_whole_lines(void) { return 0; }
 #endif
 
 static void stream(char *to, const char *from, size_t nbytes)
@@ -161,18 +164,23 @@ static void stream(char *to, const char *from, size_t nbytes)
     memcpy(to + end, from + end, nbytes - end);
 }
 
+static pthread_once_t measured = PTHREAD_ONCE_INIT;
+static int is_moving = 0;
+
+static void measure(void) { is_moving = moves_whole_lines(); }
+
 static void move(char *to, const char *from, size_t nbytes)
 {
     /* Where the target lies less than a line behind the source, pages apart, processors take each load for one of what was
      * just stored, and move bytes slowly. */
     size_t behind = ((uintptr_t)to - (uintptr_t)from) % PAGE;
-    if (behind && behind < LINE)
+    if (!is_moving || (behind && behind < LINE))
         memcpy(to, from, nbytes);
     else
         move_bytes(to, from, nbytes);
 }
 
-static PyObject *copy(PyObject *arguments, lines_function how)
+static PyObject *copy(PyObject *arguments, copy_function how)
 {
     unsigned long long to, from;
     Py_ssize_t nbytes;
@@ -183,7 +191,8 @@ static PyObject *copy(PyObject *arguments, lines_function how)
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    how((char *)(uintptr_t)to, (const char *)(uintptr_t)from, (size_t)nbytes);
+    pthread_once(&measured, measure);
+    copy_with_helpers(how, (char *)(uintptr_t)to, (const char *)(uintptr_t)from, (size_t)nbytes);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -194,37 +203,74 @@ static PyObject *copy_past_cache(PyObject *module, PyObject *arguments)
     return copy(arguments, stream);
 }
 
-static PyObject *copy_whole_lines(PyObject *module, PyObject *arguments)
+static PyObject *copy_into_cache(PyObject *module, PyObject *arguments)
 {
     (void)module;
     return copy(arguments, move);
 }
 
-static PyObject *limit_width(PyObject *module, PyObject *argument)
+/* -- for tests --------------------------------------------------------------------------------------------------------- */
+
+static PyObject *number(long (*use)(long), PyObject *argument)
 {
-    long widest = PyLong_AsLong(argument);
-    (void)module;
-    if (widest == -1 && PyErr_Occurred())
+    long value = PyLong_AsLong(argument);
+    if (value == -1 && PyErr_Occurred())
         return NULL;
-    choose(widest);
-    return PyLong_FromLong(width);
+    return PyLong_FromLong(use(value));
 }
 
-static PyObject *moves_whole_lines(PyObject *module, PyObject *unused)
+static long use_width(long widest)
+{
+    choose(widest);
+    return width;
+}
+
+static long use_moving(long wanted)
+{
+    pthread_once(&measured, measure);
+    if (wanted >= 0)
+        is_moving = wanted > 0;
+    return is_moving;
+}
+
+static long use_helpers(long most) { return limit_helpers((int)most); }
+
+static PyObject *limit_width(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    return number(use_width, argument);
+}
+
+static PyObject *move_lines(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    return number(use_moving, argument);
+}
+
+static PyObject *limit_copy_helpers(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    return number(use_helpers, argument);
+}
+
+static PyObject *helped(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
-    return PyBool_FromLong(is_moving_fast());
+    return PyLong_FromUnsignedLong(pieces_helped());
 }
 
 static PyMethodDef methods[] = {
     {"copy_past_cache", copy_past_cache, METH_VARARGS,
      "copy_past_cache(to, from_, nbytes)\n--\n\nCopies between two addresses that do not overlap, past the cache."},
-    {"copy_whole_lines", copy_whole_lines, METH_VARARGS,
-     "copy_whole_lines(to, from_, nbytes)\n--\n\nCopies between two addresses that do not overlap, into the cache."},
-    {"moves_whole_lines", moves_whole_lines, METH_NOARGS,
-     "moves_whole_lines()\n--\n\nMeasures whether copy_whole_lines takes no longer than memcpy here."},
+    {"copy_into_cache", copy_into_cache, METH_VARARGS,
+     "copy_into_cache(to, from_, nbytes)\n--\n\nCopies between two addresses that do not overlap, into the cache."},
     {"limit_width", limit_width, METH_O,
-     "limit_width(nbytes)\n--\n\nUses stores of at most so many bytes, and returns how many those are; for tests."},
+     "limit_width(nbytes)\n--\n\nUses streaming stores of at most so many bytes, and returns how many those are."},
+    {"move_lines", move_lines, METH_O,
+     "move_lines(whether)\n--\n\nCopies into the cache by moving bytes (1) or memcpy (0); -1 changes nothing. Returns which."},
+    {"limit_helpers", limit_copy_helpers, METH_O,
+     "limit_helpers(most)\n--\n\nHas long copies helped by at most so many threads, and returns how many there can be."},
+    {"pieces_helped", helped, METH_NOARGS, "pieces_helped()\n--\n\nReturns how many pieces of long copies helpers made."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,38 +7,23 @@ it is as fast or faster, and so is reading it. A processor that moves bytes in w
 even there.
 
 What counts is how much is written between two uses of a slot (:class:`~shmring.core.client_end.ClientEnd` measures it) beside
-what the cache can hold of it; ``docs/decisions/0025`` has the figures.
+what the cache can hold of it; ``docs/decisions/0025`` has the figures. Both release the interpreter lock, and share copies of
+megabytes with other threads (``copy_helpers.c``, ``docs/decisions/0027``).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
-from shmring.memory import _copying
+from shmring.memory._copying import copy_into_cache, copy_past_cache
 
-__all__ = ["Copy", "cache_nbytes", "copy_into_cache", "copy_past_cache", "last_level_cache_nbytes"]
+__all__ = ["cache_nbytes", "copy_into_cache", "copy_past_cache", "last_level_cache_nbytes"]
 
 _UNKNOWN_CACHE_NBYTES = 64 << 20  # assumed where the kernel does not say; more than most have
 
 # A larger cache belongs to dozens of cores, and others use most of it: where a kernel named 480 MiB, we found some 150.
 _MOST_CACHE_NBYTES = 32 << 20
-
-#: ``copy(to, from, nbytes)`` between two addresses; the memory must not overlap. Releases the interpreter lock.
-Copy = Callable[[int, int, int], object]
-
-
-def copy_past_cache() -> Copy:
-    """Returns what copies past the cache; where the processor has no streaming stores, ``memcpy``."""
-    return _copying.copy_past_cache if _copying.WIDTH else ctypes.memmove
-
-
-@functools.cache
-def copy_into_cache() -> Copy:
-    """Returns what copies into the cache. The first call takes half a millisecond, to see how this processor does it best."""
-    return _copying.copy_whole_lines if _copying.moves_whole_lines() else ctypes.memmove
 
 
 def cache_nbytes() -> int:

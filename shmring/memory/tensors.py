@@ -68,8 +68,8 @@ def make_packer(max_tensors: int, max_payload_nbytes: int) -> Packer:
         torch.Tensor.is_neg,
         _describe,
         _copy_strided,
-        copy_past_cache(),
-        copy_into_cache(),
+        copy_past_cache,
+        copy_into_cache,
         lambda payload, error: _explain(packer, payload, error),
     )
     return packer

@@ -1,8 +1,11 @@
-"""Copies past the cache and into it: every width of stores, every alignment, and not a byte beside."""
+"""Copies past the cache and into it: every width of stores, every alignment, with and without helpers, and not a byte beside."""
 
 from __future__ import annotations
 
-import ctypes
+import subprocess
+import sys
+import textwrap
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -10,10 +13,14 @@ import pytest
 import torch
 
 from shmring.memory import _copying, copying
-from shmring.memory.copying import Copy, cache_nbytes, copy_into_cache, copy_past_cache, last_level_cache_nbytes
+from shmring.memory.copying import cache_nbytes, copy_into_cache, copy_past_cache, last_level_cache_nbytes
 from shmring.memory.tensors import make_packer
 
+Copy = Callable[[int, int, int], object]
+
 streams = pytest.mark.skipif(_copying.WIDTH == 0, reason="this processor has no streaming stores")
+helped = pytest.mark.skipif(_copying.limit_helpers(3) == 0, reason="there is one core, and nobody to help")
+both_ways = pytest.mark.parametrize("copy", [copy_past_cache, copy_into_cache])
 
 MIB = 1 << 20
 
@@ -52,8 +59,14 @@ def test_what_is_copied_past_the_cache_is_the_same_and_nothing_beside_it_changes
 
 
 @SIZES
-def test_what_is_copied_in_whole_lines_is_the_same_and_nothing_beside_it_changes(nbytes: int) -> None:
-    check(_copying.copy_whole_lines, nbytes)
+@pytest.mark.parametrize("moving", [0, 1])
+def test_what_is_copied_into_the_cache_is_the_same_and_nothing_beside_it_changes(moving: int, nbytes: int) -> None:
+    before = _copying.move_lines(-1)
+    assert _copying.move_lines(moving) == moving
+    try:
+        check(_copying.copy_into_cache, nbytes)
+    finally:
+        _copying.move_lines(before)
 
 
 @streams
@@ -63,25 +76,14 @@ def test_stores_are_as_wide_as_the_processor_allows() -> None:
     assert _copying.limit_width(1 << 20) == _copying.WIDTH
 
 
-@pytest.mark.parametrize("copy", [_copying.copy_past_cache, _copying.copy_whole_lines])
+@both_ways
 @pytest.mark.parametrize("arguments", [(0, 0, -1), (0, 0), ("a", 0, 0), (0, 0, 1 << 70)])
 def test_what_is_no_copy_is_refused(copy: Callable[..., None], arguments: tuple[object, ...]) -> None:
     with pytest.raises((ValueError, TypeError, OverflowError)):
         copy(*arguments)
 
 
-def test_a_processor_that_is_slow_at_it_moves_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_fast, expected in ((True, _copying.copy_whole_lines), (False, ctypes.memmove)):
-        monkeypatch.setattr(_copying, "moves_whole_lines", lambda is_fast=is_fast: is_fast)
-        assert copy_into_cache.__wrapped__() is expected
-
-
-def test_a_processor_without_streaming_stores_copies_with_memcpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_copying, "WIDTH", 0)
-    assert copy_past_cache() is ctypes.memmove
-
-
-def test_what_a_cache_holds_is_what_the_kernel_says_and_no_more_than_one_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cache_holds_is_what_the_kernel_says_and_no_more_than_one_process_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < cache_nbytes() <= last_level_cache_nbytes()
     monkeypatch.setattr(copying, "last_level_cache_nbytes", lambda: 480 * MIB)
     assert cache_nbytes() == 32 * MIB
@@ -89,18 +91,141 @@ def test_what_a_cache_holds_is_what_the_kernel_says_and_no_more_than_one_machine
     assert cache_nbytes() == 8 * MIB
 
 
+# -- helpers -------------------------------------------------------------------------------------------------------------
+
+
+@helped
+@both_ways
+def test_a_long_copy_is_whole_when_it_returns_whoever_made_it(copy: Copy) -> None:
+    before = _copying.pieces_helped()
+    nbytes = 16 * MIB + 12_345
+    source = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
+    target = np.empty(nbytes + 128, np.uint8)
+    for turn in range(200):
+        target[:] = 0xAA
+        copy(int(target.ctypes.data) + 64, int(source.ctypes.data), nbytes)
+        assert np.array_equal(target[64 : 64 + nbytes], source), turn
+        assert (target[:64] == 0xAA).all()
+        assert (target[64 + nbytes :] == 0xAA).all()
+        if turn >= 20 and _copying.pieces_helped() > before:
+            return
+    pytest.fail("nobody helped with 200 copies")
+
+
+@both_ways
+def test_short_copies_and_those_that_nobody_may_help_with_are_made_alone(copy: Copy) -> None:
+    source, target = np.ones(8 * MIB, np.uint8), np.zeros(8 * MIB, np.uint8)
+    before = _copying.pieces_helped()
+    for _ in range(20):
+        copy(int(target.ctypes.data), int(source.ctypes.data), 4 * MIB - 1)
+    assert _copying.limit_helpers(0) == 0
+    try:
+        copy(int(target.ctypes.data), int(source.ctypes.data), 8 * MIB)
+    finally:
+        _copying.limit_helpers(3)
+    assert _copying.pieces_helped() == before
+    assert target.all()
+
+
+def test_several_threads_copy_at_a_time_and_one_of_them_has_help() -> None:
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        source = np.random.default_rng(number).integers(0, 256, 9 * MIB, np.uint8)
+        for turn in range(12):
+            target = np.zeros(9 * MIB, np.uint8)
+            copy = copy_past_cache if turn % 2 else copy_into_cache
+            copy(int(target.ctypes.data), int(source.ctypes.data), 9 * MIB)
+            if not np.array_equal(source, target):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def in_a_process(script: str) -> None:
+    head = """
+    import os, signal, sys
+    import numpy as np
+    from shmring.memory import _copying
+    MIB = 1 << 20
+    source = np.random.default_rng(1).integers(0, 256, 16 * MIB, np.uint8)
+    def copy(turns=1):
+        for _ in range(turns):
+            target = np.zeros(16 * MIB, np.uint8)
+            _copying.copy_past_cache(int(target.ctypes.data), int(source.ctypes.data), 16 * MIB)
+            assert np.array_equal(source, target)
+    def copy_until_helped():
+        before = _copying.pieces_helped()
+        for _ in range(500):
+            copy()
+            if _copying.pieces_helped() > before:
+                return
+        sys.exit("nobody helped")
+    """
+    program = textwrap.dedent(head) + textwrap.dedent(script)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@helped
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    in_a_process("""
+    copy_until_helped()
+    for _ in range(5):
+        child = os.fork()
+        if not child:
+            copy_until_helped()
+            os._exit(0)
+        copy(3)
+        assert os.waitpid(child, 0)[1] == 0
+    copy_until_helped()
+    """)
+
+
+@helped
+def test_helpers_take_no_signals() -> None:
+    in_a_process("""
+    copy_until_helped()
+    main = os.getpid()
+    masks = {}
+    for task in os.listdir("/proc/self/task"):
+        status = open(f"/proc/self/task/{task}/status").read()
+        masks[int(task)] = int(status.split("SigBlk:")[1].split()[0], 16)
+    signals = [1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)]
+    ours = masks.pop(main)
+    assert not any(ours & bit for bit in signals)
+    assert masks, "no helper"
+    assert any(all(mask & bit for bit in signals) for mask in masks.values()), masks
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    """)
+
+
+def test_who_has_one_core_has_no_helpers() -> None:
+    in_a_process("""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    assert _copying.limit_helpers(3) == 0
+    before = len(os.listdir("/proc/self/task"))
+    copy(10)
+    assert _copying.pieces_helped() == 0
+    assert len(os.listdir("/proc/self/task")) == before
+    """)
+
+
 @pytest.mark.parametrize("large_nbytes", [MIB, 5 * MIB])
 @pytest.mark.parametrize("processor_streams", [True, False])
-def test_a_payload_arrives_with_and_without_streaming_stores(
-    processor_streams: bool, large_nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not processor_streams:
-        monkeypatch.setattr(_copying, "WIDTH", 0)
+def test_a_payload_arrives_with_and_without_streaming_stores(processor_streams: bool, large_nbytes: int) -> None:
+    assert _copying.limit_width(64 if processor_streams else 0) == (_copying.WIDTH if processor_streams else 0)
     large = torch.arange(large_nbytes // 4 + 3, dtype=torch.int32)
     payload = {"large": large, "view": large[1::2], "odd": torch.arange(77, dtype=torch.uint8), "array": np.arange(1001)}
     packed = make_packer(16, 1 << 16).pack(payload, 0, 1 << 16)
     region = np.zeros(packed.slot_nbytes, np.uint8)
     packed.copy_into(int(region.ctypes.data))
+    _copying.limit_width(64)
     for part in packed.parts:
         expected = part.source.contiguous().numpy() if isinstance(part.source, torch.Tensor) else part.source
         copied = region[part.offset : part.offset + part.nbytes]

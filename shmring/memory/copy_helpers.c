@@ -1,0 +1,185 @@
+/* Long copies are shared with helper threads: one core alone moves a fraction of what a server's memory can.
+ *
+ * Theory of operation. A copy is cut into pieces. Its caller wakes helpers, and copies piece after piece itself; whoever is free takes the
+ * next one. So the caller never waits for a helper that has not come, and where all cores are busy it copies everything alone. When no
+ * piece is left it waits for those that helpers are at. There is one copy at a time that has helpers; others are made as if there
+ * were none.
+ *
+ * A helper sleeps between copies. Waking one takes a few microseconds, and tens in a virtual machine whose core sleeps, which is why
+ * short copies have none. Helpers that came too late four times in a row are woken for every 32nd copy only.
+ *
+ * Memory order. A helper enters (counts itself in) before it looks whether the copy is open, and the caller closes it before it looks
+ * whether somebody is in: both sequentially consistent, so at least one of them sees the other. A helper that found the copy open is waited for;
+ * one that did not touches nothing. The caller's load of the count that a helper has left (acquire and release) makes what that helper
+ * wrote the caller's own, and so part of what the caller publishes afterwards. Streaming stores are fenced by whoever makes them.
+ *
+ * A forked child has no helpers and starts its own: they are threads of the process that made them.
+ *
+ * Source: that an object store should copy with several threads is Plasma's (Apache Arrow, later Ray: memcopy_threads).
+ */
+#define _GNU_SOURCE
+#include "copy_helpers.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define PIECE ((size_t)256 << 10) /* some 20 us: what a caller may have to wait for at the end */
+#define SHARE ((size_t)4 << 20)   /* a helper for so much: some 0.1 to 0.3 ms of one core, many times what waking takes */
+#define MOST_HELPERS 3            /* four cores fill the memory bandwidth that one process should take of a server */
+#define MOST_IN_VAIN 4
+#define RETRY 32
+#define PATIENCE 2000 /* looks, some 20 us, before the caller sleeps */
+
+static struct {
+    copy_function how;
+    char *to;
+    const char *from;
+    size_t nbytes;
+    atomic_size_t next;  /* where the next piece starts */
+    atomic_uint opened;  /* how many copies were; helpers sleep on it */
+    atomic_uint is_open;
+    atomic_uint inside;  /* helpers that may be at a piece; the caller sleeps on it */
+    atomic_ulong helped; /* pieces, by helpers */
+} shared;
+
+static pthread_mutex_t sharing = PTHREAD_MUTEX_INITIALIZER; /* of who has the helpers, and of what follows */
+static int helpers = 0;
+static int most_helpers = MOST_HELPERS;
+static int in_vain = 0;
+static int passed_over = 0;
+static int is_fork_prepared = 0;
+
+static void sleep_on(atomic_uint *at, unsigned seen) { syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); }
+
+static void wake(atomic_uint *at, int most) { syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, most, NULL, NULL, 0); }
+
+static unsigned long copy_pieces(void)
+{
+    unsigned long pieces = 0;
+    size_t start;
+    while ((start = atomic_fetch_add_explicit(&shared.next, PIECE, memory_order_relaxed)) < shared.nbytes) {
+        size_t left = shared.nbytes - start;
+        shared.how(shared.to + start, shared.from + start, left < PIECE ? left : PIECE);
+        pieces++;
+    }
+    return pieces;
+}
+
+static void *help(void *unused)
+{
+    unsigned seen = 0;
+    for (;;) {
+        unsigned opened = atomic_load(&shared.opened);
+        if (opened == seen) {
+            sleep_on(&shared.opened, seen);
+            continue;
+        }
+        seen = opened;
+        atomic_fetch_add(&shared.inside, 1);
+        if (atomic_load(&shared.is_open))
+            atomic_fetch_add_explicit(&shared.helped, copy_pieces(), memory_order_relaxed);
+        if (atomic_fetch_sub(&shared.inside, 1) == 1)
+            wake(&shared.inside, 1);
+    }
+    return unused;
+}
+
+static void forget_helpers(void)
+{
+    helpers = in_vain = passed_over = 0;
+    atomic_store(&shared.inside, 0);
+    atomic_store(&shared.is_open, 0);
+    pthread_mutex_init(&sharing, NULL);
+}
+
+static int spare_cores(void)
+{
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof(cores), &cores))
+        return 0;
+    return CPU_COUNT(&cores) - 1;
+}
+
+/* Starts helpers, if there are fewer than wanted, and returns how many can help: no more than have a core of their own. */
+static int start_helpers(int wanted)
+{
+    sigset_t all, before;
+    pthread_attr_t attributes;
+    if (helpers < wanted && wanted > spare_cores())
+        wanted = spare_cores();
+    if (helpers >= wanted)
+        return wanted;
+    if (!is_fork_prepared && pthread_atfork(NULL, NULL, forget_helpers))
+        return helpers;
+    is_fork_prepared = 1;
+    sigfillset(&all);
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of whoever uses this */
+    while (helpers < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, help, NULL))
+            break;
+        helpers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    return helpers;
+}
+
+static int is_worth_waking(void) { return in_vain < MOST_IN_VAIN || ++passed_over % RETRY == 0; }
+
+static void copy_shared(copy_function how, char *to, const char *from, size_t nbytes, int helping)
+{
+    unsigned long helped = atomic_load_explicit(&shared.helped, memory_order_relaxed);
+    unsigned inside;
+    shared.how = how;
+    shared.to = to;
+    shared.from = from;
+    shared.nbytes = nbytes;
+    atomic_store_explicit(&shared.next, 0, memory_order_relaxed);
+    atomic_store(&shared.is_open, 1);
+    atomic_fetch_add(&shared.opened, 1);
+    wake(&shared.opened, helping);
+    copy_pieces();
+    atomic_store(&shared.is_open, 0);
+    for (int look = 0; (inside = atomic_load(&shared.inside)) != 0; look++)
+        if (look >= PATIENCE)
+            sleep_on(&shared.inside, inside);
+    in_vain = atomic_load_explicit(&shared.helped, memory_order_relaxed) == helped ? in_vain + 1 : 0;
+}
+
+void copy_with_helpers(copy_function how, char *to, const char *from, size_t nbytes)
+{
+    int helping = 0;
+    if (nbytes < SHARE || pthread_mutex_trylock(&sharing)) {
+        how(to, from, nbytes);
+        return;
+    }
+    if (is_worth_waking()) {
+        helping = nbytes / SHARE < (size_t)most_helpers ? (int)(nbytes / SHARE) : most_helpers;
+        helping = start_helpers(helping);
+    }
+    if (helping)
+        copy_shared(how, to, from, nbytes, helping);
+    else
+        how(to, from, nbytes);
+    pthread_mutex_unlock(&sharing);
+}
+
+int limit_helpers(int most)
+{
+    int spare = spare_cores();
+    pthread_mutex_lock(&sharing);
+    most_helpers = most < 0 ? 0 : most > MOST_HELPERS ? MOST_HELPERS : most;
+    in_vain = passed_over = 0;
+    pthread_mutex_unlock(&sharing);
+    return most_helpers < spare ? most_helpers : spare;
+}
+
+unsigned long pieces_helped(void) { return atomic_load(&shared.helped); }

@@ -1,0 +1,18 @@
+/* Long copies are shared with helper threads. See copy_helpers.c. */
+#ifndef SHMRING_COPY_HELPERS_H
+#define SHMRING_COPY_HELPERS_H
+
+#include <stddef.h>
+
+typedef void (*copy_function)(char *to, const char *from, size_t nbytes);
+
+/* Copies between memory that does not overlap, with helpers if it is long. Any thread may call it, without the interpreter lock. */
+void copy_with_helpers(copy_function how, char *to, const char *from, size_t nbytes);
+
+/* Lets at most so many threads help from now on; returns how many can, of those that have a core of their own here. */
+int limit_helpers(int most);
+
+/* How many pieces were copied by helpers so far. */
+unsigned long pieces_helped(void);
+
+#endif
