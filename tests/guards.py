@@ -68,7 +68,7 @@ GUARDS = (
         "shmring/memory/copy_helpers.c",
         "(inside = atomic_load(&shared.inside)) != 0; look++)",
         "(inside = 0) != 0; look++)",
-        "tests/memory/test_copying.py::test_a_long_copy_is_whole_when_it_returns_whoever_made_it",
+        "tests/memory/test_copying.py::test_nobody_writes_any_more_when_a_long_copy_returns",
     ),
     Guard(
         "helpers of a parent process are not waited for in its children",

@@ -1,4 +1,4 @@
-"""Copies past the cache and into it: every width of stores, every alignment, with and without helpers, and not a byte beside."""
+"""Copies past the cache and into it: every width of stores, every alignment, with helpers or without, and not a byte beside."""
 
 from __future__ import annotations
 
@@ -92,6 +92,17 @@ def test_what_a_cache_holds_is_what_the_kernel_says_and_no_more_than_one_process
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------------
+
+
+@helped
+@both_ways
+def test_nobody_writes_any_more_when_a_long_copy_returns(copy: Copy) -> None:
+    source, target = np.zeros(8 * MIB, np.uint8), np.empty(8 * MIB, np.uint8)
+    for turn in range(300):
+        copy(int(target.ctypes.data), int(source.ctypes.data), 8 * MIB)
+        target[-MIB:] = 0x55  # where a helper may have been last
+        assert not target[:-MIB].any()
+        assert (target[-MIB:] == 0x55).all(), turn
 
 
 @helped
