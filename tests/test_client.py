@@ -379,12 +379,12 @@ async def test_submit_hands_over_and_returns(client: shmring.RingClient) -> None
     assert submission.ended
 
 
-@pytest.mark.parametrize(("nbytes", "copies"), [(100_000, 20), (1 << 20, 12), (4 << 20, 3), (8 << 20, 2)])
+@pytest.mark.parametrize(("nbytes", "copies"), [(100_000, 20), (1 << 20, 12), (4 << 20, 3), (6 << 20, 2)])
 async def test_after_12_mib_of_large_copies_the_loop_has_a_turn_before_the_next(
     serve: Any, connect: Any, nbytes: int, copies: int
 ) -> None:
-    await serve(handle, name="roomy", slab_nbytes="128MiB")
-    client = await connect("roomy", lease_nbytes="64MiB")
+    await serve(handle, name="roomy", slab_nbytes="256MiB")
+    client = await connect("roomy", lease_nbytes="48MiB")
     payload = {"do": "count", "to": 0, "x": torch.ones(nbytes, dtype=torch.uint8)}
     turned: list[bool] = []
     asyncio.get_running_loop().call_soon(turned.append, True)
