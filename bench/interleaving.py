@@ -230,14 +230,15 @@ def run(
         peers: by name.
     """
     baselines = {name: part.peers[0] for part in plan.rounds for name in part.peers}
-    started, load = datetime.now(UTC), os.getloadavg()[0]
+    # Of before the run: what it writes over may be a file of the checkout, which would differ from its commit then.
+    started, load, machine = datetime.now(UTC), os.getloadavg()[0], Machine.here()
     limits: list[Limit] = []
 
     def results() -> Results:
         return Results(
             mode=mode,
             started=started.isoformat(timespec="seconds"),
-            machine=Machine.here(),
+            machine=machine,
             versions={name: version for name in plan.peers if (version := peers[name].version()) is not None},
             load_before=load,
             torch_resident_nbytes=torch_resident_nbytes() if mode == "transport" else 0,

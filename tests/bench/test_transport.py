@@ -15,7 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from bench import interleaving, transport
+from bench import interleaving, machine, transport
 from bench.__main__ import main
 from bench.children import BenchError
 from bench.interleaving import Plan, Round
@@ -130,6 +130,16 @@ def test_what_was_measured_so_far_is_kept_after_each_round() -> None:
         "3 of 6 measurements in 2 cases, 3 missing",
         "6 of 6 measurements in 2 cases",
     ]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_sources_are_those_of_before_the_run_whose_result_may_change_a_file_of_the_checkout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commits = iter(["clean", "clean-dirty", "clean-dirty"])
+    monkeypatch.setattr(machine, "_commit", lambda: next(commits))
+    kept: list[Results] = list(interleaving.run(plan(4096, 8192), lambda line: None))
+    assert [results.machine.commit for results in kept] == ["clean"] * len(kept)
 
 
 def test_repetitions_are_interleaved_and_ratios_taken_within_them(pretended: type[Pretended]) -> None:
