@@ -64,13 +64,6 @@ GUARDS = (
         "tests/test_cold_slots.py::test_a_large_slot_that_was_away_for_little_goes_into_the_cache",
     ),
     Guard(
-        "who copies waits for helpers that are at a piece",
-        "shmring/memory/copy_helpers.c",
-        "(inside = atomic_load(&shared.inside)) != 0; look++)",
-        "(inside = 0) != 0; look++)",
-        "tests/memory/test_copying.py::test_nobody_writes_any_more_when_a_long_copy_returns",
-    ),
-    Guard(
         "helpers of a parent process are not waited for in its children",
         "shmring/memory/copy_helpers.c",
         "pthread_atfork(NULL, NULL, forget_helpers)",
