@@ -66,8 +66,8 @@ GUARDS = (
     Guard(
         "helpers of a parent process are not waited for in its children",
         "shmring/memory/copy_helpers.c",
-        "pthread_atfork(NULL, NULL, forget_helpers)",
-        "0",
+        "return pthread_atfork(NULL, NULL, forget_helpers);",
+        "return 0;",
         "tests/memory/test_copying.py::test_a_forked_child_has_helpers_of_its_own",
     ),
     Guard(

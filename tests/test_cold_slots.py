@@ -134,3 +134,14 @@ async def test_the_first_large_slot_goes_past_the_cache(serve: Any, connect: Any
     client = await connect()
     await send(ring, client, 5 * MIB)  # nothing was there before
     assert copies == ([5 * MIB], [])
+
+
+async def test_short_tensors_of_a_large_slot_are_copied_with_the_rest(serve: Any, connect: Any, copies: Copies) -> None:
+    ring = await serve(slab_nbytes="64MiB")
+    client = await connect()
+    tensors = [torch.full((1000,), float(number)) for number in range(40)]
+    submission = await client.submit({"large": torch.ones(5 * MIB, dtype=torch.uint8), "short": tensors})
+    with await ring.claim() as claim:
+        assert all(torch.equal(came, sent) for came, sent in zip(claim.payload["short"], tensors, strict=True))
+    await submission.wait()
+    assert copies == ([5 * MIB], [])

@@ -8,8 +8,8 @@ drops the last one, on whatever thread that is. A :class:`Mapping` has no ``clos
 A forked child drops references like its parent, but unmaps nothing: memory that is kept out of children is not there, and
 something else may be.
 
-It starts where a huge page may, if it is as long as one. So the kernel can map huge pages of the file (:mod:`shmring.memory.huge_pages`)
-as what they are, in every process.
+It starts where a huge page may, if it is as long as one. So the kernel can map huge pages of the first file (:mod:`shmring.memory.huge_pages`)
+as what they are, in every process; those of a file that is mapped behind it only if it starts at a multiple of their size.
 """
 
 cimport cython
@@ -18,7 +18,7 @@ from cpython.exc cimport PyErr_SetFromErrno
 from libc.errno cimport ENOMEM
 from libc.stdint cimport int32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from posix.unistd cimport getpid
+from posix.unistd cimport _SC_PAGESIZE, getpid, sysconf
 
 cdef extern from "<sys/mman.h>" nogil:
     void* mmap(void*, size_t, int, int, int, long)
@@ -44,11 +44,15 @@ cdef extern from "atomics.h" nogil:
 cdef enum:
     _HUGE_NBYTES = 2 << 20  # a huge page, where a page has 4 KiB
 
+cdef uint64_t _MOST_NBYTES = <uint64_t>1 << 62  # more than any processor has addresses
+
 
 cdef void* _map_file(uint64_t nbytes, int protection, int fd) noexcept nogil:
     """Maps the start of a file; at the start of a huge page, if it is as long as one."""
-    cdef uint64_t reserved, start
+    cdef uint64_t reserved, start, page = <uint64_t>sysconf(_SC_PAGESIZE)
     cdef void* mapped
+    nbytes = min(nbytes, _MOST_NBYTES)  # which the kernel refuses
+    nbytes = (nbytes + page - 1) & ~(page - 1)
     if nbytes < _HUGE_NBYTES:
         return mmap(NULL, nbytes, protection, MAP_SHARED, fd, 0)
     mapped = mmap(NULL, nbytes + _HUGE_NBYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)

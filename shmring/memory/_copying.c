@@ -277,6 +277,10 @@ static PyMethodDef methods[] = {
 static int execute(PyObject *module)
 {
     choose(64);
+    if (prepare_helpers()) {
+        PyErr_NoMemory();
+        return -1;
+    }
     return PyModule_AddIntConstant(module, "WIDTH", width);
 }
 

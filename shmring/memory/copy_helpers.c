@@ -9,9 +9,9 @@
  * short copies have none. Helpers that came too late four times in a row are woken for every 32nd copy only.
  *
  * Memory order. A helper enters (counts itself in) before it looks whether the copy is open, and the caller closes it before it looks
- * whether somebody is in: both sequentially consistent, so at least one of them sees the other. A helper that found the copy open is waited for;
- * one that did not touches nothing. The caller's load of the count that a helper has left (acquire and release) makes what that helper
- * wrote the caller's own, and so part of what the caller publishes afterwards. Streaming stores are fenced by whoever makes them.
+ * whether somebody is in: both sequentially consistent, so at least one of them sees the other. The caller waits for whoever is in, and who
+ * does not find the copy open touches nothing. The caller's load of the count that a helper has left (acquire and release) makes what that
+ * helper wrote the caller's own, and so part of what the caller publishes afterwards. Streaming stores are fenced by whoever makes them.
  *
  * A forked child has no helpers and starts its own: they are threads of the process that made them.
  *
@@ -33,7 +33,7 @@
 #define MOST_HELPERS 3            /* four cores fill the memory bandwidth that one process should take of a server */
 #define MOST_IN_VAIN 4
 #define RETRY 32
-#define PATIENCE 2000 /* looks, some 20 us, before the caller sleeps */
+#define PATIENCE 500      /* looks, some 20 us, before the caller sleeps */
 
 static struct {
     copy_function how;
@@ -52,11 +52,20 @@ static int helpers = 0;
 static int most_helpers = MOST_HELPERS;
 static int in_vain = 0;
 static int passed_over = 0;
-static int is_fork_prepared = 0;
 
 static void sleep_on(atomic_uint *at, unsigned seen) { syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0); }
 
 static void wake(atomic_uint *at, int most) { syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, most, NULL, NULL, 0); }
+
+/* Between two looks at what another core is about to change. */
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
 
 static unsigned long copy_pieces(void)
 {
@@ -108,16 +117,17 @@ static int spare_cores(void)
 /* Starts helpers, if there are fewer than wanted, and returns how many can help: no more than have a core of their own. */
 static int start_helpers(int wanted)
 {
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}; /* are of who causes them */
     sigset_t all, before;
     pthread_attr_t attributes;
-    if (helpers < wanted && wanted > spare_cores())
-        wanted = spare_cores();
+    int spare = spare_cores(); /* now: they may have become fewer */
+    if (wanted > spare)
+        wanted = spare;
     if (helpers >= wanted)
         return wanted;
-    if (!is_fork_prepared && pthread_atfork(NULL, NULL, forget_helpers))
-        return helpers;
-    is_fork_prepared = 1;
     sigfillset(&all);
+    for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++)
+        sigdelset(&all, faults[i]);
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of whoever uses this */
@@ -148,9 +158,12 @@ static void copy_shared(copy_function how, char *to, const char *from, size_t nb
     wake(&shared.opened, helping);
     copy_pieces();
     atomic_store(&shared.is_open, 0);
-    for (int look = 0; (inside = atomic_load(&shared.inside)) != 0; look++)
-        if (look >= PATIENCE)
+    for (int look = 0; (inside = atomic_load(&shared.inside)) != 0; look++) {
+        if (look < PATIENCE)
+            relax();
+        else
             sleep_on(&shared.inside, inside);
+    }
     in_vain = atomic_load_explicit(&shared.helped, memory_order_relaxed) == helped ? in_vain + 1 : 0;
 }
 
@@ -171,6 +184,8 @@ void copy_with_helpers(copy_function how, char *to, const char *from, size_t nby
         how(to, from, nbytes);
     pthread_mutex_unlock(&sharing);
 }
+
+int prepare_helpers(void) { return pthread_atfork(NULL, NULL, forget_helpers); }
 
 int limit_helpers(int most)
 {

@@ -9,6 +9,9 @@ typedef void (*copy_function)(char *to, const char *from, size_t nbytes);
 /* Copies between memory that does not overlap, with helpers if it is long. Any thread may call it, without the interpreter lock. */
 void copy_with_helpers(copy_function how, char *to, const char *from, size_t nbytes);
 
+/* Once, before anything else: a forked child starts helpers of its own. Returns an error number, or 0. */
+int prepare_helpers(void);
+
 /* Lets at most so many threads help from now on; returns how many can, of those that have a core of their own here. */
 int limit_helpers(int most);
 

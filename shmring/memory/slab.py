@@ -122,10 +122,14 @@ class Slab:
             _close(fd, reply_fd)
             raise
         slab = cls((fd, reply_fd), mapping, reply_nbytes, epoch, shm_nbytes=shm_nbytes)
-        slab._keep_from_children()
-        _SLAB_HEADER.pack_into(mapping, 0, _SLAB_MAGIC, _LAYOUT_VERSION, epoch, nbytes)
-        if prefault:
-            slab.prefault(0, nbytes)
+        try:
+            slab._keep_from_children()
+            _SLAB_HEADER.pack_into(mapping, 0, _SLAB_MAGIC, _LAYOUT_VERSION, epoch, nbytes)
+            if prefault:
+                slab.prefault(0, nbytes)
+        except BaseException:
+            slab.close()
+            raise
         return slab
 
     @classmethod

@@ -219,7 +219,9 @@ def test_helpers_take_no_signals() -> None:
     ours = masks.pop(main)
     assert not any(ours & bit for bit in signals)
     assert masks, "no helper"
-    assert any(all(mask & bit for bit in signals) for mask in masks.values()), masks
+    helper = [mask for mask in masks.values() if all(mask & bit for bit in signals)]
+    assert helper, masks
+    assert not helper[0] & 1 << (signal.SIGSEGV - 1), "a fault would end the process without a word"
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
     """)
 
@@ -232,6 +234,17 @@ def test_who_has_one_core_has_no_helpers() -> None:
     copy(10)
     assert _copying.pieces_helped() == 0
     assert len(os.listdir("/proc/self/task")) == before
+    """)
+
+
+@helped
+def test_who_gets_one_core_later_has_no_helpers_any_more() -> None:
+    in_a_process("""
+    copy_until_helped()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    before = _copying.pieces_helped()
+    copy(20)
+    assert _copying.pieces_helped() == before
     """)
 
 

@@ -131,10 +131,17 @@ def test_mapping_reserves_no_address_space_that_it_does_not_return() -> None:
         before = size()
         for _ in range(200):
             Mapping(fd, 6 << 20)
+            Mapping(fd, (6 << 20) - 5)
         assert size() == before, (size(), before)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("nbytes", [1 << 50, 1 << 63, (1 << 64) - 1, (1 << 64) - 4096])
+def test_more_than_there_are_addresses_is_refused(fd: int, nbytes: int) -> None:
+    with pytest.raises(OSError, match="memory"):
+        Mapping(fd, nbytes)
 
 
 def test_a_full_file_system_is_an_error_and_no_sigbus(tmp_path: Path) -> None:

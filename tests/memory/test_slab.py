@@ -130,6 +130,18 @@ def test_a_failure_midway_leaves_nothing(step: str, backing: Backing, monkeypatc
     assert descriptors() == before
 
 
+@pytest.mark.parametrize("step", ["_keep_from_children", "prefault"])
+def test_a_failure_at_the_end_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SlabError("broken")
+
+    monkeypatch.setattr(Slab, step, fail)
+    before = descriptors()
+    with pytest.raises(SlabError, match="broken"):
+        Slab.create("unit", MIB, epoch=1, prefault=True, reply_nbytes=PAGE)
+    assert descriptors() == before
+
+
 # -- where it lies -------------------------------------------------------------------------------------------------------
 
 
