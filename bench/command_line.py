@@ -245,7 +245,7 @@ def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
     for column in ("target", "at", "asked", "measured", "", "detail"):
         table.add_column(column)
     for verdict in verdicts:
-        style = {True: None, False: "bold red", None: "dim"}[verdict.met]
+        style = "bold red" if verdict.fails else {True: None, False: "yellow", None: "dim"}[verdict.met]
         table.add_row(verdict.what, verdict.at, verdict.asked, verdict.measured, verdict.word, verdict.detail, style=style)
     return table
 
@@ -253,13 +253,15 @@ def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
 def conclude(failures: int, verdicts: Sequence[Verdict]) -> None:
     """Ends a command that was to measure and to judge: as it should, if nothing failed and no target was missed.
 
+    A target that is missed as far as a decision says, and no further, does not count: who runs it can do nothing about that.
+
     Raises:
         NotMeasured: something failed.
         click.ClickException: a target was missed.
     """
     if failures:
         raise NotMeasured(f"{failures} measurements failed: see the table")
-    if missed := sum(verdict.met is False for verdict in verdicts):
+    if missed := sum(verdict.fails for verdict in verdicts):
         raise click.ClickException(f"{missed} target{'s' * (missed > 1)} missed: see the table")
 
 

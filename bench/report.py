@@ -191,7 +191,9 @@ def _targets(stored: _Stored) -> Iterator[str]:
     verdicts += [verdict for of_mode in told.values() for verdict in _said_once(of_mode)]
     met = sum(verdict.met is True for verdict in verdicts)
     missed = sum(verdict.met is False for verdict in verdicts)
-    yield f"{met} met, {missed} missed, {len(verdicts) - met - missed} not measured.\n"
+    explained = missed - sum(verdict.fails for verdict in verdicts)
+    explained_too = f" ({explained} of them for a reason that a decision gives)" if explained else ""
+    yield f"{met} met, {missed} missed{explained_too}, {len(verdicts) - met - missed} not measured.\n"
     rows = [
         (verdict.what, verdict.at, verdict.asked, verdict.measured, f"**{verdict.word}**", verdict.detail)
         for verdict in verdicts

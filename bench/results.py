@@ -313,6 +313,7 @@ class Verdict(msgspec.Struct, frozen=True):
         asked, measured: in words; what was measured is the worst of ``detail``.
         met: None if it was not measured.
         detail: what was measured in each place, or why nothing was.
+        decision: the number of the one that says why it is missed, where that is known and it was no worse than said there.
     """
 
     what: str
@@ -321,10 +322,18 @@ class Verdict(msgspec.Struct, frozen=True):
     measured: str = ""
     met: bool | None = None
     detail: str = ""
+    decision: int | None = None
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is missed, and no decision says why."""
+        return self.met is False and self.decision is None
 
     @property
     def word(self) -> str:
         """The verdict in a word or two."""
+        if self.decision is not None:
+            return f"missed: decision {self.decision}"
         return {True: "met", False: "missed", None: "not measured"}[self.met]
 
 

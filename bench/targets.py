@@ -38,6 +38,19 @@ Numbers = Iterator[tuple[str, float | None]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Known:
+    """A target that is missed on some machines, for a reason that a decision gives, with what was tried.
+
+    Attributes:
+        decision: its number in ``docs/decisions/``.
+        limit: how far it is missed there. What misses that, too, is news.
+    """
+
+    decision: int
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Target:
     """Something to reach: what is compared, and where, for people; the threshold; and what results say of it."""
 
@@ -47,27 +60,43 @@ class Target:
     unit: str
     numbers: Callable[[Results], Numbers]
     at_least: bool = True
+    known: Known | None = None
 
     def judge(self, results: Results) -> Verdict:
         """Returns whether results meet it."""
-        return judge(self.what, self.at, self.limit, self.unit, self.numbers(results), at_least=self.at_least)
+        numbers = self.numbers(results)
+        return judge(self.what, self.at, self.limit, self.unit, numbers, at_least=self.at_least, known=self.known)
 
 
 def judge(
-    what: str, at: str, limit: float, unit: str, numbers: Iterable[tuple[str, float | None]], *, at_least: bool = True
+    what: str,
+    at: str,
+    limit: float,
+    unit: str,
+    numbers: Iterable[tuple[str, float | None]],
+    *,
+    at_least: bool = True,
+    known: Known | None = None,
 ) -> Verdict:
     """Returns a verdict, which the worst place decides."""
+
+    def reaches(limit: float) -> bool:
+        return worst >= limit if at_least else worst <= limit
+
     asked = f"{'>=' if at_least else '<='} {limit:g} {unit}"
     places = list(numbers)
-    known = [(name, number) for name, number in places if number is not None]
-    measured = sorted(known, key=lambda place: place[1], reverse=not at_least)
+    measured = sorted(
+        ((name, number) for name, number in places if number is not None), key=lambda place: place[1], reverse=not at_least
+    )
     if not measured:
         return Verdict(what, at, asked, detail="not part of this run")
     worst, rest = measured[0][1], ""
     if len(places) > _SHOWN_PLACES:
         places, rest = [*measured[:_SHOWN_PLACES]], f"; the worst of {len(measured)}"
     detail = ", ".join(f"{name}: {'not measured' if number is None else f'{number:.3g}'}" for name, number in places) + rest
-    return Verdict(what, at, asked, f"{worst:.3g} {unit}", worst >= limit if at_least else worst <= limit, detail)
+    met = reaches(limit)
+    decision = known.decision if known is not None and not met and reaches(known.limit) else None
+    return Verdict(what, at, asked, f"{worst:.3g} {unit}", met, detail, decision)
 
 
 def command_of(mode: str) -> str:
@@ -188,11 +217,13 @@ def _median(spread: Spread | None) -> float | None:
     return None if spread is None else spread.median
 
 
-def _than(at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str = _COPY) -> Iterator[Target]:
+def _than(
+    at: str, sizes: Sequence[int], limits: Mapping[str, float], ours: str = _COPY, known: Known | None = None
+) -> Iterator[Target]:
     """Yields a target for each peer."""
     for peer, limit in limits.items():
         what = f"{PEERS[ours].title}: messages/s of {PEERS[peer].title}"
-        yield Target(what, at, limit, "x", _by_size(sizes, _speed(ours), _speed(peer)))
+        yield Target(what, at, limit, "x", _by_size(sizes, _speed(ours), _speed(peer)), known=known)
 
 
 #: In the order of the table.
@@ -201,7 +232,9 @@ TARGETS: tuple[Target, ...] = (
     *_than("4 KB", _SMALL[:1], {"inline-msgpack": 1.5, "pyzmq": 2.0}),
     *_than("64 KB", _SMALL[1:], {"inline-msgpack": 2.5, "pyzmq": 5.0}),
     *_than("1 MB", _LARGE[:1], {"inline-msgpack": 3.5}),
-    *_than("1 MB to 64 MB", _LARGE, {"iceoryx2": 1.05, "pyzmq": 3.0}),
+    *_than("1 MB to 64 MB", _LARGE, {"iceoryx2": 1.05}),
+    *_than("1 MB", _LARGE[:1], {"pyzmq": 3.0}, known=Known(25, 2.5)),
+    *_than("8 MB, 64 MB", _LARGE[1:], {"pyzmq": 3.0}),
     Target("of the memcpy limit, cold", "1 MB", 0.65, "x", _by_size(_LARGE[:1], _speed(_COPY), _memcpy)),
     Target("of the memcpy limit, cold", "8 MB, 64 MB", 1.05, "x", _by_size(_LARGE[1:], _speed(_COPY), _memcpy)),
     *_than("8 MB", _LARGE[1:2], {"torch-queue": 8.0}),
@@ -241,7 +274,9 @@ TARGETS: tuple[Target, ...] = (
         ),
         at_least=False,
     ),
-    Target("8 producers together, of one producer's messages/s", "any size", 0.9, "x", _together(8)),
+    Target(
+        "8 producers together, of one producer's messages/s", "any size", 0.9, "x", _together(8), known=Known(21, 0.25)
+    ),
     Target("8 producers together, of as many of iceoryx2's", "any size", 0.95, "x", _together(8, "iceoryx2", others=8)),
     *(
         Target(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from bench.results import Spread, Verdict
 
 Make = Callable[..., Any]
 KB, MB = 1 << 10, 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def verdict(results: Results, what: str, at: str = "") -> Verdict:
@@ -140,6 +142,28 @@ def test_producers_together_keep_up_with_one(made_result: Make, made_results: Ma
     one = made_result("shmring", Case(64 * KB), [100.0] * 3)
     eight = made_result("shmring", Case(64 * KB, producers=8), runs)
     assert verdict(made_results([one, eight]), "8 producers together, of one").met is met
+
+
+@pytest.mark.parametrize(("per_s", "word"), [(30.0, "missed: decision 21"), (20.0, "missed"), (95.0, "met")])
+def test_a_target_that_is_missed_as_far_as_a_decision_says_does_not_fail(
+    made_result: Make, made_results: Make, per_s: float, word: str
+) -> None:
+    one = made_result("shmring", Case(64 * KB), [100.0] * 3)
+    eight = made_result("shmring", Case(64 * KB, producers=8), [per_s] * 3)
+    found = verdict(made_results([one, eight]), "8 producers together, of one")
+    assert found.word == word
+    assert found.met is (word == "met")
+    assert found.fails is (word == "missed")
+
+
+def test_a_known_miss_names_a_decision_and_is_one() -> None:
+    decisions = {int(path.name[:4]): path.read_text() for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
+    known = [target for target in targets.TARGETS if target.known is not None]
+    assert known
+    for target in known:
+        assert target.known is not None
+        assert target.known.limit < target.limit if target.at_least else target.known.limit > target.limit
+        assert f"asked: {target.limit:g}" in decisions[target.known.decision], target.what
 
 
 @pytest.mark.parametrize(("runs", "met"), [([96.0] * 3, True), ([90.0] * 3, False)])

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from bench import interleaving, machine, transport
+from bench import interleaving, machine, targets, transport
 from bench.__main__ import main
 from bench.children import BenchError
 from bench.interleaving import Plan, Round
@@ -250,6 +250,48 @@ def test_a_missed_target_is_not_a_crash(
     assert "…" not in outcome.stdout, "of no number a part is cut off"
     assert last in outcome.stderr.splitlines()[-1]
     assert ("missed" in outcome.stderr.splitlines()[-1]) is not bool(fails)
+
+
+@pytest.mark.parametrize(("second", "code", "measured"), [(1000.0, 0, "1e+03 x"), (10.0, 1, "10 x")])
+def test_what_is_missed_is_measured_again_and_longer_and_that_counts(
+    pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch, second: float, code: int, measured: str
+) -> None:
+    cells: list[Cell] = []
+
+    class Disturbed(Pretended):
+        def run(self, cell: Cell) -> Measurement:
+            cells.append(cell)
+            short = cell.timed_s < 0.5
+            self.speeds = {"shmring": 100.0, "torch-queue": 10.0 if short and cell.nbytes == 4096 else 100.0 / second}
+            return super().run(cell)
+
+    monkeypatch.setattr(interleaving, "PeerGroup", Disturbed)
+    monkeypatch.setattr("signal.signal", lambda *arguments: None)
+    monkeypatch.setattr(
+        transport, "quick_plan", lambda repetitions, seconds: plan(4096, 65536, peers=("shmring", "torch-queue"))
+    )
+    outcome = CliRunner().invoke(main, ["quick"])
+    assert outcome.exit_code == code, outcome.output
+    assert {cell.nbytes for cell in cells if cell.timed_s == 0.5} == {4096, 65536}  # both decide
+    assert pretended.started
+    assert ("1 target missed" in outcome.stderr) is bool(code)
+    (row,) = [
+        line for line in outcome.stdout.splitlines() if "messages/s of torch.multiprocessing.Queue" in line and "4 KB" in line
+    ]
+    assert measured in row
+    assert "at first 10 x" in outcome.stdout
+
+
+@pytest.mark.usefixtures("pretended")
+def test_only_the_cases_of_missed_targets_are_measured_again() -> None:
+    *_, results = interleaving.run(plan(4096, 65536, 1 << 20, 8 << 20), lambda line: None)
+    missed = [target for target in targets.TARGETS if target.judge(results).met is False]
+    (slow,) = [target for target in missed if "torch" in target.what]
+    assert slow.at == "4 KB, 64 KB"
+    again = transport.again(plan(4096, 65536, 1 << 20, 8 << 20), results, [slow])
+    assert [part.cases for part in again.rounds] == [(Case(4096),), (Case(65536),)]
+    assert again.rounds[0].peers == tuple(Pretended.speeds)
+    assert (again.repetitions, again.timed_s) == (5, 0.5)
 
 
 @pytest.mark.slow
