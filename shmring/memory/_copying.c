@@ -16,7 +16,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -164,17 +164,23 @@ static void stream(char *to, const char *from, size_t nbytes)
     memcpy(to + end, from + end, nbytes - end);
 }
 
-static pthread_once_t measured = PTHREAD_ONCE_INIT;
-static int is_moving = 0;
+static atomic_int is_moving = -1; /* not known yet */
 
-static void measure(void) { is_moving = moves_whole_lines(); }
+/* Measures, if nobody has. Of threads that do so at the same time the last one is believed: copies are right either way. */
+static int measured(void)
+{
+    int known = atomic_load_explicit(&is_moving, memory_order_relaxed);
+    if (known < 0)
+        atomic_store_explicit(&is_moving, known = moves_whole_lines(), memory_order_relaxed);
+    return known;
+}
 
 static void move(char *to, const char *from, size_t nbytes)
 {
     /* Where the target lies less than a line behind the source, pages apart, processors take each load for one of what was
      * just stored, and move bytes slowly. */
     size_t behind = ((uintptr_t)to - (uintptr_t)from) % PAGE;
-    if (!is_moving || (behind && behind < LINE))
+    if (!measured() || (behind && behind < LINE))
         memcpy(to, from, nbytes);
     else
         move_bytes(to, from, nbytes);
@@ -191,7 +197,7 @@ static PyObject *copy(PyObject *arguments, copy_function how)
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    pthread_once(&measured, measure);
+    measured(); /* before helpers keep the cores busy */
     copy_with_helpers(how, (char *)(uintptr_t)to, (const char *)(uintptr_t)from, (size_t)nbytes);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -227,10 +233,9 @@ static long use_width(long widest)
 
 static long use_moving(long wanted)
 {
-    pthread_once(&measured, measure);
     if (wanted >= 0)
-        is_moving = wanted > 0;
-    return is_moving;
+        atomic_store_explicit(&is_moving, wanted > 0, memory_order_relaxed);
+    return measured();
 }
 
 static long use_helpers(long most) { return limit_helpers((int)most); }

@@ -15,9 +15,14 @@
  *
  * A forked child has no helpers and starts its own: they are threads of the process that made them.
  *
+ * Of the C library only what every Linux since 2014 has: a wheel runs where all its symbols are, and those of threads moved with glibc 2.32 and
+ * 2.34. So threads are started by Python, which has its own way to, and who has the helpers is an atomic flag: nobody waits for it.
+ *
  * Source: that an object store should copy with several threads is Plasma's (Apache Arrow, later Ray: memcopy_threads).
  */
 #define _GNU_SOURCE
+#include <Python.h>
+
 #include "copy_helpers.h"
 
 #include <linux/futex.h>
@@ -47,7 +52,7 @@ static struct {
     atomic_ulong helped; /* pieces, by helpers */
 } shared;
 
-static pthread_mutex_t sharing = PTHREAD_MUTEX_INITIALIZER; /* of who has the helpers, and of what follows */
+static atomic_int is_taken = 0; /* whether somebody has the helpers, and what follows */
 static int helpers = 0;
 static int most_helpers = MOST_HELPERS;
 static int in_vain = 0;
@@ -79,9 +84,14 @@ static unsigned long copy_pieces(void)
     return pieces;
 }
 
-static void *help(void *unused)
+static int take_helpers(void) { return !atomic_exchange_explicit(&is_taken, 1, memory_order_acquire); }
+
+static void leave_helpers(void) { atomic_store_explicit(&is_taken, 0, memory_order_release); }
+
+static void help(void *unused)
 {
     unsigned seen = 0;
+    (void)unused;
     for (;;) {
         unsigned opened = atomic_load(&shared.opened);
         if (opened == seen) {
@@ -95,7 +105,6 @@ static void *help(void *unused)
         if (atomic_fetch_sub(&shared.inside, 1) == 1)
             wake(&shared.inside, 1);
     }
-    return unused;
 }
 
 static void forget_helpers(void)
@@ -103,7 +112,7 @@ static void forget_helpers(void)
     helpers = in_vain = passed_over = 0;
     atomic_store(&shared.inside, 0);
     atomic_store(&shared.is_open, 0);
-    pthread_mutex_init(&sharing, NULL);
+    leave_helpers();
 }
 
 static int spare_cores(void)
@@ -119,7 +128,6 @@ static int start_helpers(int wanted)
 {
     static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}; /* are of who causes them */
     sigset_t all, before;
-    pthread_attr_t attributes;
     int spare = spare_cores(); /* now: they may have become fewer */
     if (wanted > spare)
         wanted = spare;
@@ -128,17 +136,10 @@ static int start_helpers(int wanted)
     sigfillset(&all);
     for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++)
         sigdelset(&all, faults[i]);
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of whoever uses this */
-    while (helpers < wanted) {
-        pthread_t thread;
-        if (pthread_create(&thread, &attributes, help, NULL))
-            break;
+    sigprocmask(SIG_SETMASK, &all, &before); /* of this thread, on Linux; signals are for the threads of whoever uses this */
+    while (helpers < wanted && PyThread_start_new_thread(help, NULL) != PYTHREAD_INVALID_THREAD_ID)
         helpers++;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attributes);
+    sigprocmask(SIG_SETMASK, &before, NULL);
     return helpers;
 }
 
@@ -170,7 +171,7 @@ static void copy_shared(copy_function how, char *to, const char *from, size_t nb
 void copy_with_helpers(copy_function how, char *to, const char *from, size_t nbytes)
 {
     int helping = 0;
-    if (nbytes < SHARE || pthread_mutex_trylock(&sharing)) {
+    if (nbytes < SHARE || !take_helpers()) {
         how(to, from, nbytes);
         return;
     }
@@ -182,7 +183,7 @@ void copy_with_helpers(copy_function how, char *to, const char *from, size_t nby
         copy_shared(how, to, from, nbytes, helping);
     else
         how(to, from, nbytes);
-    pthread_mutex_unlock(&sharing);
+    leave_helpers();
 }
 
 int prepare_helpers(void) { return pthread_atfork(NULL, NULL, forget_helpers); }
@@ -190,10 +191,11 @@ int prepare_helpers(void) { return pthread_atfork(NULL, NULL, forget_helpers); }
 int limit_helpers(int most)
 {
     int spare = spare_cores();
-    pthread_mutex_lock(&sharing);
+    while (!take_helpers())
+        sched_yield();
     most_helpers = most < 0 ? 0 : most > MOST_HELPERS ? MOST_HELPERS : most;
     in_vain = passed_over = 0;
-    pthread_mutex_unlock(&sharing);
+    leave_helpers();
     return most_helpers < spare ? most_helpers : spare;
 }
 
