@@ -64,6 +64,13 @@ GUARDS = (
         "tests/test_cold_slots.py::test_a_large_slot_that_was_away_for_little_goes_into_the_cache",
     ),
     Guard(
+        "a long copy goes past a cache that others have filled",
+        "shmring/memory/_copying.c",
+        "quickest(&past_cache) * 5 / 4 < quickest(&into_cache)",
+        "0",
+        "tests/memory/test_copying.py::test_a_long_copy_goes_past_the_cache_while_that_is_a_good_deal_quicker",
+    ),
+    Guard(
         "helpers of a parent process are not waited for in its children",
         "shmring/memory/copy_helpers.c",
         "return pthread_atfork(NULL, NULL, forget_helpers);",

@@ -1,40 +1,34 @@
-/* Copies past the cache, and copies into it that read nothing of what they overwrite.
+/* Copies past the cache, and copies into it.
  *
  * A plain memcpy into memory that is not in the cache reads every line that it is about to overwrite, which is a third of its
- * traffic. Two kinds of stores do not, and each is right somewhere else: see copying.py.
+ * traffic. Streaming (non-temporal) stores write to memory without reading, and leave the cache to what the process was working on. Whoever
+ * reads the result at once finds it in memory. They are weakly ordered: an sfence at the end makes them visible before anything that this
+ * thread does later, such as telling another process. The widest are chosen when the module is loaded. x86-64 only; everywhere else they are
+ * memcpy, too.
  *
- * Streaming (non-temporal) stores write to memory, and leave the cache to what the process was working on. Whoever reads the result
- * at once finds it in memory. They are weakly ordered: an sfence at the end makes them visible before anything that this
- * thread does later, such as telling another process. The widest are chosen when the module is loaded.
+ * Whether a long copy into the cache finds its target there is not known, only hoped: others use the cache as well. So both ways are
+ * timed. While streaming is a good deal faster, it is taken instead; less is the reader's gain worth. See copying.py, decision 25.
  *
- * "rep movsb" is one instruction, and the processor, which knows that whole lines are coming, takes them over without reading them.
- * What was written is in the cache. How good it is differs from one processor to the next, so the first copy measures it beside
- * memcpy, which takes half a millisecond.
- *
- * x86-64 only; everywhere else both are memcpy. Long copies are shared with helpers (copy_helpers.c). The interpreter lock is released
- * meanwhile.
+ * Long copies are shared with helpers (copy_helpers.c). The interpreter lock is released meanwhile.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdatomic.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #include "copy_helpers.h"
 
 #define LINE 64
-#define PAGE 4096
 #define BLOCK 2048 /* asked for at once, so that its lines come side by side; then copied */
-#define TRIAL (1 << 20)
-#define TRIALS 5
+#define LONG ((size_t)4 << 20)
+#define SAMPLES 4 /* of each way, of which the quickest counts: what holds a copy up is no matter of how it is made */
+#define PERIOD 32 /* every so many long copies, the way that is not taken is timed anew */
 
 static copy_function copy_lines = NULL;
 static long width = 0;
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#include <cpuid.h>
 #include <immintrin.h>
 
 /* Each copies a whole number of lines to an address that is a multiple of LINE. Two lines a turn: enough to keep the
@@ -96,52 +90,9 @@ static void choose(long widest)
 
 static void fence(void) { _mm_sfence(); }
 
-static void move_bytes(char *to, const char *from, size_t nbytes)
-{
-    __asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(nbytes) : : "memory");
-}
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static int64_t least_ns(int64_t least, int64_t since)
-{
-    int64_t took = now_ns() - since;
-    return took < least ? took : least;
-}
-
-static int moves_whole_lines(void)
-{
-    unsigned a, b, c, d;
-    int64_t moved = INT64_MAX, copied = INT64_MAX;
-    char *to, *from;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & (1u << 9))) /* ERMS: strings are moved by more than bytes */
-        return 0;
-    from = malloc(2 * TRIAL);
-    if (from == NULL)
-        return 0;
-    to = from + TRIAL;
-    memset(from, 1, 2 * TRIAL);
-    for (int i = 0; i < TRIALS; i++) {
-        int64_t since = now_ns();
-        memcpy(to, from, TRIAL);
-        copied = least_ns(copied, since);
-        since = now_ns();
-        move_bytes(to, from, TRIAL);
-        moved = least_ns(moved, since);
-    }
-    free(from);
-    return moved <= copied + copied / 10;
-}
 #else
 static void choose(long widest) { (void)widest; }
 static void fence(void) {}
-static void move_bytes(char *to, const char *from, size_t nbytes) { memcpy(to, from, nbytes); }
-static int moves_whole_lines(void) { return 0; }
 #endif
 
 static void stream(char *to, const char *from, size_t nbytes)
@@ -164,55 +115,96 @@ static void stream(char *to, const char *from, size_t nbytes)
     memcpy(to + end, from + end, nbytes - end);
 }
 
-static atomic_int is_moving = -1; /* not known yet */
+static void keep(char *to, const char *from, size_t nbytes) { memcpy(to, from, nbytes); }
 
-/* Measures, if nobody has. Of threads that do so at the same time the last one is believed: copies are right either way. */
-static int measured(void)
+/* A way to make long copies into a slot that the cache should hold, and how quick it was. The interpreter lock guards both. */
+struct way {
+    copy_function how;
+    unsigned long copies;
+    int64_t ns_per_mib[SAMPLES]; /* of the last ones */
+};
+
+static struct way into_cache = {.how = keep}, past_cache = {.how = stream};
+
+static int64_t quickest(const struct way *way)
 {
-    int known = atomic_load_explicit(&is_moving, memory_order_relaxed);
-    if (known < 0)
-        atomic_store_explicit(&is_moving, known = moves_whole_lines(), memory_order_relaxed);
-    return known;
+    int64_t least = way->ns_per_mib[0];
+    for (int i = 1; i < SAMPLES; i++)
+        if (way->ns_per_mib[i] < least)
+            least = way->ns_per_mib[i];
+    return least;
 }
 
-static void move(char *to, const char *from, size_t nbytes)
+static struct way *way_of_this_copy(void)
 {
-    /* Where the target lies less than a line behind the source, pages apart, processors take each load for one of what was
-     * just stored, and move bytes slowly. */
-    size_t behind = ((uintptr_t)to - (uintptr_t)from) % PAGE;
-    if (!measured() || (behind && behind < LINE))
-        memcpy(to, from, nbytes);
-    else
-        move_bytes(to, from, nbytes);
+    if (into_cache.copies < SAMPLES || past_cache.copies < SAMPLES)
+        return past_cache.copies < into_cache.copies ? &past_cache : &into_cache;
+    int streams = quickest(&past_cache) * 5 / 4 < quickest(&into_cache);
+    int tries_other = (into_cache.copies + past_cache.copies) % PERIOD == 0;
+    return streams != tries_other ? &past_cache : &into_cache;
 }
 
-static PyObject *copy(PyObject *arguments, copy_function how)
+static void remember(struct way *way, int64_t ns_per_mib) { way->ns_per_mib[way->copies++ % SAMPLES] = ns_per_mib; }
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+struct extent {
+    char *to;
+    const char *from;
+    size_t nbytes;
+};
+
+static int read_extent(PyObject *arguments, struct extent *extent)
 {
     unsigned long long to, from;
     Py_ssize_t nbytes;
     if (!PyArg_ParseTuple(arguments, "KKn", &to, &from, &nbytes))
-        return NULL;
+        return 0;
     if (nbytes < 0) {
         PyErr_SetString(PyExc_ValueError, "nbytes is negative");
-        return NULL;
+        return 0;
     }
+    *extent = (struct extent){(char *)(uintptr_t)to, (const char *)(uintptr_t)from, (size_t)nbytes};
+    return 1;
+}
+
+static void copy(struct extent extent, copy_function how)
+{
     Py_BEGIN_ALLOW_THREADS
-    measured(); /* before helpers keep the cores busy */
-    copy_with_helpers(how, (char *)(uintptr_t)to, (const char *)(uintptr_t)from, (size_t)nbytes);
+    copy_with_helpers(how, extent.to, extent.from, extent.nbytes);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
 }
 
 static PyObject *copy_past_cache(PyObject *module, PyObject *arguments)
 {
+    struct extent extent;
     (void)module;
-    return copy(arguments, stream);
+    if (!read_extent(arguments, &extent))
+        return NULL;
+    copy(extent, stream);
+    Py_RETURN_NONE;
 }
 
 static PyObject *copy_into_cache(PyObject *module, PyObject *arguments)
 {
+    struct extent extent;
     (void)module;
-    return copy(arguments, move);
+    if (!read_extent(arguments, &extent))
+        return NULL;
+    if (extent.nbytes < LONG) {
+        copy(extent, keep);
+    } else {
+        struct way *way = way_of_this_copy();
+        int64_t since = now_ns();
+        copy(extent, way->how);
+        remember(way, (now_ns() - since) / (int64_t)(extent.nbytes >> 20));
+    }
+    Py_RETURN_NONE;
 }
 
 /* -- for tests --------------------------------------------------------------------------------------------------------- */
@@ -231,13 +223,6 @@ static long use_width(long widest)
     return width;
 }
 
-static long use_moving(long wanted)
-{
-    if (wanted >= 0)
-        atomic_store_explicit(&is_moving, wanted > 0, memory_order_relaxed);
-    return measured();
-}
-
 static long use_helpers(long most) { return limit_helpers((int)most); }
 
 static PyObject *limit_width(PyObject *module, PyObject *argument)
@@ -246,10 +231,23 @@ static PyObject *limit_width(PyObject *module, PyObject *argument)
     return number(use_width, argument);
 }
 
-static PyObject *move_lines(PyObject *module, PyObject *argument)
+static PyObject *pretend(PyObject *module, PyObject *arguments)
 {
+    long long into, past;
     (void)module;
-    return number(use_moving, argument);
+    if (!PyArg_ParseTuple(arguments, "LL", &into, &past))
+        return NULL;
+    for (int i = 0; i < SAMPLES; i++) {
+        remember(&into_cache, into);
+        remember(&past_cache, past);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *long_copies(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return Py_BuildValue("kk", into_cache.copies, past_cache.copies);
 }
 
 static PyObject *limit_copy_helpers(PyObject *module, PyObject *argument)
@@ -271,8 +269,10 @@ static PyMethodDef methods[] = {
      "copy_into_cache(to, from_, nbytes)\n--\n\nCopies between two addresses that do not overlap, into the cache."},
     {"limit_width", limit_width, METH_O,
      "limit_width(nbytes)\n--\n\nUses streaming stores of at most so many bytes, and returns how many those are."},
-    {"move_lines", move_lines, METH_O,
-     "move_lines(whether)\n--\n\nCopies into the cache by moving bytes (1) or memcpy (0); -1 changes nothing. Returns which."},
+    {"pretend", pretend, METH_VARARGS,
+     "pretend(into, past)\n--\n\nAs if four long copies into the cache and past it had just taken so many nanoseconds for a MiB."},
+    {"long_copies", long_copies, METH_NOARGS,
+     "long_copies()\n--\n\nReturns how many long copies that were to go into the cache did, and how many went past it."},
     {"limit_helpers", limit_copy_helpers, METH_O,
      "limit_helpers(most)\n--\n\nHas long copies helped by at most so many threads, and returns how many there can be."},
     {"pieces_helped", helped, METH_NOARGS, "pieces_helped()\n--\n\nReturns how many pieces of long copies helpers made."},

@@ -60,14 +60,8 @@ def test_what_is_copied_past_the_cache_is_the_same_and_nothing_beside_it_changes
 
 
 @SIZES
-@pytest.mark.parametrize("moving", [0, 1])
-def test_what_is_copied_into_the_cache_is_the_same_and_nothing_beside_it_changes(moving: int, nbytes: int) -> None:
-    before = _copying.move_lines(-1)
-    assert _copying.move_lines(moving) == moving
-    try:
-        check(_copying.copy_into_cache, nbytes)
-    finally:
-        _copying.move_lines(before)
+def test_what_is_copied_into_the_cache_is_the_same_and_nothing_beside_it_changes(nbytes: int) -> None:
+    check(_copying.copy_into_cache, nbytes)
 
 
 @streams
@@ -90,6 +84,54 @@ def test_what_a_cache_holds_is_what_the_kernel_says_and_no_more_than_one_process
     assert cache_nbytes() == 32 * MIB
     monkeypatch.setattr(copying, "last_level_cache_nbytes", lambda: 8 * MIB)
     assert cache_nbytes() == 8 * MIB
+
+
+# -- the quicker way ---------------------------------------------------------------------------------------------------------
+
+
+def ways_of(times: int, nbytes: int = 4 * MIB, into: int = 0, past: int = 0) -> tuple[int, int]:
+    """Copies into the cache, each time as if both ways had taken so long before; returns how many went there, and past it."""
+    source, target = np.arange(nbytes, dtype=np.uint8), np.zeros(nbytes, np.uint8)
+    into_before, past_before = _copying.long_copies()
+    for _ in range(times):
+        if into:
+            _copying.pretend(into, past)
+            into_before, past_before = into_before + 4, past_before + 4
+        target[:] = 0
+        copy_into_cache(int(target.ctypes.data), int(source.ctypes.data), nbytes)
+        assert np.array_equal(source, target)
+    into_after, past_after = _copying.long_copies()
+    return into_after - into_before, past_after - past_before
+
+
+@pytest.mark.parametrize(
+    ("into", "past", "goes_past"),
+    [
+        pytest.param(100, 200, False, id="the cache is quicker"),
+        pytest.param(100, 81, False, id="streaming is hardly quicker"),
+        pytest.param(100, 79, True, id="streaming is a quarter quicker"),
+    ],
+)
+def test_a_long_copy_goes_past_the_cache_while_that_is_a_good_deal_quicker(into: int, past: int, goes_past: bool) -> None:
+    counts = ways_of(65, into=into, past=past)  # 65 x 9 copies, of which every 32nd looks at the other way
+    assert counts in [(rest, 65 - rest) if goes_past else (65 - rest, rest) for rest in (2, 3)]
+
+
+def test_a_copy_that_is_not_long_goes_into_the_cache() -> None:
+    _copying.pretend(100, 10)
+    before = _copying.long_copies()
+    assert ways_of(8, nbytes=4 * MIB - 1) == (0, 0)
+    assert _copying.long_copies() == before
+
+
+def test_a_process_tries_both_ways_first() -> None:
+    in_a_process("""
+    target = np.zeros_like(source)
+    for both in [(1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3), (4, 4)]:
+        _copying.copy_into_cache(int(target.ctypes.data), int(source.ctypes.data), source.nbytes)
+        assert _copying.long_copies() == both, _copying.long_copies()
+    assert np.array_equal(source, target)
+    """)
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------------
