@@ -121,6 +121,8 @@ class Load:
         """Sends one request, and sees it to its end."""
         self._number = number = self._number + 1
         kind = self._chance.choices(list(self._kinds), [weight for weight, _ in self._kinds.values()])[0]
+        if self._corrupts(number):
+            kind = "in place"  # the one that can; a slow machine's short run might draw none
         self.unfinished.add(number)
         self._journal.write(Began(number, kind, time.monotonic_ns()))
         outcome = await self._outcome(kind, number)
@@ -146,6 +148,9 @@ class Load:
             if not self._is_expected(kind, error):
                 self._journal.wrong("violation", f"request {number} ({kind}) of process {self._pid} failed: {name}: {error}")
             return name
+
+    def _corrupts(self, number: int) -> bool:
+        return self._plan.sabotage == "corrupt" and number % 3 == 0
 
     def _is_expected(self, kind: str, error: Exception) -> bool:
         match error:
@@ -249,7 +254,7 @@ class Load:
     async def _in_place(self, number: int) -> Outcome:
         async with self._written(number) as (view, checksum):
             submission = await self._connected.submit(self._order(number, view, checksum), request_id=str(number))
-            if self._plan.sabotage == "corrupt" and number % 3 == 0:
+            if self._corrupts(number):
                 view[-1] ^= 1
             try:
                 answer = await submission.result(Answer)
