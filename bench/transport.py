@@ -100,9 +100,11 @@ def quick_without(peers: Sequence[str]) -> dict[Key, str]:
 def again(plan: Plan, results: Results, missed: Sequence[Target]) -> Plan:
     """Returns a plan of the cases that missed targets are about, whose repetitions are those of a full run."""
 
+    verdicts = [target.judge(results) for target in missed]
+
     def matters(case: Case) -> bool:
         others = msgspec.structs.replace(results, results=[result for result in results.results if result.case != case])
-        return any(target.judge(others) != target.judge(results) for target in missed)
+        return [target.judge(others) for target in missed] != verdicts
 
     rounds = [dataclasses.replace(part, cases=tuple(filter(matters, part.cases))) for part in plan.rounds]
     return Plan(rounds=[part for part in rounds if part.cases], **_FULL)

@@ -74,8 +74,17 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+def _limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return 0.0 if marker is None else marker.args[0]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What hypothesis marks may take longer where it tries many examples: how long a busy machine takes says nothing."""
+    """What may take longest begins first, so that no process is left with it while the others have nothing more to do.
+
+    What hypothesis marks may take longer where it tries many examples: how long a busy machine takes says nothing.
+    """
+    items.sort(key=_limit_s, reverse=True)
     if config.getoption("--hypothesis-profile") == "thorough":
         for item in items:
             if item.get_closest_marker("hypothesis") is not None and item.get_closest_marker("timeout") is None:

@@ -957,10 +957,10 @@ async def test_who_gets_one_message_after_the_other_is_not_rung_for_each(serve: 
             await ring.broadcast(number)
         await working
         shares.append((shell.link.writer.bells - before) / 200)
-        if shares[-1] < 0.5:
+        if shares[-1] < 0.7:  # who never looks is rung for 0.75 to 1.0 of them
             break
     await asyncio.to_thread(worker.close)
-    assert min(shares) < 0.5, shares
+    assert min(shares) < 0.7, shares
 
 
 async def test_several_threads_may_receive_and_closing_wakes_them(serve: Any, socket_dir: Path, eventually: Any) -> None:

@@ -21,7 +21,6 @@
 
 #define LINE 64
 #define BLOCK 2048 /* asked for at once, so that its lines come side by side; then copied */
-#define LONG ((size_t)4 << 20)
 #define SAMPLES 4 /* of each way, of which the quickest counts: what holds a copy up is no matter of how it is made */
 #define PERIOD 32 /* every so many long copies, the way that is not taken is timed anew */
 
@@ -196,7 +195,7 @@ static PyObject *copy_into_cache(PyObject *module, PyObject *arguments)
     (void)module;
     if (!read_extent(arguments, &extent))
         return NULL;
-    if (extent.nbytes < LONG) {
+    if (extent.nbytes < LONG_COPY) {
         copy(extent, keep);
     } else {
         struct way *way = way_of_this_copy();

@@ -34,11 +34,10 @@
 #include <unistd.h>
 
 #define PIECE ((size_t)256 << 10) /* some 20 us: what a caller may have to wait for at the end */
-#define SHARE ((size_t)4 << 20)   /* a helper for so much: some 0.1 to 0.3 ms of one core, many times what waking takes */
-#define MOST_HELPERS 3            /* four cores fill the memory bandwidth that one process should take of a server */
+#define MOST_HELPERS 3 /* four cores fill the memory bandwidth that one process should take of a server */
 #define MOST_IN_VAIN 4
 #define RETRY 32
-#define PATIENCE 500      /* looks, some 20 us, before the caller sleeps */
+#define PATIENCE 500 /* looks, some 20 us, before the caller sleeps */
 
 static struct {
     copy_function how;
@@ -171,12 +170,12 @@ static void copy_shared(copy_function how, char *to, const char *from, size_t nb
 void copy_with_helpers(copy_function how, char *to, const char *from, size_t nbytes)
 {
     int helping = 0;
-    if (nbytes < SHARE || !take_helpers()) {
+    if (nbytes < LONG_COPY || !take_helpers()) {
         how(to, from, nbytes);
         return;
     }
     if (is_worth_waking()) {
-        helping = nbytes / SHARE < (size_t)most_helpers ? (int)(nbytes / SHARE) : most_helpers;
+        helping = nbytes / LONG_COPY < (size_t)most_helpers ? (int)(nbytes / LONG_COPY) : most_helpers;
         helping = start_helpers(helping);
     }
     if (helping)

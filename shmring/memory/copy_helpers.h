@@ -4,9 +4,12 @@
 
 #include <stddef.h>
 
+#define LONG_COPY ((size_t)4 << 20) /* some 0.3 to 1 ms of one core: many times what waking a helper takes, or looking at a clock */
+
 typedef void (*copy_function)(char *to, const char *from, size_t nbytes);
 
-/* Copies between memory that does not overlap, with helpers if it is long. Any thread may call it, without the interpreter lock. */
+/* Copies between memory that does not overlap, with helpers if it is long. Any thread may call it, without the interpreter lock.
+ * A helper for each LONG_COPY, if there are so many. */
 void copy_with_helpers(copy_function how, char *to, const char *from, size_t nbytes);
 
 /* Once, before anything else: a forked child starts helpers of its own. Returns an error number, or 0. */

@@ -273,7 +273,6 @@ def test_what_is_missed_is_measured_again_and_longer_and_that_counts(
     outcome = CliRunner().invoke(main, ["quick"])
     assert outcome.exit_code == code, outcome.output
     assert {cell.nbytes for cell in cells if cell.timed_s == 0.5} == {4096, 65536}  # both decide
-    assert pretended.started
     assert ("1 target missed" in outcome.stderr) is bool(code)
     (row,) = [
         line for line in outcome.stdout.splitlines() if "messages/s of torch.multiprocessing.Queue" in line and "4 KB" in line
