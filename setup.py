@@ -88,7 +88,8 @@ def extensions() -> list[Extension]:
         Extension(str(path.with_suffix("")).replace("/", "."), [str(path)])
         for path in sorted(Path("shmring/core").glob("*.pyx"))
     ]
-    return [*core, Extension("shmring.memory._copying", ["shmring/memory/_copying.c", "shmring/memory/copy_helpers.c"])]
+    copies = [f"shmring/memory/{name}" for name in ("_copying.c", "copy_helpers.c")]
+    return [*core, Extension("shmring.memory._copying", copies, depends=["shmring/memory/copy_helpers.h"])]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build})
