@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-#define LONG_COPY ((size_t)4 << 20) /* some 0.3 to 1 ms of one core: many times what waking a helper takes, or looking at a clock */
+#define LONG_COPY ((size_t)4 << 20) /* some 0.1 to 0.5 ms of one core: many times what waking a helper takes, or looking at a clock */
 
 typedef void (*copy_function)(char *to, const char *from, size_t nbytes);
 
