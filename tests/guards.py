@@ -481,7 +481,7 @@ GUARDS = (
         "shmring/core/looking.pyx",
         "return _MOMENT_S if self._vain < _VAIN",
         "return 0 if self._vain < _VAIN",
-        "tests/test_workers.py::test_who_gets_one_message_after_the_other_is_not_rung_for_each",
+        "tests/test_workers.py::test_a_blocking_worker_looks_for_a_moment_before_it_sleeps",
     ),
     Guard(
         "nobody rings a descriptor that was closed",

@@ -4,6 +4,7 @@ from libc.stdint cimport uint32_t
 
 
 cdef class Looking:
+    cdef readonly uint32_t begun   # how often it has looked
     cdef double _until
     cdef uint32_t _left_out   # of the next times
     cdef uint32_t _vain       # times in a row, of those that count

@@ -40,6 +40,7 @@ cdef class Looking:
         if self._left_out:
             self._left_out -= 1
             return False
+        self.begun += 1
         self._until = now_s() + seconds
         return True
 

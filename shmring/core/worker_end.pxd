@@ -59,7 +59,7 @@ cdef class WorkerEnd:
     cdef uint32_t _max_tensors
     cdef uint64_t _max_payload_nbytes
     cdef uint64_t _last_sequence    # of the last message that was taken from the ring
-    cdef Looking _looking    # for messages, before it sleeps
+    cdef readonly Looking looking    # for messages, before it sleeps
     cdef bint _is_receiving  # a thread sleeps until a message comes
 
     cdef MessageEnd _open(self, bytes record)

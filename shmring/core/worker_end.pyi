@@ -1,5 +1,6 @@
 from typing import Any, Self
 
+from shmring.core.looking import Looking
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordWriter
 from shmring.core.payload import Packer
@@ -35,6 +36,8 @@ class WorkerEnd:
     def writer(self) -> RecordWriter: ...
     @property
     def received(self) -> int: ...
+    @property
+    def looking(self) -> Looking: ...
     def __init__(
         self,
         reader: RecordReader,

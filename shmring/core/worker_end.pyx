@@ -233,7 +233,7 @@ cdef class WorkerEnd:
         assert page.mapped.nbytes == PAGE_NBYTES
         self.reader, self.writer = reader, writer
         self._mapping = mapping
-        self._looking = Looking()
+        self.looking = Looking()
         self._decoder, self._shared_decoder, self._packer = decoder, shared_decoder, packer
         self._message_type = message_type
         self._max_tensors, self._max_payload_nbytes = max_tensors, max_payload_nbytes
@@ -430,7 +430,7 @@ cdef class WorkerEnd:
     cdef bint _look(self, double seconds, double wait) except -1:
         """Looks, without the interpreter's lock, for so many seconds or for a moment; returns whether there is a record."""
         cdef RecordReader reader = self.reader
-        cdef Looking looking = self._looking
+        cdef Looking looking = self.looking
         cdef bint is_news
         if seconds < 0:
             return False
