@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.client.session import Session
 from shmring.core.dropped import give_back_soon
 
 
@@ -103,6 +104,58 @@ async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eve
         await eventually(lambda: client.statistics().finished == 1)
         gc.collect()
         await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+
+
+@pytest.mark.parametrize("when", ["sent", "replied to"])
+async def test_a_request_that_is_dropped_in_flight_ends(when: str, serve: Any, connect: Any, eventually: Any) -> None:
+    """Its replies would keep the reserve, for which the engine waits before it can end the request."""
+
+    async def answer(claim: shmring.Claim) -> None:
+        for _ in range(10):
+            await claim.reply(torch.zeros(30_000))
+
+    ring = await serve(answer, reply_nbytes="256KiB")
+    client = await connect()
+    with pytest.warns(ResourceWarning, match="request 1 was dropped with unread replies"):
+        submission = await client.submit("x")
+        if when == "replied to":
+            await eventually(lambda: ring.statistics().reply_free_nbytes < 120_000)
+        del submission
+        gc.collect()
+        replies = [reply async for reply in client.stream("y", timeout=10)]
+    assert len(replies) == 10
+    await eventually(lambda: ring.statistics().running == 0)
+    assert client.statistics().aborted == 1
+
+
+async def test_a_request_that_is_read_late_is_not_taken_for_dropped(
+    serve: Any, connect: Any, warned: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(claim: shmring.Claim) -> None:
+        await claim.reply(torch.ones(30_000))
+        await released.wait()
+
+    looked, released = asyncio.Event(), asyncio.Event()
+    original = Session._give_dropped_back
+
+    def give_dropped_back(session: Session) -> None:
+        original(session)
+        looked.set()
+
+    monkeypatch.setattr(Session, "_give_dropped_back", give_dropped_back)
+    await serve(answer, reply_nbytes="512KiB")
+    client = await connect()
+    late, unread = await client.submit("x"), await client.submit("y")
+    for _ in range(2):  # it is looked after again as long as there are any
+        looked.clear()
+        await asyncio.wait_for(looked.wait(), 10)
+    assert (await late.next()).sum() == 30_000
+    assert "and 1 replies were not read, which keep their space" in client.session.why_no_reply()
+    unread.abort()
+    released.set()
+    with pytest.raises(StopAsyncIteration):
+        await late.next()
+    assert warned == []
 
 
 async def test_the_warning_says_where_it_was_made(serve: Any, connect: Any, eventually: Any) -> None:

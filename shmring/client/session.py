@@ -82,6 +82,7 @@ _MAX_BACKLOG_NBYTES = 16 << 20  # an abort for each request, and ids of leases a
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _CLOSED = "this client was closed"
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
+_UNREAD_S = 0.25  # after a reply that lies in a slot came, and from then on as long as there are any
 _OF_SLOTS, _OF_REPLIES, _OF_KEPT = 0, 1, 2  # what a region is of
 
 
@@ -121,6 +122,7 @@ class Session:
         self._origin = Origin()
         self._ids = itertools.count(1)
         self._touching: asyncio.Task[None] | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._ended = self.loop.create_future()
         self._closing = False
         from_engine, to_engine = rings
@@ -297,6 +299,8 @@ class Session:
         waiting = [future for slots in self.slots for future in slots.lose()]
         if self._touching is not None:
             self._touching.cancel()
+        if self._unread is not None:
+            self._unread.cancel()
         for submission in list(self.end.pending.values()):
             self.end.forget(submission.request_id)
             if not submission.ended:
@@ -412,8 +416,13 @@ class Session:
     def why_no_reply(self) -> str:
         """Says what somebody waits for whose request was sent."""
         held = self.reply_slots_held
+        unread = sum(submission.unread_slots for submission in self.end.pending.values())
         reason = f"the engine's reply; {self.end.in_flight} requests of this client are in flight"
-        return reason + (f", and views of {held} earlier replies are alive, which keep their space" if held else "")
+        if held:
+            reason += f", and views of {held} earlier replies are alive, which keep their space"
+        if unread:
+            reason += f", and {unread} replies were not read, which keep their space"
+        return reason
 
     def abort(self, submission: SubmissionEnd, error: Exception) -> None:
         """Gives a request up: its caller gets ``error``, the engine is told, its slots come back when it releases them."""
@@ -443,6 +452,17 @@ class Session:
         """Gives reply slots back that nobody views."""
         if generations and self.error is None:
             self.link.send_listed(ReplyRelease, generations)
+
+    def expect_unread(self) -> None:
+        """For the end: replies lie in slots until they are read. What was dropped before that is found a while later."""
+        self._unread = self.loop.call_later(_UNREAD_S, self._give_dropped_back)
+
+    def _give_dropped_back(self) -> None:
+        if not self.is_usable:
+            return
+        for submission in self.end.dropped():
+            submission.warn_of_drop()
+            self.abort(submission, AbortedError(f"request {submission.request_id} was dropped", request_id=submission.request_id))
 
     @property
     def reply_slots_held(self) -> int:

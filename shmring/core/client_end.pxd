@@ -63,6 +63,7 @@ cdef class ClientEnd(RecordTaker):
     cdef readonly uint64_t in_flight
     cdef readonly uint64_t turnover_nbytes
     cdef readonly bint found_full
+    cdef bint _has_unread        # replies in slots, perhaps: the shell looks after them
     cdef public bint crowded
     cdef public bint is_open
     cdef public bint expects_expiry

@@ -139,21 +139,29 @@ cdef class SubmissionEnd:
             content = self._replies.popleft()
             self.end.shell.release_replies([slot.generation for slot in content.slots])
 
-    def __del__(self) -> None:
+    @property
+    def unread_slots(self) -> int:
+        """How many replies that came, and were not taken, lie in slots."""
         cdef Content content
-        cdef bint holds_slots = False
-        if not self._replies or self.end is None or not self.end.is_usable():
-            return
-        for content in self._replies:
-            holds_slots = holds_slots or content.slot_count
-        if holds_slots:
+        cdef int count = 0
+        for content in self._replies or ():
+            count += content.slot_count != 0
+        return count
+
+    def __del__(self) -> None:
+        """It has ended, else its end would have it still: see :meth:`ClientEnd.dropped`."""
+        if self._replies and self.end is not None and self.end.is_usable() and self.unread_slots:
             give_back_soon(self.end.shell.loop, self._give_back)
 
     def _give_back(self) -> None:
         """It was dropped, and nobody has taken its replies since."""
         if self._replies and self.end.is_usable():
-            warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
+            self.warn_of_drop()
             self.drop_replies()
+
+    def warn_of_drop(self) -> None:
+        """It was dropped, and what it holds comes back now."""
+        warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
 
     cdef int _end(self, object error) except -1:
         if self.ended:
@@ -842,6 +850,9 @@ cdef class ClientEnd(RecordTaker):
                 submission._replies = deque()
             if len(submission._replies) < MAX_UNREAD_REPLIES:
                 submission._replies.append(content)
+                if content.slot_count and not self._has_unread:
+                    self._has_unread = True
+                    self.shell.expect_unread()
                 return submission._wake()
             self.shell.abort(
                 submission,
@@ -854,6 +865,23 @@ cdef class ClientEnd(RecordTaker):
         if content.slot_count:
             self.shell.release_replies([content.slot_numbers.generation])
         return 0
+
+    def dropped(self) -> list:
+        """Returns the requests in flight that nobody can read any more, and that have unread replies in slots.
+
+        Such a reply keeps its space, which others may wait for, and its request may never end: the engine waits for space as well.
+        The shell is told of the first unread reply (``expect_unread``), and again if there are any left. Other requests that were
+        dropped go on: somebody may have sent them for what the engine does.
+        """
+        cdef SubmissionEnd submission
+        self._has_unread = False
+        for submission in self.pending.values():
+            self._has_unread = self._has_unread or submission.unread_slots
+        if not self._has_unread:
+            return []
+        submission = None  # or it would refer to the last one
+        self.shell.expect_unread()
+        return [lone for lone in self.pending.lone() if lone.unread_slots]
 
     def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
         """Decodes a reply; its slot goes back when the last view of it dies, or at once if the engine is short of reply space.

@@ -23,6 +23,7 @@ cdef extern from "Python.h":
         traverseproc tp_traverse
         inquiry tp_clear
     void _drop "Py_DECREF"(PyObject*) noexcept
+    Py_ssize_t _references "Py_REFCNT"(PyObject*) noexcept
 
 cdef enum:
     _FIRST_BITS = 6  # of the first size
@@ -68,6 +69,15 @@ cdef class Numbered:
     def values(self) -> list:
         """Returns what there is, in order of its numbers."""
         return [item for _, item in self.items()]
+
+    def lone(self) -> list:
+        """Returns what nobody refers to but this table."""
+        cdef uint64_t place
+        items = []
+        for place in range(self._mask + 1):
+            if self._entries[place].item != NULL and _references(self._entries[place].item) == 1:
+                items.append(<object>self._entries[place].item)
+        return items
 
     def clear(self) -> None:
         """Lets go of everything."""

@@ -225,6 +225,9 @@ class Session:
         if generations:
             self.link.send(ReplyRelease(tuple(generations)))
 
+    def expect_unread(self) -> None:
+        """Replies are taken at once."""
+
     def decoder(self, reply_type: object) -> PayloadDecoder:
         """Decodes payloads of a type; there is one."""
         return DECODER
