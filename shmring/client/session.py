@@ -462,7 +462,9 @@ class Session:
             return
         for submission in self.end.dropped():
             submission.warn_of_drop()
-            self.abort(submission, AbortedError(f"request {submission.request_id} was dropped", request_id=submission.request_id))
+            self.abort(
+                submission, AbortedError(f"request {submission.request_id} was dropped", request_id=submission.request_id)
+            )
 
     @property
     def reply_slots_held(self) -> int:

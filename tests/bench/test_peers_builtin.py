@@ -92,7 +92,7 @@ def test_checked_messages_arrive(cell: Cell, name: str, producers: int, options:
 @pytest.mark.parametrize("name", NAMES)
 def test_content_that_is_not_what_was_sent_is_noticed(cell: Cell, name: str, spoil: Callable[..., None]) -> None:
     spoil(20)
-    outcome, _ = run(name, cell)
+    outcome, _ = run(name, msgspec.structs.replace(cell, timed_s=5.0))  # which is over at message 20
     assert isinstance(outcome, Failed)
     assert "message 20" in outcome.error
     assert "corrupted" in outcome.error
