@@ -14,6 +14,7 @@ class Submission(SubmissionEnd):
     """A request that was sent: its replies, and its end. From :meth:`~shmring.RingClient.submit`.
 
     Whoever takes one must see it to its end or abort it; ``request`` and ``stream`` do that by themselves.
+    One that is dropped with unread replies in slots is aborted a moment later, with a ``ResourceWarning``.
 
     Attributes:
         request_id: its number on this connection.
