@@ -1043,6 +1043,33 @@ async def test_a_gather_that_fails_keeps_no_view_of_a_request(serve: Any, connec
     await running
 
 
+async def test_messages_to_workers_are_these_bytes(serve: Any, connect: Any, joined: Any) -> None:
+    ring = await serve(**OPTIONS)
+    worker, client = await joined(), await connect()
+    reader = shmring.core.message_ring.RecordReader(worker.incoming, worker.socket.fileno())
+
+    def record_hex() -> str:
+        return (reader.read() or b"").hex()
+
+    await ring.broadcast({"x": torch.tensor([1.0, 2.0, 3.0])})
+    tensor = "c71c53" + "0000" + "0c01" + "0000000000000000" + "0c00000000000000" + "0300000000000000"
+    assert record_hex() == "97" + "78" + "01" + "00" + "00" + "90" + "c40c" + "0000803f0000004000004040" + "81a178" + tensor
+    await ring.broadcast(torch.zeros(40_000, dtype=torch.uint8))  # is copied to where broadcasts lie: behind the slab's 1 MiB
+    slot = "c72052" + "0000000000000000" + "0000100000000000" + "409c000000000000" + "0200000000000000"
+    tensor = "c71c53" + "0000" + "0201" + "0000000000000000" + "409c000000000000" + "409c000000000000"
+    assert record_hex() == "97" + "78" + "02" + "01" + "00" + "90" + slot + tensor
+    await client.submit(torch.zeros(40_000, dtype=torch.uint8))
+    with await ring.claim() as claim:
+        await claim.share("beside")
+    slot = "c72052" + "0000000000000000" + "0010000000000000" + "409c000000000000" + "0100000000010000"
+    tensor = "c71c53" + "0100" + "0201" + "0000000000000000" + "409c000000000000" + "409c000000000000"
+    assert record_hex() == "97" + "78" + "03" + "02" + "02" + "91" + slot + "c0" + "92" + tensor + "a6626573696465"
+    gathering = asyncio.ensure_future(ring.gather("step"))
+    await asyncio.sleep(0)
+    assert record_hex() == "97" + "78" + "04" + "03" + "01" + "90" + "c0" + "a473746570"
+    gathering.cancel()
+
+
 # -- hostile workers -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +18,7 @@ from msgspec.msgpack import Ext
 
 from shmring.core import messages
 from shmring.core.messages import (
+    DEVICE_MEMORY,
     MAX_LISTED,
     TENSOR_ALIGNMENT,
     TORCH_ITEM_NBYTES,
@@ -277,6 +281,135 @@ def test_replies_and_ends_are_read_and_only_from_an_engine(record: bytes) -> Non
     assert read_record(record, 8, from_engine=True) is not None
     assert read_record(record, 8, from_engine=False) is None
     refused(record)
+
+
+# -- byte for byte ---------------------------------------------------------------------------------------------------------
+
+KEY = bytes(range(32))
+HANDLE = bytes(range(64))
+LARGEST = 2**64 - 1
+LARGEST_HEX = "cf ffffffffffffffff"
+
+#: One of each that has no content, as it is written. All fields have their names here and different values, so that what is
+#: renamed or swapped is noticed.
+GOLDEN: list[tuple[FrontendMessage | EngineMessage | WorkerMessage, str]] = [
+    (Hello(version=0x31, lease_nbytes=0x32, name="api"), "94 01 31 32 a3617069"),
+    (Abort(request_id=0x31), "92 03 31"),
+    (
+        LeaseRequest(token=0x31, nbytes=0x32, preferred_nbytes=0x33, memory=DEVICE_MEMORY, waits=False),
+        "96 04 31 32 33 01 c2",
+    ),
+    (LeaseReturn(lease_ids=(0x31, 0x32)), "92 05 92 31 32"),
+    (ReplyRelease(generations=(LARGEST, 0x32)), f"92 06 92 {LARGEST_HEX} 32"),
+    (Call(call_id=0x31, method="health", arguments=b"\xc0"), "94 07 31 a66865616c7468 c401c0"),
+    (
+        Goodbye(
+            kept_lease_ids=(0x31,),
+            kept_reply_generations=(0x32, LARGEST),
+            maps_device_slab=True,
+            more=False,
+            pinned_generations=(0x33, 0x33),
+        ),
+        f"96 08 91 31 92 32 {LARGEST_HEX} c3 c2 92 33 33",
+    ),
+    (Find(token=0x31, key=KEY), f"93 0c 31 c420 {KEY.hex()}"),
+    (
+        Keep(token=0x31, key=KEY, lease_id=0x32, offset=0x33, nbytes=0x34, generation=LARGEST, is_copied=True, payload=b"\xc0"),
+        f"99 0d 31 c420 {KEY.hex()} 32 33 34 {LARGEST_HEX} c3 c401c0",
+    ),
+    (Unpin(generations=(0x31, 0x31)), "92 0e 92 31 31"),
+    (Join(version=0x31, rank=0x32, name="tp"), "94 1f 31 32 a27470"),
+    (AnswerFailed(sequence=0x31, type_name="KeyError", message="'x'"), "94 21 31 a84b65794572726f72 a3277827"),
+    (AnswerPart(data=b"abc", more=True), "93 22 c403616263 c3"),
+    (LeaseGrant(token=0x31, lease_id=0x32, offset=0x33, nbytes=0x34), "95 65 31 32 33 34"),
+    (
+        Welcome(
+            version=0x31,
+            epoch=LARGEST,
+            client_id=0x32,
+            slab_nbytes=0x33,
+            block_nbytes=0x34,
+            leasable_nbytes=0x35,
+            max_inflight=0x36,
+            max_calls=0x37,
+            max_leases=0x38,
+            message_ring_nbytes=0x39,
+            max_record_nbytes=0x3A,
+            inline_nbytes=0x3B,
+            max_payload_nbytes=0x3C,
+            max_tensors=0x3D,
+            base_lease=LeaseGrant(token=0x41, lease_id=0x42, offset=0x43, nbytes=0x44),
+            device_slab=DeviceHandle(uuid="GPU", memory=HANDLE, nbytes=0x45),
+            kept_nbytes=0x3E,
+        ),
+        f"dc0012 66 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 3a 3b 3c 3d"
+        f"95 65 41 42 43 44  93 a3475055 c440 {HANDLE.hex()} 45  3e",
+    ),
+    (
+        Failed(request_id=0x31, kind="invalid", type_name="KeyError", message="'x'"),
+        "95 69 31 a7696e76616c6964 a84b65794572726f72 a3277827",
+    ),
+    (Release(generations=(LARGEST, 0x32)), f"92 6a 92 {LARGEST_HEX} 32"),
+    (LeaseRecall(lease_ids=(0x31, 0x32)), "92 6b 92 31 32"),
+    (CallResult(call_id=0x31, result=b"\xc0", error=("KeyError", "'x'")), "94 6c 31 c401c0 92 a84b65794572726f72 a3277827"),
+    (Refused(reason="full"), "92 6d a466756c6c"),
+    (
+        Found(token=0x31, generation=LARGEST, offset=0x32, nbytes=0x33, is_copied=True, payload=b"\xc0"),
+        f"97 70 31 {LARGEST_HEX} 32 33 c3 c401c0",
+    ),
+    (NotKept(token=0x31, reason="pins"), "93 71 31 a470696e73"),
+    (
+        WorkerWelcome(
+            version=0x31,
+            epoch=LARGEST,
+            slab_nbytes=0x32,
+            leased_nbytes=0x33,
+            broadcast_nbytes=0x34,
+            message_ring_nbytes=0x35,
+            inline_nbytes=0x36,
+            max_payload_nbytes=0x37,
+            max_tensors=0x38,
+        ),
+        f"9a 79 31 {LARGEST_HEX} 32 33 34 35 36 37 38",
+    ),
+    (RankTaken(rank=0x31, pid=0x32), "93 7a 31 32"),
+]
+
+
+def golden_id(value: object) -> str:
+    return "" if isinstance(value, str) else by_type(value)
+
+
+@pytest.mark.parametrize(("message", "record_hex"), GOLDEN, ids=golden_id)
+def test_a_message_is_these_bytes(message: Any, record_hex: str) -> None:
+    record = bytes.fromhex(record_hex)
+    assert encode_message(message).hex() == record.hex()
+    decoders = {FrontendMessage: decode_frontend_message, EngineMessage: decode_engine_message}
+    decode: Any = next((decoders[union] for union in decoders if isinstance(message, union)), decode_worker_message)
+    assert decode(record) == message
+
+
+def test_every_message_is_written_down_once() -> None:
+    assert Counter(type(message) for message, _ in GOLDEN) == Counter(
+        (FrontendMessage | EngineMessage | WorkerMessage).__args__
+    )
+
+
+@pytest.mark.parametrize(("message", "record_hex"), GOLDEN, ids=golden_id)
+def test_no_two_fields_of_what_is_written_down_are_equal(message: Any, record_hex: str) -> None:
+    fields = [getattr(message, name) for name in message.__struct_fields__]
+    assert all(fields.count(field) == 1 for field in fields), record_hex
+
+
+def test_the_protocols_page_has_each_messages_tag_and_fields() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    tag_of = {name: int(tag) for tag, name in re.findall(r"^\| (\d+) \| (?:\w+ \| )?`(\w+)", page, re.MULTILINE)}
+    tag_of |= {name: int(tag) for name, tag in re.findall(r"`(\w+)\{[^}]*\}` \((?:tag )?(\d+)\)", page)}
+    fields_of = {name: tuple(re.split(r",\s+", fields)) for name, fields in re.findall(r"`(\w+)\{([^}.]*)\}", page)}
+    for message, _ in GOLDEN:
+        name = by_type(message)
+        assert (tag_of[name], fields_of[name]) == (plain(message)[0], message.__struct_fields__), name
+    assert fields_of["DeviceHandle"] == DeviceHandle.__struct_fields__
 
 
 # -- forgeries of the message ----------------------------------------------------------------------------------------------

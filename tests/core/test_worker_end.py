@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
 from shmring.core.mapping import Mapping
@@ -46,6 +47,14 @@ def ends() -> Iterator[tuple[WorkerEnd, mmap.mmap, socket.socket]]:
     os.close(fd)
     with ours, theirs:
         yield end, incoming, theirs
+
+
+def test_a_reply_is_these_bytes(ends: tuple[WorkerEnd, mmap.mmap, socket.socket]) -> None:
+    end, _, _ = ends
+    tensor = "c71c53" + "0000" + "0c01" + "0000000000000000" + "0c00000000000000" + "0300000000000000"
+    record = end.pack_answer({"x": torch.tensor([1.0, 2.0, 3.0])}, 0x31)
+    assert record.hex() == "94" + "20" + "31" + "c40c" + "0000803f0000004000004040" + "81a178" + tensor
+    assert end.pack_answer("done", 0x31).hex() == "94" + "20" + "31" + "c0" + "a4646f6e65"
 
 
 def test_a_record_is_taken_before_anything_else_is_heard(ends: tuple[WorkerEnd, mmap.mmap, socket.socket]) -> None:
