@@ -722,6 +722,20 @@ GUARDS = (
         "tests/test_routing_client.py::test_a_request_goes_to_the_engine_of_its_slot_whatever_else_is_said",
     ),
     Guard(
+        "a request that was dropped in flight gives its replies back",
+        "shmring/core/numbered.pyx",
+        "_references(self._entries[place].item) == 1:",
+        "_references(self._entries[place].item) == 0:",
+        "tests/test_dropped.py::test_a_request_that_is_dropped_in_flight_ends",
+    ),
+    Guard(
+        "a request that somebody may read is not taken for dropped",
+        "shmring/core/numbered.pyx",
+        "_references(self._entries[place].item) == 1:",
+        "_references(self._entries[place].item) >= 1:",
+        "tests/test_dropped.py::test_a_request_that_is_read_late_is_not_taken_for_dropped",
+    ),
+    Guard(
         "what lay on a GPU is not sent again",
         "shmring/client/routing_client.py",
         "return await client.submit(payload, request_id=request_id), not on_gpu",

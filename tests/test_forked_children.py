@@ -216,7 +216,7 @@ OF_PARTS: dict[type, str] = {
     shmring.RingClient: """acquire_in_turn attach keep_attaching resolve_device submit_in_turn use why_no_answer
         why_not_sent create detached""",
     shmring.RoutingClient: "create",
-    shmring.Submission: "drop_replies give_up raise_error warn_of_drop",
+    shmring.Submission: "drop_replies give_back give_up raise_error",
     shmring.Slot: "memory other_tensor take",
     threads.Worker: "fail_answer fail_answer_later send_answer",
     threads.Message: "mark_answered",

@@ -416,7 +416,7 @@ class Session:
     def why_no_reply(self) -> str:
         """Says what somebody waits for whose request was sent."""
         held = self.reply_slots_held
-        unread = sum(submission.unread_slots for submission in self.end.pending.values())
+        unread = self.end.unread_slots
         reason = f"the engine's reply; {self.end.in_flight} requests of this client are in flight"
         if held:
             reason += f", and views of {held} earlier replies are alive, which keep their space"
@@ -461,10 +461,7 @@ class Session:
         if not self.is_usable:
             return
         for submission in self.end.dropped():
-            submission.warn_of_drop()
-            self.abort(
-                submission, AbortedError(f"request {submission.request_id} was dropped", request_id=submission.request_id)
-            )
+            submission.give_back()
 
     @property
     def reply_slots_held(self) -> int:

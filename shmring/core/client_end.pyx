@@ -151,17 +151,17 @@ cdef class SubmissionEnd:
     def __del__(self) -> None:
         """It has ended, else its end would have it still: see :meth:`ClientEnd.dropped`."""
         if self._replies and self.end is not None and self.end.is_usable() and self.unread_slots:
-            give_back_soon(self.end.shell.loop, self._give_back)
+            give_back_soon(self.end.shell.loop, self.give_back)
 
-    def _give_back(self) -> None:
-        """It was dropped, and nobody has taken its replies since."""
+    def give_back(self) -> None:
+        """It was dropped: gives back what nobody has taken since."""
         if self._replies and self.end.is_usable():
-            self.warn_of_drop()
-            self.drop_replies()
+            warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
+            self.abort()
 
-    def warn_of_drop(self) -> None:
-        """It was dropped, and what it holds comes back now."""
-        warn_of(f"request {self.request_id} was dropped with unread replies; read them, or abort it", self)
+    def abort(self) -> None:
+        """Gives the request up, if it has not ended, and its replies; for the subclass."""
+        raise NotImplementedError
 
     cdef int _end(self, object error) except -1:
         if self.ended:
@@ -866,6 +866,11 @@ cdef class ClientEnd(RecordTaker):
             self.shell.release_replies([content.slot_numbers.generation])
         return 0
 
+    @property
+    def unread_slots(self) -> int:
+        """How many replies of requests in flight lie in slots and were not taken."""
+        return sum(submission.unread_slots for submission in self.pending.values())
+
     def dropped(self) -> list:
         """Returns the requests in flight that nobody can read any more, and that have unread replies in slots.
 
@@ -873,13 +878,9 @@ cdef class ClientEnd(RecordTaker):
         The shell is told of the first unread reply (``expect_unread``), and again if there are any left. Other requests that were
         dropped go on: somebody may have sent them for what the engine does.
         """
-        cdef SubmissionEnd submission
-        self._has_unread = False
-        for submission in self.pending.values():
-            self._has_unread = self._has_unread or submission.unread_slots
+        self._has_unread = self.unread_slots > 0
         if not self._has_unread:
             return []
-        submission = None  # or it would refer to the last one
         self.shell.expect_unread()
         return [lone for lone in self.pending.lone() if lone.unread_slots]
 
