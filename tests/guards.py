@@ -521,7 +521,7 @@ GUARDS = (
     Guard(
         "registered memory stays mapped",
         "shmring/gpu/pinned.py",
-        "        pinned._mapping = slab.anchor(0, slab.nbytes)",
+        "        pinned._mapping = slab.bytes_at(0, slab.nbytes)",
         "        pass",
         "tests/memory/test_pinned.py::test_registered_memory_stays_mapped_though_nobody_closes_anything",
     ),

@@ -144,8 +144,8 @@ class DeviceSlab:
                 _mappings[handle.memory] = mapping
         return cls(cuda, device, handle, mapping)
 
-    def anchor(self, offset: int, nbytes: int) -> tuple[DeviceBytes, torch.Tensor]:
-        """Returns bytes of the slab; the root of all views of a slot.
+    def lend(self, offset: int, nbytes: int) -> tuple[DeviceBytes, torch.Tensor]:
+        """Lends bytes of the slab, to be viewed as one slot.
 
         Returns:
             What all views keep alive, so that a weak reference to it tells of the death of the last; and the bytes as a
@@ -161,7 +161,7 @@ class DeviceSlab:
         return lent, self._cuda.view(self.device, lent)
 
     def view(self, lent: DeviceBytes) -> torch.Tensor:
-        """Returns one more view of bytes that :meth:`anchor` has lent and that are alive."""
+        """Returns one more view of bytes that :meth:`lend` has lent and that are alive."""
         return self._cuda.view(self.device, lent)
 
     def find(self, address: int) -> int | None:

@@ -167,7 +167,7 @@ class DeviceClaims:
         if lent is not None:
             return self._slab.view(lent)
         # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-        lent, view = self._slab.anchor(slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes))
+        lent, view = self._slab.lend(slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes))
         self._views.watch(key, lent)
         return view
 

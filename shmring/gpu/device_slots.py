@@ -178,7 +178,7 @@ class DeviceSlots(Slots):
         try:
             stream = self._cuda.current_stream(self._slab.device)
             # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-            lent, memory = self._slab.anchor(record.offset - self._start + SLOT_HEADER_NBYTES, max(1, record.nbytes))
+            lent, memory = self._slab.lend(record.offset - self._start + SLOT_HEADER_NBYTES, max(1, record.nbytes))
         except BaseException:
             self.give_up(record)
             raise

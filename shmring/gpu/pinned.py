@@ -78,7 +78,7 @@ class PinnedSlab:
             CudaError: CUDA refused, in one call and in chunks. Nothing stays registered, and no error pending.
         """
         pinned = cls(cuda, device, slab.address)
-        pinned._mapping = slab.anchor(0, slab.nbytes)
+        pinned._mapping = slab.bytes_at(0, slab.nbytes)
         _registered.add(pinned)
         started = time.monotonic()
         try:
