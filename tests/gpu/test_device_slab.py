@@ -29,7 +29,7 @@ from shmring.gpu.driver import Driver
 uuid, memory, nbytes = sys.argv[1:]
 cuda = TorchCuda()
 slab = DeviceSlab.attach(cuda, Driver(), DeviceHandle(uuid, bytes.fromhex(memory), int(nbytes)))
-stream, fences = cuda.create_stream(slab.device), Fences(cuda)
+stream, fences = cuda.create_stream(slab.device_index), Fences(cuda)
 print("ready", flush=True)
 for line in sys.stdin:
     offset, size, value = map(int, line.split())
@@ -51,7 +51,7 @@ print("closed", flush=True)
 def test_what_a_frontend_writes_is_there_when_its_event_has_come() -> None:
     cuda, driver = TorchCuda(), Driver()
     slab = DeviceSlab.create(cuda, driver, 0, 64 * MIB)
-    opened = OpenedFences(cuda, slab.device, 8)
+    opened = OpenedFences(cuda, slab.device_index, 8)
     handle = slab.handle
     frontend = subprocess.Popen(
         [sys.executable, "-c", FRONTEND, handle.uuid, handle.memory.hex(), str(handle.nbytes)],

@@ -35,7 +35,7 @@ def elsewhere(memory: Any, nbytes: int = 2 * MIB, uuid: str = "GPU-b") -> Device
 
 def test_an_engine_allocates_once_and_frees_it(cuda: Any, memory: Any) -> None:
     slab = DeviceSlab.create(cuda, memory, 1, 3 * MIB)
-    assert (slab.nbytes, slab.device, slab.handle.uuid) == (4 * MIB, 1, "GPU-b")
+    assert (slab.nbytes, slab.device_index, slab.handle.uuid) == (4 * MIB, 1, "GPU-b")
     assert slab.close()
     assert slab.close()
     assert memory.log == [("allocate", 1), ("export", 1), ("free", 1)]
@@ -53,7 +53,7 @@ def test_a_slab_that_cannot_be_made_leaves_nothing(cuda: Any, memory: Any, faili
 def test_a_frontend_finds_the_gpu_whatever_its_index_is_here(cuda: Any, memory: Any) -> None:
     cuda.visible = ["GPU-b", "GPU-a"]
     slab = DeviceSlab.attach(cuda, memory, elsewhere(memory))
-    assert slab.device == 0
+    assert slab.device_index == 0
     assert memory.log[-1] == ("open", 0)
     assert slab.close()
     assert memory.log[-1] == ("close", 0)
