@@ -18,10 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = ("shmring", "engine", "frontend", "bench")
 
 CORE = ("shmring.core", "shmring.errors", "shmring.config")
-ENDS_STAND_ON = (
-    *("shmring.gpu", "shmring.memory", "shmring.transport", *CORE),
-    *("shmring.statistics", "shmring.cancellation", "shmring.forks"),
-)
+ENDS_STAND_ON = ("shmring.gpu", "shmring.memory", "shmring.transport", *CORE, "shmring.statistics", "shmring.cancellation")
 
 # What each part may import of this repository beside itself: other parts, or single modules of them. "shmring" is the package
 # itself, shmring/__init__.py, which has what everybody may use.
@@ -30,10 +27,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.config": (),
     "shmring.statistics": (),
     "shmring.cancellation": (),
-    "shmring.forks": ("shmring.errors",),
     "shmring.core": CORE,
     "shmring.memory": (*CORE, "shmring.cancellation"),
-    "shmring.transport": (*CORE, "shmring.forks"),
+    "shmring.transport": CORE,
     "shmring.gpu": (*CORE, "shmring.memory", "shmring.cancellation"),
     "shmring.ring": ENDS_STAND_ON,
     "shmring.client": ENDS_STAND_ON,
@@ -56,8 +52,8 @@ ALLOWED |= {
 # The core knows no I/O, no clock and no tensors,
 FORBIDDEN_IN_CORE = {"asyncio", "os", "mmap", "socket", "time", "torch", "numpy", "threading", "random", "io", "pathlib"}
 
-# but for what these do with the kernel's help: map memory, ring bells, wait for one, look for a moment.
-CALLING_THE_SYSTEM = {"load", "looking", "mapping", "message_ring", "views", "worker_end"}
+# but for what these do with the kernel's help: map memory, ring bells, wait for one, look for a moment, hear of forks.
+CALLING_THE_SYSTEM = {"forks", "load", "looking", "mapping", "message_ring", "views", "worker_end"}
 
 SOURCES = sorted(path for part in OURS for path in (ROOT / part).rglob("*.p*") if path.suffix in {".py", ".pyx", ".pxd"})
 CORE_SOURCES = [path for path in SOURCES if path.is_relative_to(ROOT / "shmring" / "core")]

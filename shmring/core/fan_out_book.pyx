@@ -32,7 +32,8 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from shmring.core.blocks cimport RunAllocator
-from shmring.core.message_ring cimport RecordWriter, forks
+from shmring.core.forks cimport forks
+from shmring.core.message_ring cimport RecordWriter
 from shmring.core.views cimport Lent, drop_region
 
 from shmring.errors import CapacityError, RankTakenError, WorkerLostError
