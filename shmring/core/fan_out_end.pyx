@@ -315,10 +315,6 @@ cdef class FanOutEnd:
                 parcel.slot_count += 1
         return parcel
 
-    def needs_copy_beside(self, Parcel parcel not None) -> bool:
-        """Whether copying it would take the loop too long."""
-        return parcel.packed.slot_nbytes > self._at_once_nbytes
-
     def take_memory(self, Parcel parcel not None) -> bool:
         """Takes memory for what is copied, if it needs any; False: there is none now."""
         if not parcel.packed.slot_nbytes or parcel.start >= 0:
