@@ -58,9 +58,9 @@ GUARDS = (
     ),
     Guard(
         "a large copy goes into the cache only if it fits there beside what was sent since",
-        "shmring/core/client_end.pyx",
-        "self.turnover_nbytes + packed.slot_nbytes <= self._cache_nbytes",
-        "self.turnover_nbytes <= self._cache_nbytes",
+        "shmring/core/payload.pyx",
+        "turnover_nbytes + self.slot_nbytes > cache_nbytes",
+        "turnover_nbytes > cache_nbytes",
         "tests/test_cold_slots.py::test_a_large_slot_that_was_away_for_little_goes_into_the_cache",
     ),
     Guard(
@@ -521,7 +521,7 @@ GUARDS = (
     Guard(
         "registered memory stays mapped",
         "shmring/gpu/pinned.py",
-        "        pinned._mapping = slab.anchor(0, slab.nbytes)",
+        "        pinned._mapping = slab.bytes_at(0, slab.nbytes)",
         "        pass",
         "tests/memory/test_pinned.py::test_registered_memory_stays_mapped_though_nobody_closes_anything",
     ),

@@ -269,7 +269,7 @@ async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: An
                     slot.array((1000,), "u1")[:] = 1
                     slab = client._session._slab
                     print("leased", flush=True)
-                    slab.anchor(client._session.welcome.base_lease.offset + (64 << 10), 1)[0] = 1
+                    slab.bytes_at(client._session.welcome.base_lease.offset + (64 << 10), 1)[0] = 1
                     print("beyond")
 
         asyncio.run(main())

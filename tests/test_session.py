@@ -200,7 +200,7 @@ async def test_a_reply_slot_that_holds_something_else_is_stale(
 ) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit("x")
-    ring._slab.anchor(4096, len(header))[:] = list(header)
+    ring._slab.bytes_at(4096, len(header))[:] = list(header)
     lie = reply_at(0, 100) if lies_in_slot else reply_in(4096, 100, HUNDRED)
     tell(ring, client, [lie, reply_of(7)])
     with pytest.raises(shmring.StaleDescriptorError):
@@ -215,12 +215,12 @@ async def test_headers_say_of_slots_what_the_protocol_promises(serve: Any, conne
     with await ring.claim() as claim:
         [slot] = claim.submit.content.slots
         assert slot.generation == (claim.client_id << 40) + 1
-        assert ring._slab.anchor(slot.offset, 24).tobytes() == slot_header(slot.generation, 5000)
+        assert ring._slab.bytes_at(slot.offset, 24).tobytes() == slot_header(slot.generation, 5000)
         await claim.reply(torch.zeros(5001, dtype=torch.uint8))
     [frontend] = ring._book.clients.values()
     [generation] = frontend.replies
     start = ring._slab.nbytes - ring.statistics().reply_nbytes
-    assert ring._slab.anchor(start, 24).tobytes() == slot_header(generation, 5001)
+    assert ring._slab.bytes_at(start, 24).tobytes() == slot_header(generation, 5001)
     await submission.result()
 
 

@@ -293,7 +293,7 @@ async def test_bytes_that_reach_beyond_a_slot_are_copied(client: shmring.RingCli
         offset = session._slab.find(low.data_ptr())
         assert offset is not None
         span = high.data_ptr() + 5000 - low.data_ptr()
-        across = torch.from_numpy(session._slab.anchor(offset, span))
+        across = torch.from_numpy(session._slab.bytes_at(offset, span))
         assert (await client.request({"x": across}, timeout=5))["x"] >= 15_000
         assert client.statistics().in_place == 0
         del a, b, low, high, across

@@ -1,4 +1,7 @@
-"""``python -m bench allocator``: a run, and what it has found as tables beside the targets."""
+"""``python -m bench allocator``: a run, and what it has found as tables beside the targets and beside the stored run.
+
+A fill depends on nothing but the seeds and the code, so it may not be less than the stored run says, without any tolerance.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ import msgspec
 
 from bench.allocation.measures import CURSOR, LIMIT, OURS, POLICIES, copies, costs, evicting, first_failures
 from bench.allocation.traces import LIFETIMES, SIZES
-from bench.command_line import SETTINGS, deliver, json_option, shown_progress
+from bench.command_line import ROOT, SETTINGS, conclude, deliver, json_option, shown_progress
 from bench.machine import Machine
 from bench.results import Coverage, Findings, Planned, Table, Verdict
 
-__all__ = ["MANY_LIVE", "MEAN_FILL", "MINIMUM_FILL", "Plan", "Result", "allocator_command", "measure"]
+__all__ = ["MANY_LIVE", "MEAN_FILL", "MINIMUM_FILL", "Plan", "Result", "allocator_command", "beside_stored", "measure"]
 
 #: The fill and the time that an allocator is to have; the share of the slab and microseconds.
 MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 0.5
 MANY_LIVE = 10_000
+
+#: The run that the others are held against.
+STORED = ROOT / "bench" / "results" / "allocator.json"
 
 _LOG_UNIFORM = "log-uniform"
 _TITLES = {name: policy.title for name, policy in POLICIES.items()} | {CURSOR: "a cursor that goes round the slab"}
@@ -106,12 +112,22 @@ class Result(msgspec.Struct, frozen=True):
     numbers: dict[str, float]
 
 
+class _Stored(msgspec.Struct, frozen=True):
+    """What is read of a stored run."""
+
+    results: list[Result]
+
+
 #: A result, and where it stands: the title of its table, its column, and what it says there.
 _Shown = tuple[Result, str, str, str]
 
 
-def measure(plan: Plan, progress: Callable[[str], None]) -> Findings:
-    """Measures what a plan says, with a line before each step."""
+def measure(plan: Plan, progress: Callable[[str], None], stored: Sequence[Result] = ()) -> tuple[Findings, list[Verdict]]:
+    """Measures what a plan says, with a line before each step.
+
+    Returns:
+        What was found; and of its targets those of :func:`beside_stored`.
+    """
     shown = list(_shown(plan, progress))
     results = [result for result, *_ in shown]
     tables: dict[str, list[tuple[str, str, str]]] = {}
@@ -121,15 +137,46 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> Findings:
         cases.setdefault(f"{title}, {column}", []).append(result.subject)
     planned = [Planned(case, subjects, 1) for case, subjects in cases.items()]  # a run that was ended before stores nothing
     measured = {(case, subject): 1 for case, subjects in cases.items() for subject in subjects}
-    return Findings(
+    compared = beside_stored(results, stored)
+    findings = Findings(
         mode="allocator",
         machine=Machine.here(),
         tables=[Table.crossed(title, "who places", cells) for title, cells in tables.items()],
         notes=_notes(plan),
         results=results,
-        targets=list(_targets(plan, results)),
+        targets=[*_targets(plan, results), *compared],
         coverage=Coverage.of(planned, measured),
     )
+    return findings, compared
+
+
+def beside_stored(results: Sequence[Result], stored: Sequence[Result]) -> list[Verdict]:
+    """Returns whether each slab got as full as in a stored run: one verdict of the means, and one of the minimums.
+
+    Only the same traces have the same mean. A run of fewer has no lower minimum, since its traces are the first of the others.
+    """
+    before = {(result.kind, result.subject, *sorted(result.at.items())): result.numbers for result in stored}
+    differences: dict[str, list[tuple[float, str]]] = {"mean": [], "minimum": []}
+    for result in results:
+        numbers = before.get((result.kind, result.subject, *sorted(result.at.items())))
+        if result.kind not in ("filled", "evicting") or numbers is None:
+            continue
+        where = ", ".join([_TITLES[result.subject], *map(str, result.at.values())])
+        if result.numbers["samples"] == numbers["samples"]:
+            differences["mean"].append((result.numbers["mean"] - numbers["mean"], where))
+            differences["minimum"].append((result.numbers["minimum"] - numbers["minimum"], where))
+        elif result.kind == "filled" and result.numbers["samples"] < numbers["samples"]:
+            differences["minimum"].append((result.numbers["minimum"] - numbers["minimum"], where))
+    return [_as_full(part, sorted(places)) for part, places in differences.items()]
+
+
+def _as_full(part: str, places: Sequence[tuple[float, str]]) -> Verdict:
+    what, asked = f"{part} fill, beside the stored run", "no less"
+    if not places:
+        return Verdict(what, "all that fill", asked, detail="the stored run has no such traces, or not as many")
+    worst, where = places[0]
+    measured = "the same or more" if worst >= 0 else f"{-worst:.3%} less"
+    return Verdict(what, f"{len(places)} slabs and lifetimes", asked, measured, worst >= 0, "" if worst >= 0 else where)
 
 
 def _shown(plan: Plan, progress: Callable[[str], None]) -> Iterator[_Shown]:
@@ -212,11 +259,15 @@ def _size(nbytes: int) -> str:
 @click.option("--seeds", default=None, type=click.IntRange(min=1), help="Traces of each kind.  [default: 300; quick: 15]")
 @json_option
 def allocator_command(quick: bool, seeds: int | None, json_path: Path | None) -> None:
-    """How full the slab gets, what placing a slot costs, and what reusing warm memory is worth."""
+    """How full the slab gets, what placing a slot costs, and what reusing warm memory is worth.
+
+    Ends with 1 if a slab gets less full than in the stored run, bench/results/allocator.json.
+    """
     plan = Plan.quick() if quick else Plan()
     if seeds is not None:
         plan = dataclasses.replace(plan, seeds=seeds)
     evicted = sum(policy.evicts for policy in POLICIES.values())
     with shown_progress(len(list(plan.fills())) + evicted + len(plan.live) + len(list(plan.copied()))) as progress:
-        findings = measure(plan, progress)
+        findings, compared = measure(plan, progress, msgspec.json.decode(STORED.read_bytes(), type=_Stored).results)
     deliver(findings, json_path)
+    conclude(findings.failures, compared)

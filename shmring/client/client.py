@@ -25,6 +25,7 @@ from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.client_calls import ClientCalls, check_nbytes
+from shmring.core.forks import Origin
 from shmring.core.geometry import nbytes_for_slots
 from shmring.core.states import ClientSlot
 from shmring.errors import (
@@ -34,7 +35,6 @@ from shmring.errors import (
     WouldBlock,
     fresh,
 )
-from shmring.forks import Origin
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.driver import Driver

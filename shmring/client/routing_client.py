@@ -35,9 +35,9 @@ from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.client_calls import check_nbytes
+from shmring.core.forks import Origin
 from shmring.core.states import ClientSlot
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock
-from shmring.forks import Origin
 from shmring.statistics import ClientStatistics
 
 __all__ = ["AcquiringRoutedSlot", "RoutingClient"]

@@ -26,6 +26,7 @@ from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.client_book import ClientSlotRecord
 from shmring.core.client_end import ClientEnd, SubmissionEnd
+from shmring.core.forks import Origin
 from shmring.core.load import LoadPage
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RingMemory, largest_record_nbytes
@@ -57,7 +58,6 @@ from shmring.errors import (
     SlabError,
     fresh,
 )
-from shmring.forks import Origin
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.device_slots import DeviceSlots

@@ -17,7 +17,7 @@ from shmring.core.awaiting import done
 cdef str _HOST = "cpu"
 
 cdef enum:
-    _LONG_NBYTES = 256 << 10  # a copy that may be worth counting: the copier knows
+    _COUNTED_NBYTES = 256 << 10  # a copy that may be worth counting: the copier knows
 
 
 def check_nbytes(nbytes) -> None:
@@ -134,7 +134,7 @@ cdef class ClientCalls:
             return None
         copied_nbytes = end.copied_into_slots
         sent = end.submit_now(payload, name, self._copier.at_once_nbytes)
-        if end.copied_into_slots - copied_nbytes >= _LONG_NBYTES:
+        if end.copied_into_slots - copied_nbytes >= _COUNTED_NBYTES:
             self._copier.count_in_turn(end.copied_into_slots - copied_nbytes)
         return sent
 

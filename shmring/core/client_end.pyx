@@ -568,9 +568,7 @@ cdef class ClientEnd(RecordTaker):
 
     cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held):
         cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._writer.largest_record_nbytes, held)
-        # After once the cache, half of a slot is often still there; after twice the cache, nearly nothing.
-        packed.is_slot_cold = self.turnover_nbytes >= 2 * self._cache_nbytes
-        packed.is_slot_warm = 0 < self.turnover_nbytes and self.turnover_nbytes + packed.slot_nbytes <= self._cache_nbytes
+        packed.choose_way(self.turnover_nbytes, self._cache_nbytes)
         return packed
 
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):

@@ -21,10 +21,11 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 
 from shmring.core.engine_book cimport KEPT_LEASE, EngineBook
+from shmring.core.forks cimport forks
 from shmring.core.instances cimport new_instance
 from shmring.core.load cimport LoadPage
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter, forks
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.payload cimport Packed, done_record, put_done, put_reply, reply_nbytes, reply_record
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of
 from shmring.core.records cimport ClientRecord, EngineSlotRecord, RequestRecord

@@ -7,7 +7,6 @@ from shmring.errors import WorkerLostError
 
 WORKER_PAGE_NBYTES: int
 LARGEST_BACKLOG: int
-MOST_WORKERS: int
 
 class WorkerRecord:
     @property

@@ -32,7 +32,8 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from shmring.core.blocks cimport RunAllocator
-from shmring.core.message_ring cimport RecordWriter, forks
+from shmring.core.forks cimport forks
+from shmring.core.message_ring cimport RecordWriter
 from shmring.core.views cimport Lent, drop_region
 
 from shmring.errors import CapacityError, RankTakenError, WorkerLostError
@@ -53,7 +54,6 @@ cdef enum:
 
 WORKER_PAGE_NBYTES = PAGE_NBYTES
 LARGEST_BACKLOG = WINDOW
-MOST_WORKERS = MAX_WORKERS
 
 
 cdef class WorkerRecord:

@@ -22,11 +22,12 @@ from libc.stdlib cimport free, malloc
 from shmring.core.awaiting cimport Awaited, check_timeout, may_be_awaited, owned
 from shmring.core.engine_end cimport ClaimEnd, EngineEnd
 from shmring.core.fan_out_book cimport WINDOW, FanOutBook, WorkerRecord
+from shmring.core.forks cimport forks
 from shmring.core.held_slots cimport HeldSlots
 from shmring.core.lending cimport BLOCK_NBYTES, slot_blocks
 from shmring.core.looking cimport Looking
 from shmring.core.mapping cimport Mapping
-from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter, forks
+from shmring.core.message_ring cimport RecordReader, RecordTaker, RecordWriter
 from shmring.core.msgpack cimport Cursor, array_nbytes, put_array, put_unsigned, read_array, read_unsigned, unsigned_nbytes
 from shmring.core.payload cimport Packed, Packer, put_slot
 from shmring.core.received cimport PayloadDecoder, regions_of
@@ -313,10 +314,6 @@ cdef class FanOutEnd:
                 hold_region(parcel.regions[place])
                 parcel.slot_count += 1
         return parcel
-
-    def needs_copy_beside(self, Parcel parcel not None) -> bool:
-        """Whether copying it would take the loop too long."""
-        return parcel.packed.slot_nbytes > self._at_once_nbytes
 
     def take_memory(self, Parcel parcel not None) -> bool:
         """Takes memory for what is copied, if it needs any; False: there is none now."""

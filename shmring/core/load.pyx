@@ -11,7 +11,7 @@ cimport cython
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport uint8_t, uint64_t
 
-from shmring.core.message_ring cimport forks
+from shmring.core.forks cimport forks
 
 cdef extern from "<sys/mman.h>" nogil:
     void* mmap(void*, size_t, int, int, int, long)

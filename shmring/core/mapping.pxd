@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, uint64_t
 cdef struct Mapped:
     # Memory that stays mapped as long as anybody has a reference to it.
     int32_t references
-    int process       # that mapped it: in a forked child it is not ours to unmap
+    int forks         # of the process that mapped it: in a forked child it is not ours to unmap
     char* address
     uint64_t nbytes
 

@@ -18,7 +18,9 @@ from cpython.exc cimport PyErr_SetFromErrno
 from libc.errno cimport ENOMEM
 from libc.stdint cimport int32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from posix.unistd cimport _SC_PAGESIZE, getpid, sysconf
+from posix.unistd cimport _SC_PAGESIZE, sysconf
+
+from shmring.core.forks cimport forks
 
 cdef extern from "<sys/mman.h>" nogil:
     void* mmap(void*, size_t, int, int, int, long)
@@ -78,7 +80,7 @@ cdef void keep_mapped(Mapped* mapped) noexcept nogil:
 cdef void leave_mapped(Mapped* mapped) noexcept nogil:
     if drop_reference(&mapped.references):
         return
-    if mapped.nbytes and mapped.process == getpid():
+    if mapped.nbytes and mapped.forks == forks():
         munmap(mapped.address, mapped.nbytes)
     free(mapped)
 
@@ -126,7 +128,7 @@ cdef class Mapping:
         if self.mapped == NULL:
             raise MemoryError
         self.mapped.references = 1
-        self.mapped.process = getpid()
+        self.mapped.forks = forks()
         self.mapped.nbytes = 0
         if size:
             with nogil:

@@ -13,9 +13,6 @@ cdef enum:
     STEP = 8
 
 
-cdef int forks() noexcept nogil
-
-
 cdef class RecordWriter:
     cdef readonly uint64_t bells
     cdef readonly uint32_t largest_record_nbytes

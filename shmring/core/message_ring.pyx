@@ -36,6 +36,8 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
+from shmring.core.forks cimport forks
+
 from shmring.errors import CapacityError, RemoteProtocolError
 
 cdef extern from "<sys/socket.h>" nogil:
@@ -65,25 +67,7 @@ cdef extern from "atomics.h" nogil:
     uint32_t exchange_u32(void* at, uint32_t value)
     void fence_full()
 
-cdef extern from "<pthread.h>" nogil:
-    int pthread_atfork(void (*before)(), void (*in_parent)(), void (*in_child)())
-
 cdef uint32_t SKIP = 0xFFFFFFFF
-
-cdef int _forks = 0  # from the first process that loaded this to this one
-
-
-cdef int forks() noexcept nogil:
-    """Counts the forks from the first process that loaded this module to this one: who remembers it knows whether it is a child."""
-    return _forks
-
-
-cdef void _count_fork() noexcept nogil:
-    global _forks
-    _forks += 1
-
-
-pthread_atfork(NULL, NULL, _count_fork)
 
 #: Of any record: what waits at the other end is bounded by the ring, and a larger payload travels in a slot.
 cdef uint32_t _LARGEST_RECORD_NBYTES = 64 << 10
@@ -229,7 +213,7 @@ cdef class RecordWriter:
         self._memory = _view(memory, &self._at, &self._capacity)
         self.largest_record_nbytes = _largest_record(self._capacity)
         self._bell = bell
-        self._forks = _forks
+        self._forks = forks()
 
     def write(self, record: bytes) -> bool:
         """Publishes a record; returns False, and writes nothing, if the ring is full. Call :meth:`ring_bell` afterwards.
@@ -286,11 +270,11 @@ cdef class RecordWriter:
 
     cdef bint is_writable(self) noexcept nogil:
         """Whether nobody waits for room, and this is the process that the ring is mapped in: a forked child has no ring."""
-        return not self.blocked and self._forks == _forks
+        return not self.blocked and self._forks == forks()
 
     cdef bint is_forked(self) noexcept nogil:
         """Whether this is another process, forked from the one in which the ring is mapped."""
-        return self._forks != _forks
+        return self._forks != forks()
 
     cdef uint64_t _needed(self, uint32_t nbytes) noexcept nogil:
         """What a record takes at the tail, with the skip before it."""

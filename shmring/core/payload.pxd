@@ -44,8 +44,7 @@ cdef class Packed:
     cdef readonly uint64_t slot_nbytes      # of the slot that region 0 needs; 0: it travels in the record
     cdef readonly uint64_t payload_offset   # in that slot, if the payload travels there
     cdef readonly bint is_payload_in_slot
-    cdef bint is_slot_cold                   # whether what the slot holds is unlikely to be in the cache
-    cdef bint is_slot_warm                   # whether enough of it is likely to be there
+    cdef bint goes_past_cache               # whether what is large is copied to the slot past the cache
     cdef uint64_t _max_payload_nbytes
     cdef object _copy_strided
     cdef object _copy_past_cache
@@ -53,7 +52,7 @@ cdef class Packed:
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1
     cdef int copy_to(self, uint8_t* to, bint without_lock) except -1
-    cdef bint _goes_past_cache(self) noexcept
+    cdef void choose_way(self, uint64_t turnover_nbytes, uint64_t cache_nbytes) noexcept
     cdef int make_contiguous(self) except -1
     cdef uint64_t content_nbytes(self) noexcept
     cdef uint32_t content_members(self) noexcept

@@ -59,7 +59,7 @@ cdef enum:
 cdef enum:
     _LINE_NBYTES = 64           # tensors start on cache lines of their own
     _SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
-    _LONG_NBYTES = 4 << 20      # copies to a slot of so much go past the cache, unless it is known to be there
+    _BEYOND_CACHE_NBYTES = 4 << 20  # copies to a slot of so much go past the cache, unless it is known to be there
     _LARGE_NBYTES = 1 << 20     # and those of so much if the slot is known not to be there; below that, streaming gained nothing
     _PART_NBYTES = 64 << 10     # in such a slot, a tensor that is shorter is copied with the rest: a call takes a third of a microsecond
     _WITHOUT_LOCK_NBYTES = 256 << 10  # a copy of so much lets other threads run; handing the lock over costs some microseconds
@@ -500,6 +500,7 @@ cdef class Packed:
             self.is_payload_in_slot = True
             self.payload_offset = _align(self.region_nbytes)
             self.slot_nbytes = self.payload_offset + payload_nbytes
+        self.goes_past_cache = self.slot_nbytes >= _BEYOND_CACHE_NBYTES  # as far as anybody knows
         return 0
 
     def copy_into(self, address: int) -> None:
@@ -513,8 +514,8 @@ cdef class Packed:
                 continue
             if not part.address:
                 self._copy_strided(part, <uint64_t>to + part.offset)
-            elif part.nbytes >= _LARGE_NBYTES or (part.nbytes >= _PART_NBYTES and self.slot_nbytes >= _LONG_NBYTES):
-                copy = self._copy_past_cache if self._goes_past_cache() else self._copy_into_cache
+            elif part.nbytes >= _LARGE_NBYTES or (part.nbytes >= _PART_NBYTES and self.slot_nbytes >= _BEYOND_CACHE_NBYTES):
+                copy = self._copy_past_cache if self.goes_past_cache else self._copy_into_cache
                 copy(<uint64_t>to + part.offset, part.address, part.nbytes)
             elif without_lock:
                 with nogil:
@@ -525,8 +526,15 @@ cdef class Packed:
             memcpy(to + self.payload_offset, PyBytes_AS_STRING(self.payload), PyBytes_GET_SIZE(self.payload))
         return 0
 
-    cdef bint _goes_past_cache(self) noexcept:
-        return not self.is_slot_warm if self.slot_nbytes >= _LONG_NBYTES else self.is_slot_cold
+    cdef void choose_way(self, uint64_t turnover_nbytes, uint64_t cache_nbytes) noexcept:
+        """Decides what goes past the cache, by what is written between two uses of a slot (0: unknown) and what the cache holds.
+
+        After once the cache, half of a slot is often still there; after twice the cache, nearly nothing.
+        """
+        if self.slot_nbytes >= _BEYOND_CACHE_NBYTES:
+            self.goes_past_cache = turnover_nbytes == 0 or turnover_nbytes + self.slot_nbytes > cache_nbytes
+        else:
+            self.goes_past_cache = turnover_nbytes >= 2 * cache_nbytes
 
     cdef int make_contiguous(self) except -1:
         """Before a record is written: what is copied into it must be taken as it lies, since no Python may run meanwhile."""

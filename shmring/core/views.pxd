@@ -13,7 +13,7 @@ cdef enum:
 cdef struct Departures:
     # Where regions go whose last view has died, and the bell that says so. Lives until its owner and the last region have gone.
     int32_t references
-    int process         # that made it: a forked child does not ring
+    int forks           # of the process that made it: a forked child does not ring
     int bell            # an eventfd
     void* top           # of the stack of regions that have departed; CLOSED when nobody collects them any more
     Lent* draining      # regions that were left while viewed and were not collected; the owner's thread only

@@ -31,7 +31,7 @@ from cpython.ref cimport Py_DECREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
-from posix.unistd cimport close, getpid, read, write
+from posix.unistd cimport close, read, write
 
 from shmring.core.dlpack cimport (
     ON_CPU,
@@ -41,6 +41,7 @@ from shmring.core.dlpack cimport (
     DLPackExchangeAPIHeader,
     DLTensor,
 )
+from shmring.core.forks cimport forks
 from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
 
 cdef extern from "<sys/eventfd.h>" nogil:
@@ -103,7 +104,7 @@ cdef bint _push(Departures* departures, Lent* region) noexcept nogil:
         region.next = <Lent*>seen
         if push_top(&departures.top, &seen, region):
             break
-    if seen == NULL and departures.process == getpid():
+    if seen == NULL and departures.forks == forks():
         write(departures.bell, &ring, sizeof(ring))
     return True
 
@@ -220,7 +221,7 @@ cdef class Regions:
             close(bell)
             raise MemoryError
         self._departures.references = 1
-        self._departures.process = getpid()
+        self._departures.forks = forks()
         self._departures.bell = bell
         self._departures.top = NULL
         self._departures.draining = NULL
@@ -280,7 +281,7 @@ cdef class Regions:
         keys = []
         if self._departures == NULL:
             return keys
-        if self._departures.process == getpid():  # else the bell is the parent's
+        if self._departures.forks == forks():  # else the bell is the parent's
             read(self._departures.bell, &rings, sizeof(rings))  # before the stack is taken: a later push rings again
         top = <Lent*>take_stack(&self._departures.top, NULL)
         while top != NULL:  # turned over: the first that was pushed comes first

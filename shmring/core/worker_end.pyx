@@ -24,9 +24,10 @@ from posix.unistd cimport close, dup
 
 from shmring.core.fan_out_book cimport AT_CLOSED, AT_STAMPS, AT_WANT, PAGE_NBYTES, WINDOW
 from shmring.core.fan_out_end cimport ANSWER, BROADCAST, IS_SHARED, WANTS_ANSWER
+from shmring.core.forks cimport forks
 from shmring.core.looking cimport Looking, now_s
 from shmring.core.mapping cimport Mapped, Mapping, keep_mapped, leave_mapped
-from shmring.core.message_ring cimport RecordReader, RecordWriter, forks, read_bells
+from shmring.core.message_ring cimport RecordReader, RecordWriter, read_bells
 from shmring.core.msgpack cimport Cursor, Value, put_array, put_unsigned, read_array, read_unsigned, read_value, unsigned_nbytes
 from shmring.core.payload cimport Packed, Packer
 from shmring.core.received cimport ContentRegions, PayloadDecoder, regions_of

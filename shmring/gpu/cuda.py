@@ -100,29 +100,29 @@ class Cuda(Protocol):
     def current_device(self) -> int:
         """Returns the index of this thread's device, without initialising CUDA for the answer."""
 
-    def host_register(self, device: int, address: int, nbytes: int) -> None:
+    def host_register(self, device_index: int, address: int, nbytes: int) -> None:
         """Pins a page-aligned range of this process's memory, for all devices. Blocks, for about 0.1 s a GB."""
 
-    def host_unregister(self, device: int, address: int) -> None:
+    def host_unregister(self, device_index: int, address: int) -> None:
         """Takes back what :meth:`host_register` did at this address."""
 
-    def clear_error(self, device: int) -> None:
+    def clear_error(self, device_index: int) -> None:
         """Takes the error that a failed call left pending on this thread, so that nobody else meets it.
 
         Raises:
             CudaError: it does not go away: the device itself is in trouble.
         """
 
-    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+    def allocate(self, device_index: int, nbytes: int) -> torch.Tensor:
         """Returns new device memory as bytes: ``uint8 (nbytes,)``."""
 
-    def view(self, device: int, lent: DeviceBytes) -> torch.Tensor:
+    def view(self, device_index: int, lent: DeviceBytes) -> torch.Tensor:
         """Returns a range of device memory as bytes, ``uint8 (nbytes,)``, that keep ``lent`` alive."""
 
-    def create_stream(self, device: int) -> Stream:
+    def create_stream(self, device_index: int) -> Stream:
         """Returns a stream for copies, beside those for computing."""
 
-    def current_stream(self, device: int) -> Stream:
+    def current_stream(self, device_index: int) -> Stream:
         """Returns the stream that this thread computes on."""
 
     def used_on(self, memory: torch.Tensor, stream: Stream) -> None:
@@ -140,13 +140,13 @@ class Cuda(Protocol):
     def export_event(self, event: Event) -> bytes:
         """Returns the handle by which other processes open an event of :meth:`record_shared`."""
 
-    def open_event(self, device: int, handle: bytes) -> Event:
+    def open_event(self, device_index: int, handle: bytes) -> Event:
         """Returns another process's event. Not to be called twice for one handle, nor in the process that made it."""
 
-    def device_of(self, uuid: str) -> int | None:
+    def device_index_of(self, uuid: str) -> int | None:
         """Returns the index under which this process sees a GPU; None if it does not."""
 
-    def uuid(self, device: int) -> str:
+    def uuid(self, device_index: int) -> str:
         """Returns what a GPU is called in every process, whatever they count it as."""
 
     def wait_event(self, stream: Stream, event: Event) -> None:
@@ -198,44 +198,44 @@ class TorchCuda:
         # Whoever chose another device has initialised CUDA by that.
         return _cuda.current_device() if _cuda.is_initialized() else 0
 
-    def host_register(self, device: int, address: int, nbytes: int) -> None:
-        with _calling("cudaHostRegister", nbytes), _cuda.device(device):
+    def host_register(self, device_index: int, address: int, nbytes: int) -> None:
+        with _calling("cudaHostRegister", nbytes), _cuda.device(device_index):
             _check("cudaHostRegister", _cuda.cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE), nbytes)
 
-    def host_unregister(self, device: int, address: int) -> None:
-        with _calling("cudaHostUnregister"), _cuda.device(device):
+    def host_unregister(self, device_index: int, address: int) -> None:
+        with _calling("cudaHostUnregister"), _cuda.device(device_index):
             _check("cudaHostUnregister", _cuda.cudart().cudaHostUnregister(address), None)
 
-    def clear_error(self, device: int) -> None:
+    def clear_error(self, device_index: int) -> None:
         # torch binds no cudaGetLastError, and a libcudart found by name may not be the one it calls, so that one's last
         # error would be another. But the check behind each of its kernels takes what is pending, and reports it.
         with contextlib.suppress(RuntimeError, AssertionError):
-            self._launch(device)
+            self._launch(device_index)
         with _calling("clearing the pending error"):
-            self._launch(device)
+            self._launch(device_index)
 
     @staticmethod
-    def _launch(device: int) -> None:
-        torch.full((1,), 1, dtype=torch.uint8, device=torch.device("cuda", device))
+    def _launch(device_index: int) -> None:
+        torch.full((1,), 1, dtype=torch.uint8, device=torch.device("cuda", device_index))
 
-    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+    def allocate(self, device_index: int, nbytes: int) -> torch.Tensor:
         with _calling("allocating device memory", nbytes):
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device_index))
 
-    def view(self, device: int, lent: DeviceBytes) -> torch.Tensor:
+    def view(self, device_index: int, lent: DeviceBytes) -> torch.Tensor:
         with _calling("viewing device memory"):
-            view = torch.as_tensor(lent, device=torch.device("cuda", device))
+            view = torch.as_tensor(lent, device=torch.device("cuda", device_index))
         # A copy would not keep what it was made of, and its place would be lent out again under whoever writes there.
         assert view.data_ptr() == lent.__cuda_array_interface__["data"][0], "torch copied what it was to view"
         return view
 
-    def create_stream(self, device: int) -> Stream:
+    def create_stream(self, device_index: int) -> Stream:
         with _calling("creating a stream"):
-            return _cuda.Stream(torch.device("cuda", device))
+            return _cuda.Stream(torch.device("cuda", device_index))
 
-    def current_stream(self, device: int) -> Stream:
+    def current_stream(self, device_index: int) -> Stream:
         with _calling("asking for the current stream"):
-            return _cuda.current_stream(device)
+            return _cuda.current_stream(device_index)
 
     def used_on(self, memory: torch.Tensor, stream: Stream) -> None:
         with _calling("recording a use"):
@@ -262,18 +262,18 @@ class TorchCuda:
         with _calling("exporting an event"):
             return bytes(event.ipc_handle())
 
-    def open_event(self, device: int, handle: bytes) -> Event:
+    def open_event(self, device_index: int, handle: bytes) -> Event:
         with _calling("opening an event"):
-            return _cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)
+            return _cuda.Event.from_ipc_handle(torch.device("cuda", device_index), handle)
 
-    def device_of(self, uuid: str) -> int | None:
+    def device_index_of(self, uuid: str) -> int | None:
         with _calling("asking for the devices"):
             devices = range(_cuda.device_count())
         return next((device for device in devices if self.uuid(device) == uuid), None)
 
-    def uuid(self, device: int) -> str:
+    def uuid(self, device_index: int) -> str:
         with _calling("asking for a device's properties"):
-            return str(_cuda.get_device_properties(device).uuid)
+            return str(_cuda.get_device_properties(device_index).uuid)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         with _calling("waiting for an event in a stream"):

@@ -43,33 +43,33 @@ GRANULE_NBYTES = 2 << 20
 class DeviceMemory(Protocol):
     """Plain device memory, and its way to another process; see :class:`shmring.gpu.driver.Driver`."""
 
-    def allocate(self, device: int, nbytes: int) -> int: ...
+    def allocate(self, device_index: int, nbytes: int) -> int: ...
 
-    def free(self, device: int, address: int) -> None: ...
+    def free(self, device_index: int, address: int) -> None: ...
 
-    def export(self, device: int, address: int) -> bytes: ...
+    def export(self, device_index: int, address: int) -> bytes: ...
 
-    def open(self, device: int, handle: bytes) -> int: ...
+    def open(self, device_index: int, handle: bytes) -> int: ...
 
-    def close(self, device: int, address: int) -> None: ...
+    def close(self, device_index: int, address: int) -> None: ...
 
 
 class _Mapping:
     """Device memory as this process has it. Views hold it; when it is given back is for its users to say."""
 
-    def __init__(self, memory: DeviceMemory, device: int, address: int, *, owned: bool) -> None:
+    def __init__(self, memory: DeviceMemory, device_index: int, address: int, *, owned: bool) -> None:
         self.address = address
         self.users = 1
         self.lent: weakref.WeakSet[DeviceBytes] = weakref.WeakSet()
         self._memory = memory
-        self._device = device
+        self._device_index = device_index
         self._owned = owned
 
     def give_back(self) -> None:
         if self._owned:
-            self._memory.free(self._device, self.address)
+            self._memory.free(self._device_index, self.address)
         else:
-            self._memory.close(self._device, self.address)
+            self._memory.close(self._device_index, self.address)
 
 
 _lock = threading.Lock()
@@ -81,13 +81,13 @@ class DeviceSlab:
     """A device slab in this process. Made by :meth:`create` (the engine) or :meth:`attach` (a frontend).
 
     Attributes:
-        device: the GPU, as this process counts.
+        device_index: the GPU, as this process counts.
         handle: what others attach by.
         nbytes: size.
     """
 
-    def __init__(self, cuda: Cuda, device: int, handle: DeviceHandle, mapping: _Mapping) -> None:
-        self.device = device
+    def __init__(self, cuda: Cuda, device_index: int, handle: DeviceHandle, mapping: _Mapping) -> None:
+        self.device_index = device_index
         self.handle = handle
         self.nbytes = handle.nbytes
         self._cuda = cuda
@@ -95,13 +95,13 @@ class DeviceSlab:
         self._closed = False
 
     @classmethod
-    def create(cls, cuda: Cuda, memory: DeviceMemory, device: int, nbytes: int) -> DeviceSlab:
+    def create(cls, cuda: Cuda, memory: DeviceMemory, device_index: int, nbytes: int) -> DeviceSlab:
         """Allocates a slab. Blocks for some milliseconds.
 
         Args:
             cuda: how to call CUDA.
             memory: how to call the driver.
-            device: which GPU.
+            device_index: which GPU.
             nbytes: size; rounded up to 2 MiB.
 
         Raises:
@@ -109,16 +109,16 @@ class DeviceSlab:
         """
         _check_available(cuda, nbytes)
         nbytes = whole_nbytes(nbytes)
-        address = memory.allocate(device, nbytes)
+        address = memory.allocate(device_index, nbytes)
         try:
-            handle = DeviceHandle(cuda.uuid(device), memory.export(device, address), nbytes)
+            handle = DeviceHandle(cuda.uuid(device_index), memory.export(device_index, address), nbytes)
         except BaseException:
-            memory.free(device, address)
+            memory.free(device_index, address)
             raise
-        mapping = _Mapping(memory, device, address, owned=True)
+        mapping = _Mapping(memory, device_index, address, owned=True)
         with _lock:
             _mappings[handle.memory] = mapping
-        return cls(cuda, device, handle, mapping)
+        return cls(cuda, device_index, handle, mapping)
 
     @classmethod
     def attach(cls, cuda: Cuda, memory: DeviceMemory, handle: DeviceHandle) -> DeviceSlab:
@@ -128,8 +128,8 @@ class DeviceSlab:
             CudaError: CUDA is not there, this process does not see that GPU, or the handle can't be opened.
         """
         _check_available(cuda, handle.nbytes)
-        device = cuda.device_of(handle.uuid)
-        if device is None:
+        device_index = cuda.device_index_of(handle.uuid)
+        if device_index is None:
             raise CudaError(
                 f"the engine's device slab is on {handle.uuid}, which this process does not see; add it to "
                 "CUDA_VISIBLE_DEVICES (in any order), or use slots in host memory",
@@ -140,12 +140,12 @@ class DeviceSlab:
             if mapping is not None:
                 mapping.users += 1
             else:
-                mapping = _Mapping(memory, device, memory.open(device, handle.memory), owned=False)
+                mapping = _Mapping(memory, device_index, memory.open(device_index, handle.memory), owned=False)
                 _mappings[handle.memory] = mapping
-        return cls(cuda, device, handle, mapping)
+        return cls(cuda, device_index, handle, mapping)
 
-    def anchor(self, offset: int, nbytes: int) -> tuple[DeviceBytes, torch.Tensor]:
-        """Returns bytes of the slab; the root of all views of a slot.
+    def lend(self, offset: int, nbytes: int) -> tuple[DeviceBytes, torch.Tensor]:
+        """Lends bytes of the slab, to be viewed as one slot.
 
         Returns:
             What all views keep alive, so that a weak reference to it tells of the death of the last; and the bytes as a
@@ -158,11 +158,11 @@ class DeviceSlab:
         lent = DeviceBytes(self._mapping, self._mapping.address + offset, nbytes)
         with _lock:
             self._mapping.lent.add(lent)
-        return lent, self._cuda.view(self.device, lent)
+        return lent, self._cuda.view(self.device_index, lent)
 
     def view(self, lent: DeviceBytes) -> torch.Tensor:
-        """Returns one more view of bytes that :meth:`anchor` has lent and that are alive."""
-        return self._cuda.view(self.device, lent)
+        """Returns one more view of bytes that :meth:`lend` has lent and that are alive."""
+        return self._cuda.view(self.device_index, lent)
 
     def find(self, address: int) -> int | None:
         """Returns the offset of an address of this process in the slab, or None if it is elsewhere."""
@@ -236,13 +236,13 @@ class OpenedFences:
 
     Args:
         cuda: how to call CUDA.
-        device: of the slab.
+        device_index: of the slab.
         capacity: the most a frontend may have.
     """
 
-    def __init__(self, cuda: Cuda, device: int, capacity: int) -> None:
+    def __init__(self, cuda: Cuda, device_index: int, capacity: int) -> None:
         self._cuda = cuda
-        self._device = device
+        self._device_index = device_index
         self._capacity = capacity
         self._events: dict[bytes, Event] = {}
 
@@ -261,7 +261,7 @@ class OpenedFences:
             if len(self._events) >= self._capacity:
                 raise RemoteProtocolError(f"a frontend sent more than {self._capacity} events")
             try:
-                event = self._cuda.open_event(self._device, handle)
+                event = self._cuda.open_event(self._device_index, handle)
             except CudaError as error:
                 raise RemoteProtocolError(f"a frontend's event can't be opened: {error}") from None
             self._events[handle] = event

@@ -59,7 +59,7 @@ class DeviceClaims:
         self._cuda = cuda
         self._slab = slab
         self._start = start
-        self._views: DeviceViews[tuple[int, int]] = DeviceViews(cuda, slab.device, wake)  # by client and generation
+        self._views: DeviceViews[tuple[int, int]] = DeviceViews(cuda, slab.device_index, wake)  # by client and generation
         self._opened: dict[int, OpenedFences] = {}
         self._announced_to: set[int] = set()
         self._in_use: set[tuple[int, int]] = set()
@@ -114,7 +114,7 @@ class DeviceClaims:
             CudaError: CUDA failed. No slot counts as used.
         """
         slots = [slot for slot in submit.content.slots if self.has(slot)]
-        stream = self._cuda.current_stream(self._slab.device)
+        stream = self._cuda.current_stream(self._slab.device_index)
         self._wait(client_id, submit.content, stream)
         for slot in slots:
             key = (client_id, slot.generation)
@@ -130,14 +130,14 @@ class DeviceClaims:
             ValueError: it is a stream of another device.
             CudaError: CUDA failed.
         """
-        index = cuda_index(self._cuda, device)
-        own = self._slab.device
-        if index != own:
+        device_index = cuda_index(self._cuda, device)
+        own_index = self._slab.device_index
+        if device_index != own_index:
             raise ValueError(
-                f"request {submit.request_id} has tensors in the device slab on cuda:{own}, which cuda:{index} can't have: "
-                f"claim.to('cuda:{own}') gives them as they are; copy what another GPU needs from there"
+                f"request {submit.request_id} has tensors in the device slab on cuda:{own_index}, which cuda:{device_index} "
+                f"can't have: claim.to('cuda:{own_index}') gives them as they are; copy what another GPU needs from there"
             )
-        consumer = self._cuda.current_stream(own) if stream is None else stream
+        consumer = self._cuda.current_stream(own_index) if stream is None else stream
         self._wait(client_id, submit.content, consumer)
         for slot in submit.content.slots:
             if self.has(slot):
@@ -167,7 +167,7 @@ class DeviceClaims:
         if lent is not None:
             return self._slab.view(lent)
         # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-        lent, view = self._slab.anchor(slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes))
+        lent, view = self._slab.lend(slot.offset - self._start + SLOT_HEADER_NBYTES, max(1, slot.nbytes))
         self._views.watch(key, lent)
         return view
 
@@ -198,7 +198,9 @@ class DeviceClaims:
         if opened is None:
             # A fence is out for as long as a slot is, also when its request has ended. So no more of them can be needed than
             # there are blocks.
-            opened = self._opened[client_id] = OpenedFences(self._cuda, self._slab.device, self._slab.nbytes // BLOCK_NBYTES)
+            opened = self._opened[client_id] = OpenedFences(
+                self._cuda, self._slab.device_index, self._slab.nbytes // BLOCK_NBYTES
+            )
         opened.wait(stream, content.fence)
 
     # -- the end -------------------------------------------------------------------------------------------------------

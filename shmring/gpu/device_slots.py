@@ -108,11 +108,11 @@ class DeviceSlots(Slots):
 
     # -- mapping the slab --------------------------------------------------------------------------------------------------
 
-    async def open(self, index: int | None) -> DeviceSlots:
+    async def open(self, device_index: int | None) -> DeviceSlots:
         """Attaches to the engine's device slab, once.
 
         Args:
-            index: of the GPU that is wanted, as this process counts; None: any.
+            device_index: of the GPU that is wanted, as this process counts; None: any.
 
         Raises:
             SlabError: the engine has none, or (``CudaError``) this process can't have it. The next call tries again.
@@ -128,9 +128,9 @@ class DeviceSlots(Slots):
             except CudaError as error:
                 raise fresh(error) from None  # others may be waiting for the same
             self._owner.check_alive()
-        return self.opened(index)
+        return self.opened(device_index)
 
-    def opened(self, index: int | None) -> DeviceSlots:
+    def opened(self, device_index: int | None) -> DeviceSlots:
         """The same if that was done before.
 
         Raises:
@@ -140,8 +140,10 @@ class DeviceSlots(Slots):
         self._check_there()
         if not self._is_open:
             raise WouldBlock("the engine's device slab is not mapped yet; await client.slot(..., device='cuda') once")
-        if index is not None and index != self._slab.device:
-            raise ValueError(f"the engine's device slab is on cuda:{self._slab.device} of this process, not on cuda:{index}")
+        if device_index is not None and device_index != self._slab.device_index:
+            raise ValueError(
+                f"the engine's device slab is on cuda:{self._slab.device_index} of this process, not on cuda:{device_index}"
+            )
         return self
 
     def _check_there(self) -> None:
@@ -157,7 +159,7 @@ class DeviceSlots(Slots):
         except BaseException:
             self.is_mapped = False
             raise
-        self._views = DeviceViews(self._cuda, self._slab.device, self._wake)
+        self._views = DeviceViews(self._cuda, self._slab.device_index, self._wake)
         self._is_open = True
         if self._is_lost:  # meanwhile
             self._abandon()
@@ -176,9 +178,9 @@ class DeviceSlots(Slots):
             CudaError: CUDA failed. The slot is free again.
         """
         try:
-            stream = self._cuda.current_stream(self._slab.device)
+            stream = self._cuda.current_stream(self._slab.device_index)
             # Of a slot of no bytes one is viewed: it has a block, and CUDA knows no empty ranges.
-            lent, memory = self._slab.anchor(record.offset - self._start + SLOT_HEADER_NBYTES, max(1, record.nbytes))
+            lent, memory = self._slab.lend(record.offset - self._start + SLOT_HEADER_NBYTES, max(1, record.nbytes))
         except BaseException:
             self.give_up(record)
             raise
@@ -218,7 +220,7 @@ class DeviceSlots(Slots):
 
     def current_stream(self) -> Stream:
         """Returns the stream that this thread computes on, on the slab's device."""
-        return self._cuda.current_stream(self._slab.device)
+        return self._cuda.current_stream(self._slab.device_index)
 
     def record_fence(self, records: Sequence[ClientSlotRecord], stream: Stream | None) -> bytes:
         """For the end, which submits slots of which some are here: records an event behind all that is queued on a stream.

@@ -43,16 +43,16 @@ class DeviceViews(Generic[_Key]):
 
     Args:
         cuda: how to call CUDA.
-        device: where the memory is.
+        device_index: where the memory is.
         wake: called on any thread; must only wake the loop, which calls :meth:`collect`.
     """
 
-    def __init__(self, cuda: Cuda, device: int, wake: Callable[[], object]) -> None:
+    def __init__(self, cuda: Cuda, device_index: int, wake: Callable[[], object]) -> None:
         self._cuda = cuda
-        self._device = device
+        self._device_index = device_index
         self._views: Obituaries[_Key, DeviceBytes | Hold] = Obituaries(wake)
         self._streams: dict[_Key, set[Stream]] = {}
-        self._watcher = Watcher(cuda, f"shmring-slots-{device}")
+        self._watcher = Watcher(cuda, f"shmring-slots-{device_index}")
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._streams
@@ -112,7 +112,7 @@ class DeviceViews(Generic[_Key]):
         self._views.watch(key, hold)
         self._views.expect(key)
         try:
-            streams.add(self._cuda.current_stream(self._device))
+            streams.add(self._cuda.current_stream(self._device_index))
             events = [self._cuda.record(stream) for stream in streams]
         except CudaError as error:
             logger.error("a slot in device memory is kept until this process ends: %s", str(error))

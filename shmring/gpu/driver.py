@@ -54,37 +54,37 @@ class Driver:
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
 
-    def allocate(self, device: int, nbytes: int) -> int:
+    def allocate(self, device_index: int, nbytes: int) -> int:
         """Returns the address of new memory."""
         address = ctypes.c_uint64()
-        with self._current(device):
+        with self._current(device_index):
             self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
         return address.value
 
-    def free(self, device: int, address: int) -> None:
+    def free(self, device_index: int, address: int) -> None:
         """Frees what :meth:`allocate` returned. Waits for the device."""
-        with self._current(device):
+        with self._current(device_index):
             self._call("cuMemFree_v2", address)
 
-    def export(self, device: int, address: int) -> bytes:
+    def export(self, device_index: int, address: int) -> bytes:
         """Returns the handle by which other processes open memory of :meth:`allocate`."""
         handle = _Handle()
-        with self._current(device):
+        with self._current(device_index):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(handle.reserved)
 
-    def open(self, device: int, handle: bytes) -> int:
+    def open(self, device_index: int, handle: bytes) -> int:
         """Returns where another process's memory is mapped here."""
         address = ctypes.c_uint64()
-        with self._current(device):
+        with self._current(device_index):
             self._call(
                 "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
             )
         return address.value
 
-    def close(self, device: int, address: int) -> None:
+    def close(self, device_index: int, address: int) -> None:
         """Unmaps what :meth:`open` returned. The memory itself is its owner's. Waits for the device."""
-        with self._current(device):
+        with self._current(device_index):
             self._call("cuCtxSynchronize")  # that unmapping waits, as freeing does, is written nowhere
             self._call("cuIpcCloseMemHandle", address)
 
@@ -100,24 +100,24 @@ class Driver:
         return library
 
     @contextlib.contextmanager
-    def _current(self, device: int) -> Iterator[None]:
+    def _current(self, device_index: int) -> Iterator[None]:
         """Makes the primary context of a device, torch's own, this thread's current one."""
-        self._call("cuCtxPushCurrent_v2", self._context(device))
+        self._call("cuCtxPushCurrent_v2", self._context(device_index))
         try:
             yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def _context(self, device: int) -> ctypes.c_void_p:
+    def _context(self, device_index: int) -> ctypes.c_void_p:
         with self._lock:
-            if device not in self._contexts:
+            if device_index not in self._contexts:
                 self._call("cuInit", 0)
                 number, context = ctypes.c_int(), ctypes.c_void_p()
-                self._call("cuDeviceGet", ctypes.byref(number), device)
+                self._call("cuDeviceGet", ctypes.byref(number), device_index)
                 # Retained until the process ends: what is mapped in it must not go with whoever else releases it.
                 self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number.value)
-                self._contexts[device] = context
-            return self._contexts[device]
+                self._contexts[device_index] = context
+            return self._contexts[device_index]
 
     def _call(self, name: str, *arguments: object) -> None:
         code = getattr(self._library, name)(*arguments)

@@ -50,13 +50,13 @@ class PinnedSlab:
     """What of a slab is registered with CUDA: all of it, or nothing.
 
     Attributes:
-        device: the GPU in whose context it was registered; it is pinned for all of them.
+        device_index: the GPU in whose context it was registered; it is pinned for all of them.
         nbytes: registered, in bytes; 0 if the slab is not pinned.
         seconds: what registering took.
     """
 
-    def __init__(self, cuda: Cuda, device: int, address: int) -> None:
-        self.device = device
+    def __init__(self, cuda: Cuda, device_index: int, address: int) -> None:
+        self.device_index = device_index
         self.nbytes = 0
         self.seconds = 0.0
         self._cuda = cuda
@@ -65,20 +65,20 @@ class PinnedSlab:
         self._chunks: list[tuple[int, int]] = []  # (offset, bytes), by offset
 
     @classmethod
-    def register(cls, slab: Slab, cuda: Cuda, device: int, *, chunk_nbytes: int = CHUNK_NBYTES) -> PinnedSlab:
+    def register(cls, slab: Slab, cuda: Cuda, device_index: int, *, chunk_nbytes: int = CHUNK_NBYTES) -> PinnedSlab:
         """Registers a slab, whole or in chunks. Blocks for about 0.1 s a GB: call it on a thread.
 
         Args:
             slab: prefaulted, or registering has to fault every page in.
             cuda: how to call CUDA.
-            device: in whose context; the GPU that copies will go to, so that no other one gets a context.
+            device_index: in whose context; the GPU that copies will go to, so that no other one gets a context.
             chunk_nbytes: how much at a time, a multiple of the page size, where one call can't take it all.
 
         Raises:
             CudaError: CUDA refused, in one call and in chunks. Nothing stays registered, and no error pending.
         """
-        pinned = cls(cuda, device, slab.address)
-        pinned._mapping = slab.anchor(0, slab.nbytes)
+        pinned = cls(cuda, device_index, slab.address)
+        pinned._mapping = slab.bytes_at(0, slab.nbytes)
         _registered.add(pinned)
         started = time.monotonic()
         try:
@@ -135,7 +135,7 @@ class PinnedSlab:
         ]
         for offset, nbytes in chunks:
             try:
-                self._cuda.host_register(self.device, self._address + offset, nbytes)
+                self._cuda.host_register(self.device_index, self._address + offset, nbytes)
             except CudaError:
                 self._clear_error()
                 self._unregister()
@@ -147,7 +147,7 @@ class PinnedSlab:
         while self._chunks:
             offset, nbytes = self._chunks.pop()
             try:
-                self._cuda.host_unregister(self.device, self._address + offset)
+                self._cuda.host_unregister(self.device_index, self._address + offset)
             except CudaError as error:
                 logger.error("%d bytes of the slab stay pinned and mapped until this process ends: %s", nbytes, error)
                 self._clear_error()
@@ -156,12 +156,12 @@ class PinnedSlab:
 
     def _clear_error(self) -> None:
         try:
-            self._cuda.clear_error(self.device)
+            self._cuda.clear_error(self.device_index)
         except CudaError as error:
             logger.error("the GPU is in trouble beyond that call: %s", error)
 
 
-def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device: int) -> PinnedSlab:
+def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device_index: int) -> PinnedSlab:
     """Pins a slab as configured. Blocks, as :meth:`PinnedSlab.register` does.
 
     Args:
@@ -169,26 +169,30 @@ def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device: int) -> PinnedSlab:
         mode: see :data:`PinMode`. That ``auto`` finds a torch without CUDA is said, and worth no warning: there is no software
             for a GPU at all, as on any machine without one.
         cuda: how to call CUDA.
-        device: in whose context.
+        device_index: in whose context.
 
     Raises:
         CudaError: ``mode`` is ``on``, and the slab can't be pinned.
     """
     if mode == "off":
-        return PinnedSlab(cuda, device, slab.address)
+        return PinnedSlab(cuda, device_index, slab.address)
     reason = cuda.unavailable()
     try:
         if reason is not None:
             raise CudaError(reason, call="cudaHostRegister", nbytes=slab.nbytes)
-        pinned = PinnedSlab.register(slab, cuda, device)
+        pinned = PinnedSlab.register(slab, cuda, device_index)
     except CudaError as error:
         if mode == "on":
             message = f"the slab can't be pinned: {error}; pin='auto' would go on without"
             raise CudaError(message, call=error.call, code=error.code, nbytes=slab.nbytes) from None
         level = logging.WARNING if cuda.is_built() else logging.INFO
         logger.log(level, "the slab is not pinned, copies to a GPU will be slower: %s; set pin='off' if that is meant", error)
-        return PinnedSlab(cuda, device, slab.address)
+        return PinnedSlab(cuda, device_index, slab.address)
     logger.info(
-        "pinned %d bytes of the slab in %.2f s, in %d calls, on GPU %d", pinned.nbytes, pinned.seconds, pinned.chunks, device
+        "pinned %d bytes of the slab in %.2f s, in %d calls, on GPU %d",
+        pinned.nbytes,
+        pinned.seconds,
+        pinned.chunks,
+        device_index,
     )
     return pinned

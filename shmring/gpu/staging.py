@@ -62,7 +62,7 @@ class StagingRing:
 
     Args:
         cuda: how to call CUDA.
-        device: where the memory is.
+        device_index: where the memory is.
         memory: ``uint8 (nbytes,)`` on that device; at least one unit.
         stream: what fills the parts.
 
@@ -70,9 +70,9 @@ class StagingRing:
         nbytes: the largest part there can be.
     """
 
-    def __init__(self, cuda: Cuda, device: int, memory: torch.Tensor, stream: Stream) -> None:
+    def __init__(self, cuda: Cuda, device_index: int, memory: torch.Tensor, stream: Stream) -> None:
         self._cuda = cuda
-        self._device = device
+        self._device_index = device_index
         self._memory = memory
         self._stream = stream
         self._loop = asyncio.get_running_loop()
@@ -121,7 +121,7 @@ class StagingRing:
         """
         taken = self._take_in_turn(nbytes)
         if taken is None:
-            raise WouldBlock(f"no {nbytes} bytes of staging memory are free on GPU {self._device}")
+            raise WouldBlock(f"no {nbytes} bytes of staging memory are free on GPU {self._device_index}")
         return taken
 
     def hand_over(self, part: StagingPart, stream: Stream) -> None:
@@ -161,7 +161,7 @@ class StagingRing:
         part = StagingPart(start, units, self._stream)
         try:
             lent = DeviceBytes(self._memory, self._memory.data_ptr() + start * UNIT_NBYTES, nbytes)
-            view = self._cuda.view(self._device, lent)
+            view = self._cuda.view(self._device_index, lent)
         except BaseException:
             self._free.free(start, units)
             raise

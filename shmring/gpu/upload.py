@@ -60,7 +60,7 @@ BytesOf = Callable[[int], NDArray[np.uint8]]
 class _Lane:
     """What copies to one device need."""
 
-    device: int
+    device_index: int
     stream: Stream
     staging: StagingRing
     watcher: Watcher
@@ -145,7 +145,7 @@ class Uploads:
         if given.regions and not layout.nbytes:
             return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
-        consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
         prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
         try:
             return await self._upload(lane, consumer, layout, prepare, check)
@@ -193,7 +193,7 @@ class Uploads:
             )
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
-        consumer = self._cuda.current_stream(lane.device) if stream is None else stream
+        consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
         prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
         try:
             return self._upload_nowait(lane, consumer, layout, prepare)
@@ -232,14 +232,14 @@ class Uploads:
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
 
-    async def _lane(self, device: int) -> _Lane:
+    async def _lane(self, device_index: int) -> _Lane:
         self._check_open()
-        if (lane := self._lanes.get(device)) is not None:
+        if (lane := self._lanes.get(device_index)) is not None:
             return lane
-        opening = self._opening.get(device)
+        opening = self._opening.get(device_index)
         if opening is None:
-            opening = self._opening[device] = asyncio.create_task(self._open_lane(device))
-            opening.add_done_callback(functools.partial(self._lane_opened, device))
+            opening = self._opening[device_index] = asyncio.create_task(self._open_lane(device_index))
+            opening.add_done_callback(functools.partial(self._lane_opened, device_index))
         try:
             lane = await asyncio.shield(opening)
         except CudaError as error:
@@ -247,29 +247,32 @@ class Uploads:
         self._check_open()
         return lane
 
-    def _lane_opened(self, device: int, opening: asyncio.Task[_Lane]) -> None:
-        del self._opening[device]
+    def _lane_opened(self, device_index: int, opening: asyncio.Task[_Lane]) -> None:
+        del self._opening[device_index]
         if not opening.cancelled():
             opening.exception()  # retrieved, though everybody who waited for it may have gone
 
-    async def _open_lane(self, device: int) -> _Lane:
+    async def _open_lane(self, device_index: int) -> _Lane:
         reason = self._cuda.unavailable()
         if reason is not None:
-            raise CudaError(f"nothing can be copied to GPU {device}: {reason}", call="allocate")
+            raise CudaError(f"nothing can be copied to GPU {device_index}: {reason}", call="allocate")
 
         def allocate() -> tuple[torch.Tensor, Stream]:
-            memory = self._cuda.allocate(device, self._staging_nbytes)
-            stream = self._cuda.create_stream(device)
+            memory = self._cuda.allocate(device_index, self._staging_nbytes)
+            stream = self._cuda.create_stream(device_index)
             # The allocator hands memory out while its last user is still queued on this thread's stream.
-            self._cuda.wait_event(stream, self._cuda.record(self._cuda.current_stream(device)))
+            self._cuda.wait_event(stream, self._cuda.record(self._cuda.current_stream(device_index)))
             self._cuda.used_on(memory, stream)
             return memory, stream
 
         memory, stream = await self._copier.run(allocate)
         lane = _Lane(
-            device, stream, StagingRing(self._cuda, device, memory, stream), Watcher(self._cuda, f"shmring-gpu-{device}")
+            device_index,
+            stream,
+            StagingRing(self._cuda, device_index, memory, stream),
+            Watcher(self._cuda, f"shmring-gpu-{device_index}"),
         )
-        self._lanes[device] = lane
+        self._lanes[device_index] = lane
         return lane
 
     # -- one upload ----------------------------------------------------------------------------------------------------

@@ -114,22 +114,21 @@ static void forget_helpers(void)
     leave_helpers();
 }
 
-static int spare_cores(void)
+/* How many of those that are wanted have a core of their own, now: cores may have become fewer. */
+static int with_own_core(int wanted)
 {
     cpu_set_t cores;
     if (sched_getaffinity(0, sizeof(cores), &cores))
         return 0;
-    return CPU_COUNT(&cores) - 1;
+    return wanted < CPU_COUNT(&cores) ? wanted : CPU_COUNT(&cores) - 1;
 }
 
-/* Starts helpers, if there are fewer than wanted, and returns how many can help: no more than have a core of their own. */
+/* Starts helpers, if there are fewer than wanted, and returns how many can help. */
 static int start_helpers(int wanted)
 {
     static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}; /* are of who causes them */
     sigset_t all, before;
-    int spare = spare_cores(); /* now: they may have become fewer */
-    if (wanted > spare)
-        wanted = spare;
+    wanted = with_own_core(wanted);
     if (helpers >= wanted)
         return wanted;
     sigfillset(&all);
@@ -189,13 +188,12 @@ int prepare_helpers(void) { return pthread_atfork(NULL, NULL, forget_helpers); }
 
 int limit_helpers(int most)
 {
-    int spare = spare_cores();
     while (!take_helpers())
         sched_yield();
     most_helpers = most < 0 ? 0 : most > MOST_HELPERS ? MOST_HELPERS : most;
     in_vain = passed_over = 0;
     leave_helpers();
-    return most_helpers < spare ? most_helpers : spare;
+    return with_own_core(most_helpers);
 }
 
 unsigned long pieces_helped(void) { return atomic_load(&shared.helped); }

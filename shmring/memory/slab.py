@@ -169,7 +169,7 @@ class Slab:
         leased_nbytes = self.nbytes - self.reply_nbytes
         return [(0, leased_nbytes), *([(leased_nbytes, self.reply_nbytes)] if self.reply_nbytes else [])]
 
-    def anchor(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Returns the bytes at ``offset`` as an array that keeps the mapping alive."""
         return np.frombuffer(memoryview(self.mapping), np.uint8, nbytes, offset)
 
@@ -195,7 +195,7 @@ class Slab:
                 raise _os_error("prefault", error, nbytes) from error
             # A kernel before 5.14. Reading maps a reserved page as well; writing, even what is there, could undo what another
             # process writes at that moment.
-            self.anchor(offset, nbytes)[:: mmap.PAGESIZE].max(initial=0)
+            self.bytes_at(offset, nbytes)[:: mmap.PAGESIZE].max(initial=0)
 
     def protect(self, offset: int, nbytes: int, *, readable: bool, writable: bool) -> None:
         """Sets what this process may do with a range (see ``ClientConfig.map_leased_only``)."""

@@ -73,7 +73,7 @@ async def reserve(
         logger.warning("removed the name of a slab in /dev/shm that no living engine holds: %s", ", ".join(swept))
     device_nbytes = geometry.device_blocks * BLOCK_NBYTES
     # Of this thread: the one that creates has none of its own.
-    device = cuda_index(cuda, config.device_slab_device) if device_nbytes else cuda.current_device()
+    device_index = cuda_index(cuda, config.device_slab_device) if device_nbytes else cuda.current_device()
 
     def create() -> Reserved:
         with contextlib.ExitStack() as undo:
@@ -89,10 +89,10 @@ async def reserve(
             load_fd, load = create_load_page()
             undo.callback(os.close, load_fd)
             # Before anything is pinned: where there is no CUDA, that is the error to be told of.
-            device_slabs = (DeviceSlab.create(cuda, device_memory, device, device_nbytes),) if device_nbytes else ()
+            device_slabs = (DeviceSlab.create(cuda, device_memory, device_index, device_nbytes),) if device_nbytes else ()
             for device_slab in device_slabs:
                 undo.callback(device_slab.close)
-            reserved = Reserved(slab, pin_slab(slab, config.pin, cuda, device), device_slabs, load_fd, load)
+            reserved = Reserved(slab, pin_slab(slab, config.pin, cuda, device_index), device_slabs, load_fd, load)
             undo.pop_all()
             return reserved
 

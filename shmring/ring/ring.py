@@ -41,6 +41,7 @@ from shmring.core.effects import (
 from shmring.core.engine_book import EngineBook
 from shmring.core.engine_calls import EngineCalls
 from shmring.core.engine_end import EngineEnd
+from shmring.core.forks import Origin
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.message_ring import largest_record_nbytes
 from shmring.core.messages import (
@@ -56,7 +57,6 @@ from shmring.errors import (
     StaleDescriptorError,
     WouldBlock,
 )
-from shmring.forks import Origin
 from shmring.gpu.cuda import Cuda, CudaError, Stream, TorchCuda
 from shmring.gpu.device import DeviceMemory, whole_nbytes
 from shmring.gpu.device_claims import DeviceClaims

@@ -26,8 +26,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import uvloop
 
+from shmring.core.forks import Origin
 from shmring.errors import ClosedError, LocalProtocolError
-from shmring.forks import Origin
 
 __all__ = ["LoopCall", "LoopThread", "within"]
 

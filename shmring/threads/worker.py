@@ -22,11 +22,11 @@ from types import TracebackType
 from typing import Any
 
 from shmring.config import WorkerConfig, configured
+from shmring.core.forks import Origin
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, RemoteProtocolError, ShmringError, WouldBlock, fresh
-from shmring.forks import Origin
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 

@@ -30,10 +30,10 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
+from shmring.core.forks import Origin
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordTaker, RecordWriter, take_bells
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
-from shmring.forks import Origin
 from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller, Vigil
 
 __all__ = ["Link", "LinkOwner"]

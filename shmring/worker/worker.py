@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from shmring.config import WorkerConfig, configured
+from shmring.core.forks import Origin
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
-from shmring.forks import Origin
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.polling import Poller

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.allocation.command import MANY_LIVE, MEAN_FILL, MINIMUM_FILL, Plan, allocator_command
+from bench.allocation.command import MANY_LIVE, MEAN_FILL, MINIMUM_FILL, STORED, Plan, Result, allocator_command, beside_stored
 from bench.allocation.leased import Leased, LoneBook
 from bench.allocation.measures import (
     CURSOR,
@@ -184,6 +184,42 @@ def test_costs_are_of_all_subjects_at_once() -> None:
     assert all(0 < cost["minimum_us"] <= cost["median_us"] <= cost["maximum_us"] for cost in found)
 
 
+# -- beside the stored run ---------------------------------------------------------------------------------------------------
+
+
+def filled(mean: float, minimum: float, samples: int = 300, kind: str = "filled", **at: object) -> Result:
+    return Result(kind, OURS, at, {"mean": mean, "p1": minimum, "minimum": minimum, "samples": samples})
+
+
+def test_a_run_is_as_full_as_the_stored_one_or_says_by_how_much_it_is_not() -> None:
+    stored = [filled(0.9, 0.7, sizes="mixed"), filled(0.8, 0.6, sizes="large")]
+    assert [verdict.met for verdict in beside_stored(stored, stored)] == [True, True]
+    mean, minimum = beside_stored([stored[0], filled(0.799, 0.61, sizes="large")], stored)
+    assert (mean.met, mean.fails, mean.measured, mean.detail) == (False, True, "0.100% less", "shmring, large")
+    assert (minimum.met, minimum.measured) == (True, "the same or more")
+    mean, minimum = beside_stored([filled(0.9, 0.699, sizes="mixed"), stored[1]], stored)
+    assert (mean.met, minimum.met) == (True, False)
+
+
+def test_fewer_traces_have_a_minimum_to_be_compared_and_no_mean() -> None:
+    stored = [filled(0.9, 0.7), filled(0.9, 0.7, kind="evicting")]
+    mean, minimum = beside_stored([filled(0.1, 0.7, samples=15), filled(0.1, 0.1, samples=15, kind="evicting")], stored)
+    assert (mean.met, minimum.met) == (None, True)
+    _, minimum = beside_stored([filled(0.9, 0.699, samples=15)], stored)
+    assert minimum.fails
+    assert [verdict.met for verdict in beside_stored([filled(0.9, 0.1, samples=301)], stored)] == [None, None]
+    assert [verdict.met for verdict in beside_stored(stored, [])] == [None, None]
+
+
+def test_the_stored_run_is_what_this_code_gives() -> None:
+    stored = json.loads(STORED.read_bytes())["results"]
+    at = {"sizes": "log-uniform", "lifetime": "fifo", "slab_nbytes": 4 << 30}
+    [numbers] = [found["numbers"] for found in stored if (found["subject"], found["at"]) == (OURS, at)]
+    fill = first_failures(POLICIES[OURS], SIZES["log-uniform"], LIFETIMES["fifo"], 4 << 30, range(numbers["samples"]))
+    assert fill["mean"] >= numbers["mean"]
+    assert fill["minimum"] >= numbers["minimum"]
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +243,24 @@ def test_a_run_says_what_the_targets_are_and_how_far_they_are_met(monkeypatch: p
     assert "time per operation: shmring" in done.output
     assert all(len(row) == len(table["columns"]) for table in found["tables"] for row in table["rows"])
     assert [table["columns"][1:] for table in found["tables"][-2:]] == [["64 KiB", "4 MiB"], ["64 KiB"]]
+    asked = {target["what"]: target["met"] for target in found["targets"]}
+    assert (asked["mean fill, beside the stored run"], asked["minimum fill, beside the stored run"]) == (None, True)
     assert {one["kind"] for one in found["results"]} == {"filled", "evicting", "cost", "bandwidth"}
     assert {one["subject"] for one in found["results"]} == {*POLICIES, CURSOR}
     # 4 who fill with 3 kinds of sizes, 2 in a second slab, 3 who evict, 2 numbers of live slots, 3 kinds of copies
     assert len([line for line in done.stderr.splitlines() if line]) == 12 + 2 + 3 + 2 + 3
+
+
+def test_a_run_that_is_less_full_than_the_stored_one_ends_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = Plan(seeds=2, slab_nbytes=SLAB_NBYTES, slab_sizes=(), placements=200, live=(), copied_sizes=())
+    monkeypatch.setattr(Plan, "quick", lambda: tiny)
+    path = tmp_path / "allocator.json"
+    assert CliRunner().invoke(allocator_command, ["--quick", "--json", str(path)]).exit_code == 0
+    monkeypatch.setattr("bench.allocation.command.STORED", path)
+    done = CliRunner().invoke(allocator_command, ["--quick"])
+    assert done.exit_code == 0, "a fill depends on nothing but the seeds"
+    fuller = json.loads(path.read_bytes())
+    fuller["results"][0]["numbers"]["mean"] += 1e-9
+    path.write_text(json.dumps(fuller))
+    done = CliRunner().invoke(allocator_command, ["--quick"])
+    assert (done.exit_code, "1 target missed" in done.output) == (1, True)

@@ -29,17 +29,17 @@ from shmring.gpu.driver import Driver
 uuid, memory, nbytes = sys.argv[1:]
 cuda = TorchCuda()
 slab = DeviceSlab.attach(cuda, Driver(), DeviceHandle(uuid, bytes.fromhex(memory), int(nbytes)))
-stream, fences = cuda.create_stream(slab.device), Fences(cuda)
+stream, fences = cuda.create_stream(slab.device_index), Fences(cuda)
 print("ready", flush=True)
 for line in sys.stdin:
     offset, size, value = map(int, line.split())
-    anchor, view = slab.anchor(offset, size)
+    lent, view = slab.lend(offset, size)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         view.fill_(value)
     fence = fences.record(stream)
     print(fence.handle.hex(), flush=True)
-    del anchor, view
+    del lent, view
     assert sys.stdin.readline() == "released\\n"
     fences.give_back(fence)
 torch.cuda.synchronize()
@@ -51,7 +51,7 @@ print("closed", flush=True)
 def test_what_a_frontend_writes_is_there_when_its_event_has_come() -> None:
     cuda, driver = TorchCuda(), Driver()
     slab = DeviceSlab.create(cuda, driver, 0, 64 * MIB)
-    opened = OpenedFences(cuda, slab.device, 8)
+    opened = OpenedFences(cuda, slab.device_index, 8)
     handle = slab.handle
     frontend = subprocess.Popen(
         [sys.executable, "-c", FRONTEND, handle.uuid, handle.memory.hex(), str(handle.nbytes)],
@@ -70,14 +70,14 @@ def test_what_a_frontend_writes_is_there_when_its_event_has_come() -> None:
             frontend.stdin.write(f"{MIB} {nbytes} {value}\n")
             frontend.stdin.flush()
             event = bytes.fromhex(frontend.stdout.readline())
-            anchor, view = slab.anchor(MIB, nbytes)
+            lent, view = slab.lend(MIB, nbytes)
             started = time.perf_counter()
             opened.wait(torch.cuda.current_stream(), event)
             delays.setdefault(nbytes, []).append(time.perf_counter() - started)
             assert bool((view == value).all()), "read before it was written"
             frontend.stdin.write("released\n")
             frontend.stdin.flush()
-            del anchor, view
+            del lent, view
         frontend.stdin.close()
         assert frontend.stdout.readline() == "closed\n"
         for nbytes, taken in delays.items():
@@ -111,10 +111,10 @@ def test_a_frontend_that_is_killed_takes_nothing_with_it() -> None:
     frontend.wait(30)
     frontend.stdin.close()
     frontend.stdout.close()
-    anchor, view = slab.anchor(0, MIB)
+    lent, view = slab.lend(0, MIB)
     view.fill_(9)
     assert int(view.sum(dtype=torch.int64).item()) == 9 * MIB
-    del anchor, view
+    del lent, view
     gc.collect()
     assert slab.close()
     free_after, _ = torch.cuda.mem_get_info(0)

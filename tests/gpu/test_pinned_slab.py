@@ -47,7 +47,7 @@ def copy_stream(ring: shmring.Ring, device: int = 0) -> torch.cuda.Stream:
 
 
 def test_a_registered_slab_is_pinned_memory_to_torch(slab: Slab) -> None:
-    view = torch.from_numpy(slab.anchor(4096, MIB))
+    view = torch.from_numpy(slab.bytes_at(4096, MIB))
     assert not view.is_pinned()
     pinned = PinnedSlab.register(slab, TorchCuda(), 0)
     try:
@@ -65,11 +65,11 @@ def test_what_replies_are_in_is_pinned_too_though_it_is_sealed_and_a_frontend_co
     frontend = Slab.attach((os.dup(slab.fd), os.dup(slab.reply_fd)), slab.nbytes, slab.reply_nbytes, slab.epoch)
     try:
         assert (pinned.nbytes, pinned.chunks) == (16 * MIB, 2)
-        reply = torch.from_numpy(slab.anchor(12 * MIB, MIB))
+        reply = torch.from_numpy(slab.bytes_at(12 * MIB, MIB))
         assert reply.is_pinned()
         reply.copy_(torch.full((MIB,), 7, dtype=torch.uint8, device="cuda"), non_blocking=True)
         torch.cuda.synchronize()
-        seen = torch.from_numpy(frontend.anchor(12 * MIB, MIB))
+        seen = torch.from_numpy(frontend.bytes_at(12 * MIB, MIB))
         assert torch.equal(seen.to("cuda").cpu(), reply), "memory that this mapping can only read"
     finally:
         frontend.close()
@@ -112,7 +112,7 @@ def test_a_slab_in_chunks_is_copied_from_across_their_boundaries(slab: Slab) -> 
     pinned = PinnedSlab.register(slab, cuda, 0, chunk_nbytes=4 * MIB)
     try:
         assert pinned.chunks == 4
-        source = slab.anchor(3 * MIB, 2 * MIB)
+        source = slab.bytes_at(3 * MIB, 2 * MIB)
         source[:] = np.arange(2 * MIB, dtype=np.uint32).view(np.uint8)[: 2 * MIB]
         target = torch.zeros(2 * MIB, dtype=torch.uint8, device="cuda")
         stream = cuda.create_stream(0)

@@ -80,7 +80,7 @@ class Forger:
     def write_header(self, generation: int, nbytes: int) -> None:
         """Writes what stands before the content of a slot at the start of the base lease."""
         header = slot_header(generation, nbytes)
-        self.slab.anchor(self.lease.offset, len(header))[:] = list(header)
+        self.slab.bytes_at(self.lease.offset, len(header))[:] = list(header)
 
     def submit(
         self, copied: SlotRef | bytes | None = None, tensor: Any = TENSOR, *slots: SlotRef, request_id: int = 1, **changed: Any
@@ -291,7 +291,7 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
 
 
 async def test_whatever_stands_in_the_slabs_header_others_attach_and_are_answered(forger: Forger, connect: Any) -> None:
-    forger.slab.anchor(0, 4096)[:] = 0xFF
+    forger.slab.bytes_at(0, 4096)[:] = 0xFF
     client = await connect("honest")
     assert await client.request({"x": torch.ones(5000, dtype=torch.uint8)}, timeout=5) == 5000
 
@@ -303,7 +303,7 @@ async def test_a_header_that_differs_from_its_descriptor_is_stale(
     """Whoever has the slab may have written it: that fails its request, and convicts nobody."""
     submit = forger.submit(forger.slot())
     if damage == "magic":
-        forger.slab.anchor(forger.lease.offset, 8)[:] = 0
+        forger.slab.bytes_at(forger.lease.offset, 8)[:] = 0
     else:
         generation, nbytes = forger.generation(), 100
         forger.write_header(*{"generation": (generation + 1, nbytes), "nbytes": (generation, nbytes + 1)}[damage])
@@ -425,7 +425,7 @@ async def test_a_payload_in_a_slot_that_is_none_fails_its_request_and_nothing_el
 ) -> None:
     """Whoever has the slab may have written there: that convicts nobody."""
     slot = forger.slot(nbytes=100)
-    forger.slab.anchor(forger.lease.offset + 64, 100)[: len(data)] = list(data)
+    forger.slab.bytes_at(forger.lease.offset + 64, 100)[: len(data)] = list(data)
     await forger.send(forger.say(copied=slot, lies_at=(0, len(data))))
     await eventually(lambda: ring.statistics().failed == 1)
     assert ring.statistics().protocol_errors == 0

@@ -27,16 +27,16 @@ POISON = 0xEE  # what device memory holds before anything is copied to it
 class FakeEvent:
     """Reached or not."""
 
-    def __init__(self, device: int) -> None:
-        self.device = device
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
         self.reached = threading.Event()
 
 
 class FakeStream:
     """What is queued: work, events to be reached, events to wait for. Runs by itself unless it is held."""
 
-    def __init__(self, device: int, *, held: bool = False) -> None:
-        self.device = device
+    def __init__(self, device_index: int, *, held: bool = False) -> None:
+        self.device_index = device_index
         self.held = held
         self.queue: deque[FakeEvent | Callable[[], None] | tuple[FakeEvent]] = deque()
 
@@ -83,9 +83,9 @@ class FakeCuda:
         """Makes the next calls of a name fail."""
         self._failures[call] = times
 
-    def select(self, device: int) -> None:
+    def select(self, device_index: int) -> None:
         """Makes a device this thread's current one."""
-        self._here.device = device
+        self._here.device_index = device_index
 
     def queue(self, stream: FakeStream, work: Callable[[], None]) -> None:
         """Queues work, as a kernel is queued."""
@@ -123,40 +123,40 @@ class FakeCuda:
         return self.built
 
     def current_device(self) -> int:
-        return int(getattr(self._here, "device", 0))
+        return int(getattr(self._here, "device_index", 0))
 
-    def host_register(self, device: int, address: int, nbytes: int) -> None:
+    def host_register(self, device_index: int, address: int, nbytes: int) -> None:
         assert address % mmap.PAGESIZE == 0
         assert nbytes % mmap.PAGESIZE == 0
-        self._call("host_register", device)
+        self._call("host_register", device_index)
         taken = any(address < start + size and start < address + nbytes for start, size in self.registered.items())
         if nbytes > self.largest or taken:
             self._refuse("host_register", 712 if taken else 2)
         self.registered[address] = nbytes
 
-    def host_unregister(self, device: int, address: int) -> None:
+    def host_unregister(self, device_index: int, address: int) -> None:
         assert is_mapped(address), "unregistered after it was unmapped"
-        self._call("host_unregister", device)
+        self._call("host_unregister", device_index)
         if address not in self.registered:
             self._refuse("host_unregister", 713)
         del self.registered[address]
         self.unregistered.append(address)
 
-    def clear_error(self, device: int) -> None:
-        self._call("clear_error", device)
+    def clear_error(self, device_index: int) -> None:
+        self._call("clear_error", device_index)
         self.pending.discard(threading.get_ident())
 
-    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
-        self._call("allocate", device)
+    def allocate(self, device_index: int, nbytes: int) -> torch.Tensor:
+        self._call("allocate", device_index)
         return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
-    def view(self, device: int, lent: DeviceBytes) -> torch.Tensor:
-        self._call("view", device)
+    def view(self, device_index: int, lent: DeviceBytes) -> torch.Tensor:
+        self._call("view", device_index)
         return torch.from_numpy(np.asarray(_Shown(lent)))
 
-    def create_stream(self, device: int) -> FakeStream:
-        self._call("create_stream", device)
-        stream = FakeStream(device, held=self.hold_copies)
+    def create_stream(self, device_index: int) -> FakeStream:
+        self._call("create_stream", device_index)
+        stream = FakeStream(device_index, held=self.hold_copies)
         self.streams.append(stream)
         return stream
 
@@ -164,20 +164,20 @@ class FakeCuda:
         """Makes a stream this thread's current one; None: the one it had at first."""
         self._here.stream = stream
 
-    def current_stream(self, device: int) -> FakeStream:
-        self._call("current_stream", device)
-        if (chosen := getattr(self._here, "stream", None)) is not None and chosen.device == device:
+    def current_stream(self, device_index: int) -> FakeStream:
+        self._call("current_stream", device_index)
+        if (chosen := getattr(self._here, "stream", None)) is not None and chosen.device_index == device_index:
             return chosen
-        if device not in self._computing:
-            self._computing[device] = FakeStream(device)
-            self.streams.append(self._computing[device])
-        return self._computing[device]
+        if device_index not in self._computing:
+            self._computing[device_index] = FakeStream(device_index)
+            self.streams.append(self._computing[device_index])
+        return self._computing[device_index]
 
     def used_on(self, memory: torch.Tensor, stream: FakeStream) -> None:
-        self._call("used_on", stream.device)
+        self._call("used_on", stream.device_index)
 
     def copy_to_device(self, target: torch.Tensor, source: np.ndarray[Any, Any], stream: FakeStream) -> None:
-        self._call("copy_to_device", stream.device)
+        self._call("copy_to_device", stream.device_index)
         assert target.numel() == source.size
         self.copied.append((source.ctypes.data, source.size))
         self.copy_threads.add(threading.get_ident())
@@ -187,45 +187,45 @@ class FakeCuda:
         self._queue(stream, lambda: _move(target, start, nbytes, read))
 
     def record(self, stream: FakeStream) -> FakeEvent:
-        self._call("record", stream.device)
-        event = FakeEvent(stream.device)
+        self._call("record", stream.device_index)
+        event = FakeEvent(stream.device_index)
         self._queue(stream, event)
         return event
 
     def record_shared(self, stream: FakeStream, event: FakeEvent | None) -> FakeEvent:
-        self._call("record_shared", stream.device)
+        self._call("record_shared", stream.device_index)
         if event is None:
-            event = FakeEvent(stream.device)
+            event = FakeEvent(stream.device_index)
         event.reached.clear()
         self._queue(stream, event)
         return event
 
     def export_event(self, event: FakeEvent) -> bytes:
-        self._call("export_event", event.device)
+        self._call("export_event", event.device_index)
         handle = len(self.exported).to_bytes(64, "little")
         self.exported[handle] = event
         return handle
 
-    def open_event(self, device: int, handle: bytes) -> FakeEvent:
-        self._call("open_event", device)
+    def open_event(self, device_index: int, handle: bytes) -> FakeEvent:
+        self._call("open_event", device_index)
         assert handle not in self.opened, "CUDA opens an event once in a process"
         if handle not in self.exported:
             self._refuse("open_event", 201)
         self.opened.add(handle)
         return self.exported[handle]
 
-    def device_of(self, uuid: str) -> int | None:
+    def device_index_of(self, uuid: str) -> int | None:
         return self.visible.index(uuid) if uuid in self.visible else None
 
-    def uuid(self, device: int) -> str:
-        return self.visible[device]
+    def uuid(self, device_index: int) -> str:
+        return self.visible[device_index]
 
     def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
-        self._call("wait_event", stream.device)
+        self._call("wait_event", stream.device_index)
         self._queue(stream, (event,))
 
     def query(self, event: FakeEvent) -> bool:
-        self._call("query", event.device)
+        self._call("query", event.device_index)
         return event.reached.is_set()
 
     def synchronize(self, event: FakeEvent) -> None:
@@ -233,14 +233,14 @@ class FakeCuda:
             self.awaited.add(event)
             assert event.reached.wait(20), "nobody let the stream run"
             self.awaited.remove(event)
-        self._call("synchronize", event.device)
+        self._call("synchronize", event.device_index)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, device: int) -> None:
+    def _call(self, name: str, device_index: int) -> None:
         with self._lock:
             self.calls[name] += 1
-            self.devices.add(device)
+            self.devices.add(device_index)
             if self._failures.get(name):
                 self._failures[name] -= 1
                 self._refuse(name, 999)
@@ -295,36 +295,36 @@ class FakeMemory:
         self.log: list[tuple[str, int]] = []
         self.failing = ""  # the call that fails
 
-    def _call(self, name: str, device: int) -> None:
-        self.log.append((name, device))
+    def _call(self, name: str, device_index: int) -> None:
+        self.log.append((name, device_index))
         if self.failing == name:
             raise CudaError(f"{name} failed", call=name, code=999)
 
-    def allocate(self, device: int, nbytes: int) -> int:
-        self._call("allocate", device)
+    def allocate(self, device_index: int, nbytes: int) -> int:
+        self._call("allocate", device_index)
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.memory[memory.data_ptr()] = memory
         return memory.data_ptr()
 
-    def free(self, device: int, address: int) -> None:
-        self._call("free", device)
+    def free(self, device_index: int, address: int) -> None:
+        self._call("free", device_index)
         assert all(self.handles[handle] != address for _, handle in self.opened), "freed while another process has it open"
         del self.memory[address]
 
-    def export(self, device: int, address: int) -> bytes:
-        self._call("export", device)
+    def export(self, device_index: int, address: int) -> bytes:
+        self._call("export", device_index)
         handle = (len(self.handles) + 1).to_bytes(64, "little")
         self.handles[handle] = address
         return handle
 
-    def open(self, device: int, handle: bytes) -> int:
-        self._call("open", device)
-        assert (device, handle) not in self.opened, "opened twice"
-        self.opened.append((device, handle))
+    def open(self, device_index: int, handle: bytes) -> int:
+        self._call("open", device_index)
+        assert (device_index, handle) not in self.opened, "opened twice"
+        self.opened.append((device_index, handle))
         return self.handles[handle]
 
-    def close(self, device: int, address: int) -> None:
-        self._call("close", device)
+    def close(self, device_index: int, address: int) -> None:
+        self._call("close", device_index)
         self.opened = [(index, handle) for index, handle in self.opened if self.handles[handle] != address]
 
 

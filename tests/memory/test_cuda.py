@@ -178,8 +178,8 @@ def test_events_sleep_and_shared_ones_are_for_other_processes(torch_cuda: TorchD
 
 def test_gpus_are_found_by_their_name(torch_cuda: TorchDotCuda) -> None:
     assert TorchCuda().uuid(2) == "GPU-2"
-    assert TorchCuda().device_of("GPU-1") == 1
-    assert TorchCuda().device_of("GPU-7") is None
+    assert TorchCuda().device_index_of("GPU-1") == 1
+    assert TorchCuda().device_index_of("GPU-7") is None
 
 
 def test_a_copy_enters_its_device_before_its_stream(torch_cuda: TorchDotCuda) -> None:

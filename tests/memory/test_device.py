@@ -35,7 +35,7 @@ def elsewhere(memory: Any, nbytes: int = 2 * MIB, uuid: str = "GPU-b") -> Device
 
 def test_an_engine_allocates_once_and_frees_it(cuda: Any, memory: Any) -> None:
     slab = DeviceSlab.create(cuda, memory, 1, 3 * MIB)
-    assert (slab.nbytes, slab.device, slab.handle.uuid) == (4 * MIB, 1, "GPU-b")
+    assert (slab.nbytes, slab.device_index, slab.handle.uuid) == (4 * MIB, 1, "GPU-b")
     assert slab.close()
     assert slab.close()
     assert memory.log == [("allocate", 1), ("export", 1), ("free", 1)]
@@ -53,7 +53,7 @@ def test_a_slab_that_cannot_be_made_leaves_nothing(cuda: Any, memory: Any, faili
 def test_a_frontend_finds_the_gpu_whatever_its_index_is_here(cuda: Any, memory: Any) -> None:
     cuda.visible = ["GPU-b", "GPU-a"]
     slab = DeviceSlab.attach(cuda, memory, elsewhere(memory))
-    assert slab.device == 0
+    assert slab.device_index == 0
     assert memory.log[-1] == ("open", 0)
     assert slab.close()
     assert memory.log[-1] == ("close", 0)
@@ -87,10 +87,10 @@ def test_a_handle_is_opened_once_and_closed_by_the_last(cuda: Any, memory: Any) 
 def test_the_process_that_exported_a_slab_does_not_open_it(cuda: Any, memory: Any) -> None:
     owner = DeviceSlab.create(cuda, memory, 0, MIB)
     attached = DeviceSlab.attach(cuda, memory, owner.handle)
-    anchor, view = attached.anchor(64, 8)
+    lent, view = attached.lend(64, 8)
     view.fill_(7)
-    assert owner.anchor(64, 8)[1].tolist() == [7] * 8
-    del anchor, view
+    assert owner.lend(64, 8)[1].tolist() == [7] * 8
+    del lent, view
     gc.collect()
     assert owner.close()
     assert memory.memory, "the other one still uses it"
@@ -101,14 +101,14 @@ def test_the_process_that_exported_a_slab_does_not_open_it(cuda: Any, memory: An
 
 def test_what_is_viewed_stays_mapped(cuda: Any, memory: Any) -> None:
     slab = DeviceSlab.attach(cuda, memory, elsewhere(memory))
-    anchor, view = slab.anchor(4096, 16)
+    lent, view = slab.lend(4096, 16)
     derived = view[:8].view(torch.int64)
     assert not slab.close()
-    del anchor, view
+    del lent, view
     gc.collect()
     assert not slab.close()
     with pytest.raises(LocalProtocolError, match="closed"):
-        slab.anchor(0, 1)
+        slab.lend(0, 1)
     derived.fill_(3)
     del derived
     gc.collect()
@@ -120,7 +120,7 @@ def test_what_is_viewed_stays_mapped(cuda: Any, memory: Any) -> None:
 def test_views_are_inside_the_slab(cuda: Any, memory: Any, offset: int, nbytes: int) -> None:
     slab = DeviceSlab.create(cuda, memory, 0, 2 * MIB)
     with pytest.raises(RemoteProtocolError, match="not inside a device slab"):
-        slab.anchor(offset, nbytes)
+        slab.lend(offset, nbytes)
     assert slab.close()
 
 

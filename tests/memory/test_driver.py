@@ -17,6 +17,7 @@ SOURCE = r"""
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#define FAR (1ull << 62) /* a program's own heap may begin below 4 GiB */
 typedef int CUresult; typedef int CUdevice; typedef void *CUcontext; typedef unsigned long long CUdeviceptr;
 typedef struct { char reserved[64]; } CUipcMemHandle;
 static int initialised; int synchronised;
@@ -32,8 +33,8 @@ static int in_context(void) { if (!depth) return 201; log_device = (int)(stack[d
 CUresult cuCtxSynchronize(void) { synchronised++; return in_context(); }
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t nbytes) {
     if (nbytes > (1ull << 40)) return 2;
-    *address = (CUdeviceptr)malloc(nbytes); return in_context(); }
-CUresult cuMemFree_v2(CUdeviceptr address) { free((void *)address); return in_context(); }
+    *address = (CUdeviceptr)malloc(nbytes) | FAR; return in_context(); }
+CUresult cuMemFree_v2(CUdeviceptr address) { free((void *)(address & ~FAR)); return in_context(); }
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     memset(handle, 0x5a, sizeof *handle); memcpy(handle->reserved + 56, &address, 8); return in_context(); }
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags) {

@@ -15,20 +15,20 @@ from shmring.gpu.obituaries import Obituaries
 
 @pytest.fixture(autouse=True)
 def without_collections() -> Iterator[None]:
-    """What is anchored dies by reference counting: nothing here may need the cyclic collector."""
+    """What is watched dies by reference counting: nothing here may need the cyclic collector."""
     gc.disable()
     yield
     gc.enable()
 
 
-def anchor() -> NDArray[np.uint8]:
+def watchable() -> NDArray[np.uint8]:
     return np.zeros(8, np.uint8)
 
 
 def test_a_death_on_another_thread_is_noticed_there_and_collected_here() -> None:
     woken_on: list[int] = []
     obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: woken_on.append(threading.get_ident()))
-    held = [anchor()]
+    held = [watchable()]
     obituaries.watch(1, held[0])
     obituaries.expect(1)
     thread = threading.Thread(target=held.clear)
@@ -41,11 +41,11 @@ def test_a_death_on_another_thread_is_noticed_there_and_collected_here() -> None
 
 def test_a_key_can_be_watched_again_after_its_death_and_the_old_death_is_not_the_new_ones() -> None:
     obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    first = anchor()
+    first = watchable()
     obituaries.watch(1, first)
     obituaries.expect(1)
     del first
-    second = anchor()
+    second = watchable()
     obituaries.watch(1, second)
     obituaries.expect(1)
     assert obituaries.collect() == [], "the death of the first is not that of the second"
@@ -54,17 +54,17 @@ def test_a_key_can_be_watched_again_after_its_death_and_the_old_death_is_not_the
     assert obituaries.collect() == [1]
 
 
-def test_two_living_anchors_of_one_key_are_our_own_bug() -> None:
+def test_two_living_objects_of_one_key_are_our_own_bug() -> None:
     obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    first = anchor()
+    first = watchable()
     obituaries.watch(1, first)
     with pytest.raises(AssertionError, match="watched already"):
-        obituaries.watch(1, anchor())
+        obituaries.watch(1, watchable())
 
 
 def test_what_is_forgotten_has_no_obituary() -> None:
     obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    living, dying = anchor(), anchor()
+    living, dying = watchable(), watchable()
     for key, value in ((1, living), (2, dying)):
         obituaries.watch(key, value)
         obituaries.expect(key)
@@ -79,12 +79,12 @@ def test_what_is_forgotten_has_no_obituary() -> None:
 
 def test_deaths_are_told_in_order_and_only_of_the_dead() -> None:
     obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
-    anchors = {key: anchor() for key in range(5)}
-    for key, value in anchors.items():
+    objects = {key: watchable() for key in range(5)}
+    for key, value in objects.items():
         obituaries.watch(key, value)
         obituaries.expect(key)
     del value
-    del anchors[3], anchors[1]
+    del objects[3], objects[1]
     assert obituaries.living() == [0, 2, 4]
     assert obituaries.collect() == [3, 1]
     assert len(obituaries) == 3
@@ -93,7 +93,7 @@ def test_deaths_are_told_in_order_and_only_of_the_dead() -> None:
 def test_only_expected_deaths_wake_and_one_that_has_happened_is_told_at_once() -> None:
     wakes: list[int] = []
     obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: wakes.append(1))
-    held = anchor()
+    held = watchable()
     obituaries.watch(1, held)
     del held
     assert wakes == []
@@ -108,7 +108,7 @@ def test_a_death_at_the_very_moment_at_which_it_is_expected_is_told_once() -> No
     """The thread on which it dies, and the one that expects it, may both report it."""
     obituaries: Obituaries[int, NDArray[np.uint8]] = Obituaries(lambda: None)
     for _ in range(200):
-        held = [anchor()]
+        held = [watchable()]
         obituaries.watch(1, held[0])
         thread = threading.Thread(target=held.clear)
         thread.start()

@@ -40,7 +40,7 @@ def is_mapped(slab: Slab) -> bool:
 def test_the_whole_slab_is_registered_in_one_call(slab: Slab, cuda: Any) -> None:
     pinned = PinnedSlab.register(slab, cuda, 3)
     assert cuda.registered == {slab.address: NBYTES}
-    assert (pinned.nbytes, pinned.chunks, pinned.device) == (NBYTES, 1, 3)
+    assert (pinned.nbytes, pinned.chunks, pinned.device_index) == (NBYTES, 1, 3)
     assert pinned.seconds > 0
     assert cuda.devices == {3}
     pinned.close()

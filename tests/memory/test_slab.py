@@ -294,19 +294,19 @@ def test_nobody_can_truncate_a_slab_in_a_memfd() -> None:
     can = what_another_process_can_do(slab.fd, MIB)
     assert {name for name, result in can.items() if result == "EPERM"} == {"truncate", "grow", "unseal"}
     assert can["map"] == can["mprotect"] == "done", "frontends write their slots"
-    slab.anchor(0, MIB)[:] = 1
+    slab.bytes_at(0, MIB)[:] = 1
     slab.close()
 
 
 def test_nobody_but_the_engine_can_write_what_replies_are_in() -> None:
     slab = Slab.create("unit", MIB, epoch=1, prefault=True, reply_nbytes=4 * PAGE)
-    slab.anchor(MIB - 4 * PAGE, 4 * PAGE)[:] = 7
+    slab.bytes_at(MIB - 4 * PAGE, 4 * PAGE)[:] = 7
     can = what_another_process_can_do(slab.reply_fd, 4 * PAGE)
     assert can == {
         "read": "done", "truncate": "EPERM", "grow": "EPERM", "write": "EPERM", "map": "EPERM", "reopen": "EPERM",
         "mprotect": "EACCES", "punch": "EPERM", "unseal": "EPERM",
     }  # fmt: skip
-    assert slab.anchor(MIB - 4 * PAGE, 4 * PAGE).tolist() == [7] * 4 * PAGE
+    assert slab.bytes_at(MIB - 4 * PAGE, 4 * PAGE).tolist() == [7] * 4 * PAGE
     slab.close()
 
 
@@ -328,17 +328,17 @@ def attached(slab: Slab) -> Slab:
 def test_both_parts_are_one_range_of_addresses_at_both_ends(divided: Slab) -> None:
     assert divided.parts == [(0, MIB - 4 * PAGE), (MIB - 4 * PAGE, 4 * PAGE)]
     across = slice(MIB - 5 * PAGE, MIB - 3 * PAGE)
-    divided.anchor(0, MIB)[across] = np.arange(2 * PAGE, dtype=np.uint8)
+    divided.bytes_at(0, MIB)[across] = np.arange(2 * PAGE, dtype=np.uint8)
     other = attached(divided)
-    assert np.array_equal(other.anchor(0, MIB)[across], np.arange(2 * PAGE, dtype=np.uint8))
+    assert np.array_equal(other.bytes_at(0, MIB)[across], np.arange(2 * PAGE, dtype=np.uint8))
     assert (other.find(other.address + MIB - 1), other.find(other.address + MIB)) == (MIB - 1, None)
     for slab, protection in ((divided, "rw-s"), (other, "r--s")):
         for offset, expected in ((0, "rw-s"), (MIB - 4 * PAGE, protection)):
             found = mapping(slab.address + offset)
             assert found["range"].split()[1] == expected
             assert "dc" in found["VmFlags"].split(), "forked children get neither"
-    divided.anchor(MIB - PAGE, 1)[0] = 99
-    assert other.anchor(MIB - PAGE, 1)[0] == 99, "what the engine writes now is there"
+    divided.bytes_at(MIB - PAGE, 1)[0] = 99
+    assert other.bytes_at(MIB - PAGE, 1)[0] == 99, "what the engine writes now is there"
     address = other.address
     other.close()
     assert mapping(address) == mapping(address + MIB - 4 * PAGE) == {}
@@ -383,8 +383,8 @@ def test_parts_that_are_not_of_the_announced_sizes_are_refused(divided: Slab, le
 def test_both_ends_see_the_same_bytes(slab: Slab) -> None:
     other = Slab.attach((os.dup(slab.fd), -1), MIB, 0, epoch=7)
     assert other.address != slab.address
-    other.anchor(5 * PAGE, 16)[:] = 42
-    assert slab.anchor(5 * PAGE, 16).tolist() == [42] * 16
+    other.bytes_at(5 * PAGE, 16)[:] = 42
+    assert slab.bytes_at(5 * PAGE, 16).tolist() == [42] * 16
     assert "dc" in mapping(other.address)["VmFlags"].split()
     other.close()
 
@@ -432,7 +432,7 @@ def test_living_views_outlive_the_closing_and_the_mapping_goes_with_the_last_of_
     gc.disable()
     try:
         slab = Slab.create("unit", MIB, epoch=2, prefault=False)
-        address, view = slab.address, slab.anchor(PAGE, 64)
+        address, view = slab.address, slab.bytes_at(PAGE, 64)
         view[:] = 9
         tail = view[32:]
         slab.close()
@@ -455,9 +455,9 @@ def test_protecting_a_range_turns_a_stray_write_into_a_fault() -> None:
         slab_module._MADV_POPULATE_WRITE = 9999
         slab.prefault(0, 1 << 20)  # without the kernel's help it must not write, or it would race with others' writes
         slab.protect(8192, 4096, readable=True, writable=True)
-        slab.anchor(8192, 4096)[:] = 1
-        print(slab.anchor(0, 8).tobytes(), flush=True)
-        slab.anchor(12288, 1)[0] = 1
+        slab.bytes_at(8192, 4096)[:] = 1
+        print(slab.bytes_at(0, 8).tobytes(), flush=True)
+        slab.bytes_at(12288, 1)[0] = 1
         print("survived")
     """
     done = run_script(script)
@@ -476,10 +476,10 @@ def test_advice_to_nowhere_is_an_error(slab: Slab) -> None:
 def test_a_kernel_without_populate_touches_the_pages_instead(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_MADV_POPULATE_WRITE", 9999)
     fresh = Slab.create("unit", MIB, epoch=3, prefault=False)
-    fresh.anchor(PAGE, 4)[:] = 77
+    fresh.bytes_at(PAGE, 4)[:] = 77
     fresh.prefault(0, MIB)
     assert mapping(fresh.address)["Rss"] == f"{MIB >> 10} kB"
-    assert fresh.anchor(PAGE, 4).tolist() == [77] * 4, "touching changes nothing"
+    assert fresh.bytes_at(PAGE, 4).tolist() == [77] * 4, "touching changes nothing"
     fresh.close()
 
 
@@ -568,7 +568,7 @@ def test_a_slab_whose_name_was_swept_in_the_making_is_as_good(prefix: str, monke
 
     monkeypatch.setattr(slab_module.posix_ipc, "SharedMemory", swept_at_once)
     slab = Slab.create("unit", MIB, epoch=4, prefault=False)
-    slab.anchor(0, 1)
+    slab.bytes_at(0, 1)
     slab.close()
 
 

@@ -68,12 +68,12 @@ class Rig:
         self.uploads = Uploads(
             cuda, self.slab, self.pinned, self.copier, staging_nbytes=STAGING_NBYTES, offload_nbytes=OFFLOAD_NBYTES
         )
-        self.anchors: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self.regions: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self.content = content_of(None)
 
     def bytes_of(self, region: int) -> NDArray[np.uint8]:
         slot = self.content.slots[region - 1]
-        return self.slab.anchor(slot.offset + SLOT_HEADER_NBYTES, slot.nbytes)
+        return self.slab.bytes_at(slot.offset + SLOT_HEADER_NBYTES, slot.nbytes)
 
     def fill(self, content: Content, seed: int = 0) -> list[bytes]:
         """Fills the slots; returns what each tensor holds."""
@@ -89,13 +89,13 @@ class Rig:
         ]
 
     def region(self, number: int) -> NDArray[np.uint8]:
-        anchor = self.bytes_of(number)
-        self.anchors[number] = weakref.ref(anchor)
-        return anchor
+        region = self.bytes_of(number)
+        self.regions[number] = weakref.ref(region)
+        return region
 
     def held(self) -> list[int]:
         """The slots that are still being read."""
-        return [number for number, anchor in self.anchors.items() if anchor() is not None]
+        return [number for number, reference in self.regions.items() if reference() is not None]
 
     def decode(self, place: Place) -> list[Any]:
         return [place(ref) for ref in self.content.tensors]
@@ -236,7 +236,7 @@ async def test_a_completion_is_noticed_within_a_millisecond(rig: Rig) -> None:
         stream.held = True
         await rig.upload()
         noticed = threading.Event()
-        weakref.finalize(rig.anchors[1](), noticed.set)
+        weakref.finalize(rig.regions[1](), noticed.set)
         rig.cuda.release(stream)
         released = time.perf_counter()
         while not noticed.is_set():

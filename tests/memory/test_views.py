@@ -54,24 +54,24 @@ def watched_view(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[Regio
 @pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
 def test_a_torch_view_shows_the_bytes_it_describes(name: str) -> None:
     size = TORCH_ITEM_NBYTES[name]
-    anchor = np.zeros(256, np.uint8)
-    view = tensor_view(TensorRef(1, 64, 6 * size, name, (2, 3)), region_of(anchor), writable=True)
+    memory = np.zeros(256, np.uint8)
+    view = tensor_view(TensorRef(1, 64, 6 * size, name, (2, 3)), region_of(memory), writable=True)
     assert isinstance(view, torch.Tensor)
     assert (view.dtype, tuple(view.shape), view.is_contiguous()) == (TORCH_DTYPES[name], (2, 3), True)
-    assert view.data_ptr() == anchor.ctypes.data + 64
+    assert view.data_ptr() == memory.ctypes.data + 64
     view.view(torch.uint8)[0, 0] = 1
-    assert anchor[64] == 1
+    assert memory[64] == 1
 
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "|S4", "<U1", "<M8[s]", "|b1", ">u2", "<c8"])
 def test_a_numpy_view_shows_the_bytes_it_describes(dtype: str) -> None:
     size = np.dtype(dtype).itemsize
-    anchor = np.zeros(256, np.uint8)
-    view = tensor_view(TensorRef(1, 64, 6 * size, dtype, (3, 2)), region_of(anchor), writable=True)
+    memory = np.zeros(256, np.uint8)
+    view = tensor_view(TensorRef(1, 64, 6 * size, dtype, (3, 2)), region_of(memory), writable=True)
     assert isinstance(view, np.ndarray)
-    assert (view.dtype.str, view.shape, view.ctypes.data) == (dtype, (3, 2), anchor.ctypes.data + 64)
+    assert (view.dtype.str, view.shape, view.ctypes.data) == (dtype, (3, 2), memory.ctypes.data + 64)
     view.view(np.uint8)[0, 0] = 1
-    assert anchor[64] == 1
+    assert memory[64] == 1
 
 
 def test_read_views_are_read_only_to_numpy() -> None:
