@@ -104,7 +104,7 @@ FUZZ_SECONDS ?= 60
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
-	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
 	$(BIN)/python tests/sanitize.py --fuzz $(FUZZ_SECONDS)
 
 # The wheel is built from the sdist, in an empty directory. auditwheel refuses one that needs what not every Linux has, or a newer

@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--fuzz", type=float, metavar="SECONDS", help="instead of running its tests")
     options, pytest_arguments = parser.parse_known_args()
     if options.fuzz is not None:
-        _run(RUNS[0], [sys.executable, "tests/fuzz/mutate.py", "--seconds", str(options.fuzz)])
+        _run(RUNS[0], [sys.executable, "-m", "tests.fuzz.mutate", "--seconds", str(options.fuzz)])
         return
     for sanitizers in RUNS:
         pytest = [sys.executable, "-m", "pytest", *sanitizers.tests, "-p", "no:cacheprovider", "--timeout=600"]

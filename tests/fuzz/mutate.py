@@ -1,4 +1,4 @@
-"""Damages honest inputs at random: ``python tests/fuzz/mutate.py [--seconds N] [--seed N] [TARGET ...]``.
+"""Damages honest inputs at random: ``python -m tests.fuzz.mutate [--seconds N] [--seed N] [TARGET ...]``.
 
 ``run.py`` looks which Python code an input reaches, and sees nothing of what is compiled. This one looks at nothing, and is
 there for the compiler's sanitizers: ``make fuzz`` runs it with the core built for them, on all that the core takes from others.
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from targets import SEEDS, TARGETS  # beside this file
+from tests.fuzz.targets import SEEDS, TARGETS
 
 CORE = (
     "message-rings",
