@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.core.engine_end import EngineEnd
-from tests.fuzz import targets
+from tests.fuzz import mutate, targets
 from tests.model.engine_book import EngineBook as ModelEngineBook
 
 
@@ -34,6 +34,11 @@ def test_a_target_keeps_its_promise(name: str) -> None:
         targets.TARGETS[name](data)
 
     check()
+
+
+def test_whatever_is_compiled_is_fuzzed_under_the_sanitizers() -> None:
+    in_python = {"requests", "addresses", "media-headers"}
+    assert sorted((*mutate.PARSERS, *mutate.BEHIND)) == sorted(targets.TARGETS.keys() - in_python)
 
 
 def test_the_honest_sessions_reach_the_books() -> None:
