@@ -459,6 +459,13 @@ GUARDS = (
         "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
     ),
     Guard(
+        "a payload names no more tensors than were agreed upon",
+        "shmring/core/wire.pyx",
+        "            if tensors[0] > max_tensors:",
+        "            if False:",
+        "tests/core/test_received.py::test_a_tensor_that_is_named_too_often_is_refused_before_one_is_made",
+    ),
+    Guard(
         "a payload in a slot proves nothing against its frontend",
         "shmring/core/engine_end.pyx",
         "breaks_rules=not is_payload_shared)",
