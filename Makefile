@@ -13,8 +13,8 @@
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
-#   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core for
-#                 another one, under the compiler's sanitizers
+#   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core under
+#                 the compiler's sanitizers, a minute for each parser; 20 minutes in all
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
 #   make format   rewrites the sources in the project's style
 #   make clean    removes .venv, .venv-vllm and what the tools cached
@@ -104,7 +104,7 @@ FUZZ_SECONDS ?= 60
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt atheris
-	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz.run --seconds $(FUZZ_SECONDS)
 	$(BIN)/python tests/sanitize.py --fuzz $(FUZZ_SECONDS)
 
 # The wheel is built from the sdist, in an empty directory. auditwheel refuses one that needs what not every Linux has, or a newer

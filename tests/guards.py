@@ -34,6 +34,9 @@ class Guard:
     test: str
 
 
+#: Where the record lies that was taken last.
+_IN_THE_RING = "self._at + AT_RECORDS + ((self._head - _up(LENGTH_NBYTES + nbytes)) & (self._capacity - 1)) + LENGTH_NBYTES"
+
 GUARDS = (
     Guard(
         "who is taken out of a table of numbers leaves no gap before others",
@@ -456,6 +459,13 @@ GUARDS = (
         "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
     ),
     Guard(
+        "a payload names no more tensors than were agreed upon",
+        "shmring/core/wire.pyx",
+        "            if tensors[0] > max_tensors:",
+        "            if False:",
+        "tests/core/test_received.py::test_a_tensor_that_is_named_too_often_is_refused_before_one_is_made",
+    ),
+    Guard(
         "a payload in a slot proves nothing against its frontend",
         "shmring/core/engine_end.pyx",
         "breaks_rules=not is_payload_shared)",
@@ -475,6 +485,34 @@ GUARDS = (
         "not (at_once or self._vigil.is_over(now_s)) or not self.reader.sleep():",
         "not (at_once or self._vigil.is_over(now_s)) or (not self.reader.sleep() and False):",
         "tests/transport/test_link.py::test_a_link_that_falls_asleep_has_looked_again",
+    ),
+    Guard(
+        "who reads a message ring looks again before it sleeps",
+        "shmring/core/message_ring.pyx",
+        "        if load_acquire_u64(self._at + AT_TAIL) != self._head:\n            store",
+        "        if False:\n            store",
+        "tests/core/test_message_ring.py::test_a_reader_that_is_about_to_sleep_looks_again",
+    ),
+    Guard(
+        "who waits for room in a message ring has looked again",
+        "shmring/core/message_ring.pyx",
+        "        if self._tail + self._needed(<uint32_t>nbytes) - self._head <= self._capacity:",
+        "        if False:",
+        "tests/core/test_message_ring.py::test_a_writer_that_is_about_to_wait_looks_again",
+    ),
+    Guard(
+        "a record is copied out of its ring before it is parsed",
+        "shmring/core/message_ring.pyx",
+        "                if taker.take_hot(self._copy, nbytes):",
+        f"                if taker.take_hot({_IN_THE_RING}, nbytes):",
+        "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
+    ),
+    Guard(
+        "a record that is taken between two turns is copied as well",
+        "shmring/core/message_ring.pyx",
+        "                is_hot = taker.take_hot(self._copy, nbytes)",
+        f"                is_hot = taker.take_hot({_IN_THE_RING}, nbytes)",
+        "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
     ),
     Guard(
         "a worker looks for a moment before it sleeps",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from shmring.config import RingConfig
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
@@ -23,6 +25,7 @@ from shmring.core.views import Regions
 from shmring.core.wire import Content, Submit, read_record
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import make_decoder, make_packer
+from tests.records import content_of, slot_extension, tensor_extension
 
 SLAB_NBYTES = 1 << 20
 SLOT_OFFSET = 4096
@@ -166,3 +169,54 @@ def test_decoding_again_puts_tensors_somewhere_else(slab: Mapping, regions: Regi
     )
     assert payload[0] == "placed"
     assert payload[1].tolist() == [0, 1]
+
+
+# -- one tensor, named many times ----------------------------------------------------------------------------------------
+
+MAX_TENSORS = RingConfig().max_tensors
+
+
+def naming_one_tensor(count: int, dtype: str) -> tuple[Content, bytes]:
+    """A content whose payload lies in its slot and names the tensor before it ``count`` times; and that payload."""
+    payload = msgspec.msgpack.encode([tensor_extension(dtype=dtype)] * count)
+    content = content_of(
+        None, slot_extension(offset=SLOT_OFFSET, nbytes=12 + len(payload), generation=GENERATION), lies_at=(12, len(payload))
+    )
+    return content, payload
+
+
+# Of torch, which has a number for it, and of numpy, which spells it.
+@pytest.mark.parametrize("dtype", ["float32", "<f4"])
+def test_a_tensor_that_is_named_too_often_is_refused_before_one_is_made(dtype: str) -> None:
+    content, payload = naming_one_tensor(25 * MAX_TENSORS, dtype)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError, match=rf"more tensors than max_tensors \({MAX_TENSORS}\)"):
+            content.take_payload(payload, MAX_TENSORS)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not content.payload, "nothing is left to decode"
+    assert peak_nbytes < 64 << 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "<f4"])
+def test_a_tensor_that_is_named_as_often_as_may_be_is_viewed_and_never_copied(
+    dtype: str, slab: Mapping, regions: Regions
+) -> None:
+    content, payload = naming_one_tensor(MAX_TENSORS, dtype)
+    content.take_payload(payload, MAX_TENSORS)
+    tracemalloc.start()
+    try:
+        tensors, viewed = decoded(content, slab, regions)
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(tensors) == MAX_TENSORS
+    assert viewed == [True]
+    at = {tensor.data_ptr() if dtype == "float32" else tensor.ctypes.data for tensor in tensors}
+    assert at == {slab.address + SLOT_OFFSET + SLOT_HEADER_NBYTES}
+    assert peak_nbytes < 1024 * MAX_TENSORS  # some 150 bytes of Python's each; what torch has for each is not counted here
+    del tensors
+    gc.collect()
+    assert regions.collect() == [(CLIENT_ID, GENERATION)]

@@ -1,4 +1,4 @@
-"""Fuzzes with atheris: ``python tests/fuzz/run.py [--seconds N] [TARGET ...]``; ``make fuzz`` gives each target a minute.
+"""Fuzzes with atheris: ``python -m tests.fuzz.run [--seconds N] [TARGET ...]``; ``make fuzz`` gives each target a minute.
 
 atheris looks which of our code an input reaches, and changes the inputs that reach something new. It ends with an error, and
 writes the input to ``crash-...``, as soon as a promise of the target is broken.
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["shmring", "frontend"]):
-    from targets import SEEDS, TARGETS  # beside this file
+# The models too: what is compiled can't be looked into, and what they do stands for what it does.
+with atheris.instrument_imports(include=["shmring", "frontend", "tests.model"]):
+    from tests.fuzz.targets import SEEDS, TARGETS
 
 _MAX_NBYTES = 4096
 _LIMITS = [f"-max_len={_MAX_NBYTES}", "-rss_limit_mb=4096", "-timeout=10"]
@@ -37,7 +38,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as corpus:
             for index, seed in enumerate(SEEDS[name]):
                 (Path(corpus) / str(index)).write_bytes(seed)
-            own = [sys.executable, __file__, "--corpus", corpus, "--seconds", str(options.seconds), name]
+            own = [sys.executable, "-m", "tests.fuzz.run", "--corpus", corpus, "--seconds", str(options.seconds), name]
             if subprocess.run(own, check=False).returncode:
                 sys.exit(f"{name} broke a promise; the input is in the file crash-... named above")
 

@@ -27,7 +27,7 @@ from frontend.media.riff import check_wav
 from frontend.media.urls import parse_redirect, parse_url
 from frontend.openai.chat import CHAT_PARSER
 from frontend.openai.embeddings import EMBEDDING_PARSER
-from shmring.core.effects import EngineEffect, RequestAborted
+from shmring.core.effects import EngineEffect, Released, RequestAborted
 from shmring.core.engine_book import EngineBook
 from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
@@ -67,6 +67,7 @@ from shmring.core.wire import Content, Done, Reply, Submit, check_payload, read_
 from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import RemoteProtocolError, ShmringError, StaleDescriptorError
 from shmring.memory.tensors import make_decoder, make_packer
+from tests.model.pairs import PairedEngineBook, outcome
 
 __all__ = ["SEEDS", "TARGETS"]
 
@@ -232,8 +233,8 @@ class _Claim(ClaimEnd):
 class _Engine:
     """The shell of an engine's end: what :class:`~shmring.ring.ring.Ring` does for it, without connections."""
 
-    def __init__(self) -> None:
-        self.book = EngineBook(_GEOMETRY, _LIMITS)
+    def __init__(self, book: EngineBook | None = None) -> None:
+        self.book = EngineBook(_GEOMETRY, _LIMITS) if book is None else book
         self.slab = _mapped(_GEOMETRY.slab_nbytes)
         self.regions = Regions()
         self.end = EngineEnd(
@@ -295,9 +296,17 @@ class _Engine:
         for claim in self.claims:
             if claim.client_id == client_id:
                 self.claims.remove(claim)
-                claim.finish()
-                self.collect()
+                self.finish(claim)
                 return
+
+    def finish(self, claim: _Claim) -> None:
+        """The engine finishes a request that it has taken up."""
+        claim.finish()
+        self.collect()
+
+    def release(self, claim: _Claim) -> None:
+        """The engine leaves a request that it could not take up."""
+        self.carry_out(claim.release_slots())
 
     def collect(self) -> None:
         """Views have died."""
@@ -321,7 +330,7 @@ class _Engine:
         """A request can't be taken up."""
         assert isinstance(error, RemoteProtocolError | StaleDescriptorError | msgspec.ValidationError)
         self.failures.append((error, breaks_rules))
-        self.carry_out(claim.release_slots())
+        self.release(claim)
         if breaks_rules:
             self.frontends[claim.client_id].detach()
             self.carry_out(self.book.disconnect(claim.client_id))
@@ -343,14 +352,95 @@ class _Engine:
         raise RemoteProtocolError("a fence came, and there is no device memory")
 
 
+class _PairedEngine(_Engine):
+    """An engine whose book has its model beside it.
+
+    What the end does to the book in C, the model does afterwards; all else is done to both at once. Both are compared after
+    each event.
+    """
+
+    book: PairedEngineBook
+
+    def __init__(self) -> None:
+        super().__init__(PairedEngineBook(_GEOMETRY, _LIMITS))
+        self.followed: list[EngineEffect] = []  # of what the end has done, as the book says
+
+    def take_record(self, client_id: int, record: bytes) -> None:
+        """A frontend has sent something."""
+        submit = None
+        with contextlib.suppress(RemoteProtocolError):
+            submit = read_record(record, _MAX_TENSORS, from_engine=False)
+        _, error = outcome(self.frontends[client_id].take_record, (record,), {})
+        if isinstance(submit, Submit) and _reaches_the_book(submit):
+            self.book.follow("submit", client_id, submit.request_id, submit.content.slots, error=error)
+        if error is not None:
+            raise error
+
+    def work(self, client_id: int) -> None:
+        before = len(self.claims)
+        super().work(client_id)
+        if len(self.claims) > before:
+            self._follow_claim(self.claims[-1])
+
+    def take_up_failed(self, claim: _Claim, error: Exception, *, breaks_rules: bool) -> None:
+        self._follow_claim(claim)
+        super().take_up_failed(claim, error, breaks_rules=breaks_rules)
+
+    def finish(self, claim: _Claim) -> None:
+        had_ended = claim.ended
+        self.followed.clear()
+        claim.finish()
+        self._follow_release(claim, None if had_ended else RequestEvent.FINISH)
+        self.collect()
+
+    def release(self, claim: _Claim) -> None:
+        self.followed.clear()
+        super().release(claim)
+        self._follow_release(claim, None)
+
+    def carry_out(self, effects: Sequence[EngineEffect]) -> None:
+        self.followed += effects
+        super().carry_out(effects)
+
+    def _follow_claim(self, claim: _Claim) -> None:
+        self.book.follow("claim", claim.client_id, claim.request_id)
+
+    def _follow_release(self, claim: _Claim, end: RequestEvent | None) -> None:
+        """A claim's slots were released, and the request has ended."""
+        client_id, effects = claim.client_id, self.followed[:]
+        generations = [slot.generation for slot in claim.submit.content.slots]
+        client = self.book.clients.get(client_id)
+        viewed = {generation for generation in generations if client is not None and generation in client.slots}
+        if end is not None:  # both are one event of the end: they are compared after the second
+            expected = self.book.model.release_slots(client_id, generations, viewed) if generations else []
+            self.book.follow("end", client_id, claim.request_id, end)
+        else:
+            expected = self.book.follow("release_slots", client_id, generations, viewed) if generations else []
+        # Released slots are named in the record of the end.
+        assert [effect for effect in expected if not isinstance(effect, Released)] == effects
+
+
+def _reaches_the_book(submit: Submit) -> bool:
+    """Whether the engine's end leaves it to its book to refuse a submission."""
+    content = submit.content
+    is_on_device = any(slot.offset >= _GEOMETRY.slab_nbytes for slot in content.slots)
+    return (
+        submit.epoch == 1
+        and len(content.inline) <= _INLINE_NBYTES
+        and content.payload_nbytes <= _MAX_PAYLOAD_NBYTES
+        and not content.fence
+        and not is_on_device
+    )
+
+
 def books(data: bytes) -> None:
-    """Two frontends say what they like to an engine, and write what they like: its book stays sound, and all comes home
-    when they are dead.
+    """Two frontends say what they like to an engine, and write what they like: its book stays sound and does what its model
+    does, and all comes home when they are dead.
 
     A byte chooses who speaks or writes, or what the engine does meanwhile; a length and a record follow, or the number of a
     block and what is written there.
     """
-    engine = _Engine()
+    engine = _PairedEngine()
     book = engine.book
     for client in (1, 2):
         engine.connect(client)
@@ -368,16 +458,13 @@ def books(data: bytes) -> None:
             engine.work(client)
         else:
             with contextlib.suppress(RemoteProtocolError):
-                engine.frontends[client].take_record(body)
-        book.check()
+                engine.take_record(client, body)
+        book.compare("a step")
     for client in (1, 2):
         engine.frontends[client].detach()
         engine.carry_out(book.died(client))
-        book.check()
     while engine.claims:
-        engine.claims.pop().finish()
-        engine.collect()
-        book.check()
+        engine.finish(engine.claims.pop())
     assert not engine.end.waiting_count
     assert not engine.end.running_count
     assert not book.clients

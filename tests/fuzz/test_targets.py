@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,19 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmring.core.engine_end import EngineEnd
-
-
-def load() -> ModuleType:
-    """``run.py`` imports it as a neighbour, and is no package."""
-    spec = importlib.util.spec_from_file_location("fuzz_targets", Path(__file__).parent / "targets.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-targets = load()
+from tests.fuzz import mutate, targets
+from tests.model.engine_book import EngineBook as ModelEngineBook
 
 
 @st.composite
@@ -51,6 +36,11 @@ def test_a_target_keeps_its_promise(name: str) -> None:
     check()
 
 
+def test_whatever_is_compiled_is_fuzzed_under_the_sanitizers() -> None:
+    in_python = {"requests", "addresses", "media-headers"}
+    assert sorted((*mutate.PARSERS, *mutate.BEHIND)) == sorted(targets.TARGETS.keys() - in_python)
+
+
 def test_the_honest_sessions_reach_the_books() -> None:
     """Were they refused at the door, the fuzzer would have to guess a whole session."""
     ends: list[EngineEnd] = []
@@ -73,6 +63,13 @@ def test_the_honest_sessions_reach_the_books() -> None:
             targets.books(seed)
     assert [(end.submitted, end.finished) for end in ends] == [(1, 1)] * 3
     assert len(claimed) == 3
+
+
+@pytest.mark.parametrize("event", ["submit", "claim", "release_slots", "end", "abort", "request_lease", "keep"])
+def test_a_book_that_does_not_what_its_model_does_is_noticed(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelEngineBook, event, lambda *_: [])
+    with pytest.raises(AssertionError, match="the model"):
+        any(map(targets.books, targets.SEEDS["books"]))
 
 
 def test_honest_contents_are_decoded_and_not_refused() -> None:

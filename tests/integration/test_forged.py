@@ -193,6 +193,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
         lambda f, r: [f.submit(f.slot()), f.submit(f.slot(offset=f.lease.offset + 4096), request_id=2)],
         "not a new one",
     ),
+    "a slot a thousand times": (lambda f, r: [f.submit(None, TENSOR, *[f.slot()] * 1000, payload=None)], "not a new one"),
     "another epoch": (lambda f, r: [f.submit(f.slot(), epoch=f.welcome.epoch ^ 1)], "epoch"),
     "a request number twice": (lambda f, r: [f.say(), f.say()], "after request"),
     "a request number that is smaller": (lambda f, r: [f.say(request_id=5), f.say(request_id=4)], "after request"),

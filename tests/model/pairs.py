@@ -38,6 +38,27 @@ class PairedEngineBook(engine_book.EngineBook):
         super().__init__(geometry, limits)
         self.model = model_engine_book.EngineBook(geometry, limits)
 
+    def follow(self, name: str, *arguments: Any, error: BaseException | None = None) -> Any:
+        """Lets the model do what a compiled end has done to this book without a call from Python.
+
+        Args:
+            name: of the event.
+            error: that it raised in this book.
+
+        Returns:
+            What the model returns: a compiled end keeps what the book returned, and the caller sees what it did with that.
+        """
+        expected, expected_error = outcome(getattr(self.model, name), arguments, {})
+        assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
+        self.compare(f"{name}{arguments}")
+        return expected
+
+    def compare(self, event: str) -> None:
+        """Compares the states of both after an event, and checks each."""
+        assert plain(self) == plain(self.model), f"{event}: another state than the model's"
+        self.check()
+        self.model.check()
+
 
 def outcome(event: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, BaseException | None]:
     """What an event returns, or raises."""
@@ -63,9 +84,7 @@ def _paired(name: str) -> Callable[..., Any]:
         result, error = outcome(compiled, (self, *arguments), named)
         assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
         assert result == expected, f"{name}{arguments}: {result}, and the model says {expected}"
-        assert plain(self) == plain(self.model), f"{name}{arguments}: another state than the model's"
-        self.check()
-        self.model.check()
+        self.compare(f"{name}{arguments}")
         if error is not None:
             raise error
         return result
