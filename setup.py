@@ -83,11 +83,10 @@ class Build(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """Returns what is compiled."""
-    core = [
-        Extension(str(path.with_suffix("")).replace("/", "."), [str(path)])
-        for path in sorted(Path("shmring/core").glob("*.pyx"))
-    ]
+    """Returns what is compiled: the core and, where the sources are used in their place, what its tests need."""
+    is_in_place = not {"editable_wheel", "--inplace"}.isdisjoint(sys.argv)
+    sources = [*Path("shmring/core").glob("*.pyx"), *(Path("tests/model").glob("*.pyx") if is_in_place else ())]
+    core = [Extension(str(path.with_suffix("")).replace("/", "."), [str(path)]) for path in sorted(sources)]
     copies = [f"shmring/memory/{name}" for name in ("_copying.c", "copy_helpers.c")]
     return [*core, Extension("shmring.memory._copying", copies, depends=["shmring/memory/copy_helpers.h"])]
 

@@ -2,9 +2,11 @@
 
 Theory of operation: what can be sent at once is sent by the :class:`~shmring.core.client_end.ClientEnd`, and never comes
 here. Any other payload counts as in flight from its turn on. From then on it either becomes a submission, or gives everything
-back: its turn, and the slot that it was to be copied to.
+back: its turn, and the slot that it was to be copied to. If it has to wait for space, its turn is somebody else's meanwhile: it
+may be waiting for the space of slots whose holders wait for their turn.
 
-Invariants: turns come in order, and one that is cancelled passes its turn on; nothing is sent between looking and sending.
+Invariants: turns come in order, and one that is cancelled passes its turn on; who has one never waits for space; nothing is
+sent between looking and sending.
 """
 
 from __future__ import annotations
@@ -31,6 +33,28 @@ __all__ = ["Sending"]
 _READS_SLOWLY = "the engine reads more slowly than it is written to"
 
 
+class _Flight:
+    """Whether a payload counts as in flight, which it does from its turn on."""
+
+    __slots__ = ("_counts", "_sending")
+
+    def __init__(self, sending: Sending) -> None:
+        self._sending = sending
+        self._counts = False
+
+    async def begin(self) -> None:
+        """Waits for its turn."""
+        if not self._sending.end.begin():
+            await self._sending.turn()
+        self._counts = True
+
+    def leave(self) -> None:
+        """Its turn is the next one's."""
+        if self._counts:
+            self._counts = False
+            self._sending.end.leave()
+
+
 class Sending:
     """What one session has to send, and can't send at once. Lives in a loop.
 
@@ -40,12 +64,13 @@ class Sending:
         slab: that payloads are copied to.
 
     Attributes:
+        end: the session's.
         copies: the slots of the copies that are being made, or wait for their turn.
     """
 
     def __init__(self, session: Session, copier: Copier, slab: Slab) -> None:
         self._session = session
-        self._end = session.end
+        self.end = session.end
         self._link = session.link
         self._host_slots = session.host_slots
         self._device_slots = session.device_slots
@@ -61,31 +86,31 @@ class Sending:
         self._link.poll()  # what the engine has released meanwhile may be used again
         if self._copier.copied_in_turn:
             await asyncio.sleep(0)  # the turn of whoever else is in this loop
-        if not self._end.begin():
-            await self._turn()
+        flight = _Flight(self)
+        await flight.begin()
         try:
             while True:
                 self._session.check_alive()
-                packed, in_place = self._end.pack(payload)
+                packed, in_place = self.end.pack(payload)
                 submission = self._send_now(packed, in_place, name, stream, self._copier.at_once_nbytes)
                 if submission is None:
-                    submission = await self._send_in_turn(packed, in_place, name, stream)
+                    submission = await self._send_in_turn(packed, in_place, name, stream, flight)
                 if submission is not None:
                     return submission
         except BaseException:
-            self._end.leave()
+            flight.leave()
             raise
 
-    async def _turn(self) -> None:
+    async def turn(self) -> None:
         """Waits until this request may be in flight, which it then is."""
         turn = self._session.loop.create_future()
         self._turns.append(turn)
-        self._end.crowded = True
+        self.end.crowded = True
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._end.leave()  # its turn came as it was cancelled: the next one's
+                self.end.leave()  # its turn came as it was cancelled: the next one's
             raise
 
     def request_left(self) -> None:
@@ -93,10 +118,10 @@ class Sending:
         while self._turns:
             turn = self._turns.popleft()
             if not turn.done():  # else it was cancelled
-                self._end.pass_on()
+                self.end.pass_on()
                 turn.set_result(None)
                 break
-        self._end.crowded = bool(self._turns)
+        self.end.crowded = bool(self._turns)
 
     def _send_now(
         self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
@@ -105,11 +130,11 @@ class Sending:
         if not self._link.can_write or packed.slot_nbytes > copy_limit_nbytes:
             return None
         self._copier.count_in_turn(packed.slot_nbytes)
-        sent: Submission | None = self._end.send_now(packed, in_place, name, stream)
+        sent: Submission | None = self.end.send_now(packed, in_place, name, stream)
         return sent
 
     async def _send_in_turn(
-        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None
+        self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, flight: _Flight
     ) -> Submission | None:
         """Sends a payload when its copy's turn has come; None if a slot that it lies in has changed hands while we waited.
 
@@ -119,8 +144,24 @@ class Sending:
         self._session.check_alive()
         submission = self._send_now(packed, in_place, name, stream, self._copier.offload_nbytes)
         if submission is None:
-            submission = await self._send_when_possible(packed, in_place, name, stream)
+            slot = await self._space(packed.slot_nbytes, flight) if packed.slot_nbytes else None
+            submission = await self._send_when_possible(packed, in_place, name, stream, slot)
         return submission
+
+    async def _space(self, nbytes: int, flight: _Flight) -> ClientSlotRecord:
+        """Waits for a slot to copy a payload to; and then, if it took waiting, for the payload's turn again."""
+        slot = self._host_slots.book.acquire(nbytes, held=False)
+        if slot is not None:
+            return slot
+        flight.leave()
+        slot = await self._host_slots.acquire(nbytes, held=False)
+        try:
+            await flight.begin()
+            self._session.check_alive()
+        except BaseException:
+            self._host_slots.give_up(slot)
+            raise
+        return slot
 
     async def _send_when_possible(
         self,
@@ -128,15 +169,13 @@ class Sending:
         in_place: list[ClientSlotRecord],
         name: str,
         stream: Stream | None,
-        slot: ClientSlotRecord | None = None,
+        slot: ClientSlotRecord | None,
     ) -> Submission | None:
-        """Sends a payload; None if a slot that it lies in has changed hands while we waited for space.
+        """Sends a payload; None if a slot that it lies in has changed hands while we waited.
 
         Args:
-            slot: to copy it to, if there is one already.
+            slot: to copy it to, if it needs one; given back if it is not sent.
         """
-        if packed.slot_nbytes and slot is None:
-            slot = await self._host_slots.acquire(packed.slot_nbytes, held=False)
         submission: Submission | None = None
         try:
             if slot is not None:
@@ -144,7 +183,7 @@ class Sending:
             while submission is None and all(record.is_submittable() for record in in_place):
                 await self.writable()
                 self._session.check_alive()
-                submission = self._end.send(packed, in_place, slot, name, stream)
+                submission = self.end.send(packed, in_place, slot, name, stream)
                 if submission is None and self._link.can_write:
                     self._link.expect_space()
             return submission
@@ -157,7 +196,7 @@ class Sending:
         copying = self._session.loop.create_future()
         self.copies[copying] = slot
         try:
-            await self._copier.copy(packed, self._slab.mapping, self._end.content_address(slot))
+            await self._copier.copy(packed, self._slab.mapping, self.end.content_address(slot))
         finally:
             del self.copies[copying]
             copying.set_result(None)
@@ -173,17 +212,17 @@ class Sending:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
         self._begin_nowait()
         try:
-            packed, in_place = self._end.pack(payload)
+            packed, in_place = self.end.pack(payload)
             return self._send_nowait(packed, in_place, name, ask=ask)
         except BaseException:
-            self._end.leave()
+            self.end.leave()
             raise
 
     async def submit_unless_full(self, payload: object, name: str, *, ask: bool) -> Submission:
         """As :meth:`submit_nowait`, for a loop that several threads wait for: a long copy is made on a thread."""
         self._begin_nowait()
         try:
-            packed, in_place = self._end.pack(payload)
+            packed, in_place = self.end.pack(payload)
             if packed.slot_nbytes <= self._copier.offload_nbytes:
                 return self._send_nowait(packed, in_place, name, ask=ask)
             slot = self._host_slots.acquire_nowait(packed.slot_nbytes, held=False, ask=ask)
@@ -192,7 +231,7 @@ class Sending:
                 raise WouldBlock("a slot that the payload lies in was submitted by somebody else while the rest was copied")
             return submission
         except BaseException:
-            self._end.leave()
+            self.end.leave()
             raise
 
     def _begin_nowait(self) -> None:
@@ -200,16 +239,16 @@ class Sending:
         self._session.check_alive()
         self._link.poll()
         self._session.check_alive()  # what came may have been its end
-        if not self._end.begin():
+        if not self.end.begin():
             limit = self._session.welcome.max_inflight
             raise WouldBlock(f"{limit} requests are in flight, the engine takes no more (max_inflight)")
         if not self._link.can_write:
-            self._end.leave()
+            self.end.leave()
             raise WouldBlock(_READS_SLOWLY)
 
     def _send_nowait(self, packed: Packed, in_place: list[ClientSlotRecord], name: str, *, ask: bool) -> Submission:
         submission = self._send_now(packed, in_place, name, None, math.inf)
-        if submission is None and self._end.found_full:
+        if submission is None and self.end.found_full:
             self._link.expect_space()
             raise WouldBlock(_READS_SLOWLY)
         if submission is None:
@@ -227,15 +266,15 @@ class Sending:
             if kept_nbytes:
                 reason += f", {kept_nbytes} bytes of slots that were left are kept by living views of them"
             pins = len(self._session.kept)
-            if len(self._end.held) > pins:  # what is kept stands there, too
-                reason += f", callers hold {len(self._end.held) - pins} slots"
+            if len(self.end.held) > pins:  # what is kept stands there, too
+                reason += f", callers hold {len(self.end.held) - pins} slots"
             if pins:
                 reason += (
                     f", {pins} kept contents are pinned (leave what find() and keep() have returned, and drop views of it)"
                 )
             return f"{reason}; the engine leases out what no other client uses or has pinned"
         if self._turns:
-            return f"its turn: {self._end.in_flight} requests are in flight, and the engine takes no more (max_inflight)"
+            return f"its turn: {self.end.in_flight} requests are in flight, and the engine takes no more (max_inflight)"
         if not self._link.can_write:
             return f"room in the message ring: {_READS_SLOWLY}"
         return "a copy of its tensors, which waits behind others"

@@ -340,6 +340,8 @@ cdef class FanOutEnd:
         if parcel.start >= 0:
             self.book.give_blocks(parcel.start, parcel.blocks)
             parcel.start = -1
+        if parcel.packed is not None:
+            parcel.packed.parts = []  # it may be kept itself, by a frame of a copy that was cancelled
         parcel.drop()
 
     def publish(self, Parcel parcel not None) -> bool:

@@ -27,7 +27,7 @@ from frontend.media.riff import check_wav
 from frontend.media.urls import parse_redirect, parse_url
 from frontend.openai.chat import CHAT_PARSER
 from frontend.openai.embeddings import EMBEDDING_PARSER
-from shmring.core.effects import EngineEffect, Released, RequestAborted
+from shmring.core.effects import EngineEffect, RequestAborted
 from shmring.core.engine_book import EngineBook
 from shmring.core.engine_end import ClaimEnd, EngineEnd, FrontendEnd
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES, FanOutBook, WorkerRecord
@@ -67,7 +67,7 @@ from shmring.core.wire import Content, Done, Reply, Submit, check_payload, read_
 from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.errors import RemoteProtocolError, ShmringError, StaleDescriptorError
 from shmring.memory.tensors import make_decoder, make_packer
-from tests.model.pairs import PairedEngineBook, outcome
+from tests.model.pairs import PairedEngineBook
 
 __all__ = ["SEEDS", "TARGETS"]
 
@@ -352,87 +352,6 @@ class _Engine:
         raise RemoteProtocolError("a fence came, and there is no device memory")
 
 
-class _PairedEngine(_Engine):
-    """An engine whose book has its model beside it.
-
-    What the end does to the book in C, the model does afterwards; all else is done to both at once. Both are compared after
-    each event.
-    """
-
-    book: PairedEngineBook
-
-    def __init__(self) -> None:
-        super().__init__(PairedEngineBook(_GEOMETRY, _LIMITS))
-        self.followed: list[EngineEffect] = []  # of what the end has done, as the book says
-
-    def take_record(self, client_id: int, record: bytes) -> None:
-        """A frontend has sent something."""
-        submit = None
-        with contextlib.suppress(RemoteProtocolError):
-            submit = read_record(record, _MAX_TENSORS, from_engine=False)
-        _, error = outcome(self.frontends[client_id].take_record, (record,), {})
-        if isinstance(submit, Submit) and _reaches_the_book(submit):
-            self.book.follow("submit", client_id, submit.request_id, submit.content.slots, error=error)
-        if error is not None:
-            raise error
-
-    def work(self, client_id: int) -> None:
-        before = len(self.claims)
-        super().work(client_id)
-        if len(self.claims) > before:
-            self._follow_claim(self.claims[-1])
-
-    def take_up_failed(self, claim: _Claim, error: Exception, *, breaks_rules: bool) -> None:
-        self._follow_claim(claim)
-        super().take_up_failed(claim, error, breaks_rules=breaks_rules)
-
-    def finish(self, claim: _Claim) -> None:
-        had_ended = claim.ended
-        self.followed.clear()
-        claim.finish()
-        self._follow_release(claim, None if had_ended else RequestEvent.FINISH)
-        self.collect()
-
-    def release(self, claim: _Claim) -> None:
-        self.followed.clear()
-        super().release(claim)
-        self._follow_release(claim, None)
-
-    def carry_out(self, effects: Sequence[EngineEffect]) -> None:
-        self.followed += effects
-        super().carry_out(effects)
-
-    def _follow_claim(self, claim: _Claim) -> None:
-        self.book.follow("claim", claim.client_id, claim.request_id)
-
-    def _follow_release(self, claim: _Claim, end: RequestEvent | None) -> None:
-        """A claim's slots were released, and the request has ended."""
-        client_id, effects = claim.client_id, self.followed[:]
-        generations = [slot.generation for slot in claim.submit.content.slots]
-        client = self.book.clients.get(client_id)
-        viewed = {generation for generation in generations if client is not None and generation in client.slots}
-        if end is not None:  # both are one event of the end: they are compared after the second
-            expected = self.book.model.release_slots(client_id, generations, viewed) if generations else []
-            self.book.follow("end", client_id, claim.request_id, end)
-        else:
-            expected = self.book.follow("release_slots", client_id, generations, viewed) if generations else []
-        # Released slots are named in the record of the end.
-        assert [effect for effect in expected if not isinstance(effect, Released)] == effects
-
-
-def _reaches_the_book(submit: Submit) -> bool:
-    """Whether the engine's end leaves it to its book to refuse a submission."""
-    content = submit.content
-    is_on_device = any(slot.offset >= _GEOMETRY.slab_nbytes for slot in content.slots)
-    return (
-        submit.epoch == 1
-        and len(content.inline) <= _INLINE_NBYTES
-        and content.payload_nbytes <= _MAX_PAYLOAD_NBYTES
-        and not content.fence
-        and not is_on_device
-    )
-
-
 def books(data: bytes) -> None:
     """Two frontends say what they like to an engine, and write what they like: its book stays sound and does what its model
     does, and all comes home when they are dead.
@@ -440,7 +359,7 @@ def books(data: bytes) -> None:
     A byte chooses who speaks or writes, or what the engine does meanwhile; a length and a record follow, or the number of a
     block and what is written there.
     """
-    engine = _PairedEngine()
+    engine = _Engine(PairedEngineBook(_GEOMETRY, _LIMITS))  # what the end does to it, its model does as well
     book = engine.book
     for client in (1, 2):
         engine.connect(client)
@@ -458,8 +377,7 @@ def books(data: bytes) -> None:
             engine.work(client)
         else:
             with contextlib.suppress(RemoteProtocolError):
-                engine.take_record(client, body)
-        book.compare("a step")
+                engine.frontends[client].take_record(body)
     for client in (1, 2):
         engine.frontends[client].detach()
         engine.carry_out(book.died(client))

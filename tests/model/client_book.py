@@ -242,8 +242,12 @@ class ClientBook:
         Returns:
             The effects, and how many of the generations were not ours to begin with (a late or doubled release).
         """
+        return self.released_at([(generation, now) for generation in generations])
+
+    def released_at(self, released: Collection[tuple[int, float]]) -> tuple[list[ClientEffect], int]:
+        """The same, each at a time of its own."""
         unknown = 0
-        for generation in generations:
+        for generation, now in released:
             slot = self._submitted.pop(generation, None)
             if slot is None:
                 unknown += 1

@@ -1,6 +1,7 @@
 """The compiled books with their models beside them: each event happens to both, and must have the same outcome.
 
-A pair is used like the compiled book. After each event, effects or errors are compared, and the whole state of both.
+A pair is used like the compiled book, by compiled ends as well. After each event, effects or errors are compared, and the whole
+state of both.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from shmring.core.effects import Acquired
 from shmring.core.geometry import ClientBookLimits, EngineBookLimits, Geometry
 from tests.model import client_book as model_client_book
 from tests.model import engine_book as model_engine_book
+from tests.model.observed import ObservedClientBook, ObservedEngineBook
 from tests.model.state import plain
 
 __all__ = ["PairedClientBook", "PairedEngineBook"]
+
+_Outcome = tuple[Any, BaseException | None]
 
 ENGINE_EVENTS = (
     *("connect", "goodbye", "disconnect", "died", "request_lease", "return_leases"),
@@ -31,30 +35,22 @@ CLIENT_EVENTS = (
 )
 
 
-class PairedEngineBook(engine_book.EngineBook):
+class PairedEngineBook(ObservedEngineBook):
     """The engine's book and its model."""
 
     def __init__(self, geometry: Geometry, limits: EngineBookLimits) -> None:
         super().__init__(geometry, limits)
         self.model = model_engine_book.EngineBook(geometry, limits)
 
-    def follow(self, name: str, *arguments: Any, error: BaseException | None = None) -> Any:
-        """Lets the model do what a compiled end has done to this book without a call from Python.
-
-        Args:
-            name: of the event.
-            error: that it raised in this book.
-
-        Returns:
-            What the model returns: a compiled end keeps what the book returned, and the caller sees what it did with that.
-        """
+    def follow(self, name: str, *arguments: Any, result: Any = None, error: BaseException | None = None) -> None:
+        """A compiled end has done this to the book, in C: the model does the same."""
         expected, expected_error = outcome(getattr(self.model, name), arguments, {})
-        assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
-        self.compare(f"{name}{arguments}")
-        return expected
+        self.compare(f"{name}{arguments}", (result, error), (expected, expected_error))
 
-    def compare(self, event: str) -> None:
-        """Compares the states of both after an event, and checks each."""
+    def compare(self, event: str, ours: _Outcome, models: _Outcome) -> None:
+        """Compares what both have done in an event, and checks each."""
+        assert same_error(ours[1], models[1]), f"{event}: {ours[1]!r}, and the model says {models[1]!r}"
+        assert ours[0] == models[0], f"{event}: {ours[0]}, and the model says {models[0]}"
         assert plain(self) == plain(self.model), f"{event}: another state than the model's"
         self.check()
         self.model.check()
@@ -79,12 +75,12 @@ def same_error(one: BaseException | None, other: BaseException | None) -> bool:
 
 def _paired(name: str) -> Callable[..., Any]:
     def event(self: PairedEngineBook, *arguments: Any, **named: Any) -> Any:
-        compiled = getattr(engine_book.EngineBook, name)
-        expected, expected_error = outcome(getattr(self.model, name), arguments, named)
-        result, error = outcome(compiled, (self, *arguments), named)
-        assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
-        assert result == expected, f"{name}{arguments}: {result}, and the model says {expected}"
-        self.compare(f"{name}{arguments}")
+        models = outcome(getattr(self.model, name), arguments, named)
+        self.is_called = True
+        ours = outcome(getattr(engine_book.EngineBook, name), (self, *arguments), named)
+        self.is_called = False
+        self.compare(f"{name}{arguments}", ours, models)
+        result, error = ours
         if error is not None:
             raise error
         return result
@@ -96,7 +92,7 @@ for _name in ENGINE_EVENTS:
     setattr(PairedEngineBook, _name, _paired(_name))
 
 
-class PairedClientBook(client_book.ClientBook):
+class PairedClientBook(ObservedClientBook):
     """A frontend's book and its model. Callers see the compiled book's slots; each stands for one of the model's."""
 
     def __init__(self, limits: ClientBookLimits) -> None:
@@ -125,20 +121,35 @@ class PairedClientBook(client_book.ClientBook):
         else:
             assert result == expected, f"{result}, and the model says {expected}"
 
+    def follow(self, name: str, *arguments: Any, result: Any = None, **named: Any) -> None:
+        """A compiled end has done this to the book, in C: the model does the same."""
+        self.take_views()
+        expected = getattr(self.model, name)(*map(self.of_model, arguments), **named)
+        self.compare(f"{name}{arguments}", (result, None), (expected, None))
+
+    def take_views(self) -> None:
+        """Which slots are viewed, callers set."""
+        for slot, model_slot in self.model_slots.items():
+            model_slot.viewed = slot.viewed
+
+    def compare(self, event: str, ours: _Outcome, models: _Outcome) -> None:
+        """Compares what both have done in an event, and checks each."""
+        assert same_error(ours[1], models[1]), f"{event}: {ours[1]!r}, and the model says {models[1]!r}"
+        self.meet(ours[0], models[0])
+        assert plain(self) == plain(self.model), f"{event}: another state than the model's"
+        self.check()
+        self.model.check()
+
 
 def _paired_client_event(name: str) -> Callable[..., Any]:
     def event(self: PairedClientBook, *arguments: Any, **named: Any) -> Any:
-        for slot, model_slot in self.model_slots.items():
-            model_slot.viewed = slot.viewed  # which callers set
-        expected, expected_error = outcome(
-            getattr(self.model, name), [self.of_model(argument) for argument in arguments], named
-        )
-        result, error = outcome(getattr(client_book.ClientBook, name), (self, *arguments), named)
-        assert same_error(error, expected_error), f"{name}{arguments}: {error!r}, and the model says {expected_error!r}"
-        self.meet(result, expected)
-        assert plain(self) == plain(self.model), f"{name}{arguments}: another state than the model's"
-        self.check()
-        self.model.check()
+        self.take_views()
+        models = outcome(getattr(self.model, name), [self.of_model(argument) for argument in arguments], named)
+        self.is_called = True
+        ours = outcome(getattr(client_book.ClientBook, name), (self, *arguments), named)
+        self.is_called = False
+        self.compare(f"{name}{arguments}", ours, models)
+        result, error = ours
         if error is not None:
             raise error
         return result

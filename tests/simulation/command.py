@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -57,9 +59,35 @@ def simulate_command(
     json_path: Path | None,
 ) -> None:
     """An engine and its frontends in one deterministic process, every invariant checked after every step."""
+    with _quiet():
+        _simulate(steps, seed, exhaustive=exhaustive, names=names, max_states=max_states, replayed=replay_path, saved=json_path)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The product says nothing of all that happens to connections here."""
+    logger = logging.getLogger("shmring")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _simulate(
+    steps: int,
+    seed: int,
+    *,
+    exhaustive: bool,
+    names: tuple[str, ...],
+    max_states: int,
+    replayed: Path | None,
+    saved: Path | None,
+) -> None:
     result: Walk | _Explored
-    if replay_path is not None:
-        _replay(replay_path)
+    if replayed is not None:
+        _replay(replayed)
         return
     if exhaustive or names:
         result = _explore(names or tuple(EXPLORATIONS), max_states)
@@ -67,8 +95,8 @@ def simulate_command(
     else:
         result = walk(steps, seed, _Progress[Walk](_walked))
         _console().print(_walk_table(result))
-    if json_path is not None:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    if saved is not None:
+        saved.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     if result.failure is not None:
         _report(result)
 

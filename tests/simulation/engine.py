@@ -1,152 +1,117 @@
-"""One life of an engine: the real end and book, and around them what ``shmring.ring`` adds.
+"""One life of an engine: the real :class:`~shmring.ring.ring.Ring`, in a loop that the simulation turns, and its handlers.
 
-The duties of a ring are written again here as it has them, for handlers that may be anywhere between two awaits: waiting
-for reply space, copying a reply, cancelled but not run yet, gone with views of a request's slots still alive.
+Nothing of the ring is written again here. What is made up is what it stands on (see :mod:`.around`) and who uses it: handlers.
+Each may be anywhere between two awaits, waiting for reply space, for a copy or for a frontend that reads, cancelled but not run
+yet, or gone with views of a request's slots still alive.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import os
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
-from shmring.core import engine_end
-from shmring.core.effects import (
-    Answered,
-    ClientGone,
-    EngineEffect,
-    Granted,
-    Recalled,
-    Released,
-    ReplyGranted,
-    ReplySlot,
-    RequestAborted,
-)
-from shmring.core.engine_book import EngineBook
+from shmring.config import RingConfig
 from shmring.core.geometry import BLOCK_NBYTES
-from shmring.core.messages import (
-    KEPT_LEASE_ID,
-    SLOT_HEADER_NBYTES,
-    Abort,
-    EngineMessage,
-    Failed,
-    FailureKind,
-    Find,
-    Goodbye,
-    Keep,
-    LeaseGrant,
-    LeaseRecall,
-    LeaseRequest,
-    LeaseReturn,
-    Refused,
-    Release,
-    ReplyRelease,
-    SlotRef,
-    Unpin,
-    decode_frontend_message,
-)
-from shmring.core.states import RequestEvent
-from shmring.core.views import Regions
-from shmring.errors import RemoteProtocolError
-from tests.simulation import books, ends
+from shmring.core.messages import PROTOCOL_VERSION, Hello, SlotRef, Welcome
+from shmring.errors import AbortedError, PeerLostError, RemoteProtocolError
+from shmring.memory.slab import Slab
+from shmring.ring import frontend as frontend_module
+from shmring.ring import handshakes as handshakes_module
+from shmring.ring import ring as ring_module
+from shmring.ring.claim import Claim
+from shmring.ring.frontend import Frontend
+from shmring.ring.ring import Ring
+from shmring.ring.workers import Workers
+from tests.simulation import books
+from tests.simulation.around import Connected, CopyingThreads, End, Watch, standing_on
 from tests.simulation.fan_out import FanOut
-from tests.simulation.frontend import Process, content_nbytes
+from tests.simulation.loop import SimulatedLoop
 from tests.simulation.payloads import (
-    DECODER,
     INLINE_NBYTES,
     MAX_PAYLOAD_NBYTES,
     MAX_TENSORS,
-    PACKER,
+    content_nbytes,
     payload_of,
     require_intact,
 )
 from tests.simulation.scenario import Action, Kind, Scenario, require
 from tests.simulation.wire import Wire, open_slab
 
-__all__ = ["Claim", "Engine"]
+__all__ = ["Engine", "Handling"]
 
-if TYPE_CHECKING:
-    _FrontendEnd = engine_end.FrontendEnd
-    _ClaimEnd = engine_end.ClaimEnd
-else:
-    _FrontendEnd = _ClaimEnd = object  # compiled or not: see Engine
-
+_RING_NBYTES = 1 << 14
 _ENDINGS = (Kind.FINISH, Kind.FAIL, Kind.TIME_OUT)
 
 
-class Client(_FrontendEnd):
-    """A connection, as the engine has it."""
-
-    def __init__(self, engine: Engine, client_id: int, process: Process) -> None:
-        super().__init__(engine.end, client_id)
-        self.engine = weakref.proxy(engine)
-        self.process = process
-        self.wire = Wire(engine.scenario.max_queue)
-        self.link = self.wire.towards_frontend
-        self.connected = True
-        self.buried = False  # its pidfd has fired
-        self.attach(self.link.writer)
-
-    def take_message(self, record: bytes) -> None:
-        self.engine.message_received(self, record)
-
-    def tell(self, message: EngineMessage) -> None:
-        """Sends a message."""
-        self.link.send(message)
+@functools.cache
+def ring_config(scenario: Scenario) -> RingConfig:
+    """Returns the options of an engine."""
+    return RingConfig(
+        max_lease_nbytes=scenario.max_lease_blocks * BLOCK_NBYTES,
+        client_quota_nbytes=scenario.quota_blocks * BLOCK_NBYTES,
+        kept_nbytes=scenario.kept_blocks * BLOCK_NBYTES,
+        max_kept=scenario.max_kept,
+        max_pins=scenario.max_pins,
+        max_inflight=scenario.max_inflight,
+        max_leases=scenario.max_leases,
+        max_tensors=MAX_TENSORS,
+        max_payload_nbytes=MAX_PAYLOAD_NBYTES,
+        inline_nbytes=INLINE_NBYTES,
+        message_ring_nbytes=_RING_NBYTES,
+        copy_offload_nbytes=INLINE_NBYTES if scenario.copies_wait else 1 << 30,
+        worker_backlog=scenario.worker_backlog,
+        max_workers=scenario.workers + 2,  # who was dropped and still reads counts
+        prefault=False,
+    )
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class ReplyWaiter:
-    """A handler that waits for a reply slot."""
+class Client:
+    """A connection, as the engine has it."""
 
-    ticket: int
-    cancelled: bool = False  # but it has not run since
+    process: Any
+    wire: Wire
+    frontend: Frontend
+    watch: Watch
 
 
-class Claim(_ClaimEnd):
-    """A request, and from its claim on what a handler does with it.
+@dataclasses.dataclass(slots=True, eq=False)
+class Handling:
+    """A claim in a handler's hands.
 
     Attributes:
-        reply: a slot for a reply: waited for, or being written.
-        replies: sent so far.
+        claim: the product's.
+        number: that its payload carries.
+        replies: begun so far.
+        replying: the task that sends one.
+        is_last: whether that ends the request.
     """
 
-    reply: ReplyWaiter | ReplySlot | None = None
-    replies = 0
+    claim: Claim
+    number: int
+    replies: int = 0
+    replying: asyncio.Task[Any] | None = None
+    is_last: bool = False
 
-    @functools.cached_property
+    @property
+    def client_id(self) -> int:
+        return self.claim.client_id
+
+    @property
+    def request_id(self) -> int:
+        return self.claim.request_id
+
+    @property
     def slots(self) -> tuple[SlotRef, ...]:
-        """Its slots, in the order of its tensors; those that are kept content with the numbers that the book has given them."""
-        request = self.end.book.clients[self.client_id].requests[self.request_id]
-        slots = self.submit.content.slots
-        return tuple(
-            slot if slot.lease_id != KEPT_LEASE_ID else SlotRef(slot.lease_id, slot.offset, slot.nbytes, number)
-            for slot, number in zip(slots, request.generations, strict=True)
-        )
-
-    def __del__(self) -> None:
-        """Whole states are dropped here: nothing is to come back."""
-
-
-class _CompiledClient(Client, engine_end.FrontendEnd):
-    pass
-
-
-class _CompiledClaim(Claim, engine_end.ClaimEnd):
-    pass
-
-
-class _ModelClient(Client, ends.FrontendEnd):  # type: ignore[misc, override] # to types, a client is of the compiled end
-    pass
-
-
-class _ModelClaim(Claim, ends.ClaimEnd):  # type: ignore[misc, override] # the same
-    pass
+        """In the order of its tensors; those that are kept content with the numbers that the book has given them."""
+        return tuple(self.claim.submit.content.slots)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -159,71 +124,108 @@ class Draining:
 
 
 class Engine:
-    """One life of an engine, with its slab."""
+    """One life of an engine, with its slab.
+
+    Attributes:
+        ring: the real one.
+        loop: that it lives in.
+        claims: in the hands of handlers, whether or not they can still be answered.
+        draining: what views and workers read of claims that were released.
+    """
 
     def __init__(self, scenario: Scenario, epoch: int) -> None:
         self.scenario = scenario
         self.epoch = epoch
-        chosen = books.chosen
-        self.book: EngineBook = chosen.engine(scenario.geometry, scenario.limits)
+        self.loop = SimulatedLoop()
         self.slab_fd, self.slab = open_slab(scenario.geometry.slab_nbytes)
-        self.regions = Regions()
-        self._client_type = _CompiledClient if chosen.are_ends_compiled else _ModelClient
-        self.end: engine_end.EngineEnd = chosen.engine_end(
-            weakref.proxy(self),
-            self.book,
-            self.regions,
-            self.slab,
-            DECODER,
-            _CompiledClaim if chosen.are_ends_compiled else _ModelClaim,
-            epoch=epoch,
-            max_tensors=MAX_TENSORS,
-            inline_nbytes=INLINE_NBYTES,
-            max_payload_nbytes=MAX_PAYLOAD_NBYTES,
-            debug=False,
-        )
-        self.end.is_awaited = True
-        self.clients: dict[int, Client] = {}
-        self.claims: list[Claim] = []  # in the hands of handlers, whether or not they can still be answered
-        self.draining: list[Draining] = []
-        self.next_client = 1
-        self.next_ticket = 1
-        self.fan_out = FanOut(self) if scenario.workers and chosen.are_ends_compiled else None
+        slab = Slab((-1, -1), self.slab, scenario.geometry.reply_nbytes, epoch)
+        reserved = SimpleNamespace(slab=slab, pinned=None, device_slabs=(), load_fd=-1, load=None)
+        workers = functools.partial(FanOut, self) if scenario.workers else Workers
+        with (
+            self.loop.running(),
+            standing_on(ring_module, EngineBook=books.chosen.engine, Copier=CopyingThreads, Workers=workers),
+        ):
+            self.ring = Ring(
+                "simulated",
+                ring_config(scenario),
+                epoch=epoch,
+                geometry=scenario.geometry,
+                reserved=cast(Any, reserved),
+                cuda=cast(Any, None),
+                listener=cast(Any, SimpleNamespace(socket=None)),
+                payload_type=Any,
+                calls={},
+            )
         os.close(self.slab_fd)
+        self.end = self.ring.engine_end
+        self.book = self.end.book
+        self.regions = self.end.regions
+        self.copier = cast(CopyingThreads, self.ring.copier)
+        self.fan_out = self.ring.workers if isinstance(self.ring.workers, FanOut) else None
+        self.claims: list[Handling] = []
+        self.draining: list[Draining] = []
+        self._clients: dict[int, Client] = {}
+        self.loop.run_next()  # it waits for whoever comes
+
+    @property
+    def clients(self) -> dict[int, Client]:
+        """Connections that the ring has, ended ones included."""
+        return {client_id: self._clients[client_id] for client_id in self.ring._frontends}
 
     # -- connections ---------------------------------------------------------------------------------------------------------
 
-    def connect(self, process: Process, base_blocks: int) -> tuple[int, Wire, LeaseGrant | None]:
-        """Admits a frontend."""
-        client_id, self.next_client = self.next_client, self.next_client + 1
-        grant = self.book.connect(client_id, base_blocks * BLOCK_NBYTES)
-        client = self.clients[client_id] = self._client_type(self, client_id, process)
-        return client_id, client.wire, grant
+    def admit(self, process: Any) -> tuple[Wire, Welcome]:
+        """A frontend has come."""
+        wire = Wire(self.scenario.max_queue)
+        welcomes: list[Welcome] = []
+        self._shake_hands(wire, lambda peer, welcome, *descriptors: welcomes.append(welcome))
+        [welcome] = welcomes
+        frontend = self.ring._frontends[welcome.client_id]
+        self._clients[welcome.client_id] = Client(process, wire, frontend, cast(Any, frontend.watch))
+        return wire, welcome
 
-    def connect_in_vain(self, process: Process, base_blocks: int) -> None:
+    def admit_in_vain(self) -> None:
         """A frontend is gone before it was welcomed: it never got the slab."""
-        client_id, _, _ = self.connect(process, base_blocks)
-        self._ends(self.clients[client_id])
-        self.carry_out(self.book.goodbye(client_id, (), ()))
 
-    def disconnect(self, client_id: int) -> None:
+        def is_gone(*welcome: object) -> None:
+            raise PeerLostError("it is gone")
+
+        try:
+            self._shake_hands(Wire(self.scenario.max_queue), is_gone)
+        except PeerLostError:
+            return
+        require(False, "whoever is gone was admitted")
+
+    def _shake_hands(self, wire: Wire, send_welcome: Any) -> None:
+        hello = Hello(PROTOCOL_VERSION, self.scenario.base_blocks * BLOCK_NBYTES, "")
+        peer = SimpleNamespace(pid=0, hello=hello, socket=Connected(wire, True), pidfd=-1)
+        with (
+            self.loop.running(),
+            standing_on(frontend_module, Link=End),
+            standing_on(
+                handshakes_module,
+                ProcessWatch=Watch,
+                sealed_rings=lambda nbytes: (),
+                map_rings=lambda descriptors, nbytes: (None, None),
+                send_welcome=send_welcome,
+            ),
+        ):
+            self.ring._handshakes._admit(cast(Any, peer), hello)
+
+    def sees_end(self, client_id: int) -> None:
         """A connection has ended; what it brought and was not read is lost."""
-        client = self.clients[client_id]
-        if client.connected:
-            self._ends(client)
-            self.carry_out(self.book.disconnect(client_id))
+        with self.loop.running():
+            self.clients[client_id].frontend.link.close()
+
+    def hang_up(self, client_id: int) -> None:
+        """A frontend does not read, say."""
+        with self.loop.running():
+            self.clients[client_id].frontend.link.violated(RemoteProtocolError("it does not read"))
 
     def bury(self, client_id: int) -> None:
         """A process is dead, as the kernel says."""
-        client = self.clients[client_id]
-        client.buried = True
-        self._ends(client)
-        self.carry_out(self.book.died(client_id))
-
-    def _ends(self, client: Client) -> None:
-        client.connected = False
-        client.wire.close_engine()
-        client.detach()
+        with self.loop.running():
+            self.clients[client_id].watch.fire()
 
     def die(self) -> None:
         """The engine's process ends, and with it its sockets."""
@@ -234,294 +236,216 @@ class Engine:
     def close(self) -> None:
         """Lets go of everything that refers to everything else."""
         self.end.is_open = False
+        for client in self.clients.values():
+            cast(End, client.frontend.link).lost = True
         if self.fan_out is not None:
             self.fan_out.close()
+        tasks = [handling.replying for handling in self.claims if handling.replying is not None]
+        self.copier.abandon()
+        for task in tasks:
+            task.cancel()
+        while tasks and self.loop.ready:
+            self.loop.run_next()
+        self.loop.clear()
         self.claims.clear()
         self.draining.clear()
-        for key in tuple(self.end.waiting):
-            self.end.forget_waiting(*key)
-        for key in tuple(self.end.claims):
-            self.end.forget_claim(*key)
-        self.regions.close()
+        self.end.detach()
+        self.ring._host_claims.unmap()
 
     # -- what comes ----------------------------------------------------------------------------------------------------------
 
     def hear(self, client_id: int) -> None:
         """Reads one record of a frontend."""
         client = self.clients[client_id]
-        wire = client.wire
-        record = wire.towards_engine.take()
-        try:
-            client.take_record(record)
-        except RemoteProtocolError as error:
-            require(record is wire.forged, f"an honest frontend is accused: {error}")
-            client.tell(Refused(str(error)))
-            self.disconnect(client_id)
-        else:
-            require(record is not wire.forged, "a forged message was accepted")
-
-    def message_received(self, client: Client, record: bytes) -> None:
-        """A frontend has sent what is no submission."""
-        client_id = client.client_id
-        match decode_frontend_message(record):
-            case Abort(request_id):
-                self.carry_out(self.book.abort(client_id, request_id))
-            case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
-                self.carry_out(self.book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
-            case LeaseReturn(lease_ids):
-                self.carry_out(self.book.return_leases(client_id, lease_ids))
-            case ReplyRelease(generations):
-                self.carry_out(self.book.release_replies(client_id, generations))
-            case Find(token, key):
-                self.carry_out(self.book.find(client_id, token, key))
-            case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
-                slot = SlotRef(lease_id, offset, nbytes, generation)
-                self.carry_out(self.book.keep(client_id, token, key, slot, is_copied, payload))
-            case Unpin(generations):
-                self.carry_out(self.book.unpin(client_id, generations))
-            case Goodbye(kept_lease_ids, kept_reply_generations, pinned_generations=pinned):
-                self._ends(client)
-                self.carry_out(self.book.goodbye(client_id, kept_lease_ids, kept_reply_generations, pinned))
-
-    # -- for the end ---------------------------------------------------------------------------------------------------------
-
-    def request_arrived(self) -> None:
-        """A handler waits for each, and may take it up whenever it likes."""
-        _ = next(reversed(self.end.waiting.values())).slots  # which the book forgets with the request
-
-    def take_up_failed(self, claim: Claim, error: Exception, *, breaks_rules: bool) -> None:
-        """A request could not be taken up."""
-        require(False, f"an honest request can't be taken up: {error}")
-
-    def send_release(self, client: Client, generations: Sequence[int]) -> None:
-        """Slots are their frontend's again."""
-        client.tell(Release(tuple(generations)))
-
-    def call_soon(self, callbacks: Sequence[object]) -> None:
-        """Handlers are told in another way."""
-        assert not callbacks
-
-    def carry_out(self, effects: Sequence[EngineEffect]) -> None:
-        """Does what the book asks for."""
-        for effect in effects:
-            match effect:
-                case Released(client_id, generations):
-                    self.clients[client_id].tell(Release(generations))
-                case Granted(client_id, grant):
-                    self.clients[client_id].tell(grant)
-                case Recalled(client_id, lease_ids):
-                    self.clients[client_id].tell(LeaseRecall(lease_ids))
-                case Answered(client_id, answer):
-                    self.clients[client_id].tell(answer)
-                case RequestAborted():
-                    self._request_aborted(effect)
-                case ReplyGranted(ticket, slot):
-                    self._reply_granted(ticket, slot)
-                case ClientGone(client_id):
-                    del self.clients[client_id]
-
-    def _request_aborted(self, effect: RequestAborted) -> None:
-        key = (effect.client_id, effect.request_id)
-        self.clients[effect.client_id].tell(Failed(effect.request_id, "aborted", "AbortedError", ""))
-        if not effect.was_running:
-            self.end.forget_waiting(*key)
-            return
-        claim = self.end.forget_claim(*key)
-        require(claim is not None, "a request was aborted twice")
-        assert claim is not None
-        claim.mark_ended(aborted=True)
-        if isinstance(claim.reply, ReplyWaiter):
-            claim.reply.cancelled = True
-
-    def _reply_granted(self, ticket: int, slot: ReplySlot) -> None:
-        claim = next(claim for claim in self.claims if isinstance(claim.reply, ReplyWaiter) and claim.reply.ticket == ticket)
-        assert isinstance(claim.reply, ReplyWaiter)
-        if claim.reply.cancelled:
-            self.carry_out(self.book.discard_reply(claim.client_id, slot.generation))
-        else:
-            claim.reply = slot
+        record, errors = client.wire.to_engine[0], self.ring._counters.protocol_errors
+        with self.loop.running():
+            cast(End, client.frontend.link).deliver()
+        is_accused = self.ring._counters.protocol_errors > errors
+        require(is_accused or record is not client.wire.forged, "a forged message was accepted")
+        require(not is_accused or record is client.wire.forged, "an honest frontend is accused")
 
     # -- handlers ------------------------------------------------------------------------------------------------------------
 
     def claim(self) -> None:
         """A handler takes up the request that has waited longest."""
         expected = next(iter(self.end.waiting))
-        claim = self.end.take_next()
-        require((claim.client_id, claim.request_id) == expected, "a request was overtaken")
-        require_intact(claim.payload, claim.request_id)
-        self.claims.append(claim)
+        with self.loop.running():
+            claim = self.ring.claim_nowait()
+        require((claim.client_id, claim.request_id) == expected, "a request was overtaken, or can't be taken up")
+        require_intact(claim.payload, claim.payload[0])
+        self.claims.append(Handling(claim, claim.payload[0]))
 
     def release(self, index: int, viewed: int) -> None:
         """A handler releases its slots; those in the mask ``viewed`` drain."""
-        claim = self.claims[index]
-        self._keep_views(claim, viewed)
-        self.carry_out(claim.release_slots())
-        self._keep_shared(claim)
+        handling = self.claims[index]
+        self._keep_views(handling, viewed)
+        with self.loop.running():
+            handling.claim.release()
+        self._keep_shared(handling)
 
-    def _keep_views(self, claim: Claim, viewed: int) -> None:
-        if claim.released:
+    def _keep_views(self, handling: Handling, viewed: int) -> None:
+        if handling.claim.released:
             return
-        require_intact(claim.payload, claim.request_id)
-        _, *arrays = claim.payload
-        for position, slot in enumerate(claim.slots):
+        require_intact(handling.claim.payload, handling.number)
+        _, *arrays = handling.claim.payload
+        for position, slot in enumerate(handling.slots):
             if viewed >> position & 1:
-                self.draining.append(Draining(claim.client_id, slot, arrays[position]))
+                self.draining.append(Draining(handling.client_id, slot, arrays[position]))
 
-    def _keep_shared(self, claim: Claim) -> None:
+    def _keep_shared(self, handling: Handling) -> None:
         """What workers may still read of a claim that was released drains as well."""
-        client = self.book.clients.get(claim.client_id)
+        client = self.book.clients.get(handling.client_id)
         draining = [draining.slot for draining in self.draining]
-        for slot in claim.slots:
+        for slot in handling.slots:
             if client is not None and slot.generation in client.slots and slot not in draining:
-                self.draining.append(Draining(claim.client_id, slot, None))
+                self.draining.append(Draining(handling.client_id, slot, None))
 
-    def leave(self, index: int, viewed: int) -> None:
-        """A handler leaves its claim, and the request is finished."""
-        claim = self._left(index)
-        self._keep_views(claim, viewed)
-        claim.finish()
-        self._keep_shared(claim)
+    def leave(self, index: int, how: Kind, viewed: int) -> None:
+        """A handler leaves its claim."""
+        handling = self.claims.pop(index)
+        self._require_told(handling)
+        self._keep_views(handling, viewed)
+        with self.loop.running():
+            if how is Kind.FINISH:
+                handling.claim.done()
+            elif how is Kind.FAIL:
+                handling.claim.fail(ValueError("it can't be answered"))
+            else:
+                handling.claim.time_out("it took too long")
+        self._keep_shared(handling)
 
-    def fail(self, index: int, event: RequestEvent) -> None:
-        """A handler leaves its claim with an error."""
-        claim = self._left(index)
-        self._keep_views(claim, 0)
-        self.carry_out(claim.release_slots())
-        self._keep_shared(claim)
-        if claim.ended:
-            return
-        key = (claim.client_id, claim.request_id)
-        self.end.forget_claim(*key)
-        claim.mark_ended()
-        if self.book.end(*key, event):
-            kind: FailureKind = "timed_out" if event is RequestEvent.DEADLINE else "error"
-            self.clients[claim.client_id].tell(Failed(claim.request_id, kind, "", ""))
-
-    def _left(self, index: int) -> Claim:
-        claim = self.claims.pop(index)
-        client = self.book.clients.get(claim.client_id)
-        is_booked = client is not None and claim.request_id in client.requests
-        require(claim.ended or is_booked, "a request had ended without its claim being told")
-        return claim
+    def _require_told(self, handling: Handling) -> None:
+        client = self.book.clients.get(handling.client_id)
+        is_booked = client is not None and handling.request_id in client.requests
+        require(handling.claim.ended or is_booked, "a request had ended without its claim being told")
 
     def reply(self, index: int, blocks: int, is_last: int) -> None:
         """A handler replies: in the record, or in a slot that it may have to wait for."""
-        claim = self.claims[index]
-        claim.replies += 1
-        if not blocks:
-            self._send(index, None, 0, is_last)
-            return
-        claim.reply = self.book.acquire_reply(claim.client_id, content_nbytes(blocks))
-        if claim.reply is None:
-            claim.reply = ReplyWaiter(self.next_ticket)
-            self.next_ticket += 1
-            self.book.queue_reply(claim.client_id, claim.reply.ticket, content_nbytes(blocks))
-
-    def send_reply(self, index: int, is_last: int) -> None:
-        """A reply is copied into its slot and sent."""
-        slot, self.claims[index].reply = self.claims[index].reply, None
-        assert isinstance(slot, ReplySlot)
-        self._send(index, slot, content_nbytes(slot.blocks), is_last)
-
-    def _send(self, index: int, slot: ReplySlot | None, nbytes: int, is_last: int) -> None:
-        """Sends a reply; the last one finishes its request in the same record."""
-        claim = self.claims[index]
-        arrays = [np.zeros(nbytes, np.uint8)] if nbytes else []
-        largest_nbytes = self.clients[claim.client_id].link.largest_nbytes
-        packed = PACKER.pack(payload_of(arrays, claim.request_id), INLINE_NBYTES, largest_nbytes)
-        ref: SlotRef | None = None
-        if slot is not None:
-            ref = SlotRef(0, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
-            packed.copy_into(self.slab.address + ref.offset + SLOT_HEADER_NBYTES)
-        if is_last:
-            self._left(index)
-            self._keep_views(claim, 0)
-            claim.finish_with(packed, ref)
-            self._keep_shared(claim)
-        else:
-            require(claim.send_reply(packed, ref), "a reply found no room where there is room")
+        handling = self.claims[index]
+        handling.replies += 1
+        handling.is_last = bool(is_last)
+        arrays = [np.zeros(content_nbytes(blocks), np.uint8)] if blocks else []
+        payload = payload_of(arrays, handling.number)
+        answer = handling.claim.done(payload) if is_last else handling.claim.reply(payload)
+        handling.replying = self.loop.begin(cast(Coroutine[Any, Any, Any], answer))
 
     def cancel_reply(self, index: int) -> None:
-        """A handler is cancelled while it waits for reply space, or does not send what it copied."""
-        claim = self.claims[index]
-        if isinstance(claim.reply, ReplyWaiter):
-            claim.reply.cancelled = True
-            return
-        assert claim.reply is not None
-        slot, claim.reply = claim.reply, None
-        self.carry_out(self.book.discard_reply(claim.client_id, slot.generation))
+        """A handler is cancelled while it waits or copies."""
+        task = self.claims[index].replying
+        assert task is not None
+        with self.loop.running():
+            task.cancel()
 
-    def reply_cancelled(self, index: int) -> None:
-        """A handler that was cancelled while it waited runs."""
-        claim = self.claims[index]
-        waiter, claim.reply = claim.reply, None
-        assert isinstance(waiter, ReplyWaiter)
-        self.carry_out(self.book.cancel_reply(waiter.ticket))
+    def reply_copied(self, index: int) -> None:
+        """A thread has copied a reply."""
+        with self.loop.running():
+            self.copier.end(index)
+
+    def _replied(self) -> None:
+        """Tasks that send replies may have returned."""
+        for handling in [handling for handling in self.claims if handling.replying is not None and handling.replying.done()]:
+            assert handling.replying is not None
+            task, handling.replying = handling.replying, None
+            if task.cancelled():
+                continue
+            error = task.exception()
+            if isinstance(error, AbortedError):
+                require(handling.claim.aborted, "a request was aborted that nobody has aborted")
+            elif error is not None:
+                raise error
+            elif handling.is_last:
+                self.claims.remove(handling)
+                self._keep_shared(handling)
 
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was released dies in the engine."""
-        self.draining[index].view = None
-        self.collect()
+        with self.loop.running():
+            self.draining[index].view = None
 
-    def collect(self) -> None:
-        """Slots that nobody reads any more have drained: those, and no others."""
-        dead = {(draining.client_id, draining.slot.generation): draining for draining in self.draining}
-        for key in self.regions.collect():
-            require(key in dead and dead[key].view is None, "the death of a view is reported as another's")
-            self.draining.remove(dead[key])
-            self.carry_out(self.book.last_view_gone(*key))
-        truth = None if self.fan_out is None else self.fan_out.truth
-        for draining in self.draining:
-            is_read = truth is not None and truth.holds(draining.client_id, draining.slot.generation)
-            require(draining.view is not None or is_read, "a slot drains that nobody reads")
+    # -- what follows --------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """The loop runs what is ready first."""
+        if self.fan_out is not None:
+            self.fan_out.truth.begins(self.loop.tasks_ready()[0])
+        self.loop.run_next()
+
+    def rest(self, *, is_cancelling: bool) -> None:
+        """What has become ready runs at once, unless turns wait or a task was cancelled just now."""
+        is_resting = self.scenario.turns_wait or is_cancelling or not self.loop.is_touched
+        self.follow()
+        while self.loop.ready and not is_resting:
+            self.turn()
+            self.follow()
+        self.loop.is_touched = False
 
     def follow(self) -> None:
-        """Something has happened here: what it means for workers, and for slots that they read."""
+        """Something has happened here: what it means for handlers, for workers, and for slots that are read."""
+        self._replied()
         if self.fan_out is not None:
-            self.fan_out.follow()
-            self.collect()
+            with self.loop.running():  # with a task go the views that it had
+                self.fan_out.follow()
+        self._collect()
+
+    def _collect(self) -> None:
+        """Slots that nobody reads any more have drained, or are about to."""
+        truth = None if self.fan_out is None else self.fan_out.truth
+        for draining in tuple(self.draining):
+            key = draining.client_id, draining.slot.generation
+            if draining.view is not None or (truth is not None and truth.holds(*key)):
+                continue
+            client = self.book.clients.get(draining.client_id)
+            if client is None or draining.slot.generation not in client.slots:
+                self.draining.remove(draining)
+            else:
+                require(bool(self.loop.ready), "a slot drains that nobody reads")
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 
     def enabled(self) -> Iterator[Action]:
         """Yields what can happen in the engine and at its end of the connections."""
         for position, client in enumerate(self.clients.values()):
-            if client.connected:
+            if client.frontend.connected:
                 if client.wire.to_engine:
                     yield Action(Kind.TO_ENGINE, position)
                 if not client.wire.frontend_open:
                     yield Action(Kind.ENGINE_SEES_END, position)
                 else:
                     yield Action(Kind.ENGINE_HANGS_UP, position)
-            if not client.process.alive and not client.buried:
+            if not client.process.alive and not client.watch.has_fired:
                 yield Action(Kind.PIDFD_FIRES, position)
-        if self.end.waiting:
+        if self.loop.ready:
+            yield Action(Kind.TURN)
+        if self.loop.timers:
+            yield Action(Kind.TIMER)
+        if self.end.waiting_count:
             yield Action(Kind.CLAIM)
-        for index, claim in enumerate(self.claims):
-            yield from self._enabled_for_claim(index, claim)
+        for index in range(len(self.copier.running)):
+            yield Action(Kind.REPLY_COPIED, index)
+        for index, handling in enumerate(self.claims):
+            yield from self._enabled_for_claim(index, handling)
         for index, draining in enumerate(self.draining):
             if draining.view is not None:
                 yield Action(Kind.ENGINE_VIEW_DIES, index)
         if self.fan_out is not None:
             yield from self.fan_out.enabled()
 
-    def _enabled_for_claim(self, index: int, claim: Claim) -> Iterable[Action]:
-        if isinstance(claim.reply, ReplyWaiter):
-            return (Action(Kind.REPLY_CANCELLED if claim.reply.cancelled else Kind.CANCEL_REPLY, index),)
-        room = self.clients[claim.client_id].link.can_write if not claim.aborted else False
-        ends = (0, 1) if self.scenario.max_disturbances is None else (0,)  # elsewhere an end is a record of its own
-        if claim.reply is not None:
-            sends = [Action(Kind.SEND_REPLY, index, 0, is_last) for is_last in ends if room]
-            return [Action(Kind.CANCEL_REPLY, index), *sends]
+    def _enabled_for_claim(self, index: int, handling: Handling) -> Iterable[Action]:
+        claim = handling.claim
+        if handling.replying is not None:
+            return () if handling.replying.cancelling() else (Action(Kind.CANCEL_REPLY, index),)
+        with_ends = self.scenario.max_disturbances is None  # elsewhere an end is a record of its own
         actions = [Action(kind, index) for kind in (_ENDINGS[:1] if claim.aborted else _ENDINGS)]
         if not claim.released:
-            masks = range(1 << len(claim.slots))
+            masks = range(1 << len(handling.slots))
             actions += [Action(Kind.RELEASE, index, 0, mask) for mask in masks]
-            actions += [Action(Kind.FINISH, index, 0, mask) for mask in masks[1:] if len(ends) > 1]
-        if claim.aborted or claim.replies == self.scenario.max_replies:
+            actions += [Action(Kind.FINISH, index, 0, mask) for mask in masks[1:] if with_ends]
+        if claim.aborted or handling.replies == self.scenario.max_replies:
             return actions
-        if room:
-            actions += [Action(Kind.REPLY, index, blocks) for blocks in self.scenario.reply_blocks_wanted]
-            if 0 in self.scenario.reply_blocks_wanted and len(ends) > 1:
-                actions.append(Action(Kind.REPLY, index, 0, 1))
+        wanted = self.scenario.reply_blocks_wanted
+        if not self.scenario.turns_wait and not self.clients[claim.client_id].frontend.link.can_write:
+            return actions
+        actions += [Action(Kind.REPLY, index, blocks) for blocks in wanted]
+        if with_ends:
+            actions += [Action(Kind.REPLY, index, blocks, 1) for blocks in wanted]
         return actions

@@ -34,7 +34,7 @@ _PROGRESS_STATES = 5000
 _NEVER = frozenset(
     {
         Kind.FORGE, Kind.ENGINE_DIES, Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ACQUIRE, Kind.TRY, Kind.TICK, Kind.FAIL,
-        Kind.TIME_OUT, Kind.REQUEST_NOW,
+        Kind.TIME_OUT, Kind.REQUEST_NOW, Kind.FORGET,
     }
 )  # fmt: skip
 
@@ -58,7 +58,7 @@ _SMALL = Scenario(
     without=_NEVER,
 )
 #: Actions of frontends; an exploration that is about workers leaves them out.
-_OF_FRONTENDS = frozenset({Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ABORT, Kind.CANCEL, Kind.GIVE_UP})
+_OF_FRONTENDS = frozenset({Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ABORT, Kind.CANCEL})
 _SMALLER = msgspec.structs.replace(_SMALL, leasable_blocks=2, max_requests=1, max_slots=1)
 
 #: What is explored, by name. The first two are two frontends, three blocks and two requests each; the others are smaller

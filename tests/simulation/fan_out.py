@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shmring.config import RingConfig
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
 from shmring.core.fan_out_end import JoinedWorker
 from shmring.core.geometry import BLOCK_NBYTES
@@ -24,7 +22,6 @@ from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader
 from shmring.errors import (
     CapacityError,
-    ClosedError,
     RemoteProtocolError,
     WorkerFailedError,
     WorkerLostError,
@@ -32,53 +29,24 @@ from shmring.errors import (
     WouldBlock,
 )
 from shmring.ring.workers import Workers, _Worker
+from tests.simulation.around import CopyingThreads
 from tests.simulation.fan_out_truth import Call, FanOutTruth
-from tests.simulation.frontend import content_nbytes
-from tests.simulation.loop import SimulatedLoop
-from tests.simulation.payloads import INLINE_NBYTES, MAX_PAYLOAD_NBYTES, MAX_TENSORS, payload_of
+from tests.simulation.payloads import content_nbytes, payload_of
 from tests.simulation.scenario import Action, Kind, Sending, require
 from tests.simulation.wire import Link, Wire, map_beside, map_slab
 
 if TYPE_CHECKING:
-    from tests.simulation.engine import Claim, Engine
+    from shmring.core.engine_end import EngineEnd
+    from shmring.core.payload import Packed
+    from shmring.memory.slab import Slab
+    from shmring.ring.ring import Ring
+    from tests.simulation.engine import Engine, Handling
     from tests.simulation.worker import WorkerProcess
 
 __all__ = ["EngineWorker", "FanOut"]
 
 _TIMEOUT_S = 1.0  # of calls that have one; when it is over, the simulation says
 _MOST_CALLS = 3  # of one engine at a time
-
-
-@dataclasses.dataclass(slots=True)
-class _Ring:
-    """What the shell of the workers asks of its ring."""
-
-    loop: SimulatedLoop
-    config: RingConfig
-    copier: _Copier
-    name: str = "simulated"
-    epoch: int = 1
-    poller: None = None
-
-    def closed_error(self) -> ClosedError:
-        return ClosedError("the ring is closed")
-
-    def count_protocol_error(self) -> None:
-        require(False, "an honest worker is accused")
-
-
-class _Copier:
-    """The thread that makes long copies: one is made at once, and its task goes on in a later turn of the loop."""
-
-    def __init__(self) -> None:
-        self.fan_out: FanOut | None = None
-
-    async def copy(self, packed: Any, memory: Mapping, address: int) -> None:
-        packed.copy_into(address)
-        assert self.fan_out is not None
-        start = (address - memory.address) // BLOCK_NBYTES
-        self.fan_out.truth.took_memory(asyncio.current_task(), start, packed.slot_nbytes)
-        await asyncio.sleep(0)
 
 
 class WorkerLink(Link):
@@ -188,32 +156,26 @@ class FanOut(Workers):
         readable: the memory of slab and broadcasts, as workers map it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, ring: Ring, end: EngineEnd, slab: Slab, record_nbytes: int) -> None:
         scenario = engine.scenario
-        copier = _Copier()
-        config = RingConfig(
-            worker_backlog=scenario.worker_backlog,
-            max_workers=scenario.workers + 2,  # who was dropped and still reads counts
-            max_tensors=MAX_TENSORS,
-            max_payload_nbytes=MAX_PAYLOAD_NBYTES,
-            inline_nbytes=INLINE_NBYTES,
-            copy_offload_nbytes=INLINE_NBYTES if scenario.copies_wait else BLOCK_NBYTES * scenario.broadcast_blocks,
-        )
-        ring = _Ring(SimulatedLoop(), config, copier)
-        super().__init__(cast(Any, ring), engine.end, cast(Any, _MappedSlab(engine.slab)), 1 << 13)
+        super().__init__(ring, end, slab, record_nbytes)
         self.engine = engine
         self.truth = FanOutTruth(self, scenario.workers + 2)
-        copier.fan_out = self
         self._memory, self.readable = map_beside(engine.slab_fd, engine.slab.nbytes, scenario.broadcast_blocks * BLOCK_NBYTES)
         self.end.reserve(self._memory)
+        cast(CopyingThreads, ring.copier).aside = self._copies
         self.connections: list[EngineWorker] = []
         self.calls: list[Call] = []
         self.next_call = 1
 
-    @property
-    def turns(self) -> SimulatedLoop:
-        """The loop."""
-        return cast(SimulatedLoop, self.loop)
+    def _copies(self, packed: Packed, memory: Mapping, address: int) -> bool:
+        """A call copies to the memory of broadcasts: at once, and its task goes on in a later turn of the loop."""
+        if memory is not self._memory:
+            return False
+        packed.copy_into(address)
+        start = (address - memory.address) // BLOCK_NBYTES
+        self.truth.took_memory(asyncio.current_task(), start, packed.slot_nbytes)
+        return True
 
     @property
     def workers(self) -> dict[Any, EngineWorker]:
@@ -263,8 +225,6 @@ class FanOut(Workers):
                 call.awaitable.close()
         self.calls.clear()
         self.workers.clear()
-        self.turns.ready.clear()
-        self.turns.timers.clear()
 
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
@@ -276,26 +236,27 @@ class FanOut(Workers):
             how: a :class:`~tests.simulation.scenario.Sending`.
             mask: of ranks; 0: all.
         """
-        call = self._new_call(mask, how is Sending.GATHER)
+        call = self._new_call(mask, how == Sending.GATHER)
         call.blocks = blocks
         arrays = [np.zeros(content_nbytes(blocks), np.uint8)] if blocks else []
         payload = payload_of(arrays, call.number)
-        timeout = _TIMEOUT_S if how is Sending.IN_TIME else None
-        if how is Sending.NOW:
+        timeout = _TIMEOUT_S if how == Sending.IN_TIME else None
+        if how == Sending.NOW:
             self._send_now(lambda: self.broadcast_nowait(payload, call.to))
-        elif how is Sending.GATHER:
+        elif how == Sending.GATHER:
             self._begin(call, self.gather(payload, call.to, timeout))
         else:
             self._begin(call, self.broadcast(payload, call.to, timeout))
 
-    def share_claim(self, claim: Claim, how: int) -> None:
+    def share_claim(self, handling: Handling, how: int) -> None:
         """A handler sends the payload of its claim."""
         call = self._new_call(0, False)
-        call.slots = tuple((claim.client_id, slot.generation) for slot in claim.slots)
-        if how is Sending.NOW:
+        claim = handling.claim
+        call.slots = tuple((claim.client_id, slot.generation) for slot in handling.slots)
+        if how == Sending.NOW:
             self._send_now(lambda: self.share_nowait(claim, call.number, None))
         else:
-            self._begin(call, self.share(claim, call.number, None, _TIMEOUT_S if how is Sending.IN_TIME else None))
+            self._begin(call, self.share(claim, call.number, None, _TIMEOUT_S if how == Sending.IN_TIME else None))
 
     def _new_call(self, mask: int, gathers: bool) -> Call:
         number, self.next_call = self.next_call, self.next_call + 1
@@ -318,11 +279,6 @@ class FanOut(Workers):
         """The task of a call is cancelled."""
         self.calls[index].is_cancelled = True
         self.calls[index].task.cancel()
-
-    def turn(self) -> None:
-        """The loop runs what is ready first."""
-        self.truth.begins(self.turns.tasks_ready()[0])
-        self.turns.run_next()
 
     def _check_result(self, call: Call) -> None:
         if call.task.cancelled():
@@ -370,10 +326,6 @@ class FanOut(Workers):
                 yield Action(Kind.WORKER_IS_DEAD, position)
             elif worker.record.is_member:
                 yield Action(Kind.DROP_WORKER, position)
-        if self.turns.ready:
-            yield Action(Kind.TURN)
-        if self.turns.timers:
-            yield Action(Kind.TIMER)
         for position, call in enumerate(self.calls):
             if not call.is_cancelled:
                 yield Action(Kind.CANCEL_CALL, position)
@@ -386,13 +338,8 @@ class FanOut(Workers):
                 yield Action(Kind.BROADCAST, blocks, how)
                 if len(self.book.ranks) > 1 and self.engine.scenario.max_calls is None:
                     yield Action(Kind.BROADCAST, blocks, how, 1 << self.book.ranks[0])
-        for index, claim in enumerate(self.engine.claims):
-            if not claim.released:
+        for index, handling in enumerate(self.engine.claims):
+            if not handling.claim.released:
                 for how in self.engine.scenario.sendings:
-                    if how is not Sending.GATHER:
+                    if how != Sending.GATHER:
                         yield Action(Kind.SHARE, index, how)
-
-
-@dataclasses.dataclass(slots=True)
-class _MappedSlab:
-    mapping: Mapping

@@ -173,9 +173,17 @@ class FanOutTruth:
             require(self.taken[0] is call.task, "a message lies where somebody else was copying to")
             self.taken = None
         call.sequence, call.ranks = sequence, tuple(sorted(reader.rank for reader in readers))
-        self.sent[sequence] = Sent(sequence, stamp, call, start, blocks, call.slots if in_place else ())
+        slots = tuple(self._slot(struct.unpack("<4Q", bytes(described.data))[3]) for described in in_place)
+        self.sent[sequence] = Sent(sequence, stamp, call, start, blocks, slots)
         self.model.free_blocks -= blocks
         require(self.model.publish(call.ranks, blocks) == sequence, "messages are numbered as nobody expects")
+
+    def _slot(self, generation: int) -> tuple[int, int]:
+        """The slot of a claim from which a message is read: kept content lies in those of several."""
+        clients = self._fan_out.engine.book.clients.items()
+        holders = [client_id for client_id, client in clients if generation in client.slots]
+        require(len(holders) == 1, "a message is read from a slot of no claim")
+        return holders[0], generation
 
     def look(self) -> None:
         """Compares the two; finds how far the book has looked."""

@@ -1,91 +1,102 @@
-"""A frontend's process and its sessions: the real end and book, and around them what ``shmring.client.session`` adds.
+"""A frontend's process and its sessions: the real :class:`~shmring.client.session.Session`, and its callers.
 
-The duties of a session are written again here as it has them, for a caller that may be anywhere between two awaits: a
-cancelled waiter that has not run yet, a copy under way, a slot that was left with living views. What is not simulated is
-what an end can't see: threads, deadlines.
+Nothing of the session is written again here. What is made up is what it stands on (:mod:`.around`) and who uses it: callers.
+Each is a task that may be anywhere between two awaits. What is not simulated is what an end can't see: threads, deadlines.
 
-A process can outlive its session, and so can views of its slots: they stay in :attr:`Session.slots` until they die, as
-memory that the process may still write.
+A process can outlive its session, and so can views of its slots: they are memory that the process may still write.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import weakref
+import enum
+import functools
+import warnings
 from bisect import insort
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
-from shmring.core import client_end
-from shmring.core.client_book import ClientBook, ClientSlotRecord
-from shmring.core.effects import Acquired, ClientEffect, Send
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
-from shmring.core.mapping import Mapping
-from shmring.core.messages import (
-    SLOT_HEADER_NBYTES,
-    Abort,
-    Failed,
-    Found,
-    Goodbye,
-    LeaseGrant,
-    LeaseRecall,
-    LeaseRequest,
-    LeaseReturn,
-    NotKept,
-    Refused,
-    Release,
-    ReplyRelease,
-    SlotRef,
-    decode_engine_message,
-    encode_message,
-)
-from shmring.core.received import PayloadDecoder
+from shmring.client import session as session_module
+from shmring.client.counters import ClientCounters
+from shmring.client.kept import Kept
+from shmring.client.session import Session as RealSession
+from shmring.client.slot import Slot
+from shmring.client.submission import Submission
+from shmring.config import ClientConfig
+from shmring.core.client_book import ClientSlotRecord
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
+from shmring.core.messages import KEY_NBYTES, SLOT_HEADER_NBYTES, LeaseReturn, ReplyRelease, SlotRef, encode_message
 from shmring.core.states import ClientSlot
 from shmring.core.views import Regions
-from shmring.core.wire import Done, Reply, read_record
-from shmring.errors import AbortedError
-from shmring.memory.tensors import slot_dtypes
-from shmring.memory.views import TENSOR_MAKER
+from shmring.errors import CapacityError, ShmringError, WouldBlock
+from shmring.memory import slots as slots_module
+from shmring.memory.slab import Slab
 from tests.records import submit_of
-from tests.simulation import books, ends
-from tests.simulation.kept import KeptEnd
-from tests.simulation.payloads import (
-    DECODER,
-    INLINE_NBYTES,
-    MAX_PAYLOAD_NBYTES,
-    MAX_TENSORS,
-    PACKER,
-    payload_of,
-    require_intact,
-)
+from tests.simulation import books
+from tests.simulation.around import Connected, Copying, CopyingThreads, End, standing_on
+from tests.simulation.engine import Engine
+from tests.simulation.loop import SimulatedLoop, local_of
+from tests.simulation.payloads import INLINE_NBYTES, content_nbytes, payload_of, require_intact
 from tests.simulation.scenario import Action, Forgery, Kind, Scenario, require
-from tests.simulation.wire import Wire
 
-__all__ = ["IDLE_TICKS", "HeldReply", "Process", "Session", "content_nbytes"]
+__all__ = ["IDLE_TICKS", "Caller", "Holding", "Process", "Session", "Wants"]
 
 #: After which an empty lease goes back, on the simulation's clock.
 IDLE_TICKS = 1.0
 
-_UNSUBMITTED = (ClientSlot.WRITING, ClientSlot.CACHED)
+_MORE_THAN_INFLIGHT = 2  # requests that wait for their turn, where turns wait
 _NO_LEASE = 2**40  # no engine lends so many
 _NO_REPLY = 2**40  # nor sends so many replies
-_OF_SLOTS, _OF_REPLIES = 0, 1  # the first number of the keys of regions
+_UNSUBMITTED = (ClientSlot.WRITING, ClientSlot.CACHED)
+_ONLY_LOG = frozenset({"_warn_of_draining"})
 
 
-def content_nbytes(blocks: int) -> int:
-    """Returns what a slot of so many blocks can hold behind its header."""
-    return blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+class Wants(enum.Enum):
+    """What a caller's task is about."""
+
+    SLOT = 0
+    REQUEST = 1
+    FIND = 2
+    KEEP = 3
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Waiter:
-    """A task that waits for a slot: to hold it, or to copy a payload into it."""
+class Caller:
+    """A task.
 
-    is_held: bool
-    blocks: int
-    cancelled: bool = False  # but it has not run since
+    Attributes:
+        wants: what.
+        detail: blocks of a slot that it waits for; 0: of none; or the number of a key.
+        slots: that its payload lies in.
+        number: that its payload carries.
+    """
+
+    wants: Wants
+    detail: int
+    task: asyncio.Task[Any]
+    slots: tuple[ClientSlotRecord, ...] = ()
+    number: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Holding:
+    """A slot that a caller holds, and what it writes to."""
+
+    slot: Slot
+    record: ClientSlotRecord
+    array: Any
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class View:
+    """What is left of a slot that was left with a view of it."""
+
+    record: ClientSlotRecord
+    array: Any
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -95,359 +106,470 @@ class HeldReply:
     generation: int
     start: int
     blocks: int
-    view: Any
+    array: Any
 
 
-if TYPE_CHECKING:
-    _SubmissionEnd = client_end.SubmissionEnd
-else:
-    _SubmissionEnd = object  # compiled or not: see Session
+@dataclasses.dataclass(slots=True, eq=False)
+class KeptView:
+    """A payload that somebody views."""
+
+    generation: int
+    start: int
+    blocks: int
+    payload: list[Any]
 
 
-class Submission(_SubmissionEnd):
-    """A request in flight."""
+@dataclasses.dataclass(slots=True, eq=False)
+class HeldContent:
+    """Content that a caller holds."""
 
-    def __del__(self) -> None:
-        """Whole states are dropped here: nothing is to come back."""
-
-
-class _CompiledSubmission(Submission, client_end.SubmissionEnd):
-    pass
+    kept: Kept
+    view: KeptView
 
 
-class _ModelSubmission(Submission, ends.SubmissionEnd):  # type: ignore[misc, override] # to types, a submission is of the compiled end
-    pass
+@dataclasses.dataclass(slots=True, eq=False)
+class Sent:
+    """A request, in its caller's hands."""
+
+    submission: Submission
+    number: int
+
+
+def key_of(number: int) -> bytes:
+    """The key of content, whose payload has this number."""
+    return number.to_bytes(KEY_NBYTES, "little")
+
+
+@functools.cache
+def client_config(scenario: Scenario) -> ClientConfig:
+    """Returns the options of a frontend."""
+    return ClientConfig(
+        lease_nbytes=scenario.lease_blocks * BLOCK_NBYTES,
+        lease_idle_s=IDLE_TICKS,
+        inline_nbytes=INLINE_NBYTES,
+        copy_offload_nbytes=INLINE_NBYTES if scenario.copies_wait else 1 << 30,
+        prefault=False,
+    )
+
+
+async def _hold(session: RealSession, nbytes: int) -> Slot:
+    """What :meth:`shmring.RingClient.slot` awaits."""
+    slots = session.host_slots
+    slot: Slot = slots.hold(await slots.acquire(nbytes, held=True), drain=True)
+    return slot
 
 
 class Session:
-    """One connection to one life of an engine."""
+    """One connection to one life of an engine, and its callers.
 
-    def __init__(self, scenario: Scenario, epoch: int, client_id: int, wire: Wire, slab: Mapping) -> None:
+    Attributes:
+        real: the product's.
+        loop: that it lives in.
+        callers: whose tasks have not returned, in order.
+        held: slots that callers hold, by address.
+        views: of slots that were left.
+        sent: requests whose callers have not seen their ends, by id.
+        replies: that callers view.
+        contents: kept ones that callers hold.
+        kept_views: of those that were left.
+    """
+
+    def __init__(self, scenario: Scenario, engine: Engine, process: Process, now: float) -> None:
         self.scenario = scenario
-        self.epoch = epoch
-        self.client_id = client_id
-        self.wire = wire
-        self.link = wire.towards_engine
-        self.slab = slab
+        self.epoch = engine.epoch
+        self.loop = SimulatedLoop(_ONLY_LOG)
+        self.loop.now = now
+        self.wire, welcome = engine.admit(process)
+        self.client_id = welcome.client_id
+        self.copier = CopyingThreads(1, INLINE_NBYTES if scenario.copies_wait else 1 << 30)
         self.regions = Regions()
-        chosen = books.chosen
-        self.book: ClientBook = chosen.client(
-            ClientBookLimits(
-                client_id=client_id,
-                slab_nbytes=scenario.geometry.slab_nbytes,
-                leasable_nbytes=scenario.leasable_blocks * BLOCK_NBYTES,
-                max_leases=scenario.max_leases,
-                lease_nbytes=scenario.lease_blocks * BLOCK_NBYTES,
-                lease_idle_s=IDLE_TICKS,
-            )
-        )
-        self.now = 0.0  # of the event that is happening
-        shell = weakref.proxy(self)
-        self.end: client_end.ClientEnd = chosen.client_end(
-            shell,
-            self.book,
-            self.regions,
-            slab,
-            PACKER,
-            self.link.writer,
-            _CompiledSubmission if chosen.are_ends_compiled else _ModelSubmission,
-            client_end.SlotEnd,
-            TENSOR_MAKER,
-            slot_dtypes(),
-            lambda: shell.now,
-            epoch=epoch,
-            reply_key=_OF_REPLIES,
-            max_tensors=MAX_TENSORS,
-            inline_nbytes=INLINE_NBYTES,
-            max_inflight=scenario.max_inflight,
-            max_reply_inline_nbytes=INLINE_NBYTES,
-            max_payload_nbytes=MAX_PAYLOAD_NBYTES,
-            slot_key=_OF_SLOTS,
-            debug=False,
-        )
-        self.ended = False
-        self.waiters: dict[int, Waiter] = {}  # by ticket, in order
-        self.slots: list[ClientSlotRecord] = []  # all that are not free; after the end, those that the process can reach
-        self.views: list[ClientSlotRecord] = []  # those that were left, and that code can still reach, whatever the book thinks
-        self.pending: dict[int, Submission] = self.end.pending  # in flight, whether or not their callers have given them up
+        self.slab = engine.slab
+        self.callers: list[Caller] = []
+        self.held: list[Holding] = []
+        self.views: list[View] = []
+        self.sent: dict[int, Sent] = {}
         self.replies: list[HeldReply] = []
-        self.kept = KeptEnd(self)
-        self.next_ticket = 1
-        self.next_request = 1
-        self.last_token = 0
+        self.contents: list[HeldContent] = []
+        self.kept_views: list[KeptView] = []
+        self.asks = 0
+        self.next_number = 1
         self.last_sent: SlotRef | None = None
+        with (
+            self.loop.running(),
+            standing_on(session_module, Link=End),
+            standing_on(slots_module, ClientBook=books.chosen.client),
+        ):
+            self.real = RealSession(
+                client_config(scenario),
+                ClientCounters(),
+                self.copier,
+                cast(Any, None),
+                cast(Any, None),
+                "simulated",
+                cast(Any, SimpleNamespace(socket=Connected(self.wire, False), welcome=welcome)),
+                Slab((-1, -1), self.slab, scenario.geometry.reply_nbytes, engine.epoch),
+                self.regions,
+                cast(Any, (None, None)),
+                cast(Any, None),
+                cast(Any, SimpleNamespace(close=lambda: None)),
+                lambda session: None,
+            )
+            if welcome.base_lease is not None:
+                self.real._granted(welcome.base_lease)
+        self.end = self.real.end
+        self.book = self.real.host_slots.book
+        self.link = cast(End, self.real.link)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it can't be used any more."""
+        return self.real.error is not None
+
+    # -- what can be reached ---------------------------------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> list[Copying]:
+        """Copies that threads make."""
+        return self.copier.running
+
+    @property
+    def reached(self) -> list[ClientSlotRecord]:
+        """The records of the slots that callers, or copies of theirs, can read or write."""
+        granted = [slot for caller in self.callers if (slot := self.granted(caller)) is not None]
+        left = [view.record for view in self.views]
+        return [*(holding.record for holding in self.held), *left, *granted, *self.real.sending.copies.values()]
+
+    @property
+    def slots(self) -> list[ClientSlotRecord]:
+        """The same and, as long as the session lives, all that are not free; by address."""
+        booked = () if self.ended else (*self.book._submitted.values(), *self.book._others)
+        slots = {id(slot): slot for slot in (*self.reached, *booked)}
+        return sorted(slots.values(), key=lambda slot: slot.start)
+
+    @staticmethod
+    def waits_for(caller: Caller) -> Any:
+        """Returns the future that a caller waits for; None: its turn to run has come."""
+        return cast(Any, caller.task)._fut_waiter
+
+    @staticmethod
+    def is_in_flight(caller: Caller) -> bool:
+        """Whether the request of a caller counts as in flight: its turn has come."""
+        flight: Any = local_of(caller.task, "submit", "flight")
+        turn: Any = local_of(caller.task, "turn", "turn")
+        return flight is not None and (flight._counts or (turn is not None and turn.done() and not turn.cancelled()))
+
+    def granted(self, caller: Caller) -> ClientSlotRecord | None:
+        """Returns the slot of a caller whose turn has come, and that has not run since."""
+        future = self.waits_for(caller)
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        return future.result() if isinstance(future.result(), ClientSlotRecord) else None
+
+    def array(self, slot: ClientSlotRecord) -> np.ndarray[Any, Any]:
+        """The bytes of a slot."""
+        return np.frombuffer(memoryview(self.slab), np.uint8, slot.nbytes, slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES)
 
     # -- what comes ----------------------------------------------------------------------------------------------------------
 
     def hear(self) -> None:
-        """Reads one record of the engine, and takes the reply that it brings."""
-        record = self.wire.towards_frontend.take()
-        message = read_record(record, MAX_TENSORS, from_engine=True)
-        is_answer = isinstance(message, Reply | Done)
-        submission = self.pending.get(message.request_id) if isinstance(message, Reply | Done) else None
-        self.end.take_record(record)
-        self._forget_free()
-        if is_answer and submission is not None and submission.has_reply:
-            assert isinstance(message, Reply | Done)
-            assert message.content is not None
-            self._take_reply(submission, message.content.slots)
+        """Reads one record of the engine."""
+        with self.loop.running():
+            self.link.deliver()
 
-    def _take_reply(self, submission: Submission, slots: Sequence[SlotRef]) -> None:
-        payload = submission.take_reply(DECODER)
-        require_intact(payload, submission.request_id)
-        for slot, array in zip(slots, payload[1:], strict=True):
-            start, blocks = slot.offset // BLOCK_NBYTES, (slot.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES
-            self.replies.append(HeldReply(slot.generation, start, blocks, array))
+    def sees_end(self) -> None:
+        """The connection has ended."""
+        with self.loop.running():
+            self.real.connection_lost()
 
-    # -- for the end ---------------------------------------------------------------------------------------------------------
+    def read(self, request_id: int) -> None:
+        """A caller reads the next reply of a request, or its end."""
+        sent = self.sent[request_id]
+        with self.loop.running():
+            if not sent.submission.has_reply:
+                require(sent.submission.ended, "a caller reads where nothing has come")
+                del self.sent[request_id]
+                return
+            payload = sent.submission.take_reply(self.end.decoder_of(Any))
+        require(payload[0] == sent.number, "a caller gets another request's reply")
+        require_intact(payload, payload[0])
+        for array in payload[1:]:
+            self._view_reply(array)
 
-    def take_message(self, record: bytes) -> None:
-        """A message came that is no reply and no end of a request that has finished."""
-        match decode_engine_message(record):
-            case LeaseGrant() as grant:
-                self.carry_out(self.book.granted(grant, self.now))
-            case LeaseRecall(lease_ids):
-                self.carry_out(self.book.recalled(lease_ids))
-            case Release(generations):
-                effects, unknown = self.book.released(generations, self.now)
-                require(unknown == 0, "the engine released a slot that it did not have")
-                self.carry_out(effects)
-            case Found() | NotKept() as answer:
-                self.kept.contents.answered(answer)
-                self._forget_kept()
-            case Failed(request_id):
-                self.end.forget(request_id).give_up(AbortedError("", request_id=request_id))
-            case Refused():
-                self.leave_engine()
+    def _view_reply(self, array: Any) -> None:
+        offset = array.__array_interface__["data"][0] - self.slab.address
+        if not 0 <= offset < self.slab.nbytes:
+            return  # it was copied out: the engine is short of reply space
+        with memoryview(self.slab) as memory:
+            generation = int.from_bytes(memory[offset - SLOT_HEADER_NBYTES + 8 : offset - SLOT_HEADER_NBYTES + 16], "little")
+        start = offset // BLOCK_NBYTES
+        blocks = (array.nbytes + SLOT_HEADER_NBYTES) // BLOCK_NBYTES
+        self.replies.append(HeldReply(generation, start, blocks, array))
 
-    def release_replies(self, generations: Sequence[int]) -> None:
-        """Reply slots go back."""
-        if generations:
-            self.link.send(ReplyRelease(tuple(generations)))
-
-    def expect_unread(self) -> None:
-        """Replies are taken at once."""
-
-    def decoder(self, reply_type: object) -> PayloadDecoder:
-        """Decodes payloads of a type; there is one."""
-        return DECODER
-
-    def check_alive(self) -> None:
-        """Raises unless the session may be used."""
-        require(not self.ended, "a session was used after its end")
-
-    def give_up(self, slot: ClientSlotRecord) -> None:
-        """A slot was taken for a payload that is not sent."""
-        self.carry_out(self.book.give_up(slot, self.now))
-
-    def carry_out(self, effects: Sequence[ClientEffect]) -> None:
-        """Does what the book asks for."""
-        refused: list[ClientSlotRecord] = []
-        for effect in effects:
-            match effect:
-                case Send(message):
-                    self.send(message)
-                case Acquired(ticket, slot):
-                    require(ticket == next(iter(self.waiters), None), "a waiter was overtaken")
-                    waiter = self.waiters.pop(ticket)
-                    if waiter.cancelled:
-                        refused.append(slot)
-                        self._gives_up(waiter)
-                    else:
-                        self._take(slot)
-        # Only now: an event in the midst of these effects would send its lease request before an older one.
-        for slot in refused:
-            self.carry_out(self.book.give_up(slot, self.now))
-        self._forget_free()
-
-    def _forget_free(self) -> None:
-        self.slots = [slot for slot in self.slots if slot.state is not ClientSlot.FREE or slot in self.views]
-
-    def _forget_kept(self) -> None:
-        """What the engine keeps, and nobody here has as a slot any more, is content like any other."""
-        self.slots = [slot for slot in self.slots if slot.lease is not None or slot.held or slot in self.views]
-
-    def send(self, message: LeaseRequest | LeaseReturn) -> None:
-        """Sends what the book asks for; the engine goes by the last request that it reads."""
-        if isinstance(message, LeaseRequest):
-            require(message.token > self.last_token, "a lease request is sent after a newer one")
-            self.last_token = message.token
-        self.link.send(message)
-
-    def _take(self, slot: ClientSlotRecord) -> None:
-        """A caller has a slot. By address: in which order they were taken makes no difference to anybody."""
-        insort(self.slots, slot, key=lambda slot: slot.start)
-        if slot.held:
-            self.end.held.hold(slot, self.end.content_address(slot), slot.nbytes)
+    def forget(self, request_id: int) -> None:
+        """A caller drops a request."""
+        with self.loop.running():
+            del self.sent[request_id]
 
     # -- callers -------------------------------------------------------------------------------------------------------------
 
-    def acquire(self, blocks: int, *, held: bool) -> None:
-        """A caller wants a slot, to hold or for a request, and waits in line if there is none."""
-        require(held or self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
-        slot = self.book.acquire(content_nbytes(blocks), held=held)
+    def _begin(
+        self, wants: Wants, detail: int, coroutine: Any, slots: Sequence[ClientSlotRecord] = (), number: int = 0
+    ) -> None:
+        task = self.loop.begin(cast(Coroutine[Any, Any, Any], coroutine))
+        self.callers.append(Caller(wants, detail, task, tuple(slots), number))
+
+    def _number(self) -> int:
+        number, self.next_number = self.next_number, self.next_number + 1
+        return number
+
+    def acquire(self, blocks: int) -> None:
+        """A caller wants a slot to hold, and waits in line if there is none."""
+        nbytes = content_nbytes(blocks)
+        with self.loop.running():
+            slot = self.end.hold_now(nbytes, True)
         if slot is not None:
-            self._take(slot)
-            return
-        ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
-        self.waiters[ticket] = Waiter(held, blocks)
-        self.carry_out(self.book.queue(ticket, content_nbytes(blocks), held=held))
+            require(not self.book.waiting, "a waiter was overtaken")
+            self._hold(slot)
+        else:
+            self._begin(Wants.SLOT, blocks, _hold(self.real, nbytes))
 
     def attempt(self, blocks: int) -> None:
         """A caller takes a slot if one is free, and else asks for a lease in passing."""
-        slot = self.book.acquire(content_nbytes(blocks), held=True)
-        if slot is not None:
-            self._take(slot)
-        else:
-            self.carry_out(self.book.prefetch(content_nbytes(blocks)))
+        slots = self.real.host_slots
+        try:
+            with self.loop.running():
+                slot = slots.hold(slots.acquire_nowait(content_nbytes(blocks), held=True), drain=True)
+        except WouldBlock:
+            return
+        self._hold(slot)
 
-    def cancel(self, index: int) -> None:
-        """The task of a waiter is cancelled; it will run later."""
-        list(self.waiters.values())[index].cancelled = True
+    def _hold(self, slot: Slot) -> None:
+        """A caller has a slot. By address: in which order they were taken makes no difference to anybody."""
+        holding = Holding(slot, slot.record, slot.array((slot.nbytes,), np.uint8))
+        insort(self.held, holding, key=lambda holding: holding.record.start)
 
-    def cancelled(self, index: int) -> None:
-        """The task of a cancelled waiter runs."""
-        ticket = list(self.waiters)[index]
-        self._gives_up(self.waiters.pop(ticket))
-        self.carry_out(self.book.cancel(ticket))
-
-    def _gives_up(self, waiter: Waiter) -> None:
-        if not waiter.is_held:
-            self.end.leave()
+    def request(self, blocks: int) -> None:
+        """A caller sends a payload that has to be copied."""
+        self._submit(blocks, [np.zeros(content_nbytes(blocks), np.uint8)], ())
 
     def request_now(self, blocks: int) -> None:
-        """A caller sends a payload if nothing has to be waited for, and else asks for a lease in passing."""
-        nbytes = content_nbytes(blocks)
-        submission = self.end.submit_now(payload_of([np.zeros(nbytes, np.uint8)], self.next_request), "", nbytes)
-        if submission is None:
-            self.carry_out(self.book.prefetch(nbytes))
+        """The same if nothing has to be waited for; else it asks for a lease in passing."""
+        number = self._number()
+        payload = payload_of([np.zeros(content_nbytes(blocks), np.uint8)], number)
+        has_waiters = self.book.waiting > 0
+        try:
+            with self.loop.running():
+                submission = self.real.sending.submit_nowait(payload, "", ask=True)
+        except WouldBlock:
             return
-        require(not self.waiters, "a waiter was overtaken")
-        self.next_request += 1
-        [slot] = (slot for slot in self.book._submitted.values() if slot not in self.slots)
-        self._take(slot)
-        self.last_sent = slot.ref()
+        require(not has_waiters, "a waiter was overtaken")
+        self._was_sent(submission, number)
 
-    def send_copied(self, index: int) -> None:
-        """A payload has been copied into its slot: it is sent."""
-        slot = self.slots[index]
-        packed, in_place = self.end.pack(payload_of([np.zeros(slot.nbytes, np.uint8)], self.next_request))
-        require(packed.slot_nbytes == slot.nbytes, "a payload needs another slot than was acquired for it")
-        packed.copy_into(self.end.content_address(slot))
-        submission = self.end.send(packed, in_place, slot, "", None)
-        require(submission is not None, "a submission found no room where there is room")
-        self.next_request += 1
-        self.last_sent = slot.ref()
+    def _submit(self, blocks: int, arrays: Sequence[Any], slots: Sequence[ClientSlotRecord], kept: Sequence[Any] = ()) -> None:
+        number = self._number()
+        payload = [*payload_of(arrays, number), *kept]
+        with self.loop.running():
+            submission = self.end.submit_now(payload, "", self.copier.at_once_nbytes)
+        if submission is not None:
+            self._was_sent(submission, number)
+        else:
+            self._begin(Wants.REQUEST, blocks, self.real.sending.submit(payload, ""), slots, number)
 
-    def array(self, slot: ClientSlotRecord) -> np.ndarray[Any, Any]:
-        """What a caller writes to in a slot that it holds."""
-        return np.frombuffer(memoryview(self.slab), np.uint8, slot.nbytes, slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES)
+    def _was_sent(self, submission: Submission, number: int) -> None:
+        self.sent[submission.request_id] = Sent(submission, number)
+        submitted = [slot for slot in self.book._submitted.values() if slot.lease is not None]
+        if submitted:
+            self.last_sent = max(submitted, key=lambda slot: slot.generation).ref()
 
     def submittable(self) -> list[int]:
-        """Positions of the slots that callers hold and may submit."""
-        return [index for index, slot in enumerate(self.slots) if slot.held and slot.state in _UNSUBMITTED]
+        """Positions of the slots that callers hold and may submit: those that nobody is about to submit."""
+        taken = [slot for caller in self.callers for slot in caller.slots]
+        return [
+            index
+            for index, holding in enumerate(self.held)
+            if holding.record.state in _UNSUBMITTED and holding.record not in taken
+        ]
 
     def submit_held(self, index: int, with_next: int) -> None:
         """A caller submits a held slot as it is, or two."""
         positions = self.submittable()
-        chosen = positions[positions.index(index) :][: 1 + with_next]
-        slots = [self.slots[position] for position in chosen]
-        packed, in_place = self.end.pack(payload_of([self.array(slot) for slot in slots], self.next_request))
-        require(in_place == slots, "arrays in held slots are sent from somewhere else")
-        require(self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
-        submission = self.end.send(packed, in_place, None, "", None)
-        require(submission is not None, "a submission found no room where there is room")
-        self.next_request += 1
-        self.last_sent = slots[-1].ref()
-
-    def leave(self, index: int, is_viewed: int) -> None:
-        """A caller leaves a slot; with living views it drains."""
-        slot = self.slots[index]
-        if slot.held:
-            self.end.held.leave(self.end.content_address(slot))
-        else:
-            self.end.leave()  # it was for a request
-        slot.viewed = bool(is_viewed)
-        if is_viewed:
-            self.views.append(slot)
-        self.carry_out(self.book.give_up(slot, self.now))
-        if slot.lease is None:
-            self.kept.contents.slot_left(slot)
-            self._forget_kept()
+        chosen = [self.held[position] for position in positions[positions.index(index) :][: 1 + with_next]]
+        self._submit(0, [holding.array for holding in chosen], [holding.record for holding in chosen])
 
     def send_kept(self, index: int, with_slot: int) -> None:
         """A caller sends a request with content that it holds, from where that lies, alone or with a held slot."""
-        slots = [self.slots[with_slot]] if with_slot >= 0 else []
-        payload = payload_of([self.array(slot) for slot in slots], self.next_request)
-        packed, in_place = self.end.pack([*payload, self.kept.open[index].kept.payload])
-        require(len(in_place) == len(slots) + 1 and not packed.copied, "content is sent from somewhere else than where it lies")
-        require(self.end.begin(), "a request has no turn where fewer than max_inflight are in flight")
-        submission = self.end.send(packed, in_place, None, "", None)
-        require(submission is not None, "a submission found no room where there is room")
-        self.next_request += 1
+        chosen = [self.held[with_slot]] if with_slot >= 0 else []
+        content = self.contents[index].kept.payload
+        self._submit(0, [holding.array for holding in chosen], [holding.record for holding in chosen], [content])
+
+    def cancel(self, index: int) -> None:
+        """The task of a caller is cancelled."""
+        with self.loop.running():
+            self.callers[index].task.cancel()
+
+    def copied(self, index: int) -> None:
+        """A thread has copied a payload."""
+        with self.loop.running():
+            self.copier.end(index)
+
+    def leave(self, index: int, is_viewed: int) -> None:
+        """A caller leaves a slot; with living views it drains."""
+        holding = self.held.pop(index)
+        if is_viewed:
+            self.views.append(View(holding.record, holding.array))
+        holding.array = None
+        with self.loop.running():
+            holding.slot.close()
 
     def view_dies(self, index: int) -> None:
         """The last view of a slot that was left dies."""
-        slot = self.slots[index]
-        self.views.remove(slot)
-        self.carry_out(self.book.last_view_gone(slot, self.now))
-        if slot.lease is None:
-            self.kept.contents.slot_views_gone(slot)
-            self._forget_kept()
-
-    def expire(self) -> None:
-        """The timer of idle leases fires."""
-        self.carry_out(self.book.expire(self.now))
+        with self.loop.running():
+            self.views.pop(index)
 
     def abort(self, index: int) -> None:
         """A caller gives a request up."""
-        submission = list(self.pending.values())[index]
-        submission.give_up(AbortedError("", request_id=submission.request_id))
-        self.link.send(Abort(submission.request_id))
+        with self.loop.running():
+            self.abortable()[index].submission.abort()
+
+    def abortable(self) -> list[Sent]:
+        """Requests that have not ended."""
+        return [sent for sent in self.sent.values() if not sent.submission.ended]
 
     def drop_reply(self, index: int) -> None:
         """The last view of a reply dies."""
-        generation = self.replies.pop(index).generation
-        [key] = self.regions.collect()
-        require(key == (_OF_REPLIES, generation), "the death of a view is reported as another's")
-        self.release_replies([generation])
+        with self.loop.running():
+            self.replies.pop(index)
+
+    def find(self, key: int) -> None:
+        """A caller looks for what is kept."""
+        self.asks += 1
+        self._begin(Wants.FIND, key, self.real.kept.find(key_of(key), Any), number=key)
+
+    def keep(self, index: int, key: int) -> None:
+        """A caller gives a slot to the engine to keep."""
+        self.asks += 1
+        holding = self.held[index]
+        payload = payload_of([holding.array], key)
+        self._begin(Wants.KEEP, key, self.real.kept.keep(key_of(key), payload), [holding.record], key)
+
+    def unpin(self, index: int, is_viewed: int) -> None:
+        """A caller leaves content; a view of it may stay alive."""
+        content = self.contents.pop(index)
+        if is_viewed:
+            self.kept_views.append(content.view)
+        kept = content.kept
+        del content
+        with self.loop.running():
+            kept.close()
+
+    def kept_view_dies(self, index: int) -> None:
+        """A view of content that was left dies."""
+        with self.loop.running():
+            self.kept_views.pop(index)
+
+    # -- what follows ----------------------------------------------------------------------------------------------------------
+
+    def fire(self) -> None:
+        """A timer fires; what was dropped comes back with a warning."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            self.loop.fire()
+
+    def rest(self, *, is_cancelling: bool) -> None:
+        """What has become ready runs at once, unless turns wait or a task was cancelled just now; after the end in any case."""
+        is_resting = self.scenario.turns_wait or is_cancelling or not self.loop.is_touched
+        self.follow()
+        while self.loop.ready and (self.ended or not is_resting):
+            self.loop.run_next()
+            self.follow()
+        self.loop.is_touched = False
+
+    def follow(self) -> None:
+        """Something has happened here: tasks may have returned, and replies have come."""
+        returned = [caller for caller in self.callers if caller.task.done()]
+        if returned:
+            with self.loop.running():  # with a task go the views that it had
+                for caller in returned:
+                    self.callers.remove(caller)
+                    self._returned(caller)
+        if not self.scenario.turns_wait:
+            while ready := [request_id for request_id, sent in self.sent.items() if _is_readable(sent)]:
+                self.read(ready[0])
+
+    def _returned(self, caller: Caller) -> None:
+        task, caller.task = caller.task, cast(Any, None)  # its error would keep what its frames had
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._has(caller, task.result())
+        elif self.ended:
+            require(isinstance(error, ShmringError), f"who waits as a session ends gets {error!r}")
+        elif not ((caller.wants is Wants.KEEP and isinstance(error, CapacityError)) or isinstance(error, WouldBlock)):
+            raise error
+
+    def _has(self, caller: Caller, result: Any) -> None:
+        if caller.wants is Wants.SLOT:
+            self._hold(result)
+        elif caller.wants is Wants.REQUEST:
+            self._was_sent(result, caller.number)
+        elif result is not None and not self.ended:
+            require_intact(result.payload, caller.number)
+            pin = result._pin
+            view = KeptView(pin.found.generation, pin.record.start, pin.record.blocks, result.payload)
+            self.contents.append(HeldContent(result, view))
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
-    def goodbye(self, replies_viewed: int) -> None:
+    def goodbye(self, *, replies_viewed: bool) -> None:
         """Closes in order: what this process can still reach is named."""
-        for slot in self.slots:
-            # Its caller has not left it, or it is being copied to, and that may go on.
-            slot.viewed = slot.viewed or slot.held or slot.state is ClientSlot.WRITING
-        for index, submission in enumerate(self.pending.values()):
-            if not submission.ended:
-                self.abort(index)
-        while self.replies and not replies_viewed:
-            self.drop_reply(0)
-        generations = sorted(generation for kind, generation in self.regions.living() if kind == _OF_REPLIES)
-        require(
-            generations == sorted(reply.generation for reply in self.replies), "a goodbye keeps other replies than are viewed"
-        )
-        pinned = tuple(self.kept.contents.in_use())
-        self.link.send(Goodbye(self.book.leases_in_use(), tuple(generations), pinned_generations=pinned))
-        self.leave_engine()
+        if not replies_viewed:
+            with self.loop.running():
+                self.replies.clear()
+        self._begin(Wants.FIND, 0, self.real.close())
+        closing = self.callers.pop().task
+        while not closing.done():
+            if self.loop.ready:
+                self.loop.run_next()
+            else:
+                self.loop.fire()  # a copy takes too long, say
+        closing.result()
 
-    def leave_engine(self) -> None:
-        """The session is over: whatever waits in it fails, and what is left is what living code of the process can reach."""
-        self.ended = True
-        self.wire.close_frontend()
-        self.waiters.clear()
-        self.pending.clear()
-        self.kept.lose()
-        self.end.detach()
-        self.regions.close()
-        self.slots = [slot for slot in self.slots if slot.held or slot.state is ClientSlot.WRITING or slot in self.views]
+    def abandon(self) -> None:
+        """Its process has ended: none of its code runs any more."""
+        for reach in (self.held, self.views, self.replies, self.contents, self.kept_views):
+            reach.clear()
+        self.sent.clear()
+        self.copier.abandon()
+        if not self.ended:
+            with self.loop.running():
+                self.real.connection_lost()
+        while self.loop.ready:
+            self.loop.run_next()
+        self.loop.clear()
+        self.callers.clear()
+
+    def outlives(self) -> None:
+        """The session is over; what callers can read of content they can still read."""
+        self.kept_views += [content.view for content in self.contents]
+        self.contents.clear()
+        self.sent.clear()
+
+    @property
+    def reach(self) -> list[list[Any]]:
+        """All that code of the process may still write or read after the session's end."""
+        return [self.held, self.views, self.copies, self.replies, self.kept_views]
 
     def let_go(self, index: int) -> None:
-        """Code of the process lets a slot or a reply go; the engine can't hear of it."""
-        for reach in (self.slots, self.replies, self.kept.views):
+        """Code of the process lets something go; the engine can't hear of it."""
+        for reach in self.reach:
             if index < len(reach):
-                del reach[index]
+                if reach is self.copies:
+                    self.copied(index)
+                    while self.loop.ready:
+                        self.loop.run_next()
+                else:
+                    del reach[index]
                 return
             index -= len(reach)
 
@@ -469,9 +591,9 @@ class Session:
         slots: tuple[SlotRef | None, ...]
         match kind:
             case Forgery.OLD_EPOCH:
-                return self._forged(self.next_request, epoch=self.epoch - 1)
+                return self._forged(self._next_request, epoch=self.epoch - 1)
             case Forgery.OLD_REQUEST:
-                return self._forged(self.next_request - 1) if self.next_request > 1 else None
+                return self._forged(self._next_request - 1) if self._next_request > 1 else None
             case Forgery.RETURN_OF_ANOTHER:
                 return encode_message(LeaseReturn((other_lease.lease_id if other_lease is not None else _NO_LEASE,)))
             case Forgery.REPLY_OF_ANOTHER:
@@ -487,7 +609,16 @@ class Session:
             case Forgery.GENERATION_OF_ANOTHER:
                 slots = (own and _changed(own, generation=fresh + (1 << GENERATION_BITS)),)
         sound = tuple(slot for slot in slots if slot is not None)
-        return self._forged(self.next_request, sound) if len(sound) == len(slots) else None
+        return self._forged(self._next_request, sound) if len(sound) == len(slots) else None
+
+    @property
+    def _next_request(self) -> int:
+        return self.submitted + 1
+
+    @property
+    def submitted(self) -> int:
+        """Requests that were sent."""
+        return cast(int, cast(Any, self.end).submitted)
 
     def _forged(self, request_id: int, slots: Sequence[SlotRef] = (), epoch: int | None = None) -> bytes:
         return submit_of([], None, slots, epoch=self.epoch if epoch is None else epoch, request_id=request_id)
@@ -501,42 +632,65 @@ class Session:
             yield Action(Kind.TO_FRONTEND, pid)
         if not wire.engine_open:
             yield Action(Kind.FRONTEND_SEES_END, pid)
-        for index, waiter in enumerate(self.waiters.values()):
-            yield Action(Kind.CANCELLED if waiter.cancelled else Kind.CANCEL, pid, index)
-        expiry = self.book.next_expiry()
-        if expiry is not None and expiry <= now:
-            yield Action(Kind.EXPIRE, pid)
-        for index, slot in enumerate(self.slots):
-            if slot.held:
+        if self.loop.ready:
+            yield Action(Kind.FRONTEND_TURN, pid)
+        if self.loop.timers and self.loop.next_timer().when() <= now:
+            yield Action(Kind.FRONTEND_TIMER, pid)
+        for index, caller in enumerate(self.callers):
+            if not caller.task.cancelling():
+                yield Action(Kind.CANCEL, pid, index)
+        for index in range(len(self.copies)):
+            yield Action(Kind.COPIED, pid, index)
+        sending = [slot for caller in self.callers if caller.wants is Wants.REQUEST for slot in caller.slots]
+        for index, holding in enumerate(self.held):
+            if holding.record not in sending:  # its block goes on when it was sent
                 yield Action(Kind.LEAVE, pid, index)
                 yield Action(Kind.LEAVE, pid, index, 1)
-            elif slot.state is ClientSlot.WRITING:
-                yield Action(Kind.GIVE_UP, pid, index)
-            elif slot in self.views:
-                yield Action(Kind.VIEW_DIES, pid, index)
-        yield from self.kept.enabled(pid, can_write=self.link.can_write)
-        if not self.link.can_write:
-            return  # its callers wait until the engine has read
+        for index in range(len(self.views)):
+            yield Action(Kind.VIEW_DIES, pid, index)
+        for index, sent in enumerate(self.sent.values()):
+            if _is_readable(sent):
+                yield Action(Kind.READ, pid, index)
+            yield Action(Kind.FORGET, pid, index)
+        if self._writes:
+            yield from self._enabled_messages(pid)
+            yield from self._enabled_for_slots(pid)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether callers begin what writes: where nobody may wait for room, they do so only if there is some."""
+        return self.scenario.turns_wait or self.link.can_write
+
+    def _enabled_messages(self, pid: int) -> Iterator[Action]:
         for index in range(len(self.replies)):
             yield Action(Kind.DROP_REPLY, pid, index)
-        for index, submission in enumerate(self.pending.values()):
-            if not submission.ended:
-                yield Action(Kind.ABORT, pid, index)
-        yield from self._enabled_for_slots(pid)
+        for index in range(len(self.abortable())):
+            yield Action(Kind.ABORT, pid, index)
+        for index in range(len(self.contents)):
+            yield Action(Kind.UNPIN, pid, index)
+            yield Action(Kind.UNPIN, pid, index, 1)
+        for index in range(len(self.kept_views)):
+            yield Action(Kind.KEPT_VIEW_DIES, pid, index)
+        scenario = self.scenario
+        if not scenario.kept_blocks or (scenario.max_asks is not None and self.asks >= scenario.max_asks):
+            return
+        asking = sum(caller.wants in (Wants.FIND, Wants.KEEP) for caller in self.callers)
+        if asking < scenario.max_asking and len(self.contents) < scenario.max_held:
+            for key in range(scenario.keys):
+                yield Action(Kind.FIND, pid, key)
+                for index in self.submittable():
+                    yield Action(Kind.KEEP, pid, index, key)
 
+    @property
     def wanting(self) -> int:
-        """Requests that are not sent yet: their payloads are copied, or wait for a slot."""
-        copying = sum(slot.state is ClientSlot.WRITING and not slot.held for slot in self.slots)
-        return copying + sum(not waiter.is_held for waiter in self.waiters.values())
+        """Requests that are not sent yet."""
+        return sum(caller.wants is Wants.REQUEST for caller in self.callers)
 
     def _enabled_for_slots(self, pid: int) -> Iterator[Action]:
         scenario = self.scenario
-        for index, slot in enumerate(self.slots):
-            if slot.state is ClientSlot.WRITING and not slot.held:
-                yield Action(Kind.SEND, pid, index)
-        wanting = self.wanting()
-        may_request = len(self.pending) + wanting < scenario.max_inflight and (
-            scenario.max_requests is None or self.next_request + wanting <= scenario.max_requests
+        most = scenario.max_inflight + (_MORE_THAN_INFLIGHT if scenario.turns_wait else 0)
+        may_request = len(self.end.pending) + self.wanting < most and (
+            scenario.max_requests is None or self.submitted + self.wanting < scenario.max_requests
         )
         if may_request:
             held = self.submittable()
@@ -544,17 +698,31 @@ class Session:
                 yield Action(Kind.SUBMIT, pid, index)
                 if position + 1 < len(held):
                     yield Action(Kind.SUBMIT, pid, index, 1)
-            for content in range(len(self.kept.open)):
+            for content in range(len(self.contents)):
                 yield Action(Kind.SEND_KEPT, pid, content)
                 if held:
                     yield Action(Kind.SEND_KEPT, pid, content, 1 + held[0])
-        if len(self.slots) + len(self.waiters) < scenario.max_slots:
+        if self.used < scenario.max_slots:
             for blocks in scenario.slot_blocks:
                 yield Action(Kind.ACQUIRE, pid, blocks)
                 yield Action(Kind.TRY, pid, blocks)
                 if may_request:
                     yield Action(Kind.REQUEST, pid, blocks)
                     yield Action(Kind.REQUEST_NOW, pid, blocks)
+
+    @property
+    def used(self) -> int:
+        """Slots that are not free, and callers that want one."""
+        waiting = sum(bool(caller.detail) and caller.wants in (Wants.SLOT, Wants.REQUEST) for caller in self.callers)
+        unsent = sum(self.granted(caller) is not None for caller in self.callers) + len(self.copies)
+        return sum(self.book.count(state) for state in _USED) - unsent + waiting
+
+
+_USED = (ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED, ClientSlot.DRAINING)
+
+
+def _is_readable(sent: Sent) -> bool:
+    return sent.submission.has_reply or sent.submission.ended
 
 
 def _changed(slot: SlotRef, *, offset: int | None = None, generation: int | None = None) -> SlotRef:
@@ -577,19 +745,21 @@ class Process:
     def retire(self) -> None:
         """Puts the ended session away, for as long as something of it is in reach."""
         assert self.session is not None
+        self.session.outlives()
         self.former.append(self.session)
         self.session = None
         self.forget()
 
     def forget(self) -> None:
         """Forgets former sessions of which nothing is in reach."""
-        self.former = [session for session in self.former if session.slots or session.replies or session.kept.views]
+        self.former = [session for session in self.former if any(session.reach)]
 
     def crash(self) -> None:
         """Dies: the kernel closes its socket, and none of its code can reach anything."""
         self.alive = False
-        if self.session is not None:
-            self.session.leave_engine()
+        for session in self.sessions():
+            session.wire.close_frontend()
+            session.abandon()
         self.session = None
         self.former.clear()
 

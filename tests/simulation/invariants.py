@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmring.core.effects import ReplySlot
-from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 from shmring.core.records import ClientRecord, KeptRecord
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from tests.simulation.engine import Engine
-from tests.simulation.frontend import Session
+from tests.simulation.frontend import Session, Wants
+from tests.simulation.payloads import require_intact
 from tests.simulation.scenario import require
 
 if TYPE_CHECKING:
@@ -40,20 +41,24 @@ def _check_slots(engine: Engine, owners: dict[int, tuple[int, int]]) -> None:
     """What the engine will read or reads is what its book says, inside leases of its client, and nowhere twice."""
     count = 0
     for (client_id, _), waiting in engine.end.waiting.items():
-        for slot in waiting.slots:
+        for slot in waiting.submit.content.slots:
             count += 1
             _own(engine, client_id, slot.generation, EngineSlot.PUBLISHED, owners)
-    for claim in engine.claims:
-        for slot in claim.slots if not claim.released else ():
+    for handling in engine.claims:
+        for slot in handling.slots if not handling.claim.released else ():
             count += 1
-            _own(engine, claim.client_id, slot.generation, EngineSlot.CLAIMED, owners)
-        if isinstance(claim.reply, ReplySlot):
-            unsent = engine.book.clients[claim.client_id].unsent_replies
-            require(claim.reply.generation in unsent, "a reply is written into a slot that was taken away")
+            _own(engine, handling.client_id, slot.generation, EngineSlot.CLAIMED, owners)
     for draining in engine.draining:
         count += 1
         _own(engine, draining.client_id, draining.slot.generation, EngineSlot.DRAINING, owners)
-    live = sum(len(client.slots) for client in engine.book.clients.values())
+    clients = engine.book.clients.values()
+    unsent = [client.replies[generation] for client in clients for generation in client.unsent_replies]
+    replying = sum(handling.replying is not None for handling in engine.claims)
+    require(len(unsent) <= replying, "a reply slot is kept for nobody")
+    for copying in engine.copier.running:
+        places = [(slot.start, slot.blocks) for slot in unsent]
+        require((copying.start, copying.blocks) in places, "a reply is written into a slot that was taken away")
+    live = sum(len(client.slots) for client in clients)
     require(live == count, f"the book has {live} live slots, handlers and views have {count}")
 
 
@@ -110,14 +115,15 @@ def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int
                 continue
             # Whoever comes next must not have it, but for what the engine keeps already and its giver has not heard of.
             owners[block] = mine if slot.state is ClientSlot.SUBMITTED else (session.client_id, -1)
-    for pin in session.kept.contents._pins.values():
+    for pin in session.real.kept._pins.values():
         _check_pin(engine, client, pin.found.generation, pin.record.start, pin.record.blocks, owners)
         require(
             client is not None and client.pins[pin.found.generation] >= pin.count, "a frontend has more pins than the engine"
         )
-    for view in session.kept.views:
+    for view in session.kept_views:
         _check_pin(engine, client, view.generation, view.start, view.blocks, owners)
-    session.kept.check_intact()
+    for view in (*session.kept_views, *(content.view for content in session.contents)):
+        require_intact(view.payload, view.payload[0])
     for reply in session.replies:
         require(
             client is not None
@@ -164,7 +170,7 @@ def check_books(simulation: Simulation) -> None:
     lent += book.kept.blocks * BLOCK_NBYTES
     require(book.host.free_nbytes + lent == engine.scenario.leasable_blocks * BLOCK_NBYTES, "the slab does not add up")
     require(book.clients.keys() == engine.clients.keys(), "the ring and its book have different clients")
-    running = {(claim.client_id, claim.request_id) for claim in engine.claims if not claim.aborted}
+    running = {(handling.client_id, handling.request_id) for handling in engine.claims if not handling.claim.ended}
     booked = {(client_id, request) for client_id, client in book.clients.items() for request in client.requests}
     require(running == engine.end.claims.keys(), "a claim is in no hands, or the reverse")
     require(booked == running | engine.end.waiting.keys(), "a request is in the book and in no hands, or the reverse")
@@ -176,21 +182,41 @@ def check_books(simulation: Simulation) -> None:
 
 
 def _check_book(session: Session) -> None:
-    book = session.book
+    book, slots = session.book, session.real.host_slots
     book.check()
-    require(book.waiting == len(session.waiters), "a waiter is in the book and is nobody, or the reverse")
-    first = next(iter(session.waiters.values()), None)
-    leases = [] if first is None else [lease for lease in book.leases.values() if book.takes(lease, first.blocks)]
-    usable = [lease.slots.largest_run for lease in leases]
-    require(first is None or first.blocks > max(usable, default=0), "the first in line could be served")
-    require(all(slot.state is not ClientSlot.FREE for slot in session.slots), "a caller has a slot that is free")
-    in_slots = sum(slot.blocks for slot in session.slots if slot.lease is not None) * BLOCK_NBYTES
+    waited_for = [session.waits_for(caller) for caller in session.callers]
+    require(book._waiters.keys() == slots._waiters.keys(), "a waiter is in the book and is nobody, or the reverse")
+    require(all(future in waited_for for future in slots._waiters.values()), "a waiter is in line whom nobody knows")
+    first = next(iter(book._waiters.values()), None)
+    blocks = 0 if first is None else slot_blocks(first.nbytes)
+    usable = [lease.slots.largest_run for lease in book.leases.values() if first is not None and book.takes(lease, blocks)]
+    require(first is None or blocks > max(usable, default=0), "the first in line could be served")
+    _check_callers_slots(session)
+    in_slots = sum(slot.blocks for slot in (*book._submitted.values(), *book._others)) * BLOCK_NBYTES
     require(book.leased_nbytes == book.free_nbytes + in_slots, "the leases do not add up")
     counted: Any = session.end
     require(counted.stale_releases == 0, "the engine released a slot that it did not have")
-    require(session.end.in_flight == len(session.pending) + session.wanting(), "requests in flight do not add up")
-    outstanding = sum(slot.state is ClientSlot.SUBMITTED for slot in session.slots)
-    require(outstanding == book.count(ClientSlot.SUBMITTED), "a submitted slot is lost")
+    begun = sum(caller.wants is Wants.REQUEST and session.is_in_flight(caller) for caller in session.callers)
+    require(session.end.in_flight == len(session.end.pending) + begun, "requests in flight do not add up")
+
+
+def _check_callers_slots(session: Session) -> None:
+    """What callers have is in the book, and what is in the book somebody has."""
+    book = session.book
+    booked = {*book._submitted.values(), *book._others}
+    reached = session.reached
+    require(all(slot in booked for slot in reached if slot.lease is not None), "a caller has a slot that is free")
+    starts = [slot.start for slot in session.real.sending.copies.values()]
+    require(all(copying.start in starts for copying in session.copies), "a copy is made to a slot of nobody")
+    unsent = 0
+    for slot in booked.difference(reached, book._submitted.values()):
+        require(not slot.held or slot.state is ClientSlot.DRAINING, "a slot is held by nobody")
+        if slot.state is ClientSlot.DRAINING:
+            is_read = any(slot in caller.slots for caller in session.callers)
+            require(is_read or bool(session.loop.ready), "a slot drains that nobody reads")
+        else:
+            unsent += 1
+    require(unsent <= len(session.callers), "a slot is kept for a payload of nobody")
 
 
 def check_workers(simulation: Simulation) -> None:

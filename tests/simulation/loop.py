@@ -7,54 +7,103 @@ next of it runs, and whether a timer fires, is an action of the simulation. So w
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import Context
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
-__all__ = ["SimulatedLoop", "callback_of"]
+__all__ = ["SimulatedLoop", "callback_of", "local_of"]
 
 
 class SimulatedLoop:
     """See the head of this file.
 
+    Args:
+        never: names of callbacks whose timers never fire: those that only write to a log.
+
     Attributes:
-        now: its time, which only a timer that fires moves on.
+        now: its time, which whoever has the loop moves on.
         ready: what runs next, in order.
         timers: that were set and neither fired nor were cancelled.
+        is_touched: whether something has happened in it since somebody has set this to False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, never: frozenset[str] = frozenset()) -> None:
         self.now = 0.0
         self.ready: deque[asyncio.Handle] = deque()
         self.timers: list[asyncio.TimerHandle] = []
+        self.is_touched = False
+        self._never = never
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._heard: set[int] = set()  # descriptors whose callback is ready
+        self._poll = select.poll()
         self._error: BaseException | None = None
 
     # -- for the simulation ------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """What happens inside happens in this loop, as a callback of it that nobody waits for."""
+        self.is_touched = True
+        asyncio._set_running_loop(cast(Any, self))
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
+        self.look()
+        self._raise()
+
+    def begin(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Makes a task, and runs it as far as it comes at once."""
+        task = asyncio.Task(coroutine, loop=cast(Any, self))
+        self.run(self.ready.pop())
+        return task
+
     def run_next(self) -> None:
         """Runs one callback. What it raises comes out here."""
-        self._run(self.ready.popleft())
-
-    def run_last(self) -> None:
-        """Runs what has become ready last, as if whoever made it so were that task itself."""
-        self._run(self.ready.pop())
+        self.run(self.ready.popleft())
 
     def fire(self) -> None:
         """The timer whose time comes first fires."""
-        timer = min(self.timers, key=lambda timer: timer.when())
+        timer = self.next_timer()
         self.timers.remove(timer)
         self.now = max(self.now, timer.when())
-        self._run(timer)
+        self.run(timer)
 
-    def _run(self, handle: asyncio.Handle) -> None:
+    def next_timer(self) -> asyncio.TimerHandle:
+        """Returns the timer whose time comes first."""
+        return min(self.timers, key=lambda timer: timer.when())
+
+    def run(self, handle: asyncio.Handle) -> None:
+        """Runs a callback that was taken from what is ready."""
         if handle.cancelled():
             return
+        self.is_touched = True
         asyncio._set_running_loop(cast(Any, self))
         try:
             handle._run()
         finally:
             asyncio._set_running_loop(None)
+        self.look()
+        self._raise()
+
+    def look(self) -> None:
+        """What has become readable has its callback called."""
+        if not self._readers:
+            return
+        for descriptor, _ in self._poll.poll(0):
+            if descriptor not in self._heard:
+                self._heard.add(descriptor)
+                self.call_soon(self._hear, descriptor)
+
+    def _hear(self, descriptor: int) -> None:
+        self._heard.discard(descriptor)
+        if descriptor in self._readers:
+            self._readers[descriptor]()
+
+    def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -62,6 +111,26 @@ class SimulatedLoop:
     def tasks_ready(self) -> list[object]:
         """Returns whose turn it is next, in order: tasks, or None for what is none."""
         return [getattr(callback_of(handle), "__self__", None) for handle in self.ready]
+
+    def plain_ready(self, tasks: Sequence[object]) -> list[Any]:
+        """Returns what is ready as plain data: the places of tasks, and names of what is no task."""
+        places = {id(task): place for place, task in enumerate(tasks) if task is not None}
+        return [
+            [places.get(id(task), -1), handle.cancelled(), "" if id(task) in places else _name_of(handle)]
+            for task, handle in zip(self.tasks_ready(), self.ready, strict=True)
+        ]
+
+    def plain_timers(self, now: float) -> list[Any]:
+        """Returns the timers in order as plain data, and whether their time has come."""
+        timers = sorted(self.timers, key=lambda timer: timer.when())
+        return [[_name_of(timer), timer.when() <= now] for timer in timers]
+
+    def clear(self) -> None:
+        """Its process has ended."""
+        self.ready.clear()
+        self.timers.clear()
+        for descriptor in tuple(self._readers):
+            self.remove_reader(descriptor)
 
     # -- for asyncio ---------------------------------------------------------------------------------------------------------
 
@@ -77,10 +146,15 @@ class SimulatedLoop:
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=cast(Any, self))
 
+    def create_task(self, coroutine: Coroutine[Any, Any, Any], *, name: str | None = None) -> asyncio.Task[Any]:
+        return asyncio.Task(coroutine, loop=cast(Any, self), name=name)
+
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, cast(Any, self), context)
         self.ready.append(handle)
         return handle
+
+    call_soon_threadsafe = call_soon
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -91,12 +165,28 @@ class SimulatedLoop:
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, cast(Any, self), context)
-        self.timers.append(handle)
+        if getattr(callback, "__name__", "") not in self._never:
+            self.timers.append(handle)
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         if handle in self.timers:
             self.timers.remove(handle)
+
+    def add_reader(self, descriptor: int, callback: Callable[[], object]) -> None:
+        self._readers[descriptor] = callback
+        self._poll.register(descriptor, select.POLLIN)
+
+    def remove_reader(self, descriptor: int) -> bool:
+        if self._readers.pop(descriptor, None) is None:
+            return False
+        self._poll.unregister(descriptor)
+        return True
+
+    async def sock_accept(self, listener: object) -> NoReturn:
+        """Whoever comes, comes by an action."""
+        await self.create_future()
+        raise RuntimeError("nobody knocks here")
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """A callback has raised. Of tasks that were dropped with their process nothing is said."""
@@ -104,6 +194,21 @@ class SimulatedLoop:
             self._error = context["exception"]
 
 
+def _name_of(handle: asyncio.Handle) -> str:
+    return str(getattr(callback_of(handle), "__name__", ""))
+
+
 def callback_of(handle: asyncio.Handle) -> Any:
     """Returns what a handle calls."""
     return cast(Any, handle)._callback
+
+
+def local_of(task: Any, function: str, name: str) -> Any:
+    """Returns what a local variable of a coroutine is, in which a task waits; None where there is none of it."""
+    coroutine = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        if frame is not None and frame.f_code.co_name == function:
+            return frame.f_locals.get(name)
+        coroutine = getattr(coroutine, "cr_await", None)
+    return None

@@ -10,10 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.simulation.scenario import require
 
-__all__ = ["DECODER", "INLINE_NBYTES", "MAX_PAYLOAD_NBYTES", "MAX_TENSORS", "PACKER", "payload_of", "require_intact"]
+__all__ = [
+    "DECODER",
+    "content_nbytes",
+    "INLINE_NBYTES",
+    "MAX_PAYLOAD_NBYTES",
+    "MAX_TENSORS",
+    "PACKER",
+    "payload_of",
+    "require_intact",
+]
 
 MAX_TENSORS = 16
 INLINE_NBYTES = 64  # less than a slot has, so that all arrays are in slots
@@ -21,6 +32,11 @@ MAX_PAYLOAD_NBYTES = 1 << 12
 
 PACKER = make_packer(MAX_TENSORS, MAX_PAYLOAD_NBYTES)
 DECODER = make_decoder()
+
+
+def content_nbytes(blocks: int) -> int:
+    """Returns what a slot of so many blocks can hold behind its header."""
+    return blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
 
 
 def payload_of(arrays: Sequence[np.ndarray[Any, Any]], number: int) -> list[Any]:

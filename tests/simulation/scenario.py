@@ -10,7 +10,7 @@ import msgspec
 
 from shmring.core.geometry import EngineBookLimits, Geometry
 
-__all__ = ["DISTURBANCES", "Action", "Forgery", "Kind", "Scenario", "Sending", "Violation", "require"]
+__all__ = ["CANCELLING", "DISTURBANCES", "Action", "Forgery", "Kind", "Scenario", "Sending", "Violation", "require"]
 
 
 class Kind(enum.StrEnum):
@@ -38,23 +38,22 @@ class Kind(enum.StrEnum):
     REQUEST = "request"  # [process, blocks] wants a slot to copy a payload into
     REQUEST_NOW = "request now"  # [process, blocks] the same, if it can be sent without waiting
     TRY = "try"  # [process, blocks] `slot_nowait`
-    CANCEL = "cancel"  # [process, waiter] its task is cancelled
-    CANCELLED = "cancelled"  # [process, waiter] its task runs, and leaves the line
-    SEND = "send"  # [process, slot] its payload is copied: submit it
+    CANCEL = "cancel"  # [process, caller] its task is cancelled
+    FRONTEND_TURN = "frontend's turn"  # [process] its loop runs what is ready first
+    FRONTEND_TIMER = "frontend's timer"  # [process] a timer of its loop fires whose time has come
+    COPIED = "copied"  # [process, copy] a thread has copied a payload
     SUBMIT = "submit"  # [process, slot, with the next one] submits held slots as they are
-    GIVE_UP = "give up"  # [process, slot] is cancelled while it copies
     LEAVE = "leave"  # [process, slot, is viewed] leaves a held slot
     VIEW_DIES = "view dies"  # [process, slot]
     KEEP = "keep"  # [process, slot, key] gives a held slot to the engine to keep
     FIND = "find"  # [process, key] looks for what is kept
     UNPIN = "unpin"  # [process, content, is viewed] leaves what it has found, or kept
-    KEPT_TURN = "kept turn"  # [process] a caller that has asked for content goes on
-    CANCEL_ASKING = "cancel asking"  # [process, caller] its task is cancelled
     KEPT_VIEW_DIES = "kept view dies"  # [process, view]
     SEND_KEPT = "send kept"  # [process, content, held slot + 1; 0: none] a request shows content, from where it lies
     ABORT = "abort"  # [process, request]
+    READ = "read"  # [process, request] its caller reads a reply, or its end
+    FORGET = "forget"  # [process, request] its caller drops it
     DROP_REPLY = "drop reply"  # [process, reply] the last view of a reply dies
-    EXPIRE = "expire"  # [process] the timer of idle leases fires
     # handlers of the engine
     CLAIM = "claim"
     RELEASE = "release"  # [claim, -, mask of viewed slots]
@@ -62,9 +61,8 @@ class Kind(enum.StrEnum):
     FAIL = "fail"  # [claim]
     TIME_OUT = "time out"  # [claim]
     REPLY = "reply"  # [claim, blocks, finishes the request] blocks 0: in the record
-    SEND_REPLY = "send reply"  # [claim, -, finishes the request] its copy is made
+    REPLY_COPIED = "reply copied"  # [copy] a thread has copied it
     CANCEL_REPLY = "cancel reply"  # [claim] its handler is cancelled while it waits or copies
-    REPLY_CANCELLED = "reply cancelled"  # [claim] that handler runs, and leaves the line
     ENGINE_VIEW_DIES = "engine view dies"  # [draining slot]
     TICK = "tick"  # an idle time passes
     # workers
@@ -93,10 +91,13 @@ class Kind(enum.StrEnum):
 DISTURBANCES = frozenset(
     {
         Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ENGINE_DIES, Kind.CONNECT_FAILS, Kind.FORGE,
-        Kind.CANCEL, Kind.GIVE_UP, Kind.ABORT, Kind.RELEASE, Kind.CANCEL_REPLY, Kind.WORKER_CLOSES, Kind.WORKER_DIES,
-        Kind.DROP_WORKER, Kind.CANCEL_CALL, Kind.CANCEL_ASKING,
+        Kind.CANCEL, Kind.ABORT, Kind.FORGET, Kind.RELEASE, Kind.CANCEL_REPLY, Kind.WORKER_CLOSES, Kind.WORKER_DIES,
+        Kind.DROP_WORKER, Kind.CANCEL_CALL,
     }
 )  # fmt: skip
+
+#: What leaves a task that was cancelled and has not run yet.
+CANCELLING = frozenset({Kind.CANCEL, Kind.CANCEL_REPLY, Kind.CANCEL_CALL})
 
 
 class Sending(enum.IntEnum):
@@ -161,7 +162,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         joined_workers: those that are there from the beginning.
         broadcast_blocks, broadcast_blocks_wanted: memory for what is copied to workers, and what a message asks of it.
         worker_backlog: messages that a worker may have.
-        copies_wait: whether a copy for workers takes a turn of the loop.
+        copies_wait: whether copies are made by threads.
+        turns_wait: whether what becomes ready in a loop runs in a turn of its own, and callers may wait for room, for their
+            turn and to read. Otherwise it runs at once, unless a task was cancelled just now.
         sendings: how messages are sent to workers.
         max_calls: messages to workers, of one engine; None for any number.
         max_requests: submissions of one session; None for as many as fit.
@@ -195,7 +198,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     broadcast_blocks: int = 3
     broadcast_blocks_wanted: tuple[int, ...] = (0, 1)
     worker_backlog: int = 2
-    copies_wait: bool = False
+    copies_wait: bool = True
+    turns_wait: bool = False
     sendings: tuple[Sending, ...] = tuple(Sending)
     max_calls: int | None = None
     max_requests: int | None = None
@@ -244,4 +248,5 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             broadcast_blocks_wanted=(0, 1, broadcast),
             worker_backlog=random.choice((1, 2, 5)),
             copies_wait=random.choice((False, True)),
+            turns_wait=random.choice((False, True, True)),
         )

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
-from shmring.core.states import RequestEvent
 from tests.simulation.engine import Engine
 from tests.simulation.fan_out import FanOut
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
 from tests.simulation.invariants import check_books, check_end, check_memory, check_workers
-from tests.simulation.scenario import DISTURBANCES, Action, Forgery, Kind, Scenario, Violation, require
+from tests.simulation.scenario import CANCELLING, DISTURBANCES, Action, Forgery, Kind, Scenario, Violation, require
 from tests.simulation.worker import WorkerProcess
 
 __all__ = ["Simulation"]
@@ -31,10 +30,10 @@ _MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of
 _FINISHING = frozenset(
     {
         Kind.LET_GO, Kind.FRONTEND_SEES_END, Kind.ENGINE_SEES_END, Kind.PIDFD_FIRES, Kind.TO_ENGINE, Kind.TO_FRONTEND,
-        Kind.CANCELLED, Kind.SEND, Kind.LEAVE, Kind.VIEW_DIES, Kind.DROP_REPLY, Kind.CLAIM, Kind.FINISH, Kind.SEND_REPLY,
-        Kind.REPLY_CANCELLED, Kind.ENGINE_VIEW_DIES, Kind.UNPIN, Kind.WORKER_SEES_END, Kind.RECEIVE, Kind.LEAVE_MESSAGE,
+        Kind.FRONTEND_TURN, Kind.COPIED, Kind.LEAVE, Kind.VIEW_DIES, Kind.READ, Kind.DROP_REPLY, Kind.CLAIM, Kind.FINISH,
+        Kind.REPLY_COPIED, Kind.ENGINE_VIEW_DIES, Kind.UNPIN, Kind.WORKER_SEES_END, Kind.RECEIVE, Kind.LEAVE_MESSAGE,
         Kind.MESSAGES_VIEW_DIES, Kind.ANSWER, Kind.TURN, Kind.FROM_WORKER, Kind.WORKERS_BELL, Kind.ENGINE_SEES_WORKERS_END,
-        Kind.WORKER_IS_DEAD, Kind.KEPT_TURN, Kind.KEPT_VIEW_DIES,
+        Kind.WORKER_IS_DEAD, Kind.KEPT_VIEW_DIES,
     }
 )  # fmt: skip
 
@@ -87,14 +86,14 @@ class Simulation:
             new = self._new_pid()
             actions += (Action(Kind.CONNECT, new), Action(Kind.CONNECT_FAILS, new))
         actions += self._enabled_for_workers()
-        if any(self._has_spare_lease(process.session) for process in self.processes.values()):
+        if any(self._waits_for_time(process.session) for process in self.processes.values()):
             actions.append(Action(Kind.TICK))
         return actions
 
     def _enabled_for(self, pid: int, process: Process) -> list[Action]:
         actions = [Action(Kind.CRASH, pid)]
         for position, former in enumerate(process.former):
-            reach = len(former.slots) + len(former.replies) + len(former.kept.views)
+            reach = sum(map(len, former.reach))
             actions += [Action(Kind.LET_GO, pid, position, index) for index in range(reach)]
         session = process.session
         if session is not None:
@@ -131,9 +130,8 @@ class Simulation:
     def _new_pid(self) -> int:
         return next(pid for pid in range(len(self.processes) + 1) if pid not in self.processes)
 
-    def _has_spare_lease(self, session: Session | None) -> bool:
-        expiry = session.book.next_expiry() if session is not None else None
-        return expiry is not None and expiry > self.now
+    def _waits_for_time(self, session: Session | None) -> bool:
+        return session is not None and bool(session.loop.timers) and session.loop.next_timer().when() > self.now
 
     def is_quiet(self) -> bool:
         """Whether no message is under way between the ends of a connection."""
@@ -164,13 +162,22 @@ class Simulation:
         self.disturbances += action.kind in DISTURBANCES
         try:
             _HAPPENINGS[action.kind](self, action)
-            if self.engine is not None:
-                self.engine.follow()
+            self._follow(is_cancelling=action.kind in CANCELLING)
         except Violation:
             raise
         except Exception as error:
             # Whatever a book raises here, it raises at an honest event: in the product it would end an engine or a client.
             raise Violation(f"{type(error).__name__}: {error}") from error
+
+    def _follow(self, *, is_cancelling: bool) -> None:
+        """What follows in the loops, of itself."""
+        for process in self.processes.values():
+            if process.session is not None:
+                process.session.rest(is_cancelling=is_cancelling)
+                if process.session.ended:
+                    process.retire()
+        if self.engine is not None:
+            self.engine.rest(is_cancelling=is_cancelling)
 
     def check(self) -> None:
         """Checks everything that must hold now.
@@ -192,27 +199,20 @@ class Simulation:
     def _session(self, pid: int) -> Session:
         session = self.processes[pid].session
         assert session is not None
-        session.now = self.now
+        session.loop.now = self.now
         return session
 
     def _connect(self, pid: int) -> None:
-        engine = self._living()
         process = self.processes.setdefault(pid, Process())
-        client_id, wire, base = engine.connect(process, self.scenario.base_blocks)
-        process.session = session = Session(self.scenario, self.epoch, client_id, wire, engine.slab)
-        if base is not None:
-            session.carry_out(session.book.granted(base, self.now))
+        process.session = Session(self.scenario, self._living(), process, self.now)
 
     def _connect_fails(self) -> None:
-        self._living().connect_in_vain(Process(alive=False), self.scenario.base_blocks)
+        self._living().admit_in_vain()
 
-    def _end_session(self, pid: int) -> None:
-        self._session(pid).leave_engine()
-        self.processes[pid].retire()
-
-    def _goodbye(self, action: Action) -> None:
-        self._session(action.at).goodbye(action.detail)
-        self.processes[action.at].retire()
+    def _hang_up(self, pid: int) -> None:
+        session = self._session(pid)
+        session.wire.close_frontend()
+        session.sees_end()
 
     def _crash(self, action: Action) -> None:
         self.processes[action.at].crash()
@@ -230,12 +230,6 @@ class Simulation:
     def _engine_starts(self) -> None:
         self.epoch += 1
         self.engine = Engine(self.scenario, self.epoch)
-
-    def _to_frontend(self, action: Action) -> None:
-        session = self._session(action.at)
-        session.hear()
-        if session.ended:
-            self.processes[action.at].retire()
 
     # -- workers -------------------------------------------------------------------------------------------------------------
 
@@ -258,7 +252,7 @@ class Simulation:
         record = session.forgery(Forgery(action.item), self._lease_of_another(session))
         assert record is not None
         session.wire.forge(record)
-        self._end_session(action.at)  # whatever it does next is nobody's business
+        self._hang_up(action.at)  # whatever it does next is nobody's business
 
     def _lease_of_another(self, session: Session) -> SlotRef | None:
         for client_id, client in self._living().book.clients.items():
@@ -271,8 +265,8 @@ class Simulation:
         if self.engine is not None:
             self.engine.close()
         for process in self.processes.values():
-            if process.session is not None:
-                process.session.leave_engine()
+            for session in process.sessions():
+                session.abandon()
         for worker in (*self.workers, *self._dead_workers):
             worker.drop()
 
@@ -312,24 +306,27 @@ class Simulation:
         for step in range(_MAX_SETTLING):
             enabled = self._enabled()
             finishing = [action for action in enabled if self._finishes(action)]
-            if not finishing and self._waits_for_timers():
-                finishing = [action for action in enabled if action.kind is Kind.TIMER]
+            if not finishing:
+                finishing = self._timers(enabled)
             if not finishing:
                 return
             self.apply(finishing[step % len(finishing)])  # not always the first, so that nobody is always first
         raise Violation("what was begun does not come to its end")
 
     def _finishes(self, action: Action) -> bool:
-        if action.kind is Kind.CANCEL_REPLY:
-            return self._living().claims[action.at].aborted
         if action.kind is Kind.ENGINE_SEES_END:
             return not list(self._living().clients.values())[action.at].wire.to_engine  # a goodbye that is lost is none
         return action.kind in _FINISHING and not (action.kind in (Kind.LEAVE, Kind.LEAVE_MESSAGE, Kind.UNPIN) and action.detail)
 
-    def _waits_for_timers(self) -> bool:
-        """Whether slots of claims, or workers that were dropped, are looked after by a timer, and by nothing else."""
+    def _timers(self, enabled: list[Action]) -> list[Action]:
+        """Timers that somebody waits for: nothing else looks after slots of claims, workers and requests that were dropped."""
         fan_out = self.engine.fan_out if self.engine is not None else None
-        return fan_out is not None and bool(fan_out.book.outstanding or fan_out.calls)
+        if fan_out is not None and (fan_out.book.outstanding or fan_out.calls):
+            return [action for action in enabled if action.kind is Kind.TIMER]
+        sessions = [process.session for process in self.processes.values() if process.session is not None]
+        if any(len(session.end.pending) or session.end.unread_slots for session in sessions):
+            return [action for action in enabled if action.kind in (Kind.FRONTEND_TIMER, Kind.TICK)]
+        return []
 
     def _check_calls(self) -> None:
         fan_out = self.engine.fan_out if self.engine is not None else None
@@ -338,13 +335,11 @@ class Simulation:
     def _check_settled(self, session: Session | None) -> None:
         if session is None:
             return
-        require(not session.waiters, "somebody waits for a slot for ever")
-        require(not session.pending, "a request never ended")
-        require(not session.slots, "a slot never came back")
-        require(not session.replies, "a reply is kept by nobody")
-        require(not session.kept.asking, "somebody waits for content for ever")
-        require(not session.kept.open and not session.kept.views, "content is held by nobody")
-        require(not len(session.kept.contents), "content is pinned that nobody uses")
+        require(not session.callers, "somebody waits for ever")
+        require(not session.sent and not session.end.pending, "a request never ended")
+        require(not any(session.reach) and not session.used, "a slot never came back")
+        require(not session.contents, "content is held by nobody")
+        require(not len(session.real.kept), "content is pinned that nobody uses")
 
 
 _Happening = Callable[[Simulation, Action], None]
@@ -354,7 +349,8 @@ def _fan_out(does: Callable[[FanOut, Action], None]) -> _Happening:
     def happening(world: Simulation, action: Action) -> None:
         fan_out = world._living().fan_out
         assert fan_out is not None
-        does(fan_out, action)
+        with fan_out.engine.loop.running():
+            does(fan_out, action)
 
     return happening
 
@@ -378,50 +374,48 @@ def _session(does: Callable[[Session, Action], None]) -> _Happening:
 _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.CONNECT: lambda world, action: world._connect(action.at),
     Kind.CONNECT_FAILS: lambda world, action: world._connect_fails(),
-    Kind.GOODBYE: Simulation._goodbye,
-    Kind.HANG_UP: lambda world, action: world._end_session(action.at),
+    Kind.GOODBYE: _session(lambda session, action: session.goodbye(replies_viewed=bool(action.detail))),
+    Kind.HANG_UP: lambda world, action: world._hang_up(action.at),
     Kind.CRASH: Simulation._crash,
     Kind.LET_GO: Simulation._let_go,
-    Kind.FRONTEND_SEES_END: lambda world, action: world._end_session(action.at),
+    Kind.FRONTEND_SEES_END: _session(lambda session, action: session.sees_end()),
     Kind.ENGINE_DIES: lambda world, action: world._engine_dies(),
     Kind.ENGINE_STARTS: lambda world, action: world._engine_starts(),
     Kind.FORGE: Simulation._forge,
-    Kind.TO_FRONTEND: Simulation._to_frontend,
+    Kind.TO_FRONTEND: _session(lambda session, action: session.hear()),
     Kind.TICK: lambda world, action: world._tick(),
-    Kind.ENGINE_SEES_END: _client(Engine.disconnect),
-    Kind.ENGINE_HANGS_UP: _client(Engine.disconnect),
+    Kind.ENGINE_SEES_END: _client(Engine.sees_end),
+    Kind.ENGINE_HANGS_UP: _client(Engine.hang_up),
     Kind.PIDFD_FIRES: _client(Engine.bury),
     Kind.TO_ENGINE: _client(Engine.hear),
-    Kind.ACQUIRE: _session(lambda session, action: session.acquire(action.item, held=True)),
-    Kind.REQUEST: _session(lambda session, action: session.acquire(action.item, held=False)),
+    Kind.ACQUIRE: _session(lambda session, action: session.acquire(action.item)),
+    Kind.REQUEST: _session(lambda session, action: session.request(action.item)),
     Kind.REQUEST_NOW: _session(lambda session, action: session.request_now(action.item)),
     Kind.TRY: _session(lambda session, action: session.attempt(action.item)),
     Kind.CANCEL: _session(lambda session, action: session.cancel(action.item)),
-    Kind.CANCELLED: _session(lambda session, action: session.cancelled(action.item)),
-    Kind.SEND: _session(lambda session, action: session.send_copied(action.item)),
+    Kind.FRONTEND_TURN: _session(lambda session, action: session.loop.run_next()),
+    Kind.FRONTEND_TIMER: _session(lambda session, action: session.fire()),
+    Kind.COPIED: _session(lambda session, action: session.copied(action.item)),
     Kind.SUBMIT: _session(lambda session, action: session.submit_held(action.item, action.detail)),
     Kind.LEAVE: _session(lambda session, action: session.leave(action.item, action.detail)),
-    Kind.GIVE_UP: _session(lambda session, action: session.leave(action.item, 0)),
     Kind.VIEW_DIES: _session(lambda session, action: session.view_dies(action.item)),
-    Kind.KEEP: _session(lambda session, action: session.kept.keep(session.slots[action.item], action.detail)),
-    Kind.FIND: _session(lambda session, action: session.kept.find(action.item)),
-    Kind.UNPIN: _session(lambda session, action: session.kept.leave(action.item, action.detail)),
-    Kind.KEPT_TURN: _session(lambda session, action: session.kept.turn()),
-    Kind.CANCEL_ASKING: _session(lambda session, action: session.kept.cancel(action.item)),
-    Kind.KEPT_VIEW_DIES: _session(lambda session, action: session.kept.view_dies(action.item)),
+    Kind.KEEP: _session(lambda session, action: session.keep(action.item, action.detail)),
+    Kind.FIND: _session(lambda session, action: session.find(action.item)),
+    Kind.UNPIN: _session(lambda session, action: session.unpin(action.item, action.detail)),
+    Kind.KEPT_VIEW_DIES: _session(lambda session, action: session.kept_view_dies(action.item)),
     Kind.SEND_KEPT: _session(lambda session, action: session.send_kept(action.item, action.detail - 1)),
     Kind.ABORT: _session(lambda session, action: session.abort(action.item)),
+    Kind.READ: _session(lambda session, action: session.read(list(session.sent)[action.item])),
+    Kind.FORGET: _session(lambda session, action: session.forget(list(session.sent)[action.item])),
     Kind.DROP_REPLY: _session(lambda session, action: session.drop_reply(action.item)),
-    Kind.EXPIRE: _session(lambda session, action: session.expire()),
     Kind.CLAIM: _engine(lambda engine, action: engine.claim()),
     Kind.RELEASE: _engine(lambda engine, action: engine.release(action.at, action.detail)),
-    Kind.FINISH: _engine(lambda engine, action: engine.leave(action.at, action.detail)),
-    Kind.FAIL: _engine(lambda engine, action: engine.fail(action.at, RequestEvent.ERROR)),
-    Kind.TIME_OUT: _engine(lambda engine, action: engine.fail(action.at, RequestEvent.DEADLINE)),
+    Kind.FINISH: _engine(lambda engine, action: engine.leave(action.at, action.kind, action.detail)),
+    Kind.FAIL: _engine(lambda engine, action: engine.leave(action.at, action.kind, 0)),
+    Kind.TIME_OUT: _engine(lambda engine, action: engine.leave(action.at, action.kind, 0)),
     Kind.REPLY: _engine(lambda engine, action: engine.reply(action.at, action.item, action.detail)),
-    Kind.SEND_REPLY: _engine(lambda engine, action: engine.send_reply(action.at, action.detail)),
+    Kind.REPLY_COPIED: _engine(lambda engine, action: engine.reply_copied(action.at)),
     Kind.CANCEL_REPLY: _engine(lambda engine, action: engine.cancel_reply(action.at)),
-    Kind.REPLY_CANCELLED: _engine(lambda engine, action: engine.reply_cancelled(action.at)),
     Kind.ENGINE_VIEW_DIES: _engine(lambda engine, action: engine.view_dies(action.at)),
     Kind.WORKER_JOINS: lambda world, action: world._worker_joins(action.item),
     Kind.WORKER_DIES: Simulation._worker_dies,
@@ -434,8 +428,8 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.BROADCAST: _fan_out(lambda fan_out, action: fan_out.send(action.at, action.item, action.detail)),
     Kind.SHARE: _fan_out(lambda fan_out, action: fan_out.share_claim(fan_out.engine.claims[action.at], action.item)),
     Kind.CANCEL_CALL: _fan_out(lambda fan_out, action: fan_out.cancel(action.at)),
-    Kind.TURN: _fan_out(lambda fan_out, action: fan_out.turn()),
-    Kind.TIMER: _fan_out(lambda fan_out, action: fan_out.turns.fire()),
+    Kind.TURN: _engine(lambda engine, action: engine.turn()),
+    Kind.TIMER: _engine(lambda engine, action: engine.loop.fire()),
     Kind.FROM_WORKER: _fan_out(lambda fan_out, action: fan_out.connections[action.at].hear()),
     Kind.WORKERS_BELL: _fan_out(lambda fan_out, action: fan_out.hear_bell(action.at)),
     Kind.ENGINE_SEES_WORKERS_END: _fan_out(lambda fan_out, action: fan_out.sees_end(action.at)),

@@ -12,10 +12,11 @@ requests that wait, that are claimed, and that are in flight.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from shmring.core.effects import ReplySlot
 from shmring.core.engine_book import EngineBook
 from shmring.core.messages import (
     Abort,
@@ -39,10 +40,12 @@ from shmring.core.messages import (
 from shmring.core.records import ClientRecord
 from shmring.core.states import ClientSlot
 from shmring.core.wire import Done, Reply, Submit, read_record
-from tests.simulation.engine import Claim, Engine, ReplyWaiter
-from tests.simulation.frontend import IDLE_TICKS, Process, Session
+from tests.simulation.engine import Engine, Handling
+from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session
+from tests.simulation.loop import local_of
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
+from tests.simulation.scenario import Kind
 from tests.simulation.simulation import Simulation
 from tests.simulation.wire import Wire
 from tests.simulation.worker_state import FanOutEncoding
@@ -89,21 +92,22 @@ class _Encoding:
         return self._clients[session.client_id]
 
     def _session(self, session: Session) -> list[Any]:
-        book = session.book
-        ready = self._world.now - IDLE_TICKS
+        book, real, world = session.book, session.real, self._world
         leases = [
             [
                 self._leases[lease.lease_id],
                 lease.is_base,
                 lease.slots.start,
                 lease.slots.length,
-                lease.slots.is_empty and not lease.is_base and lease.empty_since <= ready,
+                lease.slots.is_empty and not lease.is_base and lease.empty_since <= world.now - IDLE_TICKS,
                 lease.recalled,
                 [*lease.slots.runs()] if lease.kept_blocks else [],
             ]
             for lease in book.leases.values()
         ]
-        waiters = [[waiter.is_held, waiter.cancelled, waiter.blocks] for waiter in session.waiters.values()]
+        waiters = [
+            [waiter.held, waiter.nbytes, real.host_slots._waiters[ticket].done()] for ticket, waiter in book._waiters.items()
+        ]
         client = self._client_of(session)
         return [
             client,
@@ -113,16 +117,60 @@ class _Encoding:
             bool(book._requested_nbytes) and book._request_waits,
             book._wish_nbytes,
             self._reach(session),
-            [[self._requests[session.client_id, request], sent.ended] for request, sent in session.pending.items()],
+            [[self._requests[session.client_id, request], *self._of(sent)] for request, sent in session.end.pending.items()],
+            [
+                [self._requests[session.client_id, request], *self._of(sent.submission)]
+                for request, sent in session.sent.items()
+            ],
             self._kept_end(session),
-            0 if self._world.scenario.max_requests is None else session.next_request,
+            [self._caller(session, caller) for caller in session.callers],
+            [[turn.done(), turn.cancelled()] for turn in real.sending._turns],
+            session.loop.plain_ready([caller.task for caller in session.callers]),
+            [] if Kind.TICK in world.scenario.without else session.loop.plain_timers(world.now),
+            0 if world.scenario.max_requests is None else session.submitted,
             # Of a living engine it comes with its client.
             self._wire(session.wire, session.client_id, book._token) if client < 0 else None,
         ]
 
+    @staticmethod
+    def _of(submission: Any) -> list[Any]:
+        return [submission.ended, submission.has_reply, submission.unread_slots]
+
+    def _caller(self, session: Session, caller: Caller) -> list[Any]:
+        """What it wants, and what its task waits for."""
+        future = session.waits_for(caller)
+        places: list[Any] = [
+            *session.real.host_slots._waiters.values(),
+            *session.real.sending._turns,
+            *(answer for answer, _, _ in session.real.kept._answers.values()),
+            *cast(Any, session.link.writable)._waiters,
+        ]
+        granted = session.granted(caller)
+        copying = next((place for place, copying in enumerate(session.copies) if copying.task is caller.task), -1)
+        unsent = local_of(caller.task, "_send_when_possible", "slot")
+        return [
+            caller.wants.value,
+            caller.detail,
+            [slot.start for slot in caller.slots],
+            caller.task.cancelling() > 0,
+            places.index(future) if future in places else -1,
+            future is not None and future.done(),
+            -1 if granted is None else granted.start,
+            copying,
+            -1 if unsent is None else unsent.start,
+            self._answered(future),
+        ]
+
+    def _answered(self, future: Any) -> int:
+        """The content that a caller was told of, and has not taken."""
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return -1
+        found = getattr(future.result(), "found", None)
+        return -1 if found is None else self._generations[found.generation]
+
     def _kept_end(self, session: Session) -> list[Any]:
-        """What it has pinned, and who looks for more: where their tasks are is told by what they wait for."""
-        kept = session.kept
+        """What it has pinned, and what it has asked for."""
+        kept = session.real.kept
         answers = [
             [
                 self._asked[session.client_id, token],
@@ -130,29 +178,22 @@ class _Encoding:
                 future.done(),
                 -1 if slot is None else self._generations[slot.generation],
             ]
-            for token, (future, key, slot) in kept.contents._answers.items()
+            for token, (future, key, slot) in kept._answers.items()
         ]
-        waited = [future for future, _, _ in kept.contents._answers.values()]
-        asking = []
-        for caller in kept.asking:
-            waits_for = caller.task._fut_waiter  # type: ignore[attr-defined] # the future
-            place = next((place for place, future in enumerate(waited) if future is waits_for), -1)
-            asking.append([caller.key, caller.slot is None, caller.is_cancelled, place, waits_for is None])
-        tasks = {id(caller.task): place for place, caller in enumerate(kept.asking)}
         pins = [
             [self._generations[generation], pin.count, pin.users, pin.views, pin.is_slots]
-            for generation, pin in kept.contents._pins.items()
+            for generation, pin in kept._pins.items()
         ]
         return [
-            0 if session.scenario.max_asks is None else kept.asks,
+            0 if session.scenario.max_asks is None else session.asks,
             answers,
-            asking,
-            [tasks[id(task)] for task in kept.loop.tasks_ready()],
             pins,
-            [self._generations[held.view.generation] for held in kept.open],
+            [self._generations[content.view.generation] for content in session.contents],
         ]
 
     def _reach(self, session: Session) -> list[Any]:
+        held = [holding.record for holding in session.held]
+        left = [view.record for view in session.views]
         slots = [
             [
                 -1 if slot.lease is None else self._leases[slot.lease.lease_id],
@@ -160,13 +201,16 @@ class _Encoding:
                 slot.blocks,
                 slot.state,
                 slot.held,
-                slot in session.views,
+                slot in held,
+                slot in left,
                 self._generations[slot.generation] if slot.state in (ClientSlot.SUBMITTED, ClientSlot.KEPT) else -1,
             ]
             for slot in session.slots
         ]
-        views = [self._generations[view.generation] for view in session.kept.views]
-        return [slots, views, [[self._replies[reply.generation], reply.start, reply.blocks] for reply in session.replies]]
+        views = [self._generations[view.generation] for view in session.kept_views]
+        copies = [copying.start for copying in session.copies]
+        replies = [[self._replies[reply.generation], reply.start, reply.blocks] for reply in session.replies]
+        return [slots, copies, views, replies]
 
     # -- what is under way ---------------------------------------------------------------------------------------------------
 
@@ -256,7 +300,8 @@ class _Encoding:
         for client_id in sorted(engine.clients, key=self._clients.__getitem__):
             client = engine.clients[client_id]
             place, wire = places.get(id(client.process), -1), self._wire(client.wire, client_id, tokens.get(client_id, 0))
-            clients.append([place, client.connected, client.buried, wire, self._client(book.clients[client_id])])
+            is_buried = client.watch.has_fired
+            clients.append([place, client.frontend.connected, is_buried, wire, self._client(book.clients[client_id])])
         return [
             clients,
             self._kept(book),
@@ -273,7 +318,8 @@ class _Encoding:
             [[self._tickets[ticket], self._clients[want.client_id], want.blocks] for ticket, want in book._reply_wants.items()],
             None if window is None else [self._clients[window.client_id], window.start, window.blocks],
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
-            [self._claim(claim) for claim in engine.claims],
+            [self._claim(engine, handling) for handling in engine.claims],
+            [] if engine.fan_out is not None else engine.loop.plain_ready([handling.replying for handling in engine.claims]),
             [
                 [self._clients[draining.client_id], self._generations[draining.slot.generation], draining.view is not None]
                 for draining in engine.draining
@@ -329,20 +375,31 @@ class _Encoding:
             ],
         ]
 
-    def _claim(self, claim: Claim) -> list[Any]:
-        reply = claim.reply
+    def _claim(self, engine: Engine, handling: Handling) -> list[Any]:
+        claim, task = handling.claim, handling.replying
         return [
             self._clients[claim.client_id],
             self._requests[claim.client_id, claim.request_id],
             claim.released,
             claim.aborted,
-            claim.replies,
-            [] if claim.released else [self._generations[slot.generation] for slot in claim.slots],
-            None
-            if reply is None
-            else [self._tickets[reply.ticket], reply.cancelled]
-            if isinstance(reply, ReplyWaiter)
-            else self._replies[reply.generation],
+            claim.ended,
+            handling.replies,
+            [] if claim.released else [self._generations[slot.generation] for slot in handling.slots],
+            [] if task is None else [handling.is_last, task.cancelling() > 0, *self._replying(engine, handling, task)],
+        ]
+
+    def _replying(self, engine: Engine, handling: Handling, task: Any) -> list[Any]:
+        """What the task of a handler waits for."""
+        future = task._fut_waiter
+        ticket = next((ticket for ticket, waiter in engine.ring.replies._waiters.items() if waiter is future), None)
+        is_done = future is not None and future.done() and not future.cancelled() and future.exception() is None
+        slot = future.result() if is_done else local_of(task, "_send", "slot")
+        return [
+            future is None,
+            future is not None and future.done(),
+            -1 if ticket is None else self._tickets[ticket],
+            self._replies[slot.generation] if isinstance(slot, ReplySlot) else -1,
+            next((place for place, copying in enumerate(engine.copier.running) if copying.task is task), -1),
         ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import RecordReader, RecordWriter, ring_nbytes
@@ -51,6 +52,7 @@ class Link:
         records: under way.
         writer: of the ring.
         largest_nbytes: of a record.
+        room_changed: called when a record came or went.
     """
 
     def __init__(self, wire: Wire, max_queue: int) -> None:
@@ -62,6 +64,7 @@ class Link:
         self._reader = RecordReader(memory, _NO_BELL)
         self._wire = wire
         self._max_queue = max_queue
+        self.room_changed: Callable[[], object] = _nobody_waits
 
     @property
     def can_write(self) -> bool:
@@ -92,10 +95,15 @@ class Link:
 
     def _count(self) -> None:
         self.writer.blocked = not self.can_write
+        self.room_changed()
 
     def send(self, message: FrontendMessage | EngineMessage) -> None:
         """Sends a message as :meth:`queue` does."""
         self.queue(encode_message(message))
+
+
+def _nobody_waits() -> None:
+    pass
 
 
 class Wire:

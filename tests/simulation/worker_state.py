@@ -70,9 +70,11 @@ class FanOutEncoding:
 
     def _engine(self, fan_out: FanOut) -> list[Any]:
         sequences = sorted(fan_out.truth.sent)
-        loop, workers = fan_out.turns, fan_out._line
+        loop, workers = fan_out.engine.loop, fan_out._line
         changes = fan_out._change
-        tasks = {id(call.task): place for place, call in enumerate(fan_out.calls)}
+        tasks: list[Any] = [call.task for call in fan_out.calls]
+        tasks += [handling.replying for handling in fan_out.engine.claims]
+        places = {id(task): place for place, task in enumerate(tasks) if task is not None}
         taken = fan_out.truth.taken
         return [
             [self._connection(fan_out, worker, sequences) for worker in fan_out.connections],
@@ -81,12 +83,9 @@ class FanOutEncoding:
             [future.done() for future in workers],
             changes is not None and not changes.done(),
             fan_out._is_sending,
-            None if taken is None else [tasks.get(id(taken[0]), -1), *taken[1:]],
-            [
-                [tasks.get(id(task), -1), handle.cancelled()]
-                for task, handle in zip(loop.tasks_ready(), loop.ready, strict=True)
-            ],
-            [self._timer(tasks, timer) for timer in sorted(loop.timers, key=lambda timer: timer.when())],
+            None if taken is None else [places.get(id(taken[0]), -1), *taken[1:]],
+            loop.plain_ready(tasks),
+            [self._timer(places, timer) for timer in sorted(loop.timers, key=lambda timer: timer.when())],
             0 if self._world.scenario.max_calls is None else fan_out.next_call,
         ]
 

@@ -1,0 +1,12 @@
+from typing import Any
+
+from shmring.core.client_book import ClientBook
+from shmring.core.engine_book import EngineBook
+
+class ObservedEngineBook(EngineBook):
+    is_called: bool
+    def follow(self, name: str, *arguments: Any, result: Any = None, error: BaseException | None = None) -> None: ...
+
+class ObservedClientBook(ClientBook):
+    is_called: bool
+    def follow(self, name: str, *arguments: Any, result: Any = None, **named: Any) -> None: ...
