@@ -585,6 +585,24 @@ GUARDS = (
         "tests/test_workers.py::test_two_who_are_cancelled_in_one_turn_are_both_cancelled",
     ),
     Guard(
+        "who waits for space leaves its turn to others",
+        "shmring/client/sending.py",
+        """        flight.leave()
+        slot = await self._host_slots.acquire(nbytes, held=False)
+""",
+        """        slot = await self._host_slots.acquire(nbytes, held=False)
+        flight.leave()
+""",
+        "tests/test_client.py::test_who_waits_for_space_leaves_its_turn_to_others",
+    ),
+    Guard(
+        "a message that is given up while it is copied keeps no tensor",
+        "shmring/core/fan_out_end.pyx",
+        "            parcel.packed.parts = []",
+        "            pass",
+        "tests/test_workers.py::test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor",
+    ),
+    Guard(
         "a message that is given up keeps nothing",
         "shmring/core/fan_out_end.pyx",
         "        parcel.drop()",

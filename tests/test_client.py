@@ -207,6 +207,28 @@ async def test_more_than_max_inflight_wait_for_their_turn(serve: Any, connect: A
     await running
 
 
+async def test_who_waits_for_space_leaves_its_turn_to_others(serve: Any, connect: Any) -> None:
+    """One of them may have the space that it waits for."""
+    ring = await serve(name="narrow", slab_nbytes="256KiB", max_inflight=1)
+
+    async def echo(claim: shmring.Claim) -> None:
+        await claim.reply(claim.payload["n"])
+
+    running = asyncio.create_task(ring.run(echo))
+    client = await connect("narrow")
+    whole_nbytes = ring.statistics().leasable_nbytes - 64  # what the largest of all slots can hold
+    async with client.slot(4000) as slot:
+        x = slot.tensor((1000,), torch.float32)
+        waiting = [asyncio.create_task(client.request({"n": n, "x": tensor(whole_nbytes, n)}, timeout=20)) for n in range(3)]
+        await asyncio.sleep(0)
+        assert await client.request({"n": 9, "x": x}, timeout=5) == 9
+        del x
+    assert await asyncio.gather(*waiting) == [0, 1, 2]
+    assert ring.statistics().protocol_errors == 0
+    await ring.close()
+    await running
+
+
 # -- typed replies ------------------------------------------------------------------------------------------------------
 
 

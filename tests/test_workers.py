@@ -10,6 +10,7 @@ import gc
 import os
 import socket
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -495,6 +496,35 @@ async def test_two_who_are_cancelled_in_one_turn_are_both_cancelled(serve: Any, 
     assert await calls[2] == (0,)
     (await worker.receive()).leave()
     await eventually(lambda: is_whole(ring))
+
+
+async def test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor(
+    serve: Any, join: Any, eventually: Any
+) -> None:
+    """The frames of its copy, to which its error refers, would keep it until rubbish is collected."""
+    ring = await serve(**OPTIONS, copy_offload_nbytes="4KiB")
+    worker = await join()
+    copying = threading.Event()
+    busy = [asyncio.create_task(ring.copier.run(copying.wait)) for _ in range(2)]  # all threads that there are
+    x = torch.ones(10_000)
+    is_there = weakref.ref(x)
+    sending = asyncio.ensure_future(ring.broadcast({"x": x}, timeout=0.01))
+    del x
+    await eventually(sending.cancelling)  # its time is over, and it waits for its copy to end
+    gc.collect()
+    gc.disable()
+    try:
+        copying.set()
+        await asyncio.wait([sending, *busy])
+        assert isinstance(sending.exception(), shmring.WorkersBehindError)
+        assert is_there() is None
+    finally:
+        gc.enable()
+    await eventually(lambda: is_whole(ring))
+    ring.broadcast_nowait("next")
+    message = await worker.receive()
+    assert message.payload == "next"
+    message.leave()
 
 
 async def test_a_share_whose_time_is_over_keeps_no_view_of_its_claim(

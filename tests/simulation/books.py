@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from shmring.core.client_book import ClientBook
@@ -11,7 +13,7 @@ from tests.model import client_book as model_client_book
 from tests.model import engine_book as model_engine_book
 from tests.model.pairs import PairedClientBook, PairedEngineBook
 
-__all__ = ["COMPILED", "MODELS", "PAIRS", "Books", "chosen"]
+__all__ = ["COMPILED", "MODELS", "PAIRS", "Books", "choosing", "chosen"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,3 +30,14 @@ PAIRS = Books(PairedEngineBook, PairedClientBook)
 MODELS = Books(model_engine_book.EngineBook, model_client_book.ClientBook)
 #: Of the simulations that are made from now on.
 chosen = dataclasses.replace(COMPILED)
+
+
+@contextlib.contextmanager
+def choosing(others: Books) -> Iterator[None]:
+    """Simulations that are made inside are of these."""
+    global chosen
+    before, chosen = chosen, others
+    try:
+        yield
+    finally:
+        chosen = before

@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tests.simulation import books
 from tests.simulation.exploration import EXPLORATIONS, Exploration, explore
 from tests.simulation.failure import Failure, replay
 from tests.simulation.walk import Walk, walk
@@ -59,7 +60,9 @@ def simulate_command(
     json_path: Path | None,
 ) -> None:
     """An engine and its frontends in one deterministic process, every invariant checked after every step."""
-    with _quiet():
+    # Every trace of an exploration is run again from its beginning, and models make that four times as slow.
+    is_walk = not (exhaustive or names)
+    with _quiet(), books.choosing(books.PAIRS if is_walk and books.chosen == books.COMPILED else books.chosen):
         _simulate(steps, seed, exhaustive=exhaustive, names=names, max_states=max_states, replayed=replay_path, saved=json_path)
 
 

@@ -435,7 +435,7 @@ class Engine:
         if handling.replying is not None:
             return () if handling.replying.cancelling() else (Action(Kind.CANCEL_REPLY, index),)
         with_ends = self.scenario.max_disturbances is None  # elsewhere an end is a record of its own
-        actions = [Action(kind, index) for kind in (_ENDINGS[:1] if claim.aborted else _ENDINGS)]
+        actions = [Action(kind, index) for kind in _ENDINGS]
         if not claim.released:
             masks = range(1 << len(handling.slots))
             actions += [Action(Kind.RELEASE, index, 0, mask) for mask in masks]

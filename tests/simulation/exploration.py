@@ -61,6 +61,9 @@ _SMALL = Scenario(
 _OF_FRONTENDS = frozenset({Kind.GOODBYE, Kind.HANG_UP, Kind.CRASH, Kind.ENGINE_HANGS_UP, Kind.ABORT, Kind.CANCEL})
 _SMALLER = msgspec.structs.replace(_SMALL, leasable_blocks=2, max_requests=1, max_slots=1)
 
+#: Workers, and every turn of the engine's loop.
+_WITH_WORKERS = msgspec.structs.replace(_SMALLER, workers=2, joined_workers=2, copies_wait=False, turns_wait=True)
+
 #: What is explored, by name. The first two are two frontends, three blocks and two requests each; the others are smaller
 #: and bring in what those leave out.
 EXPLORATIONS: Mapping[str, Scenario] = {
@@ -73,6 +76,15 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     "crowded": msgspec.structs.replace(_SMALLER, slot_blocks=(1, 2)),
     # A reserve of one block, which both want for a reply.
     "replies": msgspec.structs.replace(_SMALLER, slot_blocks=(1, 2), reply_blocks_wanted=(1,)),
+    # A caller that drops a request, of which a reply may lie unread where the next one is to go.
+    "dropped": msgspec.structs.replace(
+        _SMALLER,
+        processes=1,
+        reply_blocks_wanted=(1,),
+        max_replies=2,
+        turns_wait=True,
+        without=(_NEVER | _OF_FRONTENDS | {Kind.CANCEL_REPLY, Kind.RELEASE}) - {Kind.FORGET, Kind.TICK},
+    ),
     # Slots that callers hold, submit again, and leave with living views.
     "held": msgspec.structs.replace(
         _SMALLER, slot_blocks=(1, 2), max_disturbances=0, without=_NEVER - {Kind.ACQUIRE} | {Kind.REQUEST}
@@ -81,13 +93,10 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     "idle": msgspec.structs.replace(
         _SMALLER, leasable_blocks=3, max_disturbances=0, without=_NEVER - {Kind.TRY, Kind.TICK} | {Kind.REQUEST}
     ),
-    # Frontends that come again, and engines that die and start.
     # Two workers and two messages, for which there is memory of one block, and place for one at each worker.
     "workers": msgspec.structs.replace(
-        _SMALLER,
+        _WITH_WORKERS,
         processes=0,
-        workers=2,
-        joined_workers=2,
         broadcast_blocks=1,
         broadcast_blocks_wanted=(0, 1),
         worker_backlog=1,
@@ -97,10 +106,8 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     ),
     # A message to which both reply, or one of them, or none.
     "gathered": msgspec.structs.replace(
-        _SMALLER,
+        _WITH_WORKERS,
         processes=0,
-        workers=2,
-        joined_workers=2,
         broadcast_blocks_wanted=(0,),
         max_calls=1,
         sendings=(Sending.GATHER,),
@@ -108,9 +115,8 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     ),
     # A worker that comes again, or late, while messages are sent.
     "joining": msgspec.structs.replace(
-        _SMALLER,
+        _WITH_WORKERS,
         processes=0,
-        workers=2,
         joined_workers=1,
         broadcast_blocks=1,
         broadcast_blocks_wanted=(1,),
@@ -122,10 +128,8 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     ),
     # One request, whose claim is shared with two workers.
     "shared": msgspec.structs.replace(
-        _SMALLER,
+        _WITH_WORKERS,
         processes=1,
-        workers=2,
-        joined_workers=2,
         broadcast_blocks=1,
         broadcast_blocks_wanted=(),
         worker_backlog=1,
@@ -158,6 +162,7 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.UNPIN, Kind.LEAVE})
         - {Kind.ACQUIRE, Kind.CRASH, Kind.ENGINE_HANGS_UP},
     ),
+    # Frontends that come again, and engines that die and start.
     "lives": msgspec.structs.replace(_SMALLER, without=_NEVER - {Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ENGINE_DIES}),
 }
 

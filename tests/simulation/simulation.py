@@ -324,7 +324,8 @@ class Simulation:
         if fan_out is not None and (fan_out.book.outstanding or fan_out.calls):
             return [action for action in enabled if action.kind is Kind.TIMER]
         sessions = [process.session for process in self.processes.values() if process.session is not None]
-        if any(len(session.end.pending) or session.end.unread_slots for session in sessions):
+        clients = self.engine.book.clients.values() if self.engine is not None else ()
+        if any(len(session.end.pending) for session in sessions) or any(client.replies for client in clients):
             return [action for action in enabled if action.kind in (Kind.FRONTEND_TIMER, Kind.TICK)]
         return []
 
@@ -340,6 +341,8 @@ class Simulation:
         require(not any(session.reach) and not session.used, "a slot never came back")
         require(not session.contents, "content is held by nobody")
         require(not len(session.real.kept), "content is pinned that nobody uses")
+        client = self.engine.book.clients.get(session.client_id) if self.engine is not None else None
+        require(client is None or not client.replies, "a reply is kept by nobody")
 
 
 _Happening = Callable[[Simulation, Action], None]
