@@ -150,6 +150,18 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         max_disturbances=0,
         without=_NEVER - {Kind.ACQUIRE} | {Kind.REQUEST, Kind.SUBMIT},
     ),
+    # Callers that give up while the answer is under way, once.
+    "asked": msgspec.structs.replace(
+        _SMALLER,
+        processes=1,
+        kept_blocks=1,
+        keys=1,
+        max_asking=2,
+        max_held=1,
+        max_asks=3,
+        max_queue=2,
+        without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT}) - {Kind.ACQUIRE, Kind.CANCEL},
+    ),
     # One content, which one frontend keeps and both find and send, until one of them dies, or its connection ends.
     "kept by two": msgspec.structs.replace(
         _SMALLER,

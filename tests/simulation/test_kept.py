@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +10,11 @@ import pytest
 from shmring.client.kept import KeptContents
 from shmring.core.client_book import ClientSlotRecord
 from shmring.core.effects import EngineEffect
-from shmring.core.messages import Found, NotKept, SlotRef
-from tests.model import records
-from tests.model.engine_book import EngineBook
-from tests.model.kept_book import KeptBook
-from tests.simulation import books
+from shmring.core.engine_book import EngineBook
+from shmring.core.messages import Found, NotKept
 from tests.simulation.exploration import explore
 from tests.simulation.failure import replay
+from tests.simulation.test_simulation import mutate
 from tests.simulation.walk import walk
 
 MOST_STATES = 20_000  # in which an exploration must find what is broken on purpose
@@ -24,53 +22,24 @@ MOST_STATES = 20_000  # in which an exploration must find what is broken on purp
 Patch = pytest.MonkeyPatch
 
 
-def what_is_pinned_may_go(patch: Patch) -> None:
-    def pin(book: KeptBook, kept: records.KeptRecord) -> None:
-        kept.pins += 1  # and it stays among what goes when space is wanted
-
-    def forget(book: KeptBook, kept: records.KeptRecord) -> None:
-        del book.unpinned[kept.generation], book.by_generation[kept.generation], book.by_key[kept.key]
-
-    patch.setattr(KeptBook, "pin", pin)
-    patch.setattr(KeptBook, "forget", forget)
-
-
-def a_request_pins_nothing(patch: Patch) -> None:
-    use, unpin = EngineBook._use, EngineBook._unpin
-
-    def mutated(book: EngineBook, client: records.ClientRecord, slot: SlotRef) -> records.EngineSlotRecord:
-        record = use(book, client, slot)
-        assert record.kept is not None
-        unpin(book, record.kept)
-        return record
-
-    def give_back(book: EngineBook, slot: records.EngineSlotRecord) -> None:
-        if slot.kept is None:
-            assert slot.lease is not None
-            slot.lease.live.remove(slot.start, slot.blocks)
-
-    patch.setattr(EngineBook, "_use", mutated)
-    patch.setattr(EngineBook, "_give_back", give_back)
-
-
 def pins_go_with_the_connection(patch: Patch) -> None:
-    disconnect = EngineBook.disconnect
+    def disconnect(book: EngineBook, client_id: int) -> list[EngineEffect]:
+        pins = book.clients[client_id].pins.items()
+        effects = book.unpin(client_id, [generation for generation, count in pins for _ in range(count)])
+        return effects + EngineBook.disconnect(book, client_id)
 
-    def mutated(book: EngineBook, client_id: int) -> list[EngineEffect]:
-        book._drop_pins(book.clients[client_id], ())
-        return disconnect(book, client_id)
-
-    patch.setattr(EngineBook, "disconnect", mutated)
+    mutate(patch, disconnect=disconnect)
 
 
-def the_dead_keep_their_pins(patch: Patch) -> None:
-    drop_pins = EngineBook._drop_pins
+def a_pin_counts_once(patch: Patch) -> None:
+    """What a frontend pins again is unpinned when it takes one of its pins back."""
 
-    def mutated(book: EngineBook, client: records.ClientRecord, still_pinned: Collection[int]) -> None:
-        if not client.dead:
-            drop_pins(book, client, still_pinned)
+    def unpin(book: EngineBook, client_id: int, generations: Sequence[int]) -> list[EngineEffect]:
+        pins = book.clients[client_id].pins
+        named = dict.fromkeys(generations)
+        return EngineBook.unpin(book, client_id, [generation for generation in named for _ in range(pins.get(generation, 1))])
 
-    patch.setattr(EngineBook, "_drop_pins", mutated)
+    mutate(patch, unpin=unpin)
 
 
 def a_slot_that_is_kept_is_nobodys_to_write(patch: Patch) -> None:
@@ -109,18 +78,13 @@ def a_view_is_no_use(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("mutation", "name"),
     [
-        (what_is_pinned_may_go, "kept"),
-        (a_request_pins_nothing, "kept"),
         (pins_go_with_the_connection, "kept by two"),
-        (the_dead_keep_their_pins, "kept by two"),
         (a_slot_that_is_kept_is_nobodys_to_write, "kept"),
         (a_view_is_no_use, "kept"),
+        (a_cancelled_lookup_keeps_its_pin, "asked"),
     ],
 )
-def test_what_is_broken_is_found_with_the_fewest_actions(
-    monkeypatch: Patch, mutation: Callable[[Patch], Any], name: str
-) -> None:
-    monkeypatch.setattr(books, "chosen", books.MODELS)  # the compiled books can't be patched
+def test_what_is_broken_is_found_with_the_fewest_actions(mutation: Callable[[Patch], Any], name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         mutation(patch)
         found = explore(name, MOST_STATES)
@@ -131,11 +95,10 @@ def test_what_is_broken_is_found_with_the_fewest_actions(
 
 
 @pytest.mark.slow  # the same
-def test_a_pin_that_nobody_takes_back_is_found_by_a_walk() -> None:
+def test_a_pin_that_is_lost_is_found_by_a_walk() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        a_cancelled_lookup_keeps_its_pin(patch)
+        a_pin_counts_once(patch)
         walked = walk(100_000, seed=8)
         assert walked.failure is not None
-        assert walked.failure.text == "content is pinned that nobody uses"
         assert str(replay(walked.failure)) == walked.failure.text
     assert replay(walked.failure) is None

@@ -38,7 +38,8 @@ from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
 
 MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
-SEEDS = {"no_generation_check": 9, "requests_end_twice": 9, "one_event_in_the_midst_of_another": 10}  # with which few actions show what others show late
+#: With which few actions show what others show late.
+SEEDS = {"no_generation_check": 9, "requests_end_twice": 9, "one_event_in_the_midst_of_another": 10}
 
 
 # -- walking and exploring -----------------------------------------------------------------------------------------------------
