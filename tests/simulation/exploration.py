@@ -244,13 +244,17 @@ class _Explorer:
         """Tries every action from the next state, and enters the states that are new."""
         state, self.visited = self.visited, self.visited + 1
         trace = self._trace(state)
-        with closing(self._world(trace)) as simulation:
-            actions = simulation.enabled()
-            if simulation.is_quiet():
-                self.found.settled += 1
-                self._try(simulation.settle, trace, settles=True)
+        world: Simulation | None = self._world(trace)
+        assert world is not None
+        actions = world.enabled()
+        if world.is_quiet() or not actions:
+            self.found.settled += 1
+            with closing(world):
+                self._try(world.settle, trace, settles=True)
+            world = None  # else the first action happens in it
         for action in actions:
-            with closing(self._world(trace)) as following:
+            with closing(world or self._world(trace)) as following:
+                world = None
                 self.found.transitions += 1
                 self._try(functools.partial(following.happen, action), [*trace, action])
                 if self.found.failure is None and self._enter(following, state, action):
