@@ -320,14 +320,15 @@ class Simulation:
 
     def _timers(self, enabled: list[Action]) -> list[Action]:
         """Timers that somebody waits for: nothing else looks after slots of claims, workers and requests that were dropped."""
+        kinds: set[Kind] = set()
         fan_out = self.engine.fan_out if self.engine is not None else None
         if fan_out is not None and (fan_out.book.outstanding or fan_out.calls):
-            return [action for action in enabled if action.kind is Kind.TIMER]
+            kinds.add(Kind.TIMER)
         sessions = [process.session for process in self.processes.values() if process.session is not None]
         clients = self.engine.book.clients.values() if self.engine is not None else ()
         if any(len(session.end.pending) for session in sessions) or any(client.replies for client in clients):
-            return [action for action in enabled if action.kind in (Kind.FRONTEND_TIMER, Kind.TICK)]
-        return []
+            kinds.update((Kind.FRONTEND_TIMER, Kind.TICK))
+        return [action for action in enabled if action.kind in kinds]
 
     def _check_calls(self) -> None:
         fan_out = self.engine.fan_out if self.engine is not None else None
