@@ -596,6 +596,20 @@ GUARDS = (
         "tests/test_client.py::test_who_waits_for_space_leaves_its_turn_to_others",
     ),
     Guard(
+        "who is cancelled when it has space gives it back",
+        "shmring/client/sending.py",
+        """        except BaseException:
+            self._host_slots.give_up(slot)
+            raise
+        return slot
+""",
+        """        except BaseException:
+            raise
+        return slot
+""",
+        "tests/test_client.py::test_who_is_cancelled_when_it_has_space_and_waits_for_its_turn_gives_it_back",
+    ),
+    Guard(
         "a message that is given up while it is copied keeps no tensor",
         "shmring/core/fan_out_end.pyx",
         "            parcel.packed.parts = []",

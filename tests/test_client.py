@@ -229,6 +229,31 @@ async def test_who_waits_for_space_leaves_its_turn_to_others(serve: Any, connect
     await running
 
 
+async def test_who_is_cancelled_when_it_has_space_and_waits_for_its_turn_gives_it_back(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    ring = await serve(name="narrow", slab_nbytes="256KiB", max_inflight=1)  # nobody claims
+    client = await connect("narrow")
+    whole_nbytes = ring.statistics().leasable_nbytes - 64
+    async with client.slot(whole_nbytes):
+        waiting = asyncio.create_task(client.submit({"x": tensor(whole_nbytes, 1)}))
+        await asyncio.sleep(0)
+        client.submit_nowait("the only one that may be in flight")
+    await asyncio.sleep(0)
+    with pytest.raises(shmring.WouldBlock):
+        client.slot_nowait(whole_nbytes)  # it has all the space
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    async with client.slot(whole_nbytes, timeout=5):
+        pass
+    second = asyncio.create_task(client.submit("next"))
+    claim = await ring.claim()
+    claim.done()
+    await second
+    assert client.statistics().in_flight == 1
+
+
 # -- typed replies ------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,8 @@
 
 Theory of operation: what can be sent at once is sent by the :class:`~shmring.core.client_end.ClientEnd`, and never comes
 here. Any other payload counts as in flight from its turn on. From then on it either becomes a submission, or gives everything
-back: its turn, and the slot that it was to be copied to. If it has to wait for space, its turn is somebody else's meanwhile: it
-may be waiting for the space of slots whose holders wait for their turn.
+back: its turn, and the slot that it was to be copied to. If it has to wait for space, it gives its turn to somebody else
+meanwhile: it may be waiting for the space of slots whose holders wait for their turn. When it has space, the next turn is its own.
 
 Invariants: turns come in order, and one that is cancelled passes its turn on; who has one never waits for space; nothing is
 sent between looking and sending.
@@ -36,20 +36,20 @@ _READS_SLOWLY = "the engine reads more slowly than it is written to"
 class _Flight:
     """Whether a payload counts as in flight, which it does from its turn on."""
 
-    __slots__ = ("_counts", "_sending")
+    __slots__ = ("_counts", "_had_turn", "_sending")
 
     def __init__(self, sending: Sending) -> None:
         self._sending = sending
-        self._counts = False
+        self._counts = self._had_turn = False
 
     async def begin(self) -> None:
-        """Waits for its turn."""
+        """Waits for its turn; who has had one before comes first."""
         if not self._sending.end.begin():
-            await self._sending.turn()
-        self._counts = True
+            await self._sending.turn(again=self._had_turn)
+        self._counts = self._had_turn = True
 
     def leave(self) -> None:
-        """Its turn is the next one's."""
+        """Gives its turn to the next one."""
         if self._counts:
             self._counts = False
             self._sending.end.leave()
@@ -77,6 +77,7 @@ class Sending:
         self._copier = copier
         self._slab = slab
         self._turns: deque[asyncio.Future[None]] = deque()  # of requests that wait until fewer are in flight
+        self._again: deque[asyncio.Future[None]] = deque()  # of those among them that come first: they have space by now
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
     async def submit(self, payload: object, name: str) -> Submission:
@@ -101,10 +102,10 @@ class Sending:
             flight.leave()
             raise
 
-    async def turn(self) -> None:
+    async def turn(self, *, again: bool) -> None:
         """Waits until this request may be in flight, which it then is."""
         turn = self._session.loop.create_future()
-        self._turns.append(turn)
+        (self._again if again else self._turns).append(turn)
         self.end.crowded = True
         try:
             await turn
@@ -115,13 +116,13 @@ class Sending:
 
     def request_left(self) -> None:
         """For the end: fewer requests are in flight, and others wait for that."""
-        while self._turns:
-            turn = self._turns.popleft()
+        while line := self._again or self._turns:
+            turn = line.popleft()
             if not turn.done():  # else it was cancelled
                 self.end.pass_on()
                 turn.set_result(None)
                 break
-        self.end.crowded = bool(self._turns)
+        self.end.crowded = bool(self._again or self._turns)
 
     def _send_now(
         self, packed: Packed, in_place: list[ClientSlotRecord], name: str, stream: Stream | None, copy_limit_nbytes: float
@@ -259,22 +260,26 @@ class Sending:
 
     def why_not_sent(self) -> str:
         """Says what somebody waits for who has a payload to send, or wants a slot."""
+        reasons = []
         if any(slots.book.waiting for slots in self._session.slots):
-            book = self._host_slots.book
-            reason = f"space: {book.free_nbytes} of the {book.leased_nbytes} bytes that this client has leased are free"
-            kept_nbytes = book.draining_nbytes()
-            if kept_nbytes:
-                reason += f", {kept_nbytes} bytes of slots that were left are kept by living views of them"
-            pins = len(self._session.kept)
-            if len(self.end.held) > pins:  # what is kept stands there, too
-                reason += f", callers hold {len(self.end.held) - pins} slots"
-            if pins:
-                reason += (
-                    f", {pins} kept contents are pinned (leave what find() and keep() have returned, and drop views of it)"
-                )
-            return f"{reason}; the engine leases out what no other client uses or has pinned"
-        if self._turns:
-            return f"its turn: {self.end.in_flight} requests are in flight, and the engine takes no more (max_inflight)"
-        if not self._link.can_write:
-            return f"room in the message ring: {_READS_SLOWLY}"
-        return "a copy of its tensors, which waits behind others"
+            reasons.append(self._why_no_space())
+        if self._turns or self._again:
+            reasons.append(
+                f"its turn: {self.end.in_flight} requests are in flight, and the engine takes no more (max_inflight)"
+            )
+        if not reasons and not self._link.can_write:
+            reasons.append(f"room in the message ring: {_READS_SLOWLY}")
+        return "; or ".join(reasons) or "a copy of its tensors, which waits behind others"
+
+    def _why_no_space(self) -> str:
+        book = self._host_slots.book
+        reason = f"space: {book.free_nbytes} of the {book.leased_nbytes} bytes that this client has leased are free"
+        kept_nbytes = book.draining_nbytes()
+        if kept_nbytes:
+            reason += f", {kept_nbytes} bytes of slots that were left are kept by living views of them"
+        pins = len(self._session.kept)
+        if len(self.end.held) > pins:  # what is kept stands there, too
+            reason += f", callers hold {len(self.end.held) - pins} slots"
+        if pins:
+            reason += f", {pins} kept contents are pinned (leave what find() and keep() have returned, and drop views of it)"
+        return f"{reason}; the engine leases out what no other client uses or has pinned"
