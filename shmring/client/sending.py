@@ -3,7 +3,7 @@
 Theory of operation: what can be sent at once is sent by the :class:`~shmring.core.client_end.ClientEnd`, and never comes
 here. Any other payload counts as in flight from its turn on. From then on it either becomes a submission, or gives everything
 back: its turn, and the slot that it was to be copied to. If it has to wait for space, it gives its turn to somebody else
-meanwhile: it may be waiting for the space of slots whose holders wait for their turn. When it has space, the next turn is its own.
+meanwhile: it may be waiting for the space of slots whose holders wait for their turn. When it has space, it has the next turn.
 
 Invariants: turns come in order, and one that is cancelled passes its turn on; who has one never waits for space; nothing is
 sent between looking and sending.
@@ -110,9 +110,19 @@ class Sending:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.end.leave()  # its turn came as it was cancelled: the next one's
             raise
+        finally:
+            del turn  # it holds its error, whose traceback holds this frame and its callers', and they the payload
+
+    def lose(self) -> list[asyncio.Future[None]]:
+        """The session has ended; returns what somebody waits for."""
+        waiting = [*self._again, *self._turns]
+        self._again.clear()
+        self._turns.clear()
+        self.end.crowded = False
+        return waiting
 
     def request_left(self) -> None:
         """For the end: fewer requests are in flight, and others wait for that."""

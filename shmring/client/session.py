@@ -296,7 +296,7 @@ class Session:
         self.loop.remove_reader(self._regions.bell)
         self._regions.close()
         self.link.abort()
-        waiting = [future for slots in self.slots for future in slots.lose()]
+        waiting = [*self.sending.lose(), *(future for slots in self.slots for future in slots.lose())]
         if self._touching is not None:
             self._touching.cancel()
         if self._unread is not None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from shmring.config import RingConfig
+from shmring.core.effects import ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import PROTOCOL_VERSION, Hello, SlotRef, Welcome
 from shmring.errors import AbortedError, PeerLostError, RemoteProtocolError
@@ -29,10 +30,10 @@ from shmring.ring.claim import Claim
 from shmring.ring.frontend import Frontend
 from shmring.ring.ring import Ring
 from shmring.ring.workers import Workers
-from tests.simulation import books
 from tests.simulation.around import Connected, CopyingThreads, End, Watch, standing_on
+from tests.simulation.books import Books
 from tests.simulation.fan_out import FanOut
-from tests.simulation.loop import SimulatedLoop
+from tests.simulation.loop import SimulatedLoop, local_of
 from tests.simulation.payloads import (
     INLINE_NBYTES,
     MAX_PAYLOAD_NBYTES,
@@ -92,6 +93,7 @@ class Handling:
         replies: begun so far.
         replying: the task that sends one.
         is_last: whether that ends the request.
+        is_released: whether it has released its slots.
     """
 
     claim: Claim
@@ -99,6 +101,7 @@ class Handling:
     replies: int = 0
     replying: asyncio.Task[Any] | None = None
     is_last: bool = False
+    is_released: bool = False
 
     @property
     def client_id(self) -> int:
@@ -107,6 +110,17 @@ class Handling:
     @property
     def request_id(self) -> int:
         return self.claim.request_id
+
+    @property
+    def reply_slot(self) -> ReplySlot | None:
+        """The slot of the reply that is about to be sent: it was granted, is written, or waits for room."""
+        task: Any = self.replying
+        if task is None or task.done():
+            return None
+        future = task._fut_waiter
+        has_come = future is not None and future.done() and not future.cancelled() and future.exception() is None
+        came = future.result() if has_come else None
+        return came if isinstance(came, ReplySlot) else cast("ReplySlot | None", local_of(task, "_send", "slot"))
 
     @property
     def slots(self) -> tuple[SlotRef, ...]:
@@ -133,7 +147,7 @@ class Engine:
         draining: what views and workers read of claims that were released.
     """
 
-    def __init__(self, scenario: Scenario, epoch: int) -> None:
+    def __init__(self, scenario: Scenario, epoch: int, kind: Books) -> None:
         self.scenario = scenario
         self.epoch = epoch
         self.loop = SimulatedLoop()
@@ -143,7 +157,7 @@ class Engine:
         workers = functools.partial(FanOut, self) if scenario.workers else Workers
         with (
             self.loop.running(),
-            standing_on(ring_module, EngineBook=books.chosen.engine, Copier=CopyingThreads, Workers=workers),
+            standing_on(ring_module, EngineBook=kind.engine, Copier=CopyingThreads, Workers=workers),
         ):
             self.ring = Ring(
                 "simulated",
@@ -281,6 +295,7 @@ class Engine:
         self._keep_views(handling, viewed)
         with self.loop.running():
             handling.claim.release()
+        handling.is_released = True
         self._keep_shared(handling)
 
     def _keep_views(self, handling: Handling, viewed: int) -> None:
@@ -298,7 +313,7 @@ class Engine:
         draining = [draining.slot for draining in self.draining]
         for slot in handling.slots:
             if client is not None and slot.generation in client.slots and slot not in draining:
-                self.draining.append(Draining(handling.client_id, slot, None))
+                self.draining.append(Draining(handling.client_id, slot, None))  # which :meth:`_collect` looks at
 
     def leave(self, index: int, how: Kind, viewed: int) -> None:
         """A handler leaves its claim."""
@@ -347,7 +362,9 @@ class Engine:
             assert handling.replying is not None
             task, handling.replying = handling.replying, None
             if task.cancelled():
+                require(task.cancelling() > 0, "a handler was cancelled by nobody")
                 continue
+            require(task.exception() is not None or not task.cancelling(), "a cancellation was swallowed")
             error = task.exception()
             if isinstance(error, AbortedError):
                 require(handling.claim.aborted, "a request was aborted that nobody has aborted")
@@ -398,7 +415,7 @@ class Engine:
             if client is None or draining.slot.generation not in client.slots:
                 self.draining.remove(draining)
             else:
-                require(bool(self.loop.ready), "a slot drains that nobody reads")
+                require(self.loop.is_heard("_collect_deaths"), "a slot drains that nobody reads")
 
     # -- what can happen -----------------------------------------------------------------------------------------------------
 

@@ -206,7 +206,7 @@ def explore(name: str, max_states: int, progress: Callable[[Exploration], object
 
     Args:
         name: of one of :data:`EXPLORATIONS`.
-        max_states: where to give up; each takes some 150 bytes and a millisecond.
+        max_states: where to give up; each takes some 150 bytes and a few milliseconds, more the further it is.
         progress: called now and then with what was found so far.
     """
     exploration = _Explorer(name)
@@ -252,6 +252,8 @@ class _Explorer:
             with closing(world):
                 self._try(world.settle, trace, settles=True)
             world = None  # else the first action happens in it
+        if self.found.failure is not None:
+            return
         for action in actions:
             with closing(world or self._world(trace)) as following:
                 world = None

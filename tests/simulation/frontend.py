@@ -1,7 +1,10 @@
 """A frontend's process and its sessions: the real :class:`~shmring.client.session.Session`, and its callers.
 
 Nothing of the session is written again here. What is made up is what it stands on (:mod:`.around`) and who uses it: callers.
-Each is a task that may be anywhere between two awaits. What is not simulated is what an end can't see: threads, deadlines.
+Each is a task that may be anywhere between two awaits.
+
+What is not simulated: message rings that are full and links that poll (a record comes when the simulation says so), turns of
+copies in the loop, a close in steps, device memory, calls, deadlines, and clients of other threads.
 
 A process can outlive its session, and so can views of its slots: they are memory that the process may still write.
 """
@@ -36,8 +39,8 @@ from shmring.errors import CapacityError, ShmringError, WouldBlock
 from shmring.memory import slots as slots_module
 from shmring.memory.slab import Slab
 from tests.records import submit_of
-from tests.simulation import books
 from tests.simulation.around import Connected, Copying, CopyingThreads, End, standing_on
+from tests.simulation.books import Books
 from tests.simulation.engine import Engine
 from tests.simulation.loop import SimulatedLoop, local_of
 from tests.simulation.payloads import INLINE_NBYTES, content_nbytes, payload_of, require_intact
@@ -174,7 +177,7 @@ class Session:
         kept_views: of those that were left.
     """
 
-    def __init__(self, scenario: Scenario, engine: Engine, process: Process, now: float) -> None:
+    def __init__(self, scenario: Scenario, engine: Engine, process: Process, kind: Books, now: float) -> None:
         self.scenario = scenario
         self.epoch = engine.epoch
         self.loop = SimulatedLoop(_ONLY_LOG)
@@ -197,7 +200,7 @@ class Session:
         with (
             self.loop.running(),
             standing_on(session_module, Link=End),
-            standing_on(slots_module, ClientBook=books.chosen.client),
+            standing_on(slots_module, ClientBook=kind.client),
         ):
             self.real = RealSession(
                 client_config(scenario),
@@ -257,6 +260,12 @@ class Session:
         flight: Any = local_of(caller.task, "submit", "flight")
         turn: Any = local_of(caller.task, "turn", "turn")
         return flight is not None and (flight._counts or (turn is not None and turn.done() and not turn.cancelled()))
+
+    @staticmethod
+    def unsent(caller: Caller) -> ClientSlotRecord | None:
+        """Returns the slot that the payload of a caller is in, or about to be, and that is not sent yet."""
+        slot = local_of(caller.task, "_send_when_possible", "slot") or local_of(caller.task, "_space", "slot")
+        return cast("ClientSlotRecord | None", slot or local_of(caller.task, "keep", "copied"))
 
     def granted(self, caller: Caller) -> ClientSlotRecord | None:
         """Returns the slot of a caller whose turn has come, and that has not run since."""
@@ -499,13 +508,15 @@ class Session:
     def _returned(self, caller: Caller) -> None:
         task, caller.task = caller.task, cast(Any, None)  # its error would keep what its frames had
         if task.cancelled():
+            require(task.cancelling() > 0, "a caller was cancelled by nobody")
             return
         error = task.exception()
+        require(error is not None or not task.cancelling(), "a cancellation was swallowed")
         if error is None:
             self._has(caller, task.result())
         elif self.ended:
             require(isinstance(error, ShmringError), f"who waits as a session ends gets {error!r}")
-        elif not ((caller.wants is Wants.KEEP and isinstance(error, CapacityError)) or isinstance(error, WouldBlock)):
+        elif not isinstance(error, _MAY_BE_REFUSED.get(caller.wants, ())):
             raise error
 
     def _has(self, caller: Caller, result: Any) -> None:
@@ -555,6 +566,11 @@ class Session:
         self.contents.clear()
         self.sent.clear()
 
+    def check_told(self) -> None:
+        """The session has ended: whoever waited in it knows, but for those whose copies go on."""
+        copying = [copying.task for copying in self.copies]
+        require(all(caller.task in copying for caller in self.callers), "who waits is not told of the end")
+
     @property
     def reach(self) -> list[list[Any]]:
         """All that code of the process may still write or read after the session's end."""
@@ -568,6 +584,8 @@ class Session:
                     self.copied(index)
                     while self.loop.ready:
                         self.loop.run_next()
+                    self.follow()
+                    self.check_told()
                 else:
                     del reach[index]
                 return
@@ -718,6 +736,11 @@ class Session:
         return sum(self.book.count(state) for state in _USED) - unsent + waiting
 
 
+#: What those who wait may get though nothing is wrong.
+_MAY_BE_REFUSED: dict[Wants, tuple[type[Exception], ...]] = {
+    Wants.FIND: (WouldBlock,),
+    Wants.KEEP: (WouldBlock, CapacityError),
+}
 _USED = (ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED, ClientSlot.DRAINING)
 
 
@@ -745,6 +768,7 @@ class Process:
     def retire(self) -> None:
         """Puts the ended session away, for as long as something of it is in reach."""
         assert self.session is not None
+        self.session.check_told()
         self.session.outlives()
         self.former.append(self.session)
         self.session = None

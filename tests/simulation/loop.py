@@ -40,6 +40,7 @@ class SimulatedLoop:
         self._heard: set[int] = set()  # descriptors whose callback is ready
         self._poll = select.poll()
         self._error: BaseException | None = None
+        self._is_over = False  # its process has ended
 
     # -- for the simulation ------------------------------------------------------------------------------------------------
 
@@ -47,11 +48,12 @@ class SimulatedLoop:
     def running(self) -> Iterator[None]:
         """What happens inside happens in this loop, as a callback of it that nobody waits for."""
         self.is_touched = True
+        outer = asyncio._get_running_loop()
         asyncio._set_running_loop(cast(Any, self))
         try:
             yield
         finally:
-            asyncio._set_running_loop(None)
+            asyncio._set_running_loop(outer)
         self.look()
         self._raise()
 
@@ -98,6 +100,10 @@ class SimulatedLoop:
                 self._heard.add(descriptor)
                 self.call_soon(self._hear, descriptor)
 
+    def is_heard(self, name: str) -> bool:
+        """Whether the callback of this name is about to be called for what has become readable."""
+        return any(getattr(self._readers.get(descriptor), "__name__", "") == name for descriptor in self._heard)
+
     def _hear(self, descriptor: int) -> None:
         self._heard.discard(descriptor)
         if descriptor in self._readers:
@@ -127,6 +133,7 @@ class SimulatedLoop:
 
     def clear(self) -> None:
         """Its process has ended."""
+        self._is_over = True
         self.ready.clear()
         self.timers.clear()
         for descriptor in tuple(self._readers):
@@ -189,9 +196,10 @@ class SimulatedLoop:
         raise RuntimeError("nobody knocks here")
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A callback has raised. Of tasks that were dropped with their process nothing is said."""
-        if "handle" in context:
-            self._error = context["exception"]
+        """A callback has raised, or a task at whose error nobody has looked; who is dropped with its process has none."""
+        error = context.get("exception")
+        if error is not None and not self._is_over:
+            self._error = error
 
 
 def _name_of(handle: asyncio.Handle) -> str:

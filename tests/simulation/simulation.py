@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from tests.simulation import books
 from tests.simulation.engine import Engine
 from tests.simulation.fan_out import FanOut
 from tests.simulation.frontend import IDLE_TICKS, Process, Session
@@ -48,7 +49,8 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, connected: int = 2) -> None:
         self.scenario = scenario
-        self.engine: Engine | None = Engine(scenario, 1)
+        self.books = books.chosen
+        self.engine: Engine | None = Engine(scenario, 1, self.books)
         self.epoch = 1
         self.processes: dict[int, Process] = {}
         self.workers: list[WorkerProcess] = []
@@ -199,12 +201,11 @@ class Simulation:
     def _session(self, pid: int) -> Session:
         session = self.processes[pid].session
         assert session is not None
-        session.loop.now = self.now
         return session
 
     def _connect(self, pid: int) -> None:
         process = self.processes.setdefault(pid, Process())
-        process.session = Session(self.scenario, self._living(), process, self.now)
+        process.session = Session(self.scenario, self._living(), process, self.books, self.now)
 
     def _connect_fails(self) -> None:
         self._living().admit_in_vain()
@@ -229,7 +230,7 @@ class Simulation:
 
     def _engine_starts(self) -> None:
         self.epoch += 1
-        self.engine = Engine(self.scenario, self.epoch)
+        self.engine = Engine(self.scenario, self.epoch, self.books)
 
     # -- workers -------------------------------------------------------------------------------------------------------------
 
@@ -246,6 +247,9 @@ class Simulation:
 
     def _tick(self) -> None:
         self.now += IDLE_TICKS
+        for process in self.processes.values():
+            if process.session is not None:
+                process.session.loop.now = self.now
 
     def _forge(self, action: Action) -> None:
         session = self._session(action.at)
@@ -261,7 +265,7 @@ class Simulation:
         return None
 
     def close(self) -> None:
-        """The world ends: its memory and descriptors are free at once, and not when somebody looks for cycles."""
+        """The world ends: nothing of it runs any more. Most of its memory is free at once, the rest with the rubbish."""
         if self.engine is not None:
             self.engine.close()
         for process in self.processes.values():

@@ -5,9 +5,9 @@ Two worlds are the same state if nothing that can happen from now on tells them 
 named anew, in the order in which they are met. Time is reduced to which leases have been empty for long enough. Headers
 are left out: one is written before it is read, or somebody wrote into memory that is not its own, which is a violation.
 
-The books keep private what this needs. A field of theirs that is left out here would make two different states one, so a
-test compares what is written here with the fields that there are. Both ends keep nothing more than is asked for here: the
-requests that wait, that are claimed, and that are in flight.
+The books and shells keep private what this needs, and some of it stands only in what a task waits for, and in locals of its
+coroutines. What is left out here would make two different states one. So one test compares what is written here with the
+fields of the books, and another looks whether the same follows from states that are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import msgspec
 
-from shmring.core.effects import ReplySlot
 from shmring.core.engine_book import EngineBook
 from shmring.core.messages import (
     Abort,
@@ -36,13 +35,13 @@ from shmring.core.messages import (
     Unpin,
     decode_engine_message,
     decode_frontend_message,
+    encode_message,
 )
 from shmring.core.records import ClientRecord
 from shmring.core.states import ClientSlot
 from shmring.core.wire import Done, Reply, Submit, read_record
 from tests.simulation.engine import Engine, Handling
-from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session
-from tests.simulation.loop import local_of
+from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
 from tests.simulation.scenario import Kind
@@ -124,7 +123,8 @@ class _Encoding:
             ],
             self._kept_end(session),
             [self._caller(session, caller) for caller in session.callers],
-            [[turn.done(), turn.cancelled()] for turn in real.sending._turns],
+            [[turn.done(), turn.cancelled()] for turn in (*real.sending._again, *real.sending._turns)],
+            len(real.sending._again),
             session.loop.plain_ready([caller.task for caller in session.callers]),
             [] if Kind.TICK in world.scenario.without else session.loop.plain_timers(world.now),
             0 if world.scenario.max_requests is None else session.submitted,
@@ -141,18 +141,20 @@ class _Encoding:
         future = session.waits_for(caller)
         places: list[Any] = [
             *session.real.host_slots._waiters.values(),
+            *session.real.sending._again,
             *session.real.sending._turns,
             *(answer for answer, _, _ in session.real.kept._answers.values()),
             *cast(Any, session.link.writable)._waiters,
         ]
         granted = session.granted(caller)
         copying = next((place for place, copying in enumerate(session.copies) if copying.task is caller.task), -1)
-        unsent = local_of(caller.task, "_send_when_possible", "slot")
+        unsent = session.unsent(caller)
         return [
             caller.wants.value,
             caller.detail,
             [slot.start for slot in caller.slots],
             caller.task.cancelling() > 0,
+            caller.wants is Wants.REQUEST and session.is_in_flight(caller),
             places.index(future) if future in places else -1,
             future is not None and future.done(),
             -1 if granted is None else granted.start,
@@ -245,9 +247,10 @@ class _Encoding:
                 return [3, *map(self._leases.__getitem__, lease_ids)]
             case ReplyRelease(generations):
                 return [4, *map(self._replies.__getitem__, generations)]
-            case Goodbye(lease_ids, generations, pinned_generations=pinned):
+            case Goodbye(lease_ids, generations, more=more, pinned_generations=pinned):
                 kept = [*map(self._generations.__getitem__, pinned)]
-                return [5, [*map(self._leases.__getitem__, lease_ids)], [*map(self._replies.__getitem__, generations)], kept]
+                named = [[*map(self._leases.__getitem__, lease_ids)], [*map(self._replies.__getitem__, generations)], kept]
+                return [5, more, *named]
             case Find(asked, key):
                 return [6, self._asked[client_id, asked], key]
             case Keep(asked, key, lease_id, offset, nbytes, generation):
@@ -300,8 +303,9 @@ class _Encoding:
         for client_id in sorted(engine.clients, key=self._clients.__getitem__):
             client = engine.clients[client_id]
             place, wire = places.get(id(client.process), -1), self._wire(client.wire, client_id, tokens.get(client_id, 0))
-            is_buried = client.watch.has_fired
-            clients.append([place, client.frontend.connected, is_buried, wire, self._client(book.clients[client_id])])
+            said = [self._of_frontend(encode_message(part), client_id, 0) for part in client.frontend._goodbyes]
+            is_buried, record = client.watch.has_fired, self._client(book.clients[client_id])
+            clients.append([place, client.frontend.connected, is_buried, said, wire, record])
         return [
             clients,
             self._kept(book),
@@ -392,13 +396,12 @@ class _Encoding:
         """What the task of a handler waits for."""
         future = task._fut_waiter
         ticket = next((ticket for ticket, waiter in engine.ring.replies._waiters.items() if waiter is future), None)
-        is_done = future is not None and future.done() and not future.cancelled() and future.exception() is None
-        slot = future.result() if is_done else local_of(task, "_send", "slot")
+        slot = handling.reply_slot
         return [
             future is None,
             future is not None and future.done(),
             -1 if ticket is None else self._tickets[ticket],
-            self._replies[slot.generation] if isinstance(slot, ReplySlot) else -1,
+            -1 if slot is None else self._replies[slot.generation],
             next((place for place, copying in enumerate(engine.copier.running) if copying.task is task), -1),
         ]
 

@@ -1,10 +1,11 @@
-"""The simulator of both books: it walks, explores, tells states apart, and finds what is broken on purpose."""
+"""The simulator of both ends: it walks, explores, tells states apart, and finds what is broken on purpose."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from shmring.core.states import Request, RequestEvent
 from shmring.memory.slots import HostSlots, Slots
 from shmring.ring.claim import Claim
 from shmring.ring.replies import Replies
+from shmring.ring.ring import Ring
 from tests.model.observed import ObservedClientBook, ObservedEngineBook
 from tests.model.state import FIELDS
 from tests.simulation import books
@@ -142,6 +144,54 @@ def test_what_can_be_told_apart_is_another_state() -> None:
         assert len(states) == count
 
 
+def successors(scenario: Scenario, trace: Sequence[Action]) -> set[bytes]:
+    """All states that can follow after a trace."""
+
+    def world(*actions: Action) -> Simulation:
+        simulation = Simulation(scenario)
+        for action in (*trace, *actions):
+            simulation.happen(action)
+        return simulation
+
+    with closing(world()) as simulation:
+        enabled = simulation.enabled()
+    found = set()
+    for action in enabled:
+        with closing(world(action)) as simulation:
+            found.add(encode(simulation))
+    return found
+
+
+@pytest.mark.slow  # seconds of computing each
+@pytest.mark.parametrize("name", ["requests", "disturbed", "crowded", "held", "dropped", "asked", "shared"])
+def test_what_follows_from_equal_states_is_equal(name: str) -> None:
+    """Else something that makes a difference is left out of a state."""
+    scenario, random = EXPLORATIONS[name], Random(name)
+    traces: dict[bytes, list[Action]] = {}
+    queue: deque[list[Action]] = deque([[]])
+    compared = 0
+    while queue and compared < 60:
+        trace = queue.popleft()
+        with closing(Simulation(scenario)) as simulation:
+            for action in trace:
+                simulation.happen(action)
+            enabled = simulation.enabled()
+        for action in enabled:
+            with closing(Simulation(scenario)) as simulation:
+                for earlier in (*trace, action):
+                    simulation.happen(earlier)
+                state = encode(simulation)
+            if state not in traces:
+                traces[state] = [*trace, action]
+                queue.append([*trace, action])
+            elif random.random() < 0.1:
+                compared += 1
+                assert successors(scenario, traces[state]) == successors(scenario, [*trace, action]), (
+                    f"{[*map(str, traces[state])]} and {[*map(str, trace)]} {action}"
+                )
+    assert compared > 20
+
+
 def fields(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
@@ -177,7 +227,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         "Waiter": {"nbytes", "held"},
     }  # fmt: skip
     assert fields(Caller) == {"wants", "detail", "task", "slots", "number"}
-    assert fields(Handling) == {"claim", "number", "replies", "replying", "is_last"}
+    assert fields(Handling) == {"claim", "number", "replies", "replying", "is_last", "is_released"}
     assert fields(HeldReply) == {"generation", "start", "blocks", "array"}
 
 
@@ -388,6 +438,23 @@ def deaths_of_views_are_not_heard(patch: Patch) -> None:
     patch.setattr(RealSession, "_collect_deaths", lambda session: session._regions.collect())
 
 
+def nobody_is_told_of_the_end(patch: Patch) -> None:
+    lose = Slots.lose
+    patch.setattr(Slots, "lose", lambda slots: lose(slots)[:0])
+
+
+def an_abort_takes_what_a_handler_reads(patch: Patch) -> None:
+    forget_claim = Ring._request_aborted
+
+    def mutated(ring: Ring, effect: Any) -> None:
+        claim = ring._end.claims.get((effect.client_id, effect.request_id))
+        forget_claim(ring, effect)
+        if claim is not None:
+            claim.release()
+
+    patch.setattr(Ring, "_request_aborted", mutated)
+
+
 @pytest.mark.slow  # seconds of computing each
 @pytest.mark.parametrize(
     "mutation",
@@ -412,6 +479,8 @@ def deaths_of_views_are_not_heard(patch: Patch) -> None:
         a_copy_that_is_cancelled_keeps_its_slot,
         a_reply_that_is_not_sent_keeps_its_slot,
         deaths_of_views_are_not_heard,
+        nobody_is_told_of_the_end,
+        an_abort_takes_what_a_handler_reads,
     ],
 )
 def test_what_is_broken_is_found_and_comes_down_to_a_few_actions(mutation: Callable[[Patch], None]) -> None:
