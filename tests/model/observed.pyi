@@ -9,4 +9,6 @@ class ObservedEngineBook(EngineBook):
 
 class ObservedClientBook(ClientBook):
     is_called: bool
-    def follow(self, name: str, *arguments: Any, result: Any = None, **named: Any) -> None: ...
+    def follow(
+        self, name: str, *arguments: Any, result: Any = None, error: BaseException | None = None, **named: Any
+    ) -> None: ...

@@ -1,4 +1,4 @@
-"""The compiled books, which say what compiled ends do with them: that comes in C, and no call from Python shows it.
+"""The compiled books, reporting each call that a compiled end makes in C, which Python code could not see.
 
 The methods here are all that the ends call in C and that changes something. Each does what it does in the book, and then tells
 the subclass, unless the subclass has called the book itself, and knows.
@@ -78,26 +78,36 @@ cdef class ObservedClientBook(ClientBook):
     """A frontend's book.
 
     Attributes:
-        is_called: as above.
+        is_called: whether the subclass is calling it.
     """
 
     cdef public bint is_called
     cdef list _released  # generations that came back and were not told of yet, each with its time
 
-    def follow(self, name, *arguments, result=None, **named):
+    def follow(self, name, *arguments, result=None, error=None, **named):
         """An end has done this; for the subclass."""
         raise NotImplementedError
 
     cdef ClientSlotRecord acquire_slot(self, uint64_t nbytes, bint held):
-        slot = ClientBook.acquire_slot(self, nbytes, held)
-        if not self.is_called:
-            self.follow("acquire", nbytes, held=held, result=slot)
+        if self.is_called:
+            return ClientBook.acquire_slot(self, nbytes, held)
+        try:
+            slot = ClientBook.acquire_slot(self, nbytes, held)
+        except Exception as error:
+            self.follow("acquire", nbytes, held=held, error=error)
+            raise
+        self.follow("acquire", nbytes, held=held, result=slot)
         return slot
 
     cdef uint64_t submit_slot(self, ClientSlotRecord slot, ClientBook numbers) except 0:
-        generation = ClientBook.submit_slot(self, slot, numbers)
-        if not self.is_called:
-            self.follow("submit", slot, numbers, result=generation)
+        if self.is_called:
+            return ClientBook.submit_slot(self, slot, numbers)
+        try:
+            generation = ClientBook.submit_slot(self, slot, numbers)
+        except Exception as error:
+            self.follow("submit", slot, numbers, error=error)
+            raise
+        self.follow("submit", slot, numbers, result=generation)
         return generation
 
     cdef list give_slot_up(self, ClientSlotRecord slot, double now):

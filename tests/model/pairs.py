@@ -121,11 +121,11 @@ class PairedClientBook(ObservedClientBook):
         else:
             assert result == expected, f"{result}, and the model says {expected}"
 
-    def follow(self, name: str, *arguments: Any, result: Any = None, **named: Any) -> None:
+    def follow(self, name: str, *arguments: Any, result: Any = None, error: BaseException | None = None, **named: Any) -> None:
         """A compiled end has done this to the book, in C: the model does the same."""
         self.take_views()
-        expected = getattr(self.model, name)(*map(self.of_model, arguments), **named)
-        self.compare(f"{name}{arguments}", (result, None), (expected, None))
+        models = outcome(getattr(self.model, name), [*map(self.of_model, arguments)], named)
+        self.compare(f"{name}{arguments}", (result, error), models)
 
     def take_views(self) -> None:
         """Which slots are viewed, callers set."""

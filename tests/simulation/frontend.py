@@ -515,7 +515,7 @@ class Session:
         if error is None:
             self._has(caller, task.result())
         elif self.ended:
-            require(isinstance(error, ShmringError), f"who waits as a session ends gets {error!r}")
+            require(isinstance(error, ShmringError), f"who waits as a session ends gets {type(error).__name__}")
         elif not isinstance(error, _MAY_BE_REFUSED.get(caller.wants, ())):
             raise error
 

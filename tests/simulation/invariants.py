@@ -140,6 +140,7 @@ def _check_session(engine: Engine, session: Session, owners: dict[int, tuple[int
         )
     if not session.ended and client is not None and client.connected:
         _check_leases(client, session)
+        _check_submitted(engine, client, session)
 
 
 def _check_pin(
@@ -161,6 +162,15 @@ def _check_leases(client: ClientRecord, session: Session) -> None:
             lease is not None and (lease.start, lease.blocks) == (held.slots.start, held.slots.length),
             "a frontend has a lease that the engine has not lent",
         )
+
+
+def _check_submitted(engine: Engine, client: ClientRecord, session: Session) -> None:
+    """What a frontend has handed over, the engine has, or a record says so that is under way, in whichever direction."""
+    there = client.slots.keys() | engine.book.kept.by_generation.keys()
+    records = (*session.wire.to_engine, *session.wire.to_frontend)
+    for generation in session.book._submitted.keys() - there:
+        named = generation.to_bytes(8, "big"), generation.to_bytes(8, "little")  # as an int of msgpack, and in a slot's numbers
+        require(any(name in record for record in records for name in named), "a submitted slot is lost")
 
 
 def check_books(simulation: Simulation) -> None:

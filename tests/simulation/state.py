@@ -42,6 +42,7 @@ from shmring.core.states import ClientSlot
 from shmring.core.wire import Done, Reply, Submit, read_record
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
+from tests.simulation.loop import local_of
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
 from tests.simulation.scenario import Kind
@@ -402,6 +403,7 @@ class _Encoding:
             future is not None and future.done(),
             -1 if ticket is None else self._tickets[ticket],
             -1 if slot is None else self._replies[slot.generation],
+            local_of(task, "_send", "slot") is None,  # it was granted, and is not written yet
             next((place for place, copying in enumerate(engine.copier.running) if copying.task is task), -1),
         ]
 

@@ -163,7 +163,7 @@ def successors(scenario: Scenario, trace: Sequence[Action]) -> set[bytes]:
 
 
 @pytest.mark.slow  # seconds of computing each
-@pytest.mark.parametrize("name", ["requests", "disturbed", "crowded", "held", "dropped", "asked", "shared"])
+@pytest.mark.parametrize("name", EXPLORATIONS)
 def test_what_follows_from_equal_states_is_equal(name: str) -> None:
     """Else something that makes a difference is left out of a state."""
     scenario, random = EXPLORATIONS[name], Random(name)
