@@ -406,7 +406,7 @@ def who_waits_for_space_keeps_its_turn(patch: Patch) -> None:
 
 
 def a_cancelled_turn_is_nobodys(patch: Patch) -> None:
-    async def mutated(sending: Sending) -> None:
+    async def mutated(sending: Sending, *, again: bool) -> None:
         turn = sending._session.loop.create_future()
         sending._turns.append(turn)
         sending.end.crowded = True
