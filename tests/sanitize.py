@@ -39,9 +39,9 @@ COMPILED = (*CORE, *BESIDE, *ENDS)
 LEFT_OUT = {
     "tests/bench/test_allocation.py": "it is about a benchmark, which has one small part of the core",
     "tests/fuzz/test_targets.py": "the same targets are fuzzed: see --fuzz",
-    "tests/simulation/test_kept.py": "its walks take minutes, and those of test_simulation.py go through the same code",
+    "tests/simulation/test_kept.py": "it breaks the product on purpose; test_simulation.py goes through the same code",
 }
-#: Walks of minutes, and searches that break the models, go through the same code as the short ones.
+#: Walks of minutes, and searches that break the product, go through the same code as the short ones.
 QUICK = ("-m", "not slow")
 #: What goes on in several threads of one process.
 THREADED = (

@@ -42,8 +42,8 @@ from tests.records import submit_of
 from tests.simulation.around import Connected, Copying, CopyingThreads, End, standing_on
 from tests.simulation.books import Books
 from tests.simulation.engine import Engine
-from tests.simulation.loop import SimulatedLoop, local_of
-from tests.simulation.payloads import INLINE_NBYTES, content_nbytes, payload_of, require_intact
+from tests.simulation.loop import SimulatedLoop, came_to, local_of, require_obeyed
+from tests.simulation.payloads import INLINE_NBYTES, content_nbytes, offload_nbytes, payload_of, require_intact
 from tests.simulation.scenario import Action, Forgery, Kind, Scenario, require
 
 __all__ = ["IDLE_TICKS", "Caller", "Holding", "Process", "Session", "Wants"]
@@ -150,7 +150,7 @@ def client_config(scenario: Scenario) -> ClientConfig:
         lease_nbytes=scenario.lease_blocks * BLOCK_NBYTES,
         lease_idle_s=IDLE_TICKS,
         inline_nbytes=INLINE_NBYTES,
-        copy_offload_nbytes=INLINE_NBYTES if scenario.copies_wait else 1 << 30,
+        copy_offload_nbytes=offload_nbytes(scenario),
         prefault=False,
     )
 
@@ -184,8 +184,7 @@ class Session:
         self.loop.now = now
         self.wire, welcome = engine.admit(process)
         self.client_id = welcome.client_id
-        self.copier = CopyingThreads(1, INLINE_NBYTES if scenario.copies_wait else 1 << 30)
-        self.regions = Regions()
+        self.copier = CopyingThreads(1, offload_nbytes(scenario))
         self.slab = engine.slab
         self.callers: list[Caller] = []
         self.held: list[Holding] = []
@@ -211,7 +210,7 @@ class Session:
                 "simulated",
                 cast(Any, SimpleNamespace(socket=Connected(self.wire, False), welcome=welcome)),
                 Slab((-1, -1), self.slab, scenario.geometry.reply_nbytes, engine.epoch),
-                self.regions,
+                Regions(),
                 cast(Any, (None, None)),
                 cast(Any, None),
                 cast(Any, SimpleNamespace(close=lambda: None)),
@@ -250,11 +249,6 @@ class Session:
         return sorted(slots.values(), key=lambda slot: slot.start)
 
     @staticmethod
-    def waits_for(caller: Caller) -> Any:
-        """Returns the future that a caller waits for; None: its turn to run has come."""
-        return cast(Any, caller.task)._fut_waiter
-
-    @staticmethod
     def is_in_flight(caller: Caller) -> bool:
         """Whether the request of a caller counts as in flight: its turn has come."""
         flight: Any = local_of(caller.task, "submit", "flight")
@@ -269,14 +263,8 @@ class Session:
 
     def granted(self, caller: Caller) -> ClientSlotRecord | None:
         """Returns the slot of a caller whose turn has come, and that has not run since."""
-        future = self.waits_for(caller)
-        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
-            return None
-        return future.result() if isinstance(future.result(), ClientSlotRecord) else None
-
-    def array(self, slot: ClientSlotRecord) -> np.ndarray[Any, Any]:
-        """The bytes of a slot."""
-        return np.frombuffer(memoryview(self.slab), np.uint8, slot.nbytes, slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES)
+        came = came_to(caller.task)
+        return came if isinstance(came, ClientSlotRecord) else None
 
     # -- what comes ----------------------------------------------------------------------------------------------------------
 
@@ -507,11 +495,10 @@ class Session:
 
     def _returned(self, caller: Caller) -> None:
         task, caller.task = caller.task, cast(Any, None)  # its error would keep what its frames had
+        require_obeyed(task, "caller")
         if task.cancelled():
-            require(task.cancelling() > 0, "a caller was cancelled by nobody")
             return
         error = task.exception()
-        require(error is not None or not task.cancelling(), "a cancellation was swallowed")
         if error is None:
             self._has(caller, task.result())
         elif self.ended:
@@ -555,8 +542,7 @@ class Session:
         if not self.ended:
             with self.loop.running():
                 self.real.connection_lost()
-        while self.loop.ready:
-            self.loop.run_next()
+        self.loop.run_all()
         self.loop.clear()
         self.callers.clear()
 
@@ -582,8 +568,7 @@ class Session:
             if index < len(reach):
                 if reach is self.copies:
                     self.copied(index)
-                    while self.loop.ready:
-                        self.loop.run_next()
+                    self.loop.run_all()
                     self.follow()
                     self.check_told()
                 else:

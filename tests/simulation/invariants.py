@@ -14,6 +14,7 @@ from shmring.core.records import ClientRecord, KeptRecord
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from tests.simulation.engine import Engine
 from tests.simulation.frontend import Session, Wants
+from tests.simulation.loop import waited_for
 from tests.simulation.payloads import require_intact
 from tests.simulation.scenario import require
 
@@ -204,9 +205,9 @@ def check_books(simulation: Simulation) -> None:
 def _check_book(session: Session) -> None:
     book, slots = session.book, session.real.host_slots
     book.check()
-    waited_for = [session.waits_for(caller) for caller in session.callers]
+    waiting = [waited_for(caller.task) for caller in session.callers]
     require(book._waiters.keys() == slots._waiters.keys(), "a waiter is in the book and is nobody, or the reverse")
-    require(all(future in waited_for for future in slots._waiters.values()), "a waiter is in line whom nobody knows")
+    require(all(future in waiting for future in slots._waiters.values()), "a waiter is in line whom nobody knows")
     first = next(iter(book._waiters.values()), None)
     blocks = 0 if first is None else slot_blocks(first.nbytes)
     usable = [lease.slots.largest_run for lease in book.leases.values() if first is not None and book.takes(lease, blocks)]

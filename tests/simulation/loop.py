@@ -14,7 +14,9 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import Context
 from typing import Any, NoReturn, cast
 
-__all__ = ["SimulatedLoop", "callback_of", "local_of"]
+from tests.simulation.scenario import require
+
+__all__ = ["SimulatedLoop", "callback_of", "came_to", "local_of", "require_obeyed", "waited_for"]
 
 
 class SimulatedLoop:
@@ -82,14 +84,13 @@ class SimulatedLoop:
         """Runs a callback that was taken from what is ready."""
         if handle.cancelled():
             return
-        self.is_touched = True
-        asyncio._set_running_loop(cast(Any, self))
-        try:
+        with self.running():
             handle._run()
-        finally:
-            asyncio._set_running_loop(None)
-        self.look()
-        self._raise()
+
+    def run_all(self) -> None:
+        """Runs what is ready, and what becomes so meanwhile."""
+        while self.ready:
+            self.run_next()
 
     def look(self) -> None:
         """What has become readable has its callback called."""
@@ -209,6 +210,27 @@ def _name_of(handle: asyncio.Handle) -> str:
 def callback_of(handle: asyncio.Handle) -> Any:
     """Returns what a handle calls."""
     return cast(Any, handle)._callback
+
+
+def waited_for(task: asyncio.Task[Any]) -> Any:
+    """Returns the future that a task waits for; None: its turn to run has come."""
+    return cast(Any, task)._fut_waiter
+
+
+def came_to(task: asyncio.Task[Any]) -> Any:
+    """Returns what has come to a task that has not run since; None: nothing, or an error."""
+    future = waited_for(task)
+    if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+        return None
+    return future.result()
+
+
+def require_obeyed(task: asyncio.Task[Any], who: str) -> None:
+    """Raises if a task that has ended was cancelled by nobody, or has gone on though it was cancelled."""
+    if task.cancelled():
+        require(task.cancelling() > 0, f"a {who} was cancelled by nobody")
+    else:
+        require(task.exception() is not None or not task.cancelling(), "a cancellation was swallowed")
 
 
 def local_of(task: Any, function: str, name: str) -> Any:

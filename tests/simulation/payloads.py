@@ -13,11 +13,12 @@ import numpy as np
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.memory.tensors import make_decoder, make_packer
-from tests.simulation.scenario import require
+from tests.simulation.scenario import Scenario, require
 
 __all__ = [
     "DECODER",
     "content_nbytes",
+    "offload_nbytes",
     "INLINE_NBYTES",
     "MAX_PAYLOAD_NBYTES",
     "MAX_TENSORS",
@@ -37,6 +38,11 @@ DECODER = make_decoder()
 def content_nbytes(blocks: int) -> int:
     """Returns what a slot of so many blocks can hold behind its header."""
     return blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
+
+
+def offload_nbytes(scenario: Scenario) -> int:
+    """Returns up to which size copies are made in the loop: none, or all."""
+    return INLINE_NBYTES if scenario.copies_wait else 1 << 30
 
 
 def payload_of(arrays: Sequence[np.ndarray[Any, Any]], number: int) -> list[Any]:

@@ -42,7 +42,7 @@ from shmring.core.states import ClientSlot
 from shmring.core.wire import Done, Reply, Submit, read_record
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
-from tests.simulation.loop import local_of
+from tests.simulation.loop import came_to, local_of, waited_for
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
 from tests.simulation.scenario import Kind
@@ -139,7 +139,7 @@ class _Encoding:
 
     def _caller(self, session: Session, caller: Caller) -> list[Any]:
         """What it wants, and what its task waits for."""
-        future = session.waits_for(caller)
+        future = waited_for(caller.task)
         places: list[Any] = [
             *session.real.host_slots._waiters.values(),
             *session.real.sending._again,
@@ -161,14 +161,12 @@ class _Encoding:
             -1 if granted is None else granted.start,
             copying,
             -1 if unsent is None else unsent.start,
-            self._answered(future),
+            self._answered(caller),
         ]
 
-    def _answered(self, future: Any) -> int:
+    def _answered(self, caller: Caller) -> int:
         """The content that a caller was told of, and has not taken."""
-        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
-            return -1
-        found = getattr(future.result(), "found", None)
+        found = getattr(came_to(caller.task), "found", None)
         return -1 if found is None else self._generations[found.generation]
 
     def _kept_end(self, session: Session) -> list[Any]:
@@ -395,7 +393,7 @@ class _Encoding:
 
     def _replying(self, engine: Engine, handling: Handling, task: Any) -> list[Any]:
         """What the task of a handler waits for."""
-        future = task._fut_waiter
+        future = waited_for(task)
         ticket = next((ticket for ticket, waiter in engine.ring.replies._waiters.items() if waiter is future), None)
         slot = handling.reply_slot
         return [

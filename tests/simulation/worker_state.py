@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shmring.core.messages import Refused
 from tests.simulation.fan_out import EngineWorker, FanOut
 from tests.simulation.fan_out_truth import Call, stamp_in
-from tests.simulation.loop import callback_of
+from tests.simulation.loop import callback_of, waited_for
 from tests.simulation.names import Names
 from tests.simulation.worker import WorkerProcess
 
@@ -139,7 +139,7 @@ class FanOutEncoding:
         ]
 
     def _call(self, fan_out: FanOut, call: Call) -> list[Any]:
-        waits_for = call.task._fut_waiter
+        waits_for = waited_for(call.task)
         place = next((place for place, future in enumerate(fan_out._line) if future is waits_for), -1)
         is_change = waits_for is not None and waits_for is fan_out._change
         return [
