@@ -1,7 +1,7 @@
 # Each target installs what it needs into .venv, once, and does its job.
 #   make demo     an engine and two frontends, the sample pictures through HTTP, a table of what happened
 #   make test     style, types, tests, and a check that nothing is left behind
-#   make bench-quick  transports side by side in under 5 minutes; fails if a target that this measures is missed
+#   make bench-quick  transports side by side in about five minutes; what misses a target is measured again before this fails
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
 #                 random examples of each property; SEED=2 for others
 #   make test-gpu the tests that need a GPU, which make test skips where there is none

@@ -67,6 +67,11 @@ class Target:
         numbers = self.numbers(results)
         return judge(self.what, self.at, self.limit, self.unit, numbers, at_least=self.at_least, known=self.known)
 
+    def misses(self, results: Results) -> list[tuple[str, float]]:
+        """Returns the places where it is missed, with their numbers."""
+        numbers = ((name, number) for name, number in self.numbers(results) if number is not None)
+        return [(name, number) for name, number in numbers if (number < self.limit if self.at_least else number > self.limit)]
+
 
 def judge(
     what: str,
