@@ -19,6 +19,7 @@ import torch
 import shmring
 from shmring.core.states import TABLES
 
+NAME = f"tour-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
 LIMIT_S = 10.0
 
 #: Transitions that no process can be brought to, and why.
@@ -41,11 +42,11 @@ Start = Callable[..., Any]
 @pytest.fixture
 def start(launch: Callable[..., Any], socket_dir: Path) -> Start:
     """``start("engine", SHMRING_CRASH_AT=...)``: one end of the tour."""
-    return lambda end, **environment: launch("tour", end, "tour", str(socket_dir), **environment)
+    return lambda end, **environment: launch("tour", end, NAME, str(socket_dir), **environment)
 
 
 async def connect(socket_dir: Path) -> shmring.RingClient:
-    return await shmring.connect("tour", socket_dir=str(socket_dir), lease_nbytes="64KiB", prefault=False, connect_timeout_s=30)
+    return await shmring.connect(NAME, socket_dir=str(socket_dir), lease_nbytes="64KiB", prefault=False, connect_timeout_s=30)
 
 
 async def works(client: shmring.RingClient) -> None:
@@ -71,8 +72,8 @@ async def until_whole(observer: shmring.RingClient) -> dict[str, int]:
         assert time.monotonic() < deadline, counts
 
 
-def segments(name: str) -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-{name}-*")]
+def segments() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-{NAME}-*")]
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ async def test_a_process_killed_at_a_transition_harms_nobody(
         # Killed as the tour's client left, it may have been left in order before.
         assert (await frontend.said())[0] in ("lost", "toured")
         await frontend.died()
-        assert segments("tour") == []
+        assert segments() == []
         with contextlib.suppress(FileNotFoundError):
             (socket_dir / "tour").unlink()
         successor = start("engine")

@@ -27,6 +27,7 @@ from tests.records import submit_of
 
 Launch = Callable[..., Any]
 
+NAME = f"guarded-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
 LIMIT_S = 20.0
 NBYTES = 400_000
 
@@ -34,18 +35,18 @@ NBYTES = 400_000
 @pytest.fixture
 def run(launch: Launch, socket_dir: Path) -> Launch:
     """``run("half")``: a program of ``guarded.py``."""
-    return lambda mode, *options: launch("guarded", mode, "guarded", str(socket_dir), *options)
+    return lambda mode, *options: launch("guarded", mode, NAME, str(socket_dir), *options)
 
 
 @pytest.fixture
 def frontend(launch: Launch, socket_dir: Path) -> Launch:
     """``frontend("write")``: a mode of ``frontend.py``."""
-    return lambda mode: launch("frontend", mode, "guarded", str(socket_dir))
+    return lambda mode: launch("frontend", mode, NAME, str(socket_dir))
 
 
 async def connected(socket_dir: Path, **options: Any) -> shmring.RingClient:
     settings = {"lease_nbytes": "64KiB", "connect_timeout_s": 30.0, "prefault": False} | options
-    return await shmring.connect("guarded", socket_dir=str(socket_dir), **settings)
+    return await shmring.connect(NAME, socket_dir=str(socket_dir), **settings)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ async def works(client: shmring.RingClient, nbytes: int = 50_000) -> None:
 
 
 def segments() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-guarded-*")]
+    return [path.name for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-{NAME}-*")]
 
 
 async def reclaimed_at(engine: Any, pid: int) -> int:
@@ -341,14 +342,14 @@ async def test_a_slab_in_a_memfd_goes_with_the_last_process_that_maps_it(
     await killed.said()
     async with await connected(socket_dir) as client:
         assert (await statistics(client))["shm_nbytes"] == 0
-        assert who_maps("memfd:shmring-guarded") == who_maps("memfd:shmring-guarded-replies")
-        assert who_maps("memfd:shmring-guarded") == {engine.pid, killed.pid, os.getpid()}
+        assert who_maps(f"memfd:shmring-{NAME}") == who_maps(f"memfd:shmring-{NAME}-replies")
+        assert who_maps(f"memfd:shmring-{NAME}") == {engine.pid, killed.pid, os.getpid()}
         for process in (engine, killed):
             process.signal(signal.SIGKILL)
             await process.died()
         with pytest.raises(shmring.EngineDeadError):
             await client.request({"mode": "answer", "x": torch.ones(8)}, timeout=LIMIT_S)
-    assert who_maps("memfd:shmring-guarded") == set()
+    assert who_maps(f"memfd:shmring-{NAME}") == set()
     assert segments() == []
 
 
@@ -357,11 +358,11 @@ async def test_a_slab_that_can_never_fit_is_an_error_and_leaves_nothing(backing:
     nbytes = 2 * max(shutil.disk_usage("/dev/shm").total, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     reason = rf"reserving \d+ bytes in {place} failed .* lower slab_nbytes"
     with pytest.raises(shmring.SlabError, match=reason) as caught:
-        await shmring.serve("guarded", slab_nbytes=nbytes, reply_nbytes=4096, backing=backing, socket_dir=str(socket_dir))
+        await shmring.serve(NAME, slab_nbytes=nbytes, reply_nbytes=4096, backing=backing, socket_dir=str(socket_dir))
     assert caught.value.nbytes == nbytes - 4096
     assert segments() == []
     assert list(socket_dir.iterdir()) == []
-    async with shmring.serve("guarded", slab_nbytes="1MiB", socket_dir=str(socket_dir)):
+    async with shmring.serve(NAME, slab_nbytes="1MiB", socket_dir=str(socket_dir)):
         pass
 
 

@@ -32,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "frontend" / "samples"
+NAME = f"http-server-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
 JSON = {"content-type": "application/json"}
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 MODEL = "shmring-fingerprints"
@@ -91,7 +92,8 @@ def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
 @contextlib.contextmanager
 def serving(socket_dir: Path, *options: str) -> Iterator[Server]:
     """Runs a server on a free port; kills what is left of it in the end."""
-    command = [sys.executable, "-m", "frontend.cli", "serve", "--port=0", "--name=http", f"--socket-dir={socket_dir}", *options]
+    program = [sys.executable, "-m", "frontend.cli", "serve"]
+    command = [*program, "--port=0", f"--name={NAME}", f"--socket-dir={socket_dir}", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(socket_dir)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pids: list[int] = []
@@ -610,7 +612,7 @@ def test_a_killed_supervisor_takes_everything_with_it(socket_dir: Path) -> None:
         server.process.wait()
         until(lambda: not any(lives(pid) for pid in (server.engine, *server.frontends)), timeout=10)
         until(lambda: not server.metrics_dir.exists(), timeout=5)
-        assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"shmring-{os.getuid()}-http-")]
+        assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"shmring-{os.getuid()}-{NAME}-")]
 
 
 def test_a_server_that_can_not_start_says_why_and_leaves_nothing(socket_dir: Path) -> None:

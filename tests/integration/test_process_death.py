@@ -17,13 +17,15 @@ import shmring
 
 Start = Callable[..., Any]
 
+NAME = f"victim-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
+
 
 @pytest.fixture
 def start(launch: Callable[..., Any], socket_dir: Path) -> Start:
     """``start("frontend", "write")``: runs a program until the test ends."""
 
     def run(program: str, *arguments: str) -> Any:
-        order = ["victim", str(socket_dir)]
+        order = [NAME, str(socket_dir)]
         return launch(program, *([*arguments, *order] if program == "frontend" else [*order, *arguments]))
 
     return run
@@ -39,7 +41,7 @@ async def engine(start: Start) -> Any:
 @pytest.fixture
 async def observer(engine: Any, socket_dir: Path) -> AsyncIterator[shmring.RingClient]:
     """A client of this process, beside the victims."""
-    async with shmring.connect("victim", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
+    async with shmring.connect(NAME, socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         yield client
 
 
@@ -128,7 +130,7 @@ async def test_the_death_of_the_engine_fails_every_pending_call_at_once(
 async def test_a_client_attaches_to_the_next_engine_of_the_name(
     engine: Any, start: Start, socket_dir: Path, eventually: Any
 ) -> None:
-    async with shmring.connect("victim", socket_dir=str(socket_dir), reconnect=True) as client:
+    async with shmring.connect(NAME, socket_dir=str(socket_dir), reconnect=True) as client:
         assert await works(client)
         before = client.statistics()
         async with client.slot(1000) as old_slot:
@@ -279,4 +281,4 @@ async def test_when_everything_is_killed_nothing_is_left(engine: Any, start: Sta
         process.signal(signal.SIGKILL)
     for process in [*frontends, engine]:
         await process.died()
-    assert list(Path("/dev/shm").glob(f"shmring-{os.getuid()}-victim-*")) == []
+    assert list(Path("/dev/shm").glob(f"shmring-{os.getuid()}-{NAME}-*")) == []

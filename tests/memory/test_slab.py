@@ -24,6 +24,7 @@ from shmring.memory import slab as slab_module
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
 
 PREFIX = f"{NAME_PREFIX}-{os.getuid()}-"
+NAME = f"unit-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 MEMFD = f"/memfd:{NAME_PREFIX}-"
@@ -31,13 +32,13 @@ MEMFD = f"/memfd:{NAME_PREFIX}-"
 
 @pytest.fixture
 def slab() -> Iterator[Slab]:
-    slab = Slab.create("unit", MIB, epoch=7, prefault=True)
+    slab = Slab.create(NAME, MIB, epoch=7, prefault=True)
     yield slab
     slab.close()
 
 
 def segments() -> list[str]:
-    return [path.name for path in SHM_DIRECTORY.glob(f"{PREFIX}unit-*")]
+    return [path.name for path in SHM_DIRECTORY.glob(f"{PREFIX}{NAME}-*")]
 
 
 def descriptors() -> int:
@@ -73,7 +74,7 @@ def test_a_slab_has_no_name_from_the_start(slab: Slab) -> None:
 
 
 def test_every_page_is_reserved_even_if_none_is_touched() -> None:
-    slab = Slab.create("unit", MIB, epoch=1, prefault=False)
+    slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
     status = os.fstat(slab.fd)
     assert status.st_size == MIB
     assert status.st_blocks * 512 >= MIB
@@ -93,10 +94,10 @@ def test_a_full_shm_is_a_clear_error_and_leaves_nothing() -> None:
     too_large_nbytes = os.statvfs(SHM_DIRECTORY).f_blocks * os.statvfs(SHM_DIRECTORY).f_frsize + (64 << 20)
     before = descriptors()
     with pytest.raises(SlabError) as caught:
-        Slab.create("unit", too_large_nbytes, epoch=1, prefault=True, backing="/dev/shm")
+        Slab.create(NAME, too_large_nbytes, epoch=1, prefault=True, backing="/dev/shm")
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.nbytes == too_large_nbytes
-    assert caught.value.path == f"/{PREFIX}unit-{1:016x}"
+    assert caught.value.path == f"/{PREFIX}{NAME}-{1:016x}"
     for part in (f"reserving {too_large_nbytes} bytes", "are free", "lower slab_nbytes", "--shm-size"):
         assert part in str(caught.value)
     assert segments() == []
@@ -104,11 +105,11 @@ def test_a_full_shm_is_a_clear_error_and_leaves_nothing() -> None:
 
 
 def test_a_name_that_exists_is_an_error() -> None:
-    path = f"/{PREFIX}unit-{1:016x}"
+    path = f"/{PREFIX}{NAME}-{1:016x}"
     taken = posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0)
     try:
         with pytest.raises(SlabError, match="creating a segment") as caught:
-            Slab.create("unit", MIB, epoch=1, prefault=False, backing="/dev/shm")
+            Slab.create(NAME, MIB, epoch=1, prefault=False, backing="/dev/shm")
         assert caught.value.path == path
         assert segments() == [path[1:]], "it is somebody else's"
     finally:
@@ -125,7 +126,7 @@ def test_a_failure_midway_leaves_nothing(step: str, backing: Backing, monkeypatc
     monkeypatch.setattr(slab_module, step, fail)
     before = descriptors()
     with pytest.raises(SlabError, match="broken"):
-        Slab.create("unit", MIB, epoch=1, prefault=False, reply_nbytes=PAGE, backing=backing)
+        Slab.create(NAME, MIB, epoch=1, prefault=False, reply_nbytes=PAGE, backing=backing)
     assert segments() == []
     assert descriptors() == before
 
@@ -138,7 +139,7 @@ def test_a_failure_at_the_end_leaves_nothing(step: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Slab, step, fail)
     before = descriptors()
     with pytest.raises(SlabError, match="broken"):
-        Slab.create("unit", MIB, epoch=1, prefault=True, reply_nbytes=PAGE)
+        Slab.create(NAME, MIB, epoch=1, prefault=True, reply_nbytes=PAGE)
     assert descriptors() == before
 
 
@@ -146,7 +147,7 @@ def test_a_failure_at_the_end_leaves_nothing(step: str, monkeypatch: pytest.Monk
 
 
 def place_of(fd: int) -> str:
-    return os.readlink(f"/proc/self/fd/{fd}").partition("unit")[0]
+    return os.readlink(f"/proc/self/fd/{fd}").partition(NAME)[0]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_it_lies_where_it_was_asked_to_and_replies_lie_in_a_memfd(
     backing: Backing, place: str, shm_nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "shmring.ring")
-    slab = Slab.create("unit", MIB, epoch=1, prefault=False, reply_nbytes=4 * PAGE, backing=backing)
+    slab = Slab.create(NAME, MIB, epoch=1, prefault=False, reply_nbytes=4 * PAGE, backing=backing)
     assert (slab.nbytes, slab.reply_nbytes, slab.shm_nbytes) == (MIB, 4 * PAGE, shm_nbytes)
     assert (place_of(slab.fd), place_of(slab.reply_fd)) == (place, MEMFD)
     for fd, nbytes in ((slab.fd, MIB - 4 * PAGE), (slab.reply_fd, 4 * PAGE)):
@@ -187,7 +188,7 @@ def small_shm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_goes_to_a_memfd_and_the_log_says_why(small_shm: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shmring.ring")
     before = descriptors()
-    slab = Slab.create("unit", MIB, epoch=1, prefault=False)
+    slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
     assert (place_of(slab.fd), slab.shm_nbytes) == (MEMFD, 0)
     assert f"{MIB} bytes of the slab are in a memfd" in caplog.text
     assert f"reserving {MIB} bytes in /dev/shm failed" in caplog.text
@@ -198,7 +199,7 @@ def test_what_does_not_fit_goes_to_a_memfd_and_the_log_says_why(small_shm: None,
 
 
 def test_what_just_fits_stays_in_shm(small_shm: None) -> None:
-    slab = Slab.create("unit", 18 * PAGE, epoch=1, prefault=False, reply_nbytes=2 * PAGE)
+    slab = Slab.create(NAME, 18 * PAGE, epoch=1, prefault=False, reply_nbytes=2 * PAGE)
     assert slab.shm_nbytes == 16 * PAGE
     slab.close()
 
@@ -213,19 +214,19 @@ def test_what_others_take_meanwhile_makes_it_go_to_a_memfd(monkeypatch: pytest.M
         allocate(fd, offset, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
-    slab = Slab.create("unit", MIB, epoch=1, prefault=False)
+    slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
     assert slab.shm_nbytes == 0
     slab.close()
     with pytest.raises(SlabError, match="backing='memfd'") as caught:
-        Slab.create("unit", MIB, epoch=1, prefault=False, backing="/dev/shm")
+        Slab.create(NAME, MIB, epoch=1, prefault=False, backing="/dev/shm")
     assert caught.value.errno == number
 
 
 def test_where_no_segment_can_be_made_a_memfd_is_taken() -> None:
-    path = f"/{PREFIX}unit-{1:016x}"
+    path = f"/{PREFIX}{NAME}-{1:016x}"
     taken = posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0)
     try:
-        slab = Slab.create("unit", MIB, epoch=1, prefault=False)
+        slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
         assert slab.shm_nbytes == 0
         slab.close()
     finally:
@@ -237,7 +238,7 @@ def test_where_no_segment_can_be_made_a_memfd_is_taken() -> None:
 def test_more_than_the_memory_is_a_clear_error_and_nobody_is_killed_for_it(reply_nbytes: int) -> None:
     before = descriptors()
     with pytest.raises(SlabError, match=r"reserving \d+ bytes in a memfd failed .*: \d+ bytes of \d+ are free") as caught:
-        Slab.create("unit", MIB + (1 << 60), epoch=1, prefault=False, reply_nbytes=reply_nbytes, backing="memfd")
+        Slab.create(NAME, MIB + (1 << 60), epoch=1, prefault=False, reply_nbytes=reply_nbytes, backing="memfd")
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.nbytes in (1 << 60, MIB + (1 << 60))
     assert descriptors() == before
@@ -290,7 +291,7 @@ def what_another_process_can_do(fd: int, nbytes: int) -> dict[str, str]:
 
 
 def test_nobody_can_truncate_a_slab_in_a_memfd() -> None:
-    slab = Slab.create("unit", MIB, epoch=1, prefault=True, backing="memfd")
+    slab = Slab.create(NAME, MIB, epoch=1, prefault=True, backing="memfd")
     can = what_another_process_can_do(slab.fd, MIB)
     assert {name for name, result in can.items() if result == "EPERM"} == {"truncate", "grow", "unseal"}
     assert can["map"] == can["mprotect"] == "done", "frontends write their slots"
@@ -299,7 +300,7 @@ def test_nobody_can_truncate_a_slab_in_a_memfd() -> None:
 
 
 def test_nobody_but_the_engine_can_write_what_replies_are_in() -> None:
-    slab = Slab.create("unit", MIB, epoch=1, prefault=True, reply_nbytes=4 * PAGE)
+    slab = Slab.create(NAME, MIB, epoch=1, prefault=True, reply_nbytes=4 * PAGE)
     slab.bytes_at(MIB - 4 * PAGE, 4 * PAGE)[:] = 7
     can = what_another_process_can_do(slab.reply_fd, 4 * PAGE)
     assert can == {
@@ -316,7 +317,7 @@ def test_nobody_but_the_engine_can_write_what_replies_are_in() -> None:
 @pytest.fixture
 def divided() -> Iterator[Slab]:
     """A slab with a part for replies, of four pages."""
-    slab = Slab.create("unit", MIB, epoch=7, prefault=False, reply_nbytes=4 * PAGE)
+    slab = Slab.create(NAME, MIB, epoch=7, prefault=False, reply_nbytes=4 * PAGE)
     yield slab
     slab.close()
 
@@ -420,7 +421,7 @@ def test_find_knows_its_own_addresses_only(slab: Slab) -> None:
 
 def test_closing_unmaps_and_closes(slab: Slab) -> None:
     before = descriptors()
-    other = Slab.create("unit", MIB, epoch=2, prefault=False)
+    other = Slab.create(NAME, MIB, epoch=2, prefault=False)
     address = other.address
     other.close()
     other.close()
@@ -431,7 +432,7 @@ def test_closing_unmaps_and_closes(slab: Slab) -> None:
 def test_living_views_outlive_the_closing_and_the_mapping_goes_with_the_last_of_them() -> None:
     gc.disable()
     try:
-        slab = Slab.create("unit", MIB, epoch=2, prefault=False)
+        slab = Slab.create(NAME, MIB, epoch=2, prefault=False)
         address, view = slab.address, slab.bytes_at(PAGE, 64)
         view[:] = 9
         tail = view[32:]
@@ -475,7 +476,7 @@ def test_advice_to_nowhere_is_an_error(slab: Slab) -> None:
 
 def test_a_kernel_without_populate_touches_the_pages_instead(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_MADV_POPULATE_WRITE", 9999)
-    fresh = Slab.create("unit", MIB, epoch=3, prefault=False)
+    fresh = Slab.create(NAME, MIB, epoch=3, prefault=False)
     fresh.bytes_at(PAGE, 4)[:] = 77
     fresh.prefault(0, MIB)
     assert mapping(fresh.address)["Rss"] == f"{MIB >> 10} kB"
@@ -567,7 +568,7 @@ def test_a_slab_whose_name_was_swept_in_the_making_is_as_good(prefix: str, monke
         return segment
 
     monkeypatch.setattr(slab_module.posix_ipc, "SharedMemory", swept_at_once)
-    slab = Slab.create("unit", MIB, epoch=4, prefault=False)
+    slab = Slab.create(NAME, MIB, epoch=4, prefault=False)
     slab.bytes_at(0, 1)
     slab.close()
 
@@ -581,7 +582,7 @@ def test_a_sweep_names_the_engine_that_died_between_lock_and_unlink(prefix: str,
     monkeypatch.setattr(slab_module.posix_ipc, "unlink_shared_memory", die)
     before = descriptors()
     with pytest.raises(KeyboardInterrupt):
-        Slab.create("unit", MIB, epoch=4, prefault=False, backing="/dev/shm")
+        Slab.create(NAME, MIB, epoch=4, prefault=False, backing="/dev/shm")
     assert descriptors() == before
-    assert sweep() == [f"{prefix}unit-{4:016x}"]
+    assert sweep() == [f"{prefix}{NAME}-{4:016x}"]
     assert sweep() == []
