@@ -15,11 +15,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.test_http_server import SAMPLES, Server, chat_body, lives, messages_of, serving
+from tests.integration.test_http_server import NAME, SAMPLES, Server, chat_body, lives, messages_of, serving
 
 pytestmark = pytest.mark.slow  # processes that import torch, again and again
 
-NAMES = ["http-0", "http-1"]
+FIRST, SECOND = NAMES = [f"{NAME}-0", f"{NAME}-1"]
 MODEL = "shmring-synthetic"
 LIMIT_S = 60.0
 
@@ -124,18 +124,18 @@ async def test_a_killed_engine_breaks_its_own_streams_and_is_replaced(server: Se
     async def one_is_left() -> bool:
         answer = await http.get("/health")
         assert answer.status_code == 200
-        assert answer.json()["engines"]["http-1"] == "running"
-        return bool(answer.json()["engines"]["http-0"] == "down")
+        assert answer.json()["engines"][SECOND] == "running"
+        return bool(answer.json()["engines"][FIRST] == "down")
 
     await until(one_is_left)
     seen = await metrics_of(http)
-    assert (seen["shmring_engine_up", "http-0"], seen["shmring_engine_up", "http-1"]) == (0, 1)
-    assert ("shmring_engine_steps", "http-0") not in seen
+    assert (seen["shmring_engine_up", FIRST], seen["shmring_engine_up", SECOND]) == (0, 1)
+    assert ("shmring_engine_steps", FIRST) not in seen
     answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=stream_body(2)) for _ in range(6)))
     assert {answer.status_code for answer in answers} == {200}
     await asyncio.gather(*(stream.reading for stream in streams))
-    assert sum(stream.is_broken for stream in streams) == running["http-0"]
-    assert sum(stream.is_whole(tokens) for stream in streams) == running["http-1"]
+    assert sum(stream.is_broken for stream in streams) == running[FIRST]
+    assert sum(stream.is_whole(tokens) for stream in streams) == running[SECOND]
     await all_are_well(http)
     assert server.process.poll() is None
     assert pid_of(server, 0) != victim
@@ -143,14 +143,14 @@ async def test_a_killed_engine_breaks_its_own_streams_and_is_replaced(server: Se
 
     async def both_frontends_have_said_so() -> bool:  # each a second later at most
         after = await metrics_of(http)
-        assert after["shmring_engine_up", "http-0"] == 1
-        assert after["shmring_frontend_reconnections_total", "http-1"] == reconnections["http-1"]
-        return after["shmring_frontend_reconnections_total", "http-0"] == reconnections["http-0"] + 2
+        assert after["shmring_engine_up", FIRST] == 1
+        assert after["shmring_frontend_reconnections_total", SECOND] == reconnections[SECOND]
+        return after["shmring_frontend_reconnections_total", FIRST] == reconnections[FIRST] + 2
 
     await until(both_frontends_have_said_so)
     answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=stream_body(2)) for _ in range(12)))
     assert {answer.status_code for answer in answers} == {200}
-    assert (await metrics_of(http))["shmring_engine_finished_requests", "http-0"] >= 1, "it is used again"
+    assert (await metrics_of(http))["shmring_engine_finished_requests", FIRST] >= 1, "it is used again"
 
 
 async def test_pictures_that_a_killed_engine_had_are_answered_by_the_other(server: Server, http: httpx.AsyncClient) -> None:
@@ -182,15 +182,15 @@ async def test_a_stopped_engine_is_unresponsive_and_the_other_one_answers(server
         async def is_noticed() -> bool:
             answer = await http.get("/health")
             assert answer.status_code == 200
-            return bool(answer.json()["engines"] == {"http-0": "running", "http-1": "unresponsive"})
+            return bool(answer.json()["engines"] == {FIRST: "running", SECOND: "unresponsive"})
 
         await until(is_noticed)
         ready = await http.get("/ready")
         assert (ready.status_code, ready.json()["engine"]) == (200, "running")
-        before = (await metrics_of(http))["shmring_engine_finished_requests", "http-0"]
+        before = (await metrics_of(http))["shmring_engine_finished_requests", FIRST]
         asking = [asyncio.create_task(http.post("/v1/chat/completions", json=stream_body(2))) for _ in range(12)]
         await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        after = (await metrics_of(http))["shmring_engine_finished_requests", "http-0"]
+        after = (await metrics_of(http))["shmring_engine_finished_requests", FIRST]
         assert after > before
     finally:
         os.kill(pid, signal.SIGCONT)
