@@ -110,12 +110,11 @@ def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientCo
 class LoneBook:
     """A lease book on its own as a policy, from acquiring a slot to its release, to measure what it costs.
 
-    Its blocks are in so many leases of one size.
+    Its blocks are in so many leases of one size. A place is named by the slot's generation, as in what an engine sends back.
     """
 
     def __init__(self, length: int, leases: int) -> None:
         self.book = ClientBook(_book_limits(1, length, RingConfig(), ClientConfig()))
-        self.generations: dict[int, int] = {}  # by first block
         blocks = length // leases
         for number in range(leases):
             offset = (1 + number * blocks) * BLOCK_NBYTES
@@ -123,10 +122,7 @@ class LoneBook:
 
     def allocate(self, length: int) -> int | None:
         slot = self.book.acquire(length * BLOCK_NBYTES - SLOT_HEADER_NBYTES, held=False)
-        if slot is None:
-            return None
-        self.generations[slot.start] = self.book.submit(slot)
-        return slot.start
+        return None if slot is None else self.book.submit(slot)
 
-    def free(self, start: int, length: int) -> None:
-        self.book.released((self.generations.pop(start),), 0.0)
+    def free(self, generation: int, length: int) -> None:
+        self.book.released((generation,), 0.0)

@@ -156,11 +156,12 @@ def test_ours_is_fuller_by_mooncake_s_method_than_mooncake_says_of_its_own() -> 
 
 def test_the_lease_book_that_is_timed_places_and_releases() -> None:
     book = LoneBook(10_000, 4)
-    places = [book.allocate(1_000) for _ in range(9)]
-    assert places[-1] is None  # two of 1,000 in each of 2,500
-    assert len(set(places)) == 9
-    book.free(places[0], 1_000)  # type: ignore[arg-type]
-    assert book.allocate(1_000) == places[0]
+    *placed, none = [book.allocate(1_000) for _ in range(9)]
+    assert none is None  # two of 1,000 in each of 2,500
+    assert len(set(placed)) == 8
+    book.free(placed[0], 1_000)  # type: ignore[arg-type]
+    assert book.allocate(1_000) is not None
+    assert book.allocate(1_000) is None
     book.book.check()
 
 
