@@ -70,7 +70,11 @@ class Target:
     def misses(self, results: Results) -> list[tuple[str, float]]:
         """Returns the places where it is missed, with their numbers."""
         numbers = ((name, number) for name, number in self.numbers(results) if number is not None)
-        return [(name, number) for name, number in numbers if (number < self.limit if self.at_least else number > self.limit)]
+        return [(name, number) for name, number in numbers if not _reaches(number, self.limit, self.at_least)]
+
+
+def _reaches(number: float, limit: float, at_least: bool) -> bool:
+    return number >= limit if at_least else number <= limit
 
 
 def judge(
@@ -85,9 +89,6 @@ def judge(
 ) -> Verdict:
     """Returns a verdict, which the worst place decides."""
 
-    def reaches(limit: float) -> bool:
-        return worst >= limit if at_least else worst <= limit
-
     asked = f"{'>=' if at_least else '<='} {limit:g} {unit}"
     places = list(numbers)
     measured = sorted(
@@ -99,8 +100,8 @@ def judge(
     if len(places) > _SHOWN_PLACES:
         places, rest = [*measured[:_SHOWN_PLACES]], f"; the worst of {len(measured)}"
     detail = ", ".join(f"{name}: {'not measured' if number is None else f'{number:.3g}'}" for name, number in places) + rest
-    met = reaches(limit)
-    decision = known.decision if known is not None and not met and reaches(known.limit) else None
+    met = _reaches(worst, limit, at_least)
+    decision = known.decision if known is not None and not met and _reaches(worst, known.limit, at_least) else None
     return Verdict(what, at, asked, f"{worst:.3g} {unit}", met, detail, decision)
 
 
