@@ -7,7 +7,6 @@ frontend's death gives its memory back, an engine's fails what was pending, and 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch
 
 import shmring
 from shmring.core.states import TABLES
+from tests.segments import own_name, segments_of
 
-NAME = f"tour-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
+NAME = own_name("tour")
 LIMIT_S = 10.0
 
 #: Transitions that no process can be brought to, and why.
@@ -70,10 +70,6 @@ async def until_whole(observer: shmring.RingClient) -> dict[str, int]:
         ):
             return counts
         assert time.monotonic() < deadline, counts
-
-
-def segments() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-{NAME}-*")]
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------------
@@ -127,7 +123,7 @@ async def test_a_process_killed_at_a_transition_harms_nobody(
         # Killed as the tour's client left, it may have been left in order before.
         assert (await frontend.said())[0] in ("lost", "toured")
         await frontend.died()
-        assert segments() == []
+        assert segments_of(NAME) == []
         with contextlib.suppress(FileNotFoundError):
             (socket_dir / "tour").unlink()
         successor = start("engine")

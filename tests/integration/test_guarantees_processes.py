@@ -24,10 +24,11 @@ import shmring
 from shmring.core.messages import SlotRef
 from shmring.memory import slab
 from tests.records import submit_of
+from tests.segments import own_name, segments_of
 
 Launch = Callable[..., Any]
 
-NAME = f"guarded-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
+NAME = own_name("guarded")
 LIMIT_S = 20.0
 NBYTES = 400_000
 
@@ -106,10 +107,6 @@ async def works(client: shmring.RingClient, nbytes: int = 50_000) -> None:
     data = torch.arange(nbytes).to(torch.uint8)
     answer = await client.request({"mode": "answer", "x": data}, timeout=LIMIT_S)
     assert torch.equal(answer["x"], data)
-
-
-def segments() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"shmring-{os.getuid()}-{NAME}-*")]
 
 
 async def reclaimed_at(engine: Any, pid: int) -> int:
@@ -235,7 +232,7 @@ async def test_the_engines_death_fails_a_request_in_every_state(run: Launch, soc
         assert max(times_ms.values()) < 2000
         assert int(kept[0].sum()) == 100_000, "a reply that is viewed stays what it is"
         holding.cancel()
-        assert segments() == []
+        assert segments_of(NAME) == []
         assert (await run("engine", "2").said()) == ["ready"]
         await works(client)  # attached to the next
         assert client.statistics().reconnections == 1
@@ -350,7 +347,7 @@ async def test_a_slab_in_a_memfd_goes_with_the_last_process_that_maps_it(
         with pytest.raises(shmring.EngineDeadError):
             await client.request({"mode": "answer", "x": torch.ones(8)}, timeout=LIMIT_S)
     assert who_maps(f"memfd:shmring-{NAME}") == set()
-    assert segments() == []
+    assert segments_of(NAME) == []
 
 
 @pytest.mark.parametrize(("backing", "place"), [("auto", "a memfd"), ("/dev/shm", "/dev/shm"), ("memfd", "a memfd")])
@@ -360,7 +357,7 @@ async def test_a_slab_that_can_never_fit_is_an_error_and_leaves_nothing(backing:
     with pytest.raises(shmring.SlabError, match=reason) as caught:
         await shmring.serve(NAME, slab_nbytes=nbytes, reply_nbytes=4096, backing=backing, socket_dir=str(socket_dir))
     assert caught.value.nbytes == nbytes - 4096
-    assert segments() == []
+    assert segments_of(NAME) == []
     assert list(socket_dir.iterdir()) == []
     async with shmring.serve(NAME, slab_nbytes="1MiB", socket_dir=str(socket_dir)):
         pass

@@ -30,9 +30,11 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.segments import own_name, segments_of
+
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "frontend" / "samples"
-NAME = f"http-server-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
+NAME = own_name("http-server")
 JSON = {"content-type": "application/json"}
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 MODEL = "shmring-fingerprints"
@@ -612,7 +614,7 @@ def test_a_killed_supervisor_takes_everything_with_it(socket_dir: Path) -> None:
         server.process.wait()
         until(lambda: not any(lives(pid) for pid in (server.engine, *server.frontends)), timeout=10)
         until(lambda: not server.metrics_dir.exists(), timeout=5)
-        assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(f"shmring-{os.getuid()}-{NAME}-")]
+        assert segments_of(NAME) == []
 
 
 def test_a_server_that_can_not_start_says_why_and_leaves_nothing(socket_dir: Path) -> None:

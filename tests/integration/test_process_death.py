@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import shmring
+from tests.segments import own_name, segments_of
 
 Start = Callable[..., Any]
 
-NAME = f"victim-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
+NAME = own_name("victim")
 
 
 @pytest.fixture
@@ -281,4 +282,4 @@ async def test_when_everything_is_killed_nothing_is_left(engine: Any, start: Sta
         process.signal(signal.SIGKILL)
     for process in [*frontends, engine]:
         await process.died()
-    assert list(Path("/dev/shm").glob(f"shmring-{os.getuid()}-{NAME}-*")) == []
+    assert segments_of(NAME) == []

@@ -22,9 +22,10 @@ from shmring.config import BACKINGS, Backing
 from shmring.errors import SlabError
 from shmring.memory import slab as slab_module
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
+from tests.segments import own_name, segments_of
 
 PREFIX = f"{NAME_PREFIX}-{os.getuid()}-"
-NAME = f"unit-{os.getpid()}"  # no other tests have names in /dev/shm that begin so
+NAME = own_name("unit")
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 MEMFD = f"/memfd:{NAME_PREFIX}-"
@@ -35,10 +36,6 @@ def slab() -> Iterator[Slab]:
     slab = Slab.create(NAME, MIB, epoch=7, prefault=True)
     yield slab
     slab.close()
-
-
-def segments() -> list[str]:
-    return [path.name for path in SHM_DIRECTORY.glob(f"{PREFIX}{NAME}-*")]
 
 
 def descriptors() -> int:
@@ -69,7 +66,7 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_slab_has_no_name_from_the_start(slab: Slab) -> None:
-    assert segments() == []
+    assert segments_of(NAME) == []
     assert os.readlink(f"/proc/self/fd/{slab.fd}").endswith("(deleted)")
 
 
@@ -100,7 +97,7 @@ def test_a_full_shm_is_a_clear_error_and_leaves_nothing() -> None:
     assert caught.value.path == f"/{PREFIX}{NAME}-{1:016x}"
     for part in (f"reserving {too_large_nbytes} bytes", "are free", "lower slab_nbytes", "--shm-size"):
         assert part in str(caught.value)
-    assert segments() == []
+    assert segments_of(NAME) == []
     assert descriptors() == before
 
 
@@ -111,7 +108,7 @@ def test_a_name_that_exists_is_an_error() -> None:
         with pytest.raises(SlabError, match="creating a segment") as caught:
             Slab.create(NAME, MIB, epoch=1, prefault=False, backing="/dev/shm")
         assert caught.value.path == path
-        assert segments() == [path[1:]], "it is somebody else's"
+        assert segments_of(NAME) == [path[1:]], "it is somebody else's"
     finally:
         taken.close_fd()
         posix_ipc.unlink_shared_memory(path)
@@ -127,7 +124,7 @@ def test_a_failure_midway_leaves_nothing(step: str, backing: Backing, monkeypatc
     before = descriptors()
     with pytest.raises(SlabError, match="broken"):
         Slab.create(NAME, MIB, epoch=1, prefault=False, reply_nbytes=PAGE, backing=backing)
-    assert segments() == []
+    assert segments_of(NAME) == []
     assert descriptors() == before
 
 
@@ -168,7 +165,7 @@ def test_it_lies_where_it_was_asked_to_and_replies_lie_in_a_memfd(
         assert not os.get_inheritable(fd)
     assert ("in a memfd, and not in /dev/shm: as configured" in caplog.text) == (backing == "memfd")
     slab.close()
-    assert segments() == []
+    assert segments_of(NAME) == []
 
 
 @pytest.fixture
@@ -195,7 +192,7 @@ def test_what_does_not_fit_goes_to_a_memfd_and_the_log_says_why(small_shm: None,
     assert f"{16 * PAGE} bytes of {32 * PAGE} are free" in caplog.text
     slab.close()
     assert descriptors() == before
-    assert segments() == []
+    assert segments_of(NAME) == []
 
 
 def test_what_just_fits_stays_in_shm(small_shm: None) -> None:
