@@ -231,6 +231,35 @@ def test_ten_thousand_live_runs_lie_where_the_models_lie(seed: int) -> None:
     assert compiled.runs() == [(1, 400_000)]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_thousand_free_runs_that_grow_and_shrink_at_both_ends_are_those_of_the_model(seed: int) -> None:
+    """A full range is freed in pieces and filled again, in turns, so that what is first in a chunk changes in its place."""
+    chance = random.Random(seed)
+    compiled, expected = RunAllocator(0, 30_000), model.RunAllocator(0, 30_000)
+    live: list[tuple[int, int]] = []
+    while (start := compiled.allocate(length := chance.choice((1, 2, 3)))) is not None:
+        assert start == expected.allocate(length)
+        live.append((start, length))
+    most = 0
+    for step in range(20_000):
+        if live and chance.random() < (0.7 if step // 5_000 % 2 == 0 else 0.3):
+            position = chance.randrange(len(live))
+            live[position], live[-1] = live[-1], live[position]
+            run = live.pop()
+            compiled.free(*run)
+            expected.free(*run)
+        else:
+            length = chance.choice((1, 1, 2, 3, 4))
+            start = compiled.allocate(length)
+            assert start == expected.allocate(length)
+            if start is not None:
+                live.append((start, length))
+        if step % 100 == 0:
+            assert compiled.runs() == list(expected.runs())
+            most = max(most, len(compiled.runs()))
+    assert most > 1_000
+
+
 def test_runs_at_the_end_of_what_a_key_can_hold() -> None:
     allocator = RunAllocator(2**32 - 11, 10)
     assert allocator.allocate(10) == 2**32 - 11
