@@ -62,8 +62,11 @@ class SimulatedLoop:
     def begin(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Makes a task, and runs it as far as it comes at once."""
         task = asyncio.Task(coroutine, loop=cast(Any, self))
-        self.run(self.ready.pop())
-        return task
+        try:
+            self.run(self.ready.pop())
+            return task
+        finally:
+            del task  # as in run()
 
     def run_next(self) -> None:
         """Runs one callback. What it raises comes out here."""
@@ -74,7 +77,10 @@ class SimulatedLoop:
         timer = self.next_timer()
         self.timers.remove(timer)
         self.now = max(self.now, timer.when())
-        self.run(timer)
+        try:
+            self.run(timer)
+        finally:
+            del timer  # as in run()
 
     def next_timer(self) -> asyncio.TimerHandle:
         """Returns the timer whose time comes first."""
@@ -84,8 +90,13 @@ class SimulatedLoop:
         """Runs a callback that was taken from what is ready."""
         if handle.cancelled():
             return
-        with self.running():
-            handle._run()
+        try:
+            with self.running():
+                handle._run()
+        finally:
+            # What a task has raised holds its frames; since Python 3.12 these hold their callers', of which this is one. With the
+            # handle here the task would hold itself, and what it was about would live until a collector comes. So does asyncio.
+            del handle
 
     def run_all(self) -> None:
         """Runs what is ready, and what becomes so meanwhile."""
