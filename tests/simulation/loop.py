@@ -95,7 +95,7 @@ class SimulatedLoop:
                 handle._run()
         finally:
             # What a task has raised holds its frames; since Python 3.12 these hold their callers', of which this is one. With the
-            # handle here the task would hold itself, and what it was about would live until a collector comes. So does asyncio.
+            # handle here the task would hold itself, and what it was about would live until a collector comes.
             del handle
 
     def run_all(self) -> None:
