@@ -94,8 +94,8 @@ class SimulatedLoop:
             with self.running():
                 handle._run()
         finally:
-            # What a task has raised holds its frames; since Python 3.12 these hold their callers', of which this is one. With the
-            # handle here the task would hold itself, and what it was about would live until a collector comes.
+            # What a task has raised holds its frames; since Python 3.12 these hold their callers', and so this one. With the
+            # handle here the task would hold itself, and what it was about would live on until there is a collection.
             del handle
 
     def run_all(self) -> None:
