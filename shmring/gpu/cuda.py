@@ -94,9 +94,6 @@ class Cuda(Protocol):
     def unavailable(self) -> str | None:
         """Returns why CUDA can't be used in this process; ``None`` if it can, as far as one knows before trying."""
 
-    def is_built(self) -> bool:
-        """Whether this build of torch knows CUDA at all."""
-
     def current_device(self) -> int:
         """Returns the index of this thread's device, without initialising CUDA for the answer."""
 
@@ -185,14 +182,11 @@ class TorchCuda:
     """CUDA by way of torch. Makes no call before one is asked for."""
 
     def unavailable(self) -> str | None:
-        if not self.is_built():
+        if torch.version.cuda is None and torch.version.hip is None:
             return "this torch was built without CUDA"
         if not _cuda.is_available():
             return "torch finds no CUDA device"
         return None
-
-    def is_built(self) -> bool:
-        return torch.version.cuda is not None or torch.version.hip is not None
 
     def current_device(self) -> int:
         # Whoever chose another device has initialised CUDA by that.

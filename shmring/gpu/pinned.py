@@ -166,8 +166,8 @@ def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device_index: int) -> Pinned
 
     Args:
         slab: of an engine.
-        mode: see :data:`PinMode`. That ``auto`` finds a torch without CUDA is said, and worth no warning: there is no software
-            for a GPU at all, as on any machine without one.
+        mode: see :data:`PinMode`. That ``auto`` finds no GPU is said, and worth no warning: nothing can be copied to one then,
+            slowly or not. PyPI's torch is built for CUDA, so that it is says nothing about the machine.
         cuda: how to call CUDA.
         device_index: in whose context.
 
@@ -185,7 +185,7 @@ def pin_slab(slab: Slab, mode: PinMode, cuda: Cuda, device_index: int) -> Pinned
         if mode == "on":
             message = f"the slab can't be pinned: {error}; pin='auto' would go on without"
             raise CudaError(message, call=error.call, code=error.code, nbytes=slab.nbytes) from None
-        level = logging.WARNING if cuda.is_built() else logging.INFO
+        level = logging.WARNING if reason is None else logging.INFO
         logger.log(level, "the slab is not pinned, copies to a GPU will be slower: %s; set pin='off' if that is meant", error)
         return PinnedSlab(cuda, device_index, slab.address)
     logger.info(

@@ -43,7 +43,7 @@ class FakeStream:
 
 class FakeCuda:
     """Attributes:
-    built, reason: what ``is_built`` and ``unavailable`` say.
+    reason: what ``unavailable`` says.
     hold_copies: whether streams for copies are made held.
     largest: the most bytes that one registration takes.
     registered: address to size.
@@ -56,7 +56,6 @@ class FakeCuda:
     """
 
     def __init__(self) -> None:
-        self.built = True
         self.reason: str | None = None
         self.hold_copies = False
         self.largest = 1 << 62
@@ -118,9 +117,6 @@ class FakeCuda:
 
     def unavailable(self) -> str | None:
         return self.reason
-
-    def is_built(self) -> bool:
-        return self.built
 
     def current_device(self) -> int:
         return int(getattr(self._here, "device_index", 0))
