@@ -22,9 +22,10 @@ def resident_nbytes():
 
 if sys.argv[1] == "set up":
     assert make_malloc_return_memory()
+large, small = 400 << 10, 2000
+filled = [b"x" * small for _ in range(2048)]  # the holes that the start of Python has left, or small ones would be put there
 bytes(8 << 20)  # glibc raises its threshold when such a block is freed
 before = resident_nbytes()
-large, small = 400 << 10, 2000
 blocks, pins = [], []
 for index in range(256):
     blocks.append(b"x" * large)
