@@ -20,7 +20,6 @@ Event queries are not allowed on any thread while a graph is captured in CUDA's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, Protocol, TypedDict
 
 import numpy as np
@@ -168,14 +167,22 @@ def cuda_index(cuda: Cuda, device: torch.device | str | int) -> int:
     return cuda.current_device() if wanted.index is None else wanted.index
 
 
-@contextlib.contextmanager
-def _calling(call: str, nbytes: int | None = None) -> Iterator[None]:
+class _calling:  # a function to whoever uses it; as a generator it would take longer than some of the calls
     """Turns what torch raises into a :class:`CudaError`."""
-    try:
-        yield
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch's way to say that it was built without CUDA
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]  # advice for debugging kernels follows
-        raise CudaError(f"{call} failed: {first_line}", call=call, nbytes=nbytes) from None
+
+    __slots__ = ("_call", "_nbytes")
+
+    def __init__(self, call: str, nbytes: int | None = None) -> None:
+        self._call = call
+        self._nbytes = nbytes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (RuntimeError, AssertionError)):  # AssertionError: torch was built without CUDA
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]  # advice for debugging kernels follows
+            raise CudaError(f"{self._call} failed: {first_line}", call=self._call, nbytes=self._nbytes) from None
 
 
 class TorchCuda:
@@ -236,9 +243,16 @@ class TorchCuda:
             memory.record_stream(stream)
 
     def copy_to_device(self, target: torch.Tensor, source: NDArray[np.uint8], stream: Stream) -> None:
-        # The device first: leaving a stream goes back to the device before it, and makes a context there if it has none.
-        with _calling("a copy to the device", source.nbytes), _cuda.device(target.device), _cuda.stream(stream):
-            target.copy_(torch.from_numpy(source), non_blocking=True)
+        # torch.cuda.stream() asks for the current device four times, which takes longer than to start a copy. The device comes
+        # first: to go back to one that this thread has not used would make a context there.
+        index = stream.device_index
+        with _calling("a copy to the device", source.nbytes), _cuda.device(index):
+            current = _cuda.current_stream(index)
+            _cuda.set_stream(stream)
+            try:
+                target.copy_(torch.from_numpy(source), non_blocking=True)
+            finally:
+                _cuda.set_stream(current)
 
     def record(self, stream: Stream) -> Event:
         with _calling("recording an event"):

@@ -233,6 +233,7 @@ async def test_the_engines_death_fails_a_request_in_every_state(run: Launch, soc
         assert int(kept[0].sum()) == 100_000, "a reply that is viewed stays what it is"
         holding.cancel()
         assert segments_of(NAME) == []
+        await engine.died()
         assert (await run("engine", "2").said()) == ["ready"]
         await works(client)  # attached to the next
         assert client.statistics().reconnections == 1

@@ -98,19 +98,20 @@ class TorchDotCuda:
             raise self.error
         return self.runtime
 
-    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
-        return self._inside("device", device)
-
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        return self._inside("stream", stream)
-
     @contextlib.contextmanager
-    def _inside(self, kind: str, what: Any) -> Iterator[None]:
-        self.log.append((kind, what))
+    def device(self, device: Any) -> Iterator[None]:
+        self.log.append(("device", device))
         try:
             yield
         finally:
-            self.log.append(("leave", kind))
+            self.log.append(("leave", "device"))
+
+    def current_stream(self, device: int) -> str:
+        self.log.append(("current_stream", device))
+        return f"the stream of {device}"
+
+    def set_stream(self, stream: Any) -> None:
+        self.log.append(("set_stream", stream))
 
 
 @pytest.fixture
@@ -182,12 +183,16 @@ def test_gpus_are_found_by_their_name(torch_cuda: TorchDotCuda) -> None:
     assert TorchCuda().device_index_of("GPU-7") is None
 
 
-def test_a_copy_enters_its_device_before_its_stream(torch_cuda: TorchDotCuda) -> None:
-    """Leaving a stream goes back to the device before it: on a thread that has none that would be GPU 0."""
-    target, source = torch.zeros(8, dtype=torch.uint8), np.arange(8, dtype=np.uint8)
-    TorchCuda().copy_to_device(target, source, "copies")
-    assert torch_cuda.log == [("device", target.device), ("stream", "copies"), ("leave", "stream"), ("leave", "device")]
-    assert target.tolist() == list(range(8))
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_enters_its_device_before_its_stream(torch_cuda: TorchDotCuda, fails: bool) -> None:
+    """And leaves both, whatever happens: the thread's current stream is that of whoever computes on it."""
+    target, source = torch.zeros(8, dtype=torch.uint8), np.arange(7 if fails else 8, dtype=np.uint8)
+    copies = SimpleNamespace(device_index=2)
+    with pytest.raises(CudaError, match="a copy to the device failed") if fails else contextlib.nullcontext():
+        TorchCuda().copy_to_device(target, source, copies)
+    entered = [("device", 2), ("current_stream", 2), ("set_stream", copies)]
+    assert torch_cuda.log == [*entered, ("set_stream", "the stream of 2"), ("leave", "device")]
+    assert target.tolist() == ([0] * 8 if fails else list(range(8)))
 
 
 def test_the_pending_error_is_taken_by_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ async def engine(name: str, socket_dir: str, concurrency: str, backing: Backing 
         backing=backing,
         socket_dir=socket_dir,
         calls={"statistics": statistics, "never": never},
+        pin="off",  # CUDA takes dozens of descriptors, of which some of these engines have few
     )
     say("ready")
     await ring.run(handle, max_concurrency=int(concurrency))
