@@ -74,11 +74,12 @@ class _Upload:
     sources: list[NDArray[np.uint8]]
     part: StagingPart
     target: torch.Tensor
-    payload: Any
 
 
-#: Makes one ready, in the part of the staging memory that it was given.
-_Prepare = Callable[[StagingPart, torch.Tensor], _Upload]
+#: Returns the bytes of the regions of a layout.
+_Find = Callable[[], list[NDArray[np.uint8]]]
+#: Makes the payload, with its tensors in the part of the staging memory that it was given.
+_Finish = Callable[[torch.Tensor], Any]
 
 
 class Uploads:
@@ -146,19 +147,20 @@ class Uploads:
             return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
         consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
-        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
+        find = functools.partial(self._sources, layout, content, bytes_of)
+        finish = functools.partial(self._decode, layout, content, bytes_of, decode, given)
         try:
-            return await self._upload(lane, consumer, layout, prepare, check)
+            return await self._upload(lane, consumer, layout, find, finish, check)
         except BaseException as error:
             _cut_off(error)
             raise
 
     async def _upload(
-        self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare, check: Callable[[], object]
+        self, lane: _Lane, consumer: Stream, layout: Layout, find: _Find, finish: _Finish, check: Callable[[], object]
     ) -> Any:
         part, target = await lane.staging.acquire(max(1, layout.nbytes))
         check()
-        upload = prepare(part, target)
+        upload = _Upload(layout, find(), part, target)
         try:
             if self._must_offload(layout):
                 await self._on_thread(functools.partial(self._queue_copies, lane, upload))
@@ -166,7 +168,7 @@ class Uploads:
                 self._queue_copies(lane, upload)
         finally:
             event = self._guard(lane, upload)  # also of what was cut off: some of it may be under way
-        return self._hand_over(lane, upload, event, consumer)
+        return self._hand_over(lane, upload, event, consumer, finish)
 
     def upload_nowait(
         self,
@@ -194,21 +196,22 @@ class Uploads:
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
         consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
-        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
+        find = functools.partial(self._sources, layout, content, bytes_of)
+        finish = functools.partial(self._decode, layout, content, bytes_of, decode, given)
         try:
-            return self._upload_nowait(lane, consumer, layout, prepare)
+            return self._upload_nowait(lane, consumer, layout, find, finish)
         except BaseException as error:
             _cut_off(error)
             raise
 
-    def _upload_nowait(self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare) -> Any:
+    def _upload_nowait(self, lane: _Lane, consumer: Stream, layout: Layout, find: _Find, finish: _Finish) -> Any:
         part, target = lane.staging.acquire_nowait(max(1, layout.nbytes))
-        upload = prepare(part, target)
+        upload = _Upload(layout, find(), part, target)
         try:
             self._queue_copies(lane, upload)
         finally:
             event = self._guard(lane, upload)
-        return self._hand_over(lane, upload, event, consumer)
+        return self._hand_over(lane, upload, event, consumer, finish)
 
     async def close(self) -> bool:
         """Ends all copies. Returns whether none is under way; if not, the slab's memory must stay as it is."""
@@ -280,19 +283,14 @@ class Uploads:
     def _must_offload(self, layout: Layout) -> bool:
         return not self._pinned.nbytes and layout.nbytes > self._offload_nbytes
 
-    def _prepare(
-        self,
-        layout: Layout,
-        content: Content,
-        bytes_of: BytesOf,
-        decode: Decode,
-        given: Given,
-        part: StagingPart,
-        target: torch.Tensor,
-    ) -> _Upload:
+    def _sources(self, layout: Layout, content: Content, bytes_of: BytesOf) -> list[NDArray[np.uint8]]:
         self._check_open()
-        sources = [_bytes_of(content, bytes_of, run.region) for run in layout.runs]
-        return _Upload(layout, sources, part, target, decode(self._placing(layout, content, bytes_of, given, target)))
+        return [_bytes_of(content, bytes_of, run.region) for run in layout.runs]
+
+    def _decode(
+        self, layout: Layout, content: Content, bytes_of: BytesOf, decode: Decode, given: Given, target: torch.Tensor
+    ) -> Any:
+        return decode(self._placing(layout, content, bytes_of, given, target))
 
     @staticmethod
     def _placing(layout: Layout, content: Content, bytes_of: BytesOf, given: Given, target: torch.Tensor) -> Place:
@@ -343,12 +341,13 @@ class Uploads:
         lane.watcher.guard(event, upload.sources)
         return event
 
-    def _hand_over(self, lane: _Lane, upload: _Upload, event: Event, consumer: Stream) -> Any:
+    def _hand_over(self, lane: _Lane, upload: _Upload, event: Event, consumer: Stream, finish: _Finish) -> Any:
+        payload = finish(upload.target)  # the GPU copies meanwhile
         self._cuda.wait_event(consumer, event)
         lane.staging.hand_over(upload.part, consumer)
         self.copies += 1
         self.copied_nbytes += upload.layout.nbytes
-        return upload.payload
+        return payload
 
     def _check_open(self) -> None:
         if self._closed:
