@@ -74,12 +74,11 @@ class _Upload:
     sources: list[NDArray[np.uint8]]
     part: StagingPart
     target: torch.Tensor
+    payload: Any
 
 
-#: Returns the bytes of the regions of a layout.
-_Find = Callable[[], list[NDArray[np.uint8]]]
-#: Makes the payload, with its tensors in the part of the staging memory that it was given.
-_Finish = Callable[[torch.Tensor], Any]
+#: Makes one ready, in the part of the staging memory that it was given.
+_Prepare = Callable[[StagingPart, torch.Tensor], _Upload]
 
 
 class Uploads:
@@ -147,20 +146,19 @@ class Uploads:
             return decode(self._placing(layout, content, bytes_of, given, given.nowhere()))
         lane = await self._lane(cuda_index(self._cuda, device))
         consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
-        find = functools.partial(self._sources, layout, content, bytes_of)
-        finish = functools.partial(self._decode, layout, content, bytes_of, decode, given)
+        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
         try:
-            return await self._upload(lane, consumer, layout, find, finish, check)
+            return await self._upload(lane, consumer, layout, prepare, check)
         except BaseException as error:
             _cut_off(error)
             raise
 
     async def _upload(
-        self, lane: _Lane, consumer: Stream, layout: Layout, find: _Find, finish: _Finish, check: Callable[[], object]
+        self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare, check: Callable[[], object]
     ) -> Any:
         part, target = await lane.staging.acquire(max(1, layout.nbytes))
         check()
-        upload = _Upload(layout, find(), part, target)
+        upload = prepare(part, target)
         try:
             if self._must_offload(layout):
                 await self._on_thread(functools.partial(self._queue_copies, lane, upload))
@@ -168,7 +166,7 @@ class Uploads:
                 self._queue_copies(lane, upload)
         finally:
             event = self._guard(lane, upload)  # also of what was cut off: some of it may be under way
-        return self._hand_over(lane, upload, event, consumer, finish)
+        return self._hand_over(lane, upload, event, consumer)
 
     def upload_nowait(
         self,
@@ -196,22 +194,21 @@ class Uploads:
         if self._must_offload(layout):
             raise WouldBlock(f"the slab is not pinned, and copying {layout.nbytes} bytes from it would hold the loop up")
         consumer = self._cuda.current_stream(lane.device_index) if stream is None else stream
-        find = functools.partial(self._sources, layout, content, bytes_of)
-        finish = functools.partial(self._decode, layout, content, bytes_of, decode, given)
+        prepare = functools.partial(self._prepare, layout, content, bytes_of, decode, given)
         try:
-            return self._upload_nowait(lane, consumer, layout, find, finish)
+            return self._upload_nowait(lane, consumer, layout, prepare)
         except BaseException as error:
             _cut_off(error)
             raise
 
-    def _upload_nowait(self, lane: _Lane, consumer: Stream, layout: Layout, find: _Find, finish: _Finish) -> Any:
+    def _upload_nowait(self, lane: _Lane, consumer: Stream, layout: Layout, prepare: _Prepare) -> Any:
         part, target = lane.staging.acquire_nowait(max(1, layout.nbytes))
-        upload = _Upload(layout, find(), part, target)
+        upload = prepare(part, target)
         try:
             self._queue_copies(lane, upload)
         finally:
             event = self._guard(lane, upload)
-        return self._hand_over(lane, upload, event, consumer, finish)
+        return self._hand_over(lane, upload, event, consumer)
 
     async def close(self) -> bool:
         """Ends all copies. Returns whether none is under way; if not, the slab's memory must stay as it is."""
@@ -283,14 +280,19 @@ class Uploads:
     def _must_offload(self, layout: Layout) -> bool:
         return not self._pinned.nbytes and layout.nbytes > self._offload_nbytes
 
-    def _sources(self, layout: Layout, content: Content, bytes_of: BytesOf) -> list[NDArray[np.uint8]]:
+    def _prepare(
+        self,
+        layout: Layout,
+        content: Content,
+        bytes_of: BytesOf,
+        decode: Decode,
+        given: Given,
+        part: StagingPart,
+        target: torch.Tensor,
+    ) -> _Upload:
         self._check_open()
-        return [_bytes_of(content, bytes_of, run.region) for run in layout.runs]
-
-    def _decode(
-        self, layout: Layout, content: Content, bytes_of: BytesOf, decode: Decode, given: Given, target: torch.Tensor
-    ) -> Any:
-        return decode(self._placing(layout, content, bytes_of, given, target))
+        sources = [_bytes_of(content, bytes_of, run.region) for run in layout.runs]
+        return _Upload(layout, sources, part, target, decode(self._placing(layout, content, bytes_of, given, target)))
 
     @staticmethod
     def _placing(layout: Layout, content: Content, bytes_of: BytesOf, given: Given, target: torch.Tensor) -> Place:
@@ -341,13 +343,12 @@ class Uploads:
         lane.watcher.guard(event, upload.sources)
         return event
 
-    def _hand_over(self, lane: _Lane, upload: _Upload, event: Event, consumer: Stream, finish: _Finish) -> Any:
-        payload = finish(upload.target)  # the GPU copies meanwhile
+    def _hand_over(self, lane: _Lane, upload: _Upload, event: Event, consumer: Stream) -> Any:
         self._cuda.wait_event(consumer, event)
         lane.staging.hand_over(upload.part, consumer)
         self.copies += 1
         self.copied_nbytes += upload.layout.nbytes
-        return payload
+        return upload.payload
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 import time
@@ -38,20 +37,20 @@ class Noticed:
         self.over += self.views.collect()
         return self.over
 
-    async def eventually(self, condition: Callable[[], bool]) -> None:
+    def eventually(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
         while not condition():
             assert time.monotonic() < deadline
             self.collect()
-            await asyncio.sleep(0.001)
+            time.sleep(0.001)
 
 
 @pytest.fixture
-async def noticed(cuda: Any) -> Noticed:
+def noticed(cuda: Any) -> Noticed:
     return Noticed(cuda)
 
 
-async def test_a_slot_is_over_after_its_view_and_then_its_streams(noticed: Noticed, cuda: Any) -> None:
+def test_a_slot_is_over_after_its_view_and_then_its_streams(noticed: Noticed, cuda: Any) -> None:
     streams = [cuda.create_stream(0) for _ in range(2)]
     for stream in streams:
         stream.held = True
@@ -64,20 +63,20 @@ async def test_a_slot_is_over_after_its_view_and_then_its_streams(noticed: Notic
     assert cuda.calls["record"] == 0, "while it is viewed, more may be queued on it"
     del lent
     gc.collect()
-    await noticed.eventually(lambda: cuda.calls["record"] == 3)  # these streams, and the current one
+    noticed.eventually(lambda: cuda.calls["record"] == 3)  # these streams, and the current one
     assert "slot" not in noticed.views
     cuda.release(streams[0])
-    await noticed.eventually(lambda: [*cuda.awaited] == [*streams[1].queue])
+    noticed.eventually(lambda: [*cuda.awaited] == [*streams[1].queue])
     assert noticed.collect() == []
     cuda.release(streams[1])
-    await noticed.eventually(lambda: noticed.over == ["slot"])
+    noticed.eventually(lambda: noticed.over == ["slot"])
     assert noticed.views.close(10)
 
 
-async def test_without_draining_views_are_not_waited_for(noticed: Noticed, cuda: Any) -> None:
+def test_without_draining_views_are_not_waited_for(noticed: Noticed, cuda: Any) -> None:
     lent = noticed.lend("slot", cuda.create_stream(0))
     noticed.views.leave("slot", drain=False)
-    await noticed.eventually(lambda: noticed.over == ["slot"])
+    noticed.eventually(lambda: noticed.over == ["slot"])
     assert noticed.views.lent("slot") is None
     del lent
     gc.collect()
@@ -85,30 +84,30 @@ async def test_without_draining_views_are_not_waited_for(noticed: Noticed, cuda:
     assert noticed.views.close(10)
 
 
-async def test_a_slot_that_was_never_viewed_waits_for_its_streams(noticed: Noticed, cuda: Any) -> None:
+def test_a_slot_that_was_never_viewed_waits_for_its_streams(noticed: Noticed, cuda: Any) -> None:
     stream = cuda.create_stream(0)
     stream.held = True
     noticed.views.use("slot", stream)
     noticed.views.leave("slot")
     assert noticed.views.lent("slot") is None, "what holds it now is no view"
-    await noticed.eventually(lambda: bool(cuda.awaited))
+    noticed.eventually(lambda: bool(cuda.awaited))
     assert noticed.collect() == []
     cuda.release()
-    await noticed.eventually(lambda: noticed.over == ["slot"])
+    noticed.eventually(lambda: noticed.over == ["slot"])
 
 
 @pytest.mark.parametrize("failing", ["record", "current_stream", "synchronize"])
-async def test_where_cuda_fails_the_slot_is_never_over(noticed: Noticed, cuda: Any, failing: str) -> None:
+def test_where_cuda_fails_the_slot_is_never_over(noticed: Noticed, cuda: Any, failing: str) -> None:
     stream = cuda.create_stream(0)
     cuda.fail(failing)
     noticed.views.use("slot", stream)
     noticed.views.leave("slot")
-    await noticed.eventually(lambda: noticed.views.lost == 1)
+    noticed.eventually(lambda: noticed.views.lost == 1)
     assert noticed.collect() == []
     assert not noticed.views.close(10)
 
 
-async def test_after_the_end_each_death_of_a_view_still_wakes(noticed: Noticed, cuda: Any) -> None:
+def test_after_the_end_each_death_of_a_view_still_wakes(noticed: Noticed, cuda: Any) -> None:
     lent = noticed.lend("slot", cuda.create_stream(0))
     noticed.views.abandon()
     assert not noticed.woken.is_set()
