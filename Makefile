@@ -26,7 +26,7 @@ PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SEED ?= 1
-COMPILED := $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h shmring/memory/*.[ch] tests/model/*.pyx)
+COMPILED := $(wildcard shmring/core/*.pyx shmring/core/*.pxd shmring/core/*.h shmring/memory/*.[ch] bench/*/*.pyx tests/model/*.pyx)
 
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -83,9 +83,10 @@ class Build(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """Returns what is compiled: the core and, where the sources are used in their place, what its tests need."""
+    """Returns what is compiled: the core, what measures it and, where the sources are used in their place, what tests need."""
     is_in_place = not {"editable_wheel", "--inplace"}.isdisjoint(sys.argv)
-    sources = [*Path("shmring/core").glob("*.pyx"), *(Path("tests/model").glob("*.pyx") if is_in_place else ())]
+    patterns = ["shmring/core/*.pyx", "bench/*/*.pyx", *(["tests/model/*.pyx"] if is_in_place else [])]
+    sources = [path for pattern in patterns for path in Path().glob(pattern)]
     core = [Extension(str(path.with_suffix("")).replace("/", "."), [str(path)]) for path in sorted(sources)]
     copies = [f"shmring/memory/{name}" for name in ("_copying.c", "copy_helpers.c")]
     return [*core, Extension("shmring.memory._copying", copies, depends=["shmring/memory/copy_helpers.h"])]

@@ -22,7 +22,8 @@ from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/programs/exchange_a_tensor.py"
-COMPILED = {path.stem for path in ROOT.glob("shmring/core/*.pyx")} | {path.stem for path in ROOT.glob("shmring/memory/_*.c")}
+SOURCES = ("shmring/core/*.pyx", "shmring/memory/_*.c", "bench/*/*.pyx")
+COMPILED = {path.stem for pattern in SOURCES for path in ROOT.glob(pattern)}
 COMPILERS = ("*gcc*", "*g++*", "*clang*", "cc", "c++", "c[89]9*", "cpp*", "*-cpp*", "tcc")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 CROSS_COMPILER = "aarch64-linux-gnu-gcc"
@@ -140,7 +141,8 @@ def test_a_wheel_has_what_runs_and_what_describes_it(distributions: Path) -> Non
     check_runs_on_older_systems(path)
     wheel = zipfile.ZipFile(path)
     names = set(wheel.namelist())
-    for pattern in ("shmring/core/*.pxd", "shmring/core/*.h", "shmring/**/*.pyi", "*/py.typed", "frontend/samples/*"):
+    described = ("shmring/core/*.pxd", "shmring/core/*.h", "shmring/**/*.pyi", "bench/**/*.pyi", "*/py.typed")
+    for pattern in (*described, "frontend/samples/*"):
         files = {str(file.relative_to(ROOT)) for file in ROOT.glob(pattern)}
         assert files
         assert files <= names

@@ -18,15 +18,13 @@ from bench.allocation.traces import LIFETIMES, SIZES
 from bench.command_line import ROOT, SETTINGS, conclude, deliver, json_option, shown_progress
 from bench.machine import Machine
 from bench.results import Coverage, Findings, Planned, Table, Verdict
-from bench.targets import Known, judge
+from bench.targets import judge
 
 __all__ = ["MANY_LIVE", "MEAN_FILL", "MINIMUM_FILL", "Plan", "Result", "allocator_command", "beside_stored", "measure"]
 
 #: The fill and the time that an allocator is to have; the share of the slab and microseconds.
 MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 0.5
 MANY_LIVE = 10_000
-#: What an operation of the lease book, of which one of the allocator is a part, takes more.
-_BOOK_KNOWN = Known(decision=8, limit=0.75)
 
 #: The run that the others are held against.
 STORED = ROOT / "bench" / "results" / "allocator.json"
@@ -232,8 +230,7 @@ def _targets(plan: Plan, results: Sequence[Result]) -> Iterator[Verdict]:
                     yield Verdict(what, where, f">= {target:.0%}", f"{numbers[part]:.1%}", numbers[part] >= target)
         elif result.kind == "cost" and result.subject in (OURS, "book") and at["live"] == MANY_LIVE:
             what, where = f"time per operation: {_TITLES[result.subject]}", f"{MANY_LIVE:,} slots live"
-            known = _BOOK_KNOWN if result.subject == "book" else None
-            yield judge(what, where, OPERATION_US, "us", [("median", numbers["median_us"])], at_least=False, known=known)
+            yield judge(what, where, OPERATION_US, "us", [("median", numbers["median_us"])], at_least=False)
 
 
 def _notes(plan: Plan) -> list[str]:

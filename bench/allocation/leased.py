@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from bench.allocation.lone_book import CalledBook
 from shmring.config import ClientConfig, RingConfig
 from shmring.core import effects
 from shmring.core.client_book import ClientBook, ClientSlotRecord
@@ -17,7 +18,7 @@ from shmring.core.engine_book import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, EngineBookLimits, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
 
-__all__ = ["Leased", "LoneBook"]
+__all__ = ["Leased", "lone_book"]
 
 _ARRIVALS_PER_S = 50  # so that what was empty for ``lease_idle_s`` goes back in the course of a trace
 
@@ -107,22 +108,16 @@ def _book_limits(client_id: int, length: int, ring: RingConfig, client: ClientCo
     )
 
 
-class LoneBook:
-    """A lease book on its own as a policy, from acquiring a slot to its release, to measure what it costs.
+def lone_book(length: int, leases: int) -> CalledBook:
+    """Returns a lease book on its own as a policy, from acquiring a slot to its release, to measure what it costs.
 
-    Its blocks are in so many leases of one size. A place is named by the slot's generation, as in what an engine sends back.
+    Args:
+        length: its blocks.
+        leases: that these are in, of one size.
     """
-
-    def __init__(self, length: int, leases: int) -> None:
-        self.book = ClientBook(_book_limits(1, length, RingConfig(), ClientConfig()))
-        blocks = length // leases
-        for number in range(leases):
-            offset = (1 + number * blocks) * BLOCK_NBYTES
-            self.book.granted(LeaseGrant(0, number + 1, offset, blocks * BLOCK_NBYTES), now=0.0)
-
-    def allocate(self, length: int) -> int | None:
-        slot = self.book.acquire(length * BLOCK_NBYTES - SLOT_HEADER_NBYTES, held=False)
-        return None if slot is None else self.book.submit(slot)
-
-    def free(self, generation: int, length: int) -> None:
-        self.book.released((generation,), 0.0)
+    book = ClientBook(_book_limits(1, length, RingConfig(), ClientConfig()))
+    blocks = length // leases
+    for number in range(leases):
+        offset = (1 + number * blocks) * BLOCK_NBYTES
+        book.granted(LeaseGrant(0, number + 1, offset, blocks * BLOCK_NBYTES), now=0.0)
+    return CalledBook(book)

@@ -33,7 +33,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.allocation.leased import Leased, LoneBook
+from bench.allocation.leased import Leased, lone_book
 from bench.allocation.traces import Lifetime, Sizes, trace
 from shmring.core.blocks import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
@@ -118,10 +118,10 @@ POLICIES: Mapping[str, Subject] = {
     "leases-3": Subject("shmring, leases of 3 frontends", lambda start, length: Leased(length, 3), evicts=False),
     LIMIT: Subject("limit: moved together", Limit),
     "book": Subject(
-        "shmring: lease book, 1 lease", lambda start, length: LoneBook(length, 1), fills=False, evicts=False, timed=True
+        "shmring: lease book, 1 lease", lambda start, length: lone_book(length, 1), fills=False, evicts=False, timed=True
     ),
     "book-many": Subject(
-        "shmring: lease book, 100 leases", lambda start, length: LoneBook(length, 100), slack=3.0, fills=False, evicts=False,
+        "shmring: lease book, 100 leases", lambda start, length: lone_book(length, 100), slack=3.0, fills=False, evicts=False,
         timed=True,
     ),
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.allocation.command import MANY_LIVE, MEAN_FILL, MINIMUM_FILL, STORED, Plan, Result, allocator_command, beside_stored
-from bench.allocation.leased import Leased, LoneBook
+from bench.allocation.leased import Leased, lone_book
 from bench.allocation.measures import (
     CURSOR,
     LIMIT,
@@ -155,11 +155,12 @@ def test_ours_is_fuller_by_mooncake_s_method_than_mooncake_says_of_its_own() -> 
 
 
 def test_the_lease_book_that_is_timed_places_and_releases() -> None:
-    book = LoneBook(10_000, 4)
+    book = lone_book(10_000, 4)
     *placed, none = [book.allocate(1_000) for _ in range(9)]
     assert none is None  # two of 1,000 in each of 2,500
     assert len(set(placed)) == 8
-    book.free(placed[0], 1_000)  # type: ignore[arg-type]
+    assert placed[0] is not None
+    book.free(placed[0], 1_000)
     assert book.allocate(1_000) is not None
     assert book.allocate(1_000) is None
     book.book.check()
