@@ -22,8 +22,8 @@ from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/programs/exchange_a_tensor.py"
-SOURCES = ("shmring/core/*.pyx", "shmring/memory/_*.c", "bench/*/*.pyx")
-COMPILED = {path.stem for pattern in SOURCES for path in ROOT.glob(pattern)}
+OF_SHMRING = {path.stem for pattern in ("core/*.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
+COMPILED = OF_SHMRING | {path.stem for path in ROOT.glob("bench/*/*.pyx")}
 COMPILERS = ("*gcc*", "*g++*", "*clang*", "cc", "c++", "c[89]9*", "cpp*", "*-cpp*", "tcc")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 CROSS_COMPILER = "aarch64-linux-gnu-gcc"
@@ -97,7 +97,7 @@ def exchange(environment: Path, directory: Path, socket_dir: Path) -> dict[str, 
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
     assert answer["sum"] == 2 << 20
-    assert {name.rpartition(".")[2] for name in answer["compiled"]} == COMPILED
+    assert {name.rpartition(".")[2] for name in answer["compiled"]} == OF_SHMRING
     return answer
 
 
