@@ -18,13 +18,15 @@ from bench.allocation.traces import LIFETIMES, SIZES
 from bench.command_line import ROOT, SETTINGS, conclude, deliver, json_option, shown_progress
 from bench.machine import Machine
 from bench.results import Coverage, Findings, Planned, Table, Verdict
-from bench.targets import judge
+from bench.targets import Known, judge
 
 __all__ = ["MANY_LIVE", "MEAN_FILL", "MINIMUM_FILL", "Plan", "Result", "allocator_command", "beside_stored", "measure"]
 
 #: The fill and the time that an allocator is to have; the share of the slab and microseconds.
 MEAN_FILL, MINIMUM_FILL, OPERATION_US = 0.90, 0.75, 0.5
 MANY_LIVE = 10_000
+#: What an operation of the lease book takes, of which one of the allocator is a part.
+_BOOK = Known(decision=8, limit=0.6)
 
 #: The run that the others are held against.
 STORED = ROOT / "bench" / "results" / "allocator.json"
@@ -230,7 +232,8 @@ def _targets(plan: Plan, results: Sequence[Result]) -> Iterator[Verdict]:
                     yield Verdict(what, where, f">= {target:.0%}", f"{numbers[part]:.1%}", numbers[part] >= target)
         elif result.kind == "cost" and result.subject in (OURS, "book") and at["live"] == MANY_LIVE:
             what, where = f"time per operation: {_TITLES[result.subject]}", f"{MANY_LIVE:,} slots live"
-            yield judge(what, where, OPERATION_US, "us", [("median", numbers["median_us"])], at_least=False)
+            known = _BOOK if result.subject == "book" else None
+            yield judge(what, where, OPERATION_US, "us", [("median", numbers["median_us"])], at_least=False, known=known)
 
 
 def _notes(plan: Plan) -> list[str]:
