@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from bench.allocation.lone_book import CalledBook
+from bench.allocation.called_book import CalledBook
 from shmring.config import ClientConfig, RingConfig
 from shmring.core import effects
 from shmring.core.client_book import ClientBook, ClientSlotRecord

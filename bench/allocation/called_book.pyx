@@ -17,13 +17,12 @@ cdef class CalledBook:
     def __init__(self, ClientBook book not None):
         self.book = book
 
-    cpdef object allocate(self, uint64_t length):
+    def allocate(self, uint64_t length):
         """Returns the generation of a slot of so many blocks, its header included; None if there is no room for it."""
         cdef ClientSlotRecord slot = self.book.acquire_slot(length * BLOCK_NBYTES - SLOT_HEADER_NBYTES, False)
         return None if slot is None else self.book.submit_slot(slot, self.book)
 
-    cpdef int free(self, uint64_t generation, uint64_t length) except -1:
+    def free(self, uint64_t generation, uint64_t length):
         """The engine releases what was submitted under this generation."""
         self.book.release_generation(generation, 0.0)
         self.book.serve()
-        return 0
