@@ -349,7 +349,7 @@ async def test_a_payload_that_waits_keeps_its_own_list_of_slots(serve: Any, conn
     await serve()
     client = await connect()
     end = client._session.end
-    _, of_first = end.pack("in no slot")
+    first = end.pack("in no slot")
     async with client.slot(30_000) as slot:
-        _, of_second = end.pack(slot.tensor((30_000,), torch.uint8))
-        assert (len(of_first), len(of_second)) == (0, 1)
+        second = end.pack(slot.tensor((30_000,), torch.uint8))
+        assert (len(first.slots), len(second.slots)) == (0, 1)

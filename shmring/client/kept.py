@@ -190,8 +190,8 @@ class KeptContents:
         session = self.session
         session.check_alive()
         copied: ClientSlotRecord | None = None
-        packed, in_place = session.end.pack(payload)
-        if packed.copied or len(in_place) != 1 or not session.can_keep(in_place[0]):
+        packed = session.end.pack(payload)
+        if not session.can_keep(packed):
             packed = session.end.pack_apart(payload)
             if not packed.copied_nbytes:
                 raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
@@ -243,10 +243,10 @@ class KeptContents:
                 encoded, payload, record = given
                 is_copied = record is not None
                 if record is None:  # where its tensors are may have changed while this waited
-                    packed, in_place = session.end.pack(payload)
-                    if packed.copied or len(in_place) != 1 or not session.can_keep(in_place[0]):
+                    packed = session.end.pack(payload)
+                    if not session.can_keep(packed):
                         raise WouldBlock("the slot that this lies in was submitted by somebody else meanwhile")
-                    encoded, record = packed.payload, in_place[0]
+                    encoded, record = packed.payload, packed.slots[0]
                 slot = session.end.hand_over(record)
                 message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
             future: asyncio.Future[_Pin | NotKept] = session.loop.create_future()

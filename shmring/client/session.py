@@ -47,6 +47,7 @@ from shmring.core.messages import (
     Welcome,
     decode_engine_message,
 )
+from shmring.core.payload import Packed
 from shmring.core.views import Regions
 from shmring.errors import (
     AbortedError,
@@ -374,9 +375,12 @@ class Session:
         if self._touching is not None:
             await asyncio.wait([self._touching])
 
-    def can_keep(self, record: ClientSlotRecord) -> bool:
-        """Whether the engine can keep a slot: one in host memory that it does not keep already."""
-        return record.lease is not None and record.offset < self.welcome.slab_nbytes
+    def can_keep(self, packed: Packed) -> bool:
+        """Whether the engine can keep a payload where it lies: in one slot in host memory that it does not keep already."""
+        if packed.copied or len(packed.slots) != 1:
+            return False
+        record: ClientSlotRecord = packed.slots[0]
+        return record.is_submittable() and record.lease is not None and record.offset < self.welcome.slab_nbytes
 
     def kept_slot_left(self, record: ClientSlotRecord) -> None:
         """For the end: the caller has left a slot that the engine keeps."""
@@ -410,7 +414,7 @@ class Session:
         """
         if not len(self.end.held):
             return False, False
-        _, records = self.end.pack(payload)
+        records = self.end.pack(payload).slots
         return bool(records), any(map(self.device_slots.has, records))
 
     def why_no_reply(self) -> str:

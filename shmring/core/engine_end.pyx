@@ -566,7 +566,7 @@ cdef class EngineEnd:
     cdef bytes _payload_in_slot(self, Content content):
         cdef SlotNumbers* slot = content.slot_numbers + content.slot_count - 1
         return PyBytes_FromStringAndSize(
-            self._mapping.mapped.address + slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes
+            self._mapping.at(slot.offset + HEADER_NBYTES + content.payload_offset, content.payload_nbytes), content.payload_nbytes
         )
 
     cdef int _check_headers(self, ClaimEnd claim) except -1:
@@ -578,7 +578,7 @@ cdef class EngineEnd:
             slot = claim.submit.content.slot_numbers + i
             if slot.offset >= self._slab_nbytes or slot.lease_id == KEPT_LEASE:
                 continue  # in device memory stands no header, and what is kept is what the book says
-            if not read_header(self._mapping.mapped.address + slot.offset, <const char*>_MAGIC, &numbers[0], &numbers[1]):
+            if not read_header(self._mapping.at(slot.offset, HEADER_NBYTES), <const char*>_MAGIC, &numbers[0], &numbers[1]):
                 raise StaleDescriptorError(f"at {slot.offset} stands no slot's header, where generation {slot.generation} was to be")
             if numbers[0] != slot.generation or numbers[1] != slot.nbytes:
                 raise StaleDescriptorError(
@@ -594,7 +594,7 @@ cdef class EngineEnd:
         if slot is None:
             return 0
         numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation = slot.lease_id, slot.offset, slot.nbytes, slot.generation
-        put_header(self._mapping.mapped.address + numbers.offset, <const char*>_MAGIC, numbers)
+        put_header(self._mapping.at(numbers.offset, HEADER_NBYTES), <const char*>_MAGIC, numbers)
         self.book.reply_sent(claim.frontend.client_id, slot.generation)
         return 0
 

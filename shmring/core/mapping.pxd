@@ -13,9 +13,11 @@ cdef struct Mapped:
 
 cdef void keep_mapped(Mapped* mapped) noexcept nogil
 cdef void leave_mapped(Mapped* mapped) noexcept nogil
+cdef char* place_in(const Mapped* mapped, uint64_t offset, uint64_t nbytes) except NULL
 
 
 cdef class Mapping:
     cdef Mapped* mapped  # never NULL
 
+    cdef char* at(self, uint64_t offset, uint64_t nbytes) except NULL
     cdef char* _place(self, uint64_t offset, uint64_t nbytes) except? NULL

@@ -22,6 +22,8 @@ from posix.unistd cimport _SC_PAGESIZE, sysconf
 
 from shmring.core.forks cimport forks
 
+from shmring.errors import ClosedError
+
 cdef extern from "<sys/mman.h>" nogil:
     void* mmap(void*, size_t, int, int, int, long)
     int munmap(void*, size_t)
@@ -83,6 +85,20 @@ cdef void leave_mapped(Mapped* mapped) noexcept nogil:
     if mapped.nbytes and mapped.forks == forks():
         munmap(mapped.address, mapped.nbytes)
     free(mapped)
+
+
+cdef char* place_in(const Mapped* mapped, uint64_t offset, uint64_t nbytes) except NULL:
+    """Where bytes of mapped memory are. Who reads or writes them asks here, each time: the end may be over since it asked last.
+
+    Raises:
+        ClosedError: nothing is mapped any more.
+        ValueError: they exceed what is mapped.
+    """
+    if not mapped.nbytes:
+        raise ClosedError("the shared memory of this connection is not mapped any more: the connection has ended")
+    if offset > mapped.nbytes or nbytes > mapped.nbytes - offset:
+        raise ValueError(f"{nbytes} bytes at {offset} exceed a mapping of {mapped.nbytes}")
+    return mapped.address + offset
 
 
 @cython.final
@@ -189,6 +205,10 @@ cdef class Mapping:
         cdef char* start = self._place(offset, nbytes)
         if mprotect(start, nbytes, protection):
             PyErr_SetFromErrno(OSError)
+
+    cdef char* at(self, uint64_t offset, uint64_t nbytes) except NULL:
+        """As :func:`place_in`."""
+        return place_in(self.mapped, offset, nbytes)
 
     cdef char* _place(self, uint64_t offset, uint64_t nbytes) except? NULL:
         if offset > self.mapped.nbytes or nbytes > self.mapped.nbytes - offset:

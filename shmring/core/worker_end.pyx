@@ -383,7 +383,8 @@ cdef class WorkerEnd:
             slot = content.slot_numbers + content.slot_count - 1
             content.take_payload(
                 PyBytes_FromStringAndSize(
-                    self._mapping.mapped.address + slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes
+                    self._mapping.at(slot.offset + _HEADER_NBYTES + content.payload_offset, content.payload_nbytes),
+                    content.payload_nbytes,
                 ),
                 self._max_tensors,
             )
