@@ -327,7 +327,7 @@ def test_whatever_lies_in_the_ring_is_refused_or_read(stores: list[tuple[int, in
 
 @pytest.fixture
 def cut_off() -> Iterator[Pair]:
-    """A ring whose file is cut off behind its first page of records: whoever touches what lies there is killed by the kernel."""
+    """A ring whose file is cut off behind its first page of records: whoever touches what lies there is killed."""
     fd = os.memfd_create("ring")
     os.ftruncate(fd, ring_nbytes(1 << 15))
     pair = Pair(1 << 15, mmap.mmap(fd, ring_nbytes(1 << 15)))

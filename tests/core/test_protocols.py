@@ -1,9 +1,9 @@
 """The protocols of sleeping and waking: the sources take the steps that spin has searched, in that order.
 
 What a missing fence does can't be seen where one core runs both ends, and on two it is seldom. So spin searches a model
-(``make verify``). Here each function that touches what two processes share is held against the same function of the model: which place
-it loads, stores or exchanges, where it fences and rings, and which stores are releases. What those words mean is in ``atomics.h``; the
-compiler is asked whether they are the instructions that they must be.
+(``make verify``). Here each function that touches what two processes share is held against the function of that name in the model:
+which place it loads, stores or exchanges, where it fences and rings, and which stores are releases. What those words mean is in
+``atomics.h``; the compiler is asked whether they are the instructions that they must be.
 """
 
 from __future__ import annotations
