@@ -1,7 +1,7 @@
 """The protocols of sleeping and waking: the sources take the steps that spin has searched, in that order.
 
 What a missing fence does can't be seen where one core runs both ends, and on two it is seldom. So spin searches a model
-(``make verify``). Here each function that touches what two processes share is held against the function of that name in the model:
+(``make verify``). Here each function that touches what two processes share is held against the model's function of that name:
 which place it loads, stores or exchanges, where it fences and rings, and which stores are releases. What those words mean is in
 ``atomics.h``; the compiler is asked whether they are the instructions that they must be.
 """

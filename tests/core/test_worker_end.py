@@ -125,7 +125,7 @@ def test_who_waits_for_room_takes_no_bell_from_who_receives(ends: tuple[WorkerEn
 def test_who_waits_for_other_things_reads_nothing_at_any_moment_while_another_receives(
     ends: tuple[WorkerEnd, mmap.mmap, socket.socket],
 ) -> None:
-    """Who receives has said that it sleeps and does not sleep yet, or was woken and has not looked yet: what came is its own."""
+    """Who receives has said that it sleeps and does not sleep yet, or was woken and has not looked: what came is its own."""
     end, _, theirs = ends
     asked, asking = os.pipe()
     answered, answering = os.pipe()
