@@ -87,7 +87,10 @@ def extensions() -> list[Extension]:
     is_in_place = not {"editable_wheel", "--inplace"}.isdisjoint(sys.argv)
     patterns = ["shmring/core/*.pyx", "bench/*/*.pyx", *(["tests/model/*.pyx"] if is_in_place else [])]
     sources = [path for pattern in patterns for path in Path().glob(pattern)]
-    core = [Extension(str(path.with_suffix("")).replace("/", "."), [str(path)]) for path in sorted(sources)]
+    headers = ["shmring/core"]  # which what lies beside the core uses as well
+    core = [
+        Extension(str(path.with_suffix("")).replace("/", "."), [str(path)], include_dirs=headers) for path in sorted(sources)
+    ]
     copies = [f"shmring/memory/{name}" for name in ("_copying.c", "copy_helpers.c")]
     return [*core, Extension("shmring.memory._copying", copies, depends=["shmring/memory/copy_helpers.h"])]
 

@@ -1,7 +1,8 @@
 """Runs the compiled core's tests with the core built for sanitizers: ``make sanitize``; or fuzzes it so: ``--fuzz SECONDS``.
 
 First for AddressSanitizer and UndefinedBehaviourSanitizer; then, those in which threads meet, for ThreadSanitizer. It is fuzzed
-with the first two (``tests/fuzz/mutate.py``).
+with the first two (``tests/fuzz/mutate.py``). With the first two it also has the checks that its own build leaves out: an
+attribute of None raises, which is otherwise read from where None lies, and so does an index that is none.
 
 The core is built anew, beside the one that is installed, in a temporary copy of the sources, and the tests run against that
 copy. Leaks are not looked for: an interpreter that ends leaves much to the kernel.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,12 +61,14 @@ class Sanitizers:
         libraries: of the compiler, to be loaded first.
         options: environment variables.
         tests: arguments of pytest.
+        is_checked: whether Cython's checks are there as well.
     """
 
     names: str
     libraries: tuple[str, ...]
     options: dict[str, str]
     tests: tuple[str, ...]
+    is_checked: bool = False
 
 
 RUNS = (
@@ -77,6 +81,7 @@ RUNS = (
             "PYTHONMALLOC": "malloc",  # so that bytes objects have red zones too
         },
         (*COMPILED, *QUICK),
+        is_checked=True,
     ),
     Sanitizers("thread", ("libtsan.so",), {"TSAN_OPTIONS": "halt_on_error=1"}, THREADED),
 )
@@ -100,7 +105,7 @@ def main() -> None:
 def _run(sanitizers: Sanitizers, command: list[str]) -> None:
     libraries = [_runtime(os.environ.get("CC", "gcc"), name) for name in sanitizers.libraries]
     with tempfile.TemporaryDirectory() as directory:
-        _build(Path(directory), sanitizers.names)
+        _build(Path(directory), sanitizers)
         environment = os.environ | sanitizers.options | {"LD_PRELOAD": " ".join(libraries), "PYTHONPATH": directory}
         print(f"-fsanitize={sanitizers.names}", flush=True)
         ended = subprocess.run(command, cwd=directory, env=environment, check=False)
@@ -108,16 +113,29 @@ def _run(sanitizers: Sanitizers, command: list[str]) -> None:
         sys.exit(ended.returncode)
 
 
-def _build(copy: Path, names: str) -> None:
+def _build(copy: Path, sanitizers: Sanitizers) -> None:
     for name in ("shmring", "tests", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy2(source, copy / name)
-    flags = f"-O1 -g -fno-omit-frame-pointer -fsanitize={names} -fno-sanitize-recover=undefined -Wno-tsan"
+    if sanitizers.is_checked:
+        _check(copy)
+    flags = f"-O1 -g -fno-omit-frame-pointer -fsanitize={sanitizers.names} -fno-sanitize-recover=undefined -Wno-tsan"
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(build, cwd=copy, env=os.environ | {"CFLAGS": flags, "LDFLAGS": flags}, check=True)
+
+
+def _check(copy: Path) -> None:
+    """Has Cython check for None and for bounds. Without the interpreter's lock it then takes no ``self.count += 1``."""
+    setup = (copy / "setup.py").read_text()
+    unchecked = '"boundscheck": False,'
+    assert unchecked in setup
+    (copy / "setup.py").write_text(setup.replace(unchecked, '"boundscheck": True,\n    "nonecheck": True,'))
+    for source in (copy / "shmring/core").glob("*.pyx"):
+        text = re.sub(r"^( +)(self\.\w+) ([-+])= ([^#\n]+?)(  #.*)?$", r"\1\2 = \2 \3 (\4)\5", source.read_text(), flags=re.M)
+        source.write_text(text)
 
 
 def _runtime(compiler: str, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -436,6 +437,21 @@ async def test_an_abort_before_the_claim_takes_the_request_away(ends: Ends, even
     with pytest.raises(shmring.WouldBlock):
         ends.ring.claim_nowait()
     await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+
+
+async def test_aborts_in_a_line_of_waiting_requests_leave_the_others_in_order(ends: Ends, eventually: Any) -> None:
+    """In every order: who leaves the line has somebody on both sides, on one, or on none, who has left before or not."""
+    for aborted in itertools.permutations(range(4)):
+        submissions = [await ends.client.submit(number) for number in range(5)]
+        await eventually(lambda: ends.ring.statistics().waiting == 5)
+        left = [submission.request_id for submission in submissions]
+        for number in aborted:
+            submissions[number].abort()
+            left.remove(submissions[number].request_id)
+            await eventually(lambda left=left: ends.ring.statistics().waiting == len(left))
+            assert [request_id for _, request_id in ends.ring._end.waiting] == left
+        with await ends.ring.claim() as claim:
+            assert claim.payload == 4
 
 
 async def test_an_abort_after_the_claim_marks_it_and_its_slot_waits_for_its_end(ends: Ends, eventually: Any) -> None:

@@ -353,3 +353,38 @@ async def test_a_payload_that_waits_keeps_its_own_list_of_slots(serve: Any, conn
     async with client.slot(30_000) as slot:
         second = end.pack(slot.tensor((30_000,), torch.uint8))
         assert (len(first.slots), len(second.slots)) == (0, 1)
+
+
+@pytest.mark.parametrize("change", ["it is left", "another request has it"])
+async def test_a_slot_that_changed_hands_since_its_payload_was_packed_is_not_sent(
+    serve: Any, connect: Any, settled: Any, change: str
+) -> None:
+    """What was packed waits for its turn, for space or for a copy; who sends it then looks at its slots again."""
+    ring, client = await serve(), await connect()
+    end = client._session.end
+    async with client.slot(30_000) as slot:
+        view = slot.tensor((30_000,), torch.uint8).fill_(1)
+        packed = end.pack({"x": view})
+        if change == "it is left":
+            slot.close()
+        else:
+            await client.submit({"x": view})
+        before = client.statistics()
+        assert end.send(packed, None, "", None) is None
+        assert not end.found_full
+        assert client.statistics() == before, "nothing was sent, and no slot changed its state"
+        del view
+    await client.close()
+    await settled(ring)
+
+
+async def test_an_end_whose_session_has_ended_holds_no_slot(serve: Any, connect: Any) -> None:
+    """Its leases are the engine's again, and the slab is not mapped any more."""
+    await serve()
+    client = await connect()
+    end = client._session.end
+    client_slot = end.hold_now(1000, False)
+    assert client_slot is not None
+    client_slot.close()
+    await client.close()
+    assert end.hold_now(1000, False) is None

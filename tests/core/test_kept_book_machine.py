@@ -29,6 +29,10 @@ MAX_CLIENTS = 4
 MAX_CLIENTS_EVER = 8  # in one example; else most steps would be about clients that come and go
 MAX_PINS = 4
 MAX_KEPT = 5
+
+#: Where an example begins if not with an empty book: so much is kept as may be, all of it pinned, and one more was given; or
+#: somebody waits for a range beside which something is kept. With how many blocks are lent out, and how many may be kept.
+STARTS = {"all pinned": (10, 10), "beside a window": (3, 3)}
 KEYS = [bytes([letter]) * 32 for letter in b"abcdefg"]
 
 T = TypeVar("T")
@@ -59,8 +63,10 @@ class Client:
 class KeptBookMachine(RuleBasedStateMachine):
     """Up to four clients that keep, find, send and leave content under memory pressure."""
 
-    @initialize(leasable=st.integers(4, 14), kept=st.integers(0, 10))
-    def create(self, leasable: int, kept: int) -> None:
+    @initialize(leasable=st.integers(4, 14), kept=st.integers(0, 10), start=st.sampled_from(["empty", *STARTS]))
+    def create(self, leasable: int, kept: int, start: str) -> None:
+        """Begins with an empty book, or where few random steps lead: see :data:`STARTS`."""
+        leasable, kept = STARTS.get(start, (leasable, kept))
         limits = EngineBookLimits(
             max_lease_blocks=4,
             quota_blocks=max(1, leasable * 3 // 4),
@@ -74,8 +80,22 @@ class KeptBookMachine(RuleBasedStateMachine):
         self.book = PairedEngineBook(Geometry(leasable_blocks=leasable, reply_blocks=1), limits)
         self.clients: dict[int, Client] = {}
         self.next_client = self.next_token = 1
-        self.connect(2)
-        self.connect(2)
+        if start == "all pinned":
+            self.connect(4)
+            self.connect(4)
+            for number in range(MAX_KEPT + 1):
+                self.give(1 + number % 2, KEYS[number], number // 2)
+        elif start == "beside a window":
+            self.connect(1)
+            self.book.return_leases(1, list(self.book.clients[1].leases))
+            self.connect(2)
+            self.give(2, KEYS[0], 0)
+            self.unpin_all(2)
+            self.carry_out(self.book.request_lease(1, self.token(), 2 * BLOCK_NBYTES, 0, HOST_MEMORY, True))
+            assert len(self.book.kept) == 1
+        else:
+            self.connect(2)
+            self.connect(2)
 
     # -- what is known -------------------------------------------------------------------------------------------------------
 
@@ -224,10 +244,21 @@ class KeptBookMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.connected())
     @rule(data=st.data(), key=st.sampled_from(KEYS))
     def keep(self, data: Any, key: bytes) -> None:
-        client_id, client = self.draw_client(data)
+        client_id, _ = self.draw_client(data)
         slot = self.draw_slot(data, client_id)
-        if slot is None:
-            return
+        if slot is not None:
+            self.give_slot(client_id, key, slot)
+
+    def give(self, client_id: int, key: bytes, at: int) -> None:
+        """A client keeps one block of its only lease."""
+        [lease] = self.book.clients[client_id].leases.values()
+        client = self.clients[client_id]
+        client.last_n += 1
+        generation = client_id << GENERATION_BITS | client.last_n
+        self.give_slot(client_id, key, SlotRef(lease.lease_id, (lease.start + at) * BLOCK_NBYTES, content(1), generation))
+
+    def give_slot(self, client_id: int, key: bytes, slot: SlotRef) -> None:
+        client = self.clients[client_id]
         token = self.token()
         there = self.book.kept.by_key.get(key)
         pinned = self.pinned()
@@ -257,6 +288,10 @@ class KeptBookMachine(RuleBasedStateMachine):
             return
         client.pins = client.pins - Counter(generations)
         self.carry_out(self.book.unpin(client_id, generations))
+
+    def unpin_all(self, client_id: int) -> None:
+        pins, self.clients[client_id].pins = self.clients[client_id].pins, Counter()
+        self.carry_out(self.book.unpin(client_id, list(pins.elements())))
 
     def refuses(self, event: Callable[[], object]) -> None:
         before = plain(self.book)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import math
 import mmap
 import os
 import random
+import resource
 import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.message_ring import LARGEST_RECORD_NBYTES, RecordReader, RecordWriter, ring_nbytes
+from shmring.core.message_ring import LARGEST_RECORD_NBYTES, RecordReader, RecordTaker, RecordWriter, ring_nbytes
+from shmring.core.payload import write_submit
 from shmring.errors import CapacityError, RemoteProtocolError
+from shmring.memory.tensors import make_packer
 
 TAIL, HEAD, READER_SLEEPS, WRITER_WAITS, RECORDS = 0, 64, 128, 192, 4096
 SKIP = 0xFFFFFFFF
@@ -31,8 +37,8 @@ SKIP = 0xFFFFFFFF
 class Pair:
     """Both ends of a ring in one process, and the sockets on which they ring."""
 
-    def __init__(self, capacity: int) -> None:
-        self.memory = mmap.mmap(-1, ring_nbytes(capacity))
+    def __init__(self, capacity: int, memory: mmap.mmap | None = None) -> None:
+        self.memory = mmap.mmap(-1, ring_nbytes(capacity)) if memory is None else memory
         self.at_writer, self.at_reader = socket.socketpair()
         self.writer = RecordWriter(self.memory, self.at_writer.fileno())
         self.reader = RecordReader(self.memory, self.at_reader.fileno())
@@ -314,6 +320,71 @@ def test_whatever_lies_in_the_ring_is_refused_or_read(stores: list[tuple[int, in
         while (record := pair.reader.read()) is not None:
             assert len(record) <= 16
     pair.close()
+
+
+# -- what is published is complete, and what is given back was taken ---------------------------------------------------------
+
+
+@pytest.fixture
+def cut_off() -> Iterator[Pair]:
+    """A ring whose file is cut off behind its first page of records: whoever touches what lies there is killed."""
+    fd = os.memfd_create("ring")
+    os.ftruncate(fd, ring_nbytes(1 << 15))
+    pair = Pair(1 << 15, mmap.mmap(fd, ring_nbytes(1 << 15)))
+    os.ftruncate(fd, RECORDS + mmap.PAGESIZE)
+    yield pair
+    pair.close()
+    os.close(fd)
+
+
+def dies(event: Callable[[], object]) -> bool:
+    """Runs an event in a forked process; returns whether that was killed meanwhile."""
+    pid = os.fork()
+    if not pid:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(BaseException):
+            event()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] != 0
+
+
+LONG = b"x" * (1 << 13)  # which reaches beyond that page
+
+WRITES: dict[str, Callable[[RecordWriter], object]] = {
+    "write": lambda writer: writer.write(LONG),
+    "write_submit": lambda writer: write_submit(
+        writer, make_packer(4, 1 << 16).pack(LONG[:8000], 0, len(LONG)), 1, 1, "", b"", ()
+    ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_record_is_published_after_all_of_it_was_written(cut_off: Pair, write: Callable[[RecordWriter], object]) -> None:
+    """The other end sees what was published at any moment, also while the copy is being made."""
+    assert dies(lambda: write(cut_off.writer))
+    assert cut_off.number(TAIL) == 0
+
+
+class Taker(RecordTaker):
+    def take_record(self, record: bytes) -> None:
+        pass
+
+
+READS: dict[str, Callable[[RecordReader], object]] = {
+    "read": lambda reader: reader.read(),
+    "deliver": lambda reader: reader.deliver([].append, 1, time.monotonic, math.inf),
+    "deliver in C": lambda reader: reader.deliver(Taker(), 1, time.monotonic, math.inf),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_place_is_given_back_after_its_record_was_copied(cut_off: Pair, read: Callable[[RecordReader], object]) -> None:
+    """The writer may use it again at once: what was not copied by then would be torn."""
+    cut_off.put(RECORDS, len(LONG), 4)
+    cut_off.put(TAIL, 4 + len(LONG) + 4)
+    assert dies(lambda: read(cut_off.reader))
+    assert cut_off.number(HEAD) == 0
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import gc
 import os
 import socket
 import tracemalloc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -153,6 +153,41 @@ def test_a_msgspec_type(slab: Mapping, regions: Regions) -> None:
     assert isinstance(picture.y, np.ndarray)
     with pytest.raises(msgspec.ValidationError):
         decoded(sent({"x": 1, "y": 2}, slab), slab, regions, Picture)
+
+
+class Page(msgspec.Struct):
+    """What runs code of its own while a payload is decoded."""
+
+    number: int
+    turn: ClassVar[Callable[[int], None]]
+
+    def __post_init__(self) -> None:
+        Page.turn(self.number)
+
+
+class Album(msgspec.Struct):
+    first: torch.Tensor
+    page: Page
+    last: torch.Tensor
+
+
+def test_while_a_payload_is_decoded_its_decoder_may_decode_another_one(
+    slab: Mapping, regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = make_decoder(Album)
+    outer = sent({"first": torch.full((1000,), 7), "page": {"number": 1}, "last": torch.full((1000,), 8)}, slab)
+    inner = sent({"first": torch.ones(3), "page": {"number": 0}, "last": torch.ones(2)}, slab, inline_nbytes=100)
+    sums: list[int] = []
+
+    def turn(number: int) -> None:
+        if number:
+            album, _ = decode_content(decoder, inner, CLIENT_ID, regions, slab)
+            sums.append(int(album.first.sum() + album.last.sum()))
+
+    monkeypatch.setattr(Page, "turn", staticmethod(turn), raising=False)
+    album, viewed = decode_content(decoder, outer, CLIENT_ID, regions, slab)
+    assert viewed == [True]
+    assert (int(album.first.sum()), int(album.last.sum()), sums) == (7000, 8000, [5])
 
 
 def test_what_python_can_not_hold_is_refused(slab: Mapping, regions: Regions) -> None:

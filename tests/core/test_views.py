@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from shmring.core import views as module
 from shmring.core.mapping import Mapping
 from shmring.core.views import Region, RegionBytes, Regions, TensorMaker, borrowed, copied
+from tests.model.stepped import IS_STEPPED, LastView, at_each_step
 
 NBYTES = 1 << 16
 INT32 = (0, 32)  # as DLPack numbers dtypes
@@ -558,6 +560,43 @@ def test_threads_drop_views_while_the_owner_ends(mapping: Mapping) -> None:
             os.fstat(bell)
 
 
+@pytest.mark.skipif(not IS_STEPPED, reason="only x86 stops behind each instruction")
+def test_a_last_view_may_die_at_any_moment_while_its_region_is_left(mapping: Mapping) -> None:
+    """On another thread, without the interpreter's lock: the owner is told of it, at once or later."""
+
+    def begin() -> tuple[Callable[[], bool], LastView, Callable[[bool], None]]:
+        regions = Regions()
+        region = regions.open(mapping, 0, 64, (1, 2))
+
+        def check(drains: bool) -> None:
+            assert rings(regions) == drains
+            assert regions.collect() == ([(1, 2)] if drains else [])
+            assert (len(regions), regions.living()) == (0, [])
+
+        return region.leave, LastView(region.memory()), check
+
+    assert at_each_step(module, begin) > 20
+
+
+@pytest.mark.skipif(not IS_STEPPED, reason="only x86 stops behind each instruction")
+def test_a_last_view_may_die_at_any_moment_while_others_are_collected(mapping: Mapping) -> None:
+    """What is not among those that are collected rings again."""
+
+    def begin() -> tuple[Callable[[], list[tuple[int, int]]], LastView, Callable[[list[tuple[int, int]]], None]]:
+        regions = Regions()
+        region = regions.open(mapping, 0, 64, (1, 2))
+        last = LastView(region.memory())
+        assert region.leave()
+
+        def check(collected: list[tuple[int, int]]) -> None:
+            assert collected or rings(regions)
+            assert collected + regions.collect() == [(1, 2)]
+
+        return regions.collect, last, check
+
+    assert at_each_step(module, begin) > 20
+
+
 @each_kind
 def test_a_death_in_a_forked_child_is_none_in_its_parent(
     mapping: Mapping, regions: Regions, make: Callable[[Region], Any]
@@ -600,6 +639,7 @@ def test_views_may_live_until_the_interpreter_has_ended() -> None:
     """Kept by a module, a cycle, a thread that never ends, what runs at the exit, and torch itself."""
     script = """
 import atexit, gc, os, threading, torch, numpy as np
+from shmring.core import views as module
 from shmring.core.mapping import Mapping
 from shmring.core.views import Regions, TensorMaker
 gc.disable()

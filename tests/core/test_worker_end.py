@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from shmring.core import worker_end
 from shmring.core.fan_out_book import WORKER_PAGE_NBYTES
 from shmring.core.mapping import Mapping
 from shmring.core.message_ring import ENDED, FOREIGN, RecordReader, RecordWriter, ring_nbytes
 from shmring.core.worker_end import MessageEnd, WorkerEnd
 from shmring.memory.tensors import make_decoder, make_packer
+from tests.model.stepped import IS_STEPPED, OtherThread, at_each_step
 
 RECORD = b"\x91\x00"  # of a kind that no message is of
 NOBODY = -1  # instead of a process that may die
@@ -116,3 +119,37 @@ def test_who_waits_for_room_takes_no_bell_from_who_receives(ends: tuple[WorkerEn
         os.close(asking)
         os.close(asked)
         os.waitpid(pid, 0)
+
+
+@pytest.mark.skipif(not IS_STEPPED, reason="only x86 stops behind each instruction")
+def test_who_waits_for_other_things_reads_nothing_at_any_moment_while_another_receives(
+    ends: tuple[WorkerEnd, mmap.mmap, socket.socket],
+) -> None:
+    """Who receives has said that it sleeps and does not sleep yet, or was woken and has not looked: what came is its own."""
+    end, _, theirs = ends
+    asked, asking = os.pipe()
+    answered, answering = os.pipe()
+    heard: list[int] = []
+
+    def wait_for_room() -> None:
+        while os.read(asked, 1):
+            heard.append(end.wait_for_room(NOBODY, 0.0))
+            os.write(answering, b"!")
+
+    def begin() -> tuple[Callable[[], object], OtherThread, Callable[[object], None]]:
+        theirs.send(b"\2")
+
+        def check(received: object) -> None:
+            assert (received, heard.pop()) == (FOREIGN, 0)
+
+        return functools.partial(end.receive, NOBODY, 0.5, -1.0), OtherThread(asking, answered), check
+
+    waiting = threading.Thread(target=wait_for_room)
+    waiting.start()
+    try:
+        assert at_each_step(worker_end, begin) > 5
+    finally:
+        os.close(asking)
+        waiting.join()
+        for fd in (asked, answered, answering):
+            os.close(fd)

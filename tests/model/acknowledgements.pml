@@ -11,7 +11,8 @@
  * Acknowledged twice or out of order, a message is seen once.
  *
  * Memory is as in message_ring.pml: a store buffer for the engine and each thread, which leaves in order (x86), or with -DARM in any
- * order that release stores and fences allow. Mutants (-DNO_...) each leave one step out; spin must find a fault in every one of them.
+ * order that release stores and fences allow. tests/core/test_protocols.py holds its steps against those of the sources.
+ * Mutants (-DNO_...) each leave one step out; spin must find a fault in every one of them.
  */
 
 #ifndef MESSAGES
@@ -114,6 +115,7 @@ proctype Thread(byte end) {
         do :: message < MESSAGES -> message++ :: break od;
 end_left:
         atomic { !is_left[message] -> is_left[message] = true }; /* the last view has died; of one that was left, it has before */
+        /* begin: _acknowledge */
         store(end, STAMP(message), 1, true);
 #ifndef NO_FENCE_BEFORE_BELL
         fence(end);
@@ -131,6 +133,7 @@ end_left:
             exchange(end, WANT, 0, wanted);
 #endif
             if :: wanted != 0 -> ring(bells) :: else fi
+            /* end: _acknowledge */
         :: else
         fi;
         wanted = 0
@@ -156,7 +159,7 @@ inline look() {
 }
 
 /* Somebody waits for a message, and looks again; `came` says whether something has come back meanwhile. */
-inline want(number) {
+inline _want(number) {
     load(ENGINE, WANT, earlier);
 #ifdef NO_REGARD_FOR_WHO_WAITS
     store(ENGINE, WANT, number, true);
@@ -181,14 +184,14 @@ awake:
     skip;
     look();
     do
-    :: caller_waits -> want(CALLER); if :: came :: else -> break fi
+    :: caller_waits -> _want(CALLER); if :: came :: else -> break fi
     :: else -> break
     od;
     do
 #ifdef NO_ASKING_ANEW
-    :: slots_wait && !has_come -> want(SLOTS); if :: came :: else -> break fi
+    :: slots_wait && !has_come -> _want(SLOTS); if :: came :: else -> break fi
 #else
-    :: slots_wait -> want(SLOTS); if :: came :: else -> break fi
+    :: slots_wait -> _want(SLOTS); if :: came :: else -> break fi
 #endif
     :: else -> break
     od;
@@ -200,7 +203,7 @@ end_asleep:
         caller_waits = true;
         look();
         do
-        :: caller_waits -> want(CALLER); if :: came :: else -> break fi
+        :: caller_waits -> _want(CALLER); if :: came :: else -> break fi
         :: else -> break
         od
     od

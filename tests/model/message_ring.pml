@@ -10,7 +10,9 @@
  * What such a load forbids is checked by the mutants that leave it out.
  *
  * Sizes: UNITS of 8 bytes in the ring, RECORDS of one to LONGEST units. A record's first unit says its length; a unit says
- * which record it is of. Mutants (-DNO_...) each leave one step out; spin must find a fault in every one of them.
+ * which record it is of. Steps that stand in one function of the sources are an inline of its name, or between "begin" and "end":
+ * tests/core/test_protocols.py holds the two against each other. Mutants (-DNO_...) each leave one step out; spin must find a
+ * fault in every one of them.
  */
 
 #ifndef UNITS
@@ -144,6 +146,7 @@ proctype Writer() {
 #ifndef NO_BELL_BEFORE_WAITING
                 if :: owed -> wake_reader() :: else fi;
 #endif
+                /* begin: wait_for_space */
                 store(WRITER, WRITER_WAITS, 1, false);
 #ifndef NO_FENCE_BEFORE_WAITING
                 fence(WRITER);
@@ -153,6 +156,7 @@ proctype Writer() {
 #endif
                 if
                 :: tail + needed - head <= UNITS -> store(WRITER, WRITER_WAITS, 0, false)
+                /* end: wait_for_space */
                 :: else -> fence(WRITER); nempty(to_writer); hear(to_writer) /* a system call */
                 fi
             fi
@@ -164,11 +168,13 @@ proctype Writer() {
         store(WRITER, DATA + tail % UNITS, FIRST_UNIT(record, length), false);
         if :: length == 2 -> store(WRITER, DATA + (tail + 1) % UNITS, NEXT_UNIT(record), false) :: else fi;
         tail = tail + length;
+        /* begin: commit */
 #ifdef NO_RELEASE_OF_TAIL
         store(WRITER, TAIL, tail, false);
 #else
         store(WRITER, TAIL, tail, true);
 #endif
+        /* end: commit */
         owed = true;
         if :: wake_reader() :: true fi; /* now, or with a later record */
         record++
@@ -208,6 +214,7 @@ proctype Reader() {
         :: tail == head ->
             if :: ended -> break :: else fi;
             wake_writer();
+            /* begin: fall_asleep */
             store(READER, READER_SLEEPS, 1, false);
 #ifndef NO_FENCE_BEFORE_SLEEPING
             fence(READER);
@@ -217,6 +224,7 @@ proctype Reader() {
 #endif
             if
             :: tail != head -> store(READER, READER_SLEEPS, 0, false)
+            /* end: fall_asleep */
             :: else -> fence(READER); nempty(to_reader) || closed; ended = closed; hear(to_reader)
             fi
         :: else ->
@@ -226,6 +234,7 @@ proctype Reader() {
             :: unit == SKIP -> head = head + UNITS - head % UNITS; load(READER, DATA + head % UNITS, unit)
             :: else
             fi;
+            /* begin: take */
 #ifdef NO_ACQUIRE_OF_TAIL
             if :: early != 0 || true -> unit = early :: true fi;
 #endif
@@ -244,6 +253,7 @@ proctype Reader() {
 #ifndef NO_RELEASE_OF_HEAD
             store(READER, HEAD, head, true);
 #endif
+            /* end: take */
             unit = 0; length = 0; early = 0;
             record++;
             if :: wake_writer() :: true fi /* after each record, or after some */
