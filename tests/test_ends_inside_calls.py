@@ -50,13 +50,18 @@ def signalled(function: str, action: Callable[[], object]) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code.co_name != function:
             frame = frame.f_back
-        if frame is not None:
-            action()
+        if frame is not None and not acting:
+            acting.append(True)
+            try:
+                action()
+            finally:
+                acting.clear()
 
     def ring() -> None:
         while not over.wait(0.005):
             signal.pthread_kill(here, signal.SIGUSR1)
 
+    acting: list[bool] = []  # signals come within the action as well
     here, over, ringing = threading.get_ident(), threading.Event(), threading.Thread(target=ring)
     before = signal.signal(signal.SIGUSR1, handle)
     ringing.start()
@@ -254,6 +259,22 @@ def test_an_error_without_a_text_fails_a_gather_as_well(ring: shmring.threads.Ri
     assert outcome[0].type_name == "Mute"
 
 
+@pytest.mark.timeout(20)
+def test_a_signal_handler_may_close_a_client_or_a_ring_whose_thread_waits(ring: shmring.threads.Ring, socket_dir: Path) -> None:
+    client = shmring.threads.connect("test", socket_dir=str(socket_dir))
+    with signalled("wait", client.close), pytest.raises(shmring.ClosedError):
+        client.request("nobody answers")
+    with signalled("wait", ring.close), pytest.raises(shmring.ClosedError):
+        ring.claim()
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_handler_may_close_what_its_thread_is_closing(ring: shmring.threads.Ring, socket_dir: Path) -> None:
+    for end in (shmring.threads.connect("test", socket_dir=str(socket_dir)), ring):
+        with signalled("close", end.close):
+            end.close()
+
+
 # -- a worker in a loop --------------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +406,16 @@ async def test_a_reply_whose_code_ends_its_request_is_not_sent(
     assert await other.result() == "fine"
     assert submission.ended
     assert client.connected
+
+
+async def test_a_reply_whose_code_ends_its_request_waits_for_no_space(serve: Any, connect: Any) -> None:
+    ring, client = await serve(reply_nbytes="64KiB"), await connect()
+    submissions = [await client.submit("x"), await client.submit("y")]
+    claim, other = await ring.claim(), await ring.claim()
+    await other.reply(torch.zeros(50_000, dtype=torch.uint8))  # which nobody reads
+    with pytest.raises(shmring.LocalProtocolError, match="has ended"):
+        await asyncio.wait_for(claim.reply([meddling(claim.done), torch.zeros(50_000, dtype=torch.uint8)]), 5)
+    assert [submission.ended for submission in submissions] == [True, False]
 
 
 async def test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look(serve: Any, connect: Any) -> None:
