@@ -180,10 +180,13 @@ async def test_a_goodbye_that_finds_no_room_ends_the_connection(serve: Any, conn
     ring = await serve(message_ring_nbytes="16KiB")
     client = await connect()
     slot = await client.slot(50_000)
+    submission = await client.submit("x")
+    (await ring.claim()).done()
+    await submission.wait()
     go_on = hold(next(iter(ring._frontends.values())).link)
-    link = client._session.link
+    link, request_id = client._session.link, submission.request_id
     while link.can_write:
-        link.send(shmring.core.messages.ReplyRelease(tuple(range(1, 200))))
+        link.send(shmring.core.messages.Abort(request_id))  # of one that has ended
     await client.close()
     go_on()
     await eventually(lambda: ring.statistics().clients == 0)
