@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -475,7 +476,7 @@ class Session:
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Says goodbye: what nobody in this process uses any more goes back at once."""
+        """Says goodbye: what nobody in this process uses any more goes back at once, the rest when the last of it is left."""
         if self.error is not None:
             return
         self._closing = True
@@ -502,14 +503,20 @@ class Session:
             record.viewed = True  # its caller has not left it, or a thread not ended, and may still write
         kept = [lease_id for slots in self.slots for lease_id in slots.book.leases_in_use()]
         replies = [generation for kind, generation in self._regions.living() if kind == _OF_REPLIES]
+        pinned = self.kept.in_use()
         for lease_ids in self.link.split(kept):
             self.link.send(Goodbye(lease_ids, more=True))
         for generations in self.link.split(replies):
             self.link.send(Goodbye((), generations, more=True))
-        for generations in self.link.split(self.kept.in_use()):
+        for generations in self.link.split(pinned):
             self.link.send(Goodbye((), (), more=True, pinned_generations=generations))
-        self.link.send(Goodbye(maps_device_slab=self.device_slots.is_mapped))
-        self.link.close()
+        # What is named may be used for as long as the slab is mapped, which may be longer than there is a loop.
+        lingers = bool(kept or replies or pinned)
+        self.link.send(Goodbye(maps_device_slab=self.device_slots.is_mapped, lingers=lingers))
+        self.link.close(self._hand_socket_on if lingers else None)
+
+    def _hand_socket_on(self, connected: socket.socket) -> None:
+        self._slab.mapping.end_with(connected.detach())
 
 
 def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory], LoadPage]:

@@ -9,6 +9,7 @@ cdef struct Mapped:
     int forks         # of the process that mapped it: in a forked child it is not ours to unmap
     char* address
     uint64_t nbytes
+    int socket        # is shut down and closed when this is unmapped; -1: none
 
 
 cdef void keep_mapped(Mapped* mapped) noexcept nogil

@@ -22,6 +22,7 @@ from shmring.core.client_book import ClientBook, ClientSlotRecord
 from shmring.core.client_end import ClientEnd
 from shmring.core.effects import Acquired, ClientEffect
 from shmring.core.geometry import ClientBookLimits, Geometry
+from shmring.core.mapping import Mapping
 from shmring.core.messages import HOST_MEMORY, FrontendMessage, LeaseGrant, LeaseReturn, Memory, Welcome
 from shmring.errors import WouldBlock
 from shmring.memory.slab import Slab
@@ -49,6 +50,9 @@ class Owner(Protocol):
 
     @property
     def link(self) -> _Link: ...
+
+    @property
+    def mapping(self) -> Mapping: ...
 
     def check_alive(self) -> None: ...
 
