@@ -126,6 +126,10 @@ async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow
 # -- an engine that lies --------------------------------------------------------------------------------------------------
 
 
+#: Where replies lie in the slab that these tests serve: behind what is leased out.
+REPLIES_AT, REPLIES_NBYTES = 240 * 4096, 16 * 4096
+
+
 def reply_in(offset: int, nbytes: int, tensor: msgspec.msgpack.Ext) -> bytes:
     """A reply with a tensor in a slot."""
     return reply_of(tensor, SlotRef(0, offset, nbytes, 77))
@@ -133,11 +137,11 @@ def reply_in(offset: int, nbytes: int, tensor: msgspec.msgpack.Ext) -> bytes:
 
 def reply_at(offset: int, nbytes: int, slot_nbytes: int = 100, payload: object = None) -> bytes:
     """A reply whose payload lies in a slot."""
-    return reply_of(payload, SlotRef(0, 4096, slot_nbytes, 77), lies_at=(offset, nbytes))
+    return reply_of(payload, SlotRef(0, REPLIES_AT, slot_nbytes, 77), lies_at=(offset, nbytes))
 
 
 HUNDRED = tensor_extension(0, 0, 100, "uint8", (100,))
-SLOT = slot_extension(0, 4096, 100, 77)
+SLOT = slot_extension(0, REPLIES_AT, 100, 77)
 
 LIES = {
     "a reply to nothing": [reply_of(None, request_id=99)],
@@ -150,14 +154,21 @@ LIES = {
     "a reply beyond the slab": [reply_in(1 << 20, 100, HUNDRED)],
     "a reply that ends beyond the slab": [reply_in((1 << 20) - 4096, 8192, HUNDRED)],
     "a last reply beyond the slab": [msgspec.msgpack.encode([104, 1, [], slot_extension(0, 1 << 20, 100, 77), HUNDRED])],
-    "a tensor beyond its slot": [reply_in(4096, 100, tensor_extension(0, 50, 100, "uint8", (100,)))],
-    "a tensor of no dtype": [reply_in(4096, 100, tensor_extension(0, 0, 100, 0, (100,), b"void"))],
-    "a tensor of no dtype's number": [reply_in(4096, 100, tensor_extension(0, 0, 100, 200, (100,)))],
-    "a tensor in no slot": [reply_in(4096, 100, tensor_extension(1, 0, 100, "uint8", (100,)))],
+    "a reply where requests lie": [reply_in(REPLIES_AT - 4096, 100, HUNDRED)],
+    "a reply at no block": [reply_in(REPLIES_AT + 64, 100, HUNDRED)],
+    "a tensor beyond its slot": [reply_in(REPLIES_AT, 100, tensor_extension(0, 50, 100, "uint8", (100,)))],
+    "a tensor of no dtype": [reply_in(REPLIES_AT, 100, tensor_extension(0, 0, 100, 0, (100,), b"void"))],
+    "a tensor of no dtype's number": [reply_in(REPLIES_AT, 100, tensor_extension(0, 0, 100, 200, (100,)))],
+    "a tensor in no slot": [reply_in(REPLIES_AT, 100, tensor_extension(1, 0, 100, "uint8", (100,)))],
     "a tensor in a reply without a slot": [reply_of(HUNDRED)],
     "a slot that is none": [reply_of(HUNDRED, msgspec.msgpack.Ext(82, bytes(SLOT.data)[:-1]))],
     "a slot and an event": [msgspec.msgpack.encode([103, 1, bytes(64), SLOT, None])],
     "a lease beyond the slab": records(LeaseGrant(1, 9, 1 << 20, 4096)),
+    "a lease where replies lie": records(LeaseGrant(1, 9, REPLIES_AT, 4096)),
+    "a lease that reaches to where replies lie": records(LeaseGrant(1, 9, REPLIES_AT - 4096, 8192)),
+    "a lease twice": records(LeaseGrant(0, 1, 4096, 4096)),
+    "what is lent already": records(LeaseGrant(1, 9, 4096, 4096)),
+    "a lease of device memory where there is none": records(LeaseGrant(1, 9, REPLIES_AT + REPLIES_NBYTES, 4096)),
     "a lease of nothing": records(LeaseGrant(1, 9, 4096, 0)),
     "a lease of the header": records(LeaseGrant(1, 9, 0, 4096)),
     "a second welcome": records(
@@ -200,8 +211,8 @@ async def test_a_reply_slot_that_holds_something_else_is_stale(
 ) -> None:
     ring, client = await serve(), await connect()
     submission = await client.submit("x")
-    ring._slab.bytes_at(4096, len(header))[:] = list(header)
-    lie = reply_at(0, 100) if lies_in_slot else reply_in(4096, 100, HUNDRED)
+    ring._slab.bytes_at(REPLIES_AT, len(header))[:] = list(header)
+    lie = reply_at(0, 100) if lies_in_slot else reply_in(REPLIES_AT, 100, HUNDRED)
     tell(ring, client, [lie, reply_of(7)])
     with pytest.raises(shmring.StaleDescriptorError):
         await submission.next()
