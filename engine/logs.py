@@ -17,6 +17,8 @@ import sys
 import threading
 from typing import TextIO
 
+from shmring.core.printable import printable_lines
+
 __all__ = ["CollapsingHandler", "configure_logging"]
 
 _INTERVAL_S = 10.0
@@ -31,8 +33,15 @@ def configure_logging(level: str, process: str) -> None:
         process: what it is, for each line: ``engine``, ``frontend`` or ``supervisor``.
     """
     handler = CollapsingHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    handler.setFormatter(_Printable(f"%(asctime)s %(levelname)s {process}: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class _Printable(logging.Formatter):
+    """Whatever callers of the server have got into a text, no terminal carries it out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 @dataclasses.dataclass(slots=True)
