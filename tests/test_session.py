@@ -16,9 +16,11 @@ from shmring.core.messages import (
     CallResult,
     EngineMessage,
     Failed,
+    Found,
     Goodbye,
     LeaseGrant,
     LeaseRecall,
+    NotKept,
     Refused,
     Release,
     SlotRef,
@@ -201,6 +203,92 @@ async def test_an_engine_that_breaks_the_protocol_is_as_good_as_dead(
         await asyncio.wait_for(other, 5)
     assert not client.connected
     await eventually(lambda: ring.statistics().clients == 0)
+
+
+ELSEWHERE = 100 * 4096  # what is leased out, and not to this client
+PAYLOAD = msgspec.msgpack.encode({"x": HUNDRED})
+GENERATION = (1 << 40) + 1  # of the slot that is given to keep
+
+
+def found(token: int = 1, generation: int = 77, offset: int = ELSEWHERE, nbytes: int = 100) -> Found:
+    return Found(token, generation, offset, nbytes, True, PAYLOAD)
+
+
+async def find(client: shmring.RingClient, number: int = 1) -> None:
+    await client.find(bytes([number]) * 32)
+
+
+async def keep(client: shmring.RingClient) -> None:
+    await client.keep(bytes(32), {"x": torch.ones(100, dtype=torch.uint8)})
+
+
+async def call(client: shmring.RingClient) -> None:
+    await client.call("method")
+
+
+#: What is asked, and what that is answered.
+ANSWERS: dict[str, tuple[list[Any], list[EngineMessage]]] = {
+    "nothing is found, for it is too large": ([find], [NotKept(1, "large")]),
+    "nothing is found, for there is no room": ([find], [NotKept(1, "full")]),
+    "nothing is kept, for it is not there": ([keep], [NotKept(1, "absent")]),
+    "a reason that is none": ([find], [msgspec.Raw(msgspec.msgpack.encode([113, 1, "lost\x1b"]))]),
+    "found in the header": ([find], [found(offset=0)]),
+    "found in a lease of this client": ([find], [found(offset=8192)]),
+    "found where replies lie": ([find], [found(offset=REPLIES_AT)]),
+    "found up to where replies lie": ([find], [found(offset=REPLIES_AT - 4096, nbytes=4096)]),
+    "found at no block": ([find], [found(offset=ELSEWHERE + 64)]),
+    "found beyond everything": ([find], [found(offset=2**62, nbytes=2**62)]),
+    "two contents in one place": ([find, lambda client: find(client, 2)], [found(), found(2, 78)]),
+    "two contents of which one lies in the other": (
+        [find, lambda client: find(client, 2)],
+        [found(nbytes=9000), found(2, 78, ELSEWHERE + 4096)],
+    ),
+    "two contents under one key": ([find, find], [found(), found(2, 78, ELSEWHERE + 4096)]),
+    "one content under two keys": ([find, lambda client: find(client, 2)], [found(), found(2)]),
+    "one content in two places": ([find, find], [found(), found(2, offset=ELSEWHERE + 4096)]),
+    "kept elsewhere": ([keep], [found(1, GENERATION)]),
+    "more kept than was given": ([keep], [found(1, GENERATION, 4096, 200)]),
+    "a result that is no msgpack": ([call], [CallResult(1, b"\xc1")]),
+    "a result that something follows": ([call], [CallResult(1, b"\xc0\xc0")]),
+}
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
+async def test_an_engine_that_answers_what_can_not_be_is_as_good_as_dead(
+    serve: Any, connect: Any, eventually: Any, answer: tuple[list[Any], list[EngineMessage]]
+) -> None:
+    ring, client = await serve(), await connect()
+    [frontend] = ring._frontends.values()
+    asked: list[bytes] = []
+    frontend.take_message = asked.append  # it answers nothing by itself
+    calls, answers = answer
+    waiting = [asyncio.create_task(each(client)) for each in calls]
+    await eventually(lambda: len(asked) == len(calls))
+    session = session_of(client)
+    tell(ring, client, records(*answers))
+    errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert isinstance(errors[-1], shmring.EngineDeadError)
+    assert "broke the protocol" in str(errors[-1])
+    assert str(errors[-1]).isprintable()
+    assert session.error is not None
+    assert not client.connected
+
+
+@pytest.mark.both_loops
+async def test_what_an_engine_says_can_be_printed(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    failing, late, other = [await client.submit("x") for _ in range(3)]
+    await eventually(lambda: ring.statistics().waiting == 3)
+    tell(ring, client, records(Failed(1, "error", "Err\x1b", "one\n\x1b[31mtwo"), Failed(2, "timed_out", "", "late\x07")))
+    with pytest.raises(shmring.RemoteError) as failed:
+        await failing.next()
+    assert str(failed.value) == "Err\\x1b: one\n\\x1b[31mtwo"
+    with pytest.raises(TimeoutError, match=r"late\\x07$"):
+        await late.next()
+    tell(ring, client, records(Refused("enough\x1b\nERROR: not a line of ours")))
+    with pytest.raises(shmring.EngineDeadError, match=r"enough\\x1b\\nERROR"):
+        await other.next()
 
 
 @pytest.mark.both_loops
