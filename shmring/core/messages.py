@@ -14,11 +14,10 @@ A message is one record of a message ring, so it has a largest size. Long lists 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-from shmring.core.printable import printable
 from shmring.errors import RemoteProtocolError
 
 __all__ = [
@@ -453,8 +452,6 @@ EngineMessage = (
     Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused | Found | NotKept | WorkerWelcome | RankTaken
 )
 
-_Decoded = TypeVar("_Decoded")
-
 _encoder = msgspec.msgpack.Encoder()
 
 _first_decoder: msgspec.msgpack.Decoder[FrontendMessage | Join] = msgspec.msgpack.Decoder(FrontendMessage | Join)
@@ -468,21 +465,16 @@ def encode_message(message: FrontendMessage | WorkerMessage | EngineMessage) -> 
     return _encoder.encode(message)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], body: bytes) -> _Decoded:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        why = printable(str(error))  # which may quote what the peer sent
-        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {why}") from error
-
-
 def decode_first_message(body: bytes) -> FrontendMessage | Join:
     """Decodes what a connection begins with, which is :class:`Hello` or :class:`Join` if its peer keeps to the rules.
 
     Raises:
         RemoteProtocolError: it is not a message of this protocol.
     """
-    return _decode(_first_decoder, body)
+    try:
+        return _first_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
 
 
 def decode_worker_message(body: bytes) -> WorkerMessage:
@@ -491,7 +483,10 @@ def decode_worker_message(body: bytes) -> WorkerMessage:
     Raises:
         RemoteProtocolError: it is not a message of this protocol.
     """
-    return _decode(_worker_decoder, body)
+    try:
+        return _worker_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
 
 
 def decode_frontend_message(body: bytes) -> FrontendMessage:
@@ -500,7 +495,10 @@ def decode_frontend_message(body: bytes) -> FrontendMessage:
     Raises:
         RemoteProtocolError: it is not a message of this protocol.
     """
-    return _decode(_frontend_decoder, body)
+    try:
+        return _frontend_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
 
 
 def decode_engine_message(body: bytes) -> EngineMessage:
@@ -509,4 +507,7 @@ def decode_engine_message(body: bytes) -> EngineMessage:
     Raises:
         RemoteProtocolError: it is not a message of this protocol.
     """
-    return _decode(_engine_decoder, body)
+    try:
+        return _engine_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error

@@ -396,7 +396,7 @@ async def _attempted(attempt: asyncio.Future[Any]) -> Any:
 # -- frontends -------------------------------------------------------------------------------------------------------------
 
 
-class _Callers:
+class Callers:
     """Whoever uses a client: tasks that wait, and what they hold."""
 
     def __init__(self, client: RingClient, steps: Steps) -> None:
@@ -543,7 +543,7 @@ async def _attempted_or_closed(attempt: asyncio.Future[Any], engine: _HostileEng
 
 
 async def _session(client: RingClient, engine: _HostileEngine, steps: Steps) -> None:
-    callers = _Callers(client, steps)
+    callers = Callers(client, steps)
     while steps:
         choice, what = steps.byte(), steps.byte()
         match choice % 4:
@@ -707,7 +707,7 @@ def joining(data: bytes) -> None:
 _HONEST = {
     "small": [2, 0, 0, 0, 0, 0, 0],
     "in a slot": [2, 1, 0, 0, 1, 0, 0, 2, 14],
-    "streamed": [2, 2, 0, 0, 7, 0, 0, 0, 7, 0, 2, 14],
+    "streamed": [2, 2, 0, 0, 0, 0, 0, 2, 14, 2, 2, 0, 0, 7, 0],
     "from a slot": [2, 3, 2, 6, 0, 0, 4, 0, 2, 14, 2, 5],
     "in further leases": [2, 51, 2, 35, 2, 35, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9, 2, 0, 2, 5, 2, 5, 3, 3, 2, 5],
     "kept": [2, 8, 0, 0, 0, 0, 2, 10, 0, 0, 6, 0, 2, 11, 2, 7, 0, 0, 1, 0, 2, 10, 2, 7, 2, 11],

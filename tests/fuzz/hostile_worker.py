@@ -184,9 +184,10 @@ class _Served:
                 self.tasks[(choice >> 4) % len(self.tasks)].cancel()
 
     def check(self) -> None:
-        """The books are sound."""
-        self.ring.workers.book.check()
+        """The books are sound. Who waits may have memory for a message that is in no book yet."""
         self.ring._book.check()
+        if all(task.done() for task in self.tasks):
+            self.ring.workers.book.check()
 
     async def end(self) -> None:
         """The hostile worker is dead; the others are served, and nothing of it is left."""
