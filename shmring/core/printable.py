@@ -13,15 +13,15 @@ _MOST_CHARACTERS = 4096  # as much of an exception's text travels, and names and
 
 def printable(text: str) -> str:
     """Returns a peer's text as one line of bounded length, all of which can be printed."""
-    return printable_lines(text[:_MOST_CHARACTERS]).replace("\n", "\\n")
+    return _escaped(text[:_MOST_CHARACTERS])
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text that may have several lines, such as a traceback, and any length."""
-    return "\n".join(line if line.isprintable() else "".join(map(_printed, line)) for line in text.split("\n"))
+    """The same of a text that may have several lines and tabs, such as a traceback, and any length."""
+    return "\n".join("\t".join(map(_escaped, line.split("\t"))) for line in text.split("\n"))
 
 
-def _printed(character: str) -> str:
-    if character.isprintable() or character == "\t":
-        return character
-    return character.encode("unicode_escape").decode()
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

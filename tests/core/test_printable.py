@@ -12,7 +12,7 @@ from shmring.core.printable import printable, printable_lines
     [
         ("worker 3, größe 5 µm", "worker 3, größe 5 µm"),
         ("\x1b[31mred", "\\x1b[31mred"),
-        ("one\r\ntwo\x00", "one\\r\\ntwo\\x00"),
+        ("one\r\n\ttwo\x00", "one\\r\\n\\ttwo\\x00"),
         ("\u202etxt.exe", "\\u202etxt.exe"),  # which turns what follows around
         ("\ud800", "\\ud800"),
         ("", ""),

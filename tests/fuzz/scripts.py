@@ -25,6 +25,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from shmring.core.geometry import BLOCK_NBYTES
+from shmring.core.printable import printable_lines
 from shmring.errors import ShmringError
 
 __all__ = ["NAME", "NUMBERS", "Steps", "check_error", "changed", "listening", "over", "play", "stage", "turns"]
@@ -141,7 +142,7 @@ def check_error(error: BaseException | None) -> None:
     if error is None or isinstance(error, asyncio.CancelledError):
         return
     assert isinstance(error, ShmringError | TimeoutError | msgspec.ValidationError), f"{type(error).__name__}: {error}"
-    assert all(line.isprintable() for line in str(error).split("\n"))
+    assert str(error) == printable_lines(str(error)), repr(error)
 
 
 class Steps:
