@@ -1135,6 +1135,62 @@ GUARDS = (
         "published",
         "tests/test_routing.py::test_what_was_sent_since_the_engine_spoke_last_comes_on_top",
     ),
+    Guard(
+        "a lease lies in what is leased out, and not where replies do",
+        "shmring/core/client_book.pyx",
+        "grant.offset + grant.nbytes > self.lease_end_nbytes",
+        "grant.offset + grant.nbytes > self.lease_end_nbytes + 16 * BLOCK_NBYTES",
+        "tests/test_session.py::test_an_engine_that_breaks_the_protocol_is_as_good_as_dead",
+    ),
+    Guard(
+        "no memory is lent twice",
+        "shmring/core/client_book.pyx",
+        "if grant.lease_id in self.leases or self.has(start, blocks):",
+        "if False:",
+        "tests/test_session.py::test_an_engine_that_breaks_the_protocol_is_as_good_as_dead",
+    ),
+    Guard(
+        "a reply lies where replies do",
+        "shmring/core/client_end.pyx",
+        "or slot.offset < self.book.lease_end_nbytes",
+        "",
+        "tests/test_session.py::test_an_engine_that_breaks_the_protocol_is_as_good_as_dead",
+    ),
+    Guard(
+        "what an engine has found lies where nothing of its frontend does",
+        "shmring/client/kept.py",
+        "return is_leasable and not is_ours",
+        "return is_leasable",
+        "tests/test_session.py::test_an_engine_that_answers_what_can_not_be_is_as_good_as_dead",
+    ),
+    Guard(
+        "an engine gives reasons that its question can have",
+        "shmring/client/kept.py",
+        "(_NOT_FOUND if record is None else _NOT_KEPT)",
+        "(*_NOT_FOUND, *_NOT_KEPT)",
+        "tests/test_session.py::test_an_engine_that_answers_what_can_not_be_is_as_good_as_dead",
+    ),
+    Guard(
+        "what an engine says of itself is looked at before it is mapped",
+        "shmring/client/session.py",
+        "            check_welcome(welcome)\n",
+        "",
+        "tests/fuzz/test_targets.py::test_a_target_keeps_its_promise",
+    ),
+    Guard(
+        "a worker leaves an engine that sends what no worker is sent",
+        "shmring/worker/worker.py",
+        "            self.protocol_violated(error)\n            raise\n",
+        "            raise\n",
+        "tests/test_workers.py::test_an_engine_that_sends_what_no_worker_is_sent_is_left",
+    ),
+    Guard(
+        "what a frontend says of itself is printed in a log, and not carried out",
+        "shmring/ring/frontend.py",
+        "self.name = printable(peer.hello.name)",
+        "self.name = peer.hello.name",
+        "tests/integration/test_forged.py::test_what_a_frontend_says_of_itself_can_be_printed",
+    ),
 )
 
 

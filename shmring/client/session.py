@@ -30,7 +30,7 @@ from shmring.core.client_end import ClientEnd, SubmissionEnd
 from shmring.core.forks import Origin
 from shmring.core.load import LoadPage
 from shmring.core.mapping import Mapping
-from shmring.core.message_ring import RingMemory, largest_record_nbytes
+from shmring.core.message_ring import RingMemory
 from shmring.core.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -49,7 +49,9 @@ from shmring.core.messages import (
     decode_engine_message,
 )
 from shmring.core.payload import Packed
+from shmring.core.printable import printable, printable_lines
 from shmring.core.views import Regions
+from shmring.core.welcome import check_welcome
 from shmring.errors import (
     AbortedError,
     ClosedError,
@@ -262,7 +264,7 @@ class Session:
             case CallResult():
                 self.calls.ended(message)
             case Refused(reason):
-                self._lose(self._dead(f"ended the connection: {reason}"))
+                self._lose(self._dead(f"ended the connection: {printable(reason)}"))
             case Welcome():
                 raise RemoteProtocolError("Welcome was sent a second time")
 
@@ -448,8 +450,8 @@ class Session:
             submission.give_up(AbortedError(f"request {request_id} was aborted", request_id=name))
         else:
             self.counters.failed += 1
-            is_timeout = failure.kind == "timed_out"
-            submission.give_up(TimeoutError(failure.message) if is_timeout else RemoteError(failure.type_name, failure.message))
+            type_name, text = printable(failure.type_name), printable_lines(failure.message)
+            submission.give_up(TimeoutError(text) if failure.kind == "timed_out" else RemoteError(type_name, text))
 
     # -- replies -------------------------------------------------------------------------------------------------------------
 
@@ -524,9 +526,7 @@ def _map(engine: AttachedEngine) -> tuple[Slab, Sequence[RingMemory], LoadPage]:
     welcome = engine.welcome
     try:
         try:
-            record_nbytes = largest_record_nbytes(welcome.message_ring_nbytes)
-            if welcome.max_record_nbytes != record_nbytes or welcome.inline_nbytes > record_nbytes // 2:
-                raise RemoteProtocolError("the engine's limits of messages do not fit the size of its message rings")
+            check_welcome(welcome)
             rings = map_rings(engine.ring_fds, welcome.message_ring_nbytes)
             load = map_load_page(engine.load_fd)
         except BaseException:

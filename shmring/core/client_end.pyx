@@ -869,8 +869,9 @@ cdef class ClientEnd(RecordTaker):
             )
         if content.slot_count:  # one, since a reply names none but that of its copied bytes
             slot = content.slot_numbers
-            if slot.offset + HEADER_NBYTES + slot.nbytes > self._slab_nbytes:
-                raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes exceeds the slab")
+            if slot.offset % _BLOCK_NBYTES or slot.offset < self.book.lease_end_nbytes \
+                    or slot.offset + HEADER_NBYTES + slot.nbytes > self._slab_nbytes:
+                raise RemoteProtocolError(f"a reply's slot at {slot.offset} of {slot.nbytes} bytes is not where replies lie")
         self.replies += 1
         if not submission.ended:
             if submission._replies is None:

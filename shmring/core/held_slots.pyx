@@ -72,6 +72,20 @@ cdef class HeldSlots:
         Py_INCREF(record)
         return 0
 
+    def overlaps(self, uint64_t address, uint64_t nbytes) -> bool:
+        """Whether some of these bytes, at least one, are a slot's that is held."""
+        cdef uint64_t start, end = address + max(nbytes, 1)
+        cdef Held* held
+        cdef uint32_t i
+        for i in range(self._recent_count):
+            held = &self._recent[i]
+            if held.address < end and address < held.address + max(held.nbytes, 1):
+                return True
+        if not self._slots or not self._addresses.last_below(end, &start):
+            return False
+        _, held_nbytes = self._slots[start]
+        return address < start + max(held_nbytes, 1)
+
     cpdef int leave(self, uint64_t address) except -1:
         """A caller has left the slot at this address."""
         cdef uint32_t i

@@ -81,7 +81,7 @@ class DeviceSlots(Slots):
         self._start = owner.welcome.slab_nbytes
         self._handle = owner.welcome.device_slab
         nbytes = 0 if self._handle is None else self._handle.nbytes
-        super().__init__(owner, DEVICE_MEMORY, first_block=self._start // BLOCK_NBYTES, nbytes=nbytes, end=self._start + nbytes)
+        super().__init__(owner, DEVICE_MEMORY, first_block=self._start // BLOCK_NBYTES, nbytes=nbytes)
         self.held = 0
         self.is_mapped = False
         self._engine_name = engine_name

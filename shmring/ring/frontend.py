@@ -41,6 +41,7 @@ from shmring.core.messages import (
     Unpin,
     decode_frontend_message,
 )
+from shmring.core.printable import printable
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
@@ -81,7 +82,7 @@ class Frontend(FrontendEnd):
     ) -> None:
         super().__init__(ring.engine_end, client_id)
         self.pid = peer.pid
-        self.name = peer.hello.name
+        self.name = printable(peer.hello.name)
         self.connected = True
         self.watch = watch
         self._ring = ring
@@ -169,7 +170,7 @@ class Frontend(FrontendEnd):
         except Exception as error:
             # Whatever a method raises is its caller's to handle: it travels there, with its type.
             if not isinstance(error, LookupError | msgspec.MsgspecError):
-                logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, error)
+                logger.error("the call %s of %s failed: %s: %s", call.method, self, type(error).__name__, printable(str(error)))
                 logger.debug("it was raised here", exc_info=error)
             result = CallResult(call.call_id, b"", self.describe(error))
         # Before its frontend learns of it: that may make the next call before this task counts as ended.

@@ -50,6 +50,7 @@ from shmring.core.messages import (
     LeaseRecall,
     Release,
 )
+from shmring.core.printable import printable_lines
 from shmring.core.states import EngineSlot, RequestEvent
 from shmring.errors import (
     AbortedError,
@@ -321,7 +322,7 @@ class Ring(EngineCalls):
             # As text: a log handler that keeps the error would keep its frames, and they the views of the request's slots.
             logger.error("request %d of client %d can't be taken up: %s", request_id, client_id, str(error))
         elif not isinstance(error, msgspec.ValidationError | RemoteProtocolError | StaleDescriptorError | AbortedError):
-            text = "".join(traceback.format_exception(error))
+            text = printable_lines("".join(traceback.format_exception(error)))
             logger.error("decoding request %d of client %d failed\n%s", request_id, client_id, text)
         self._end_request(claim, RequestEvent.ERROR, kind, error)
 

@@ -28,6 +28,7 @@ from shmring.config import WorkerConfig, configured
 from shmring.core.forks import Origin
 from shmring.core.message_ring import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, take_bells
 from shmring.core.messages import Refused, decode_engine_message
+from shmring.core.printable import printable
 from shmring.core.worker_end import MessageEnd
 from shmring.errors import (
     ClosedError,
@@ -175,7 +176,9 @@ class Worker:
         try:
             message = decode_engine_message(record)
             if isinstance(message, Refused):
-                error = ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {message.reason}")
+                error = ClosedError(
+                    f"engine {self.name!r} has ended the connection of worker {self.rank}: {printable(message.reason)}"
+                )
             else:
                 error = RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
         except RemoteProtocolError as caught:

@@ -18,6 +18,7 @@ from typing import Any
 from shmring.config import WorkerConfig, configured
 from shmring.core.forks import Origin
 from shmring.core.messages import Refused, decode_engine_message
+from shmring.core.printable import printable
 from shmring.core.worker_end import MessageEnd
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.transport.link import Link
@@ -141,8 +142,13 @@ class Worker:
             if self._reason is not None:
                 raise fresh(self._reason)
             return None
-        message = self._end.open(self._records.popleft())
-        assert isinstance(message, Message)
+        try:
+            message = self._end.open(self._records.popleft())
+            if not isinstance(message, Message):
+                raise RemoteProtocolError("a record came that is nothing that a worker is sent")
+        except RemoteProtocolError as error:
+            self.protocol_violated(error)
+            raise
         return message
 
     async def _record_came(self) -> None:
@@ -243,7 +249,9 @@ class Worker:
         message = decode_engine_message(record)
         if not isinstance(message, Refused):
             raise RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
-        self._is_over(ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {message.reason}"))
+        self._is_over(
+            ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {printable(message.reason)}")
+        )
 
     def peer_gave_up(self) -> None:
         """For the link: only a frontend or a worker gives up."""
@@ -291,7 +299,8 @@ class Worker:
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
         self._watch.close()
         while self._records:
-            self._end.leave_unread(self._records.popleft())
+            with contextlib.suppress(RemoteProtocolError):  # nobody waits for what its engine should not have sent
+                self._end.leave_unread(self._records.popleft())
         self._end.close()
         self._link.close()
         await asyncio.sleep(0)  # lets the link report its end
