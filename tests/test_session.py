@@ -161,7 +161,7 @@ LIES = {
     "a lease of nothing": records(LeaseGrant(1, 9, 4096, 0)),
     "a lease of the header": records(LeaseGrant(1, 9, 0, 4096)),
     "a second welcome": records(
-        Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 1 << 16, 1 << 14, 4096, 4096, 1, None)
+        Welcome(1, 1, 1, 1 << 20, 4096, 4096, 1, 1, 1, 1 << 16, 1 << 14, 4096, 4096, 1, 1, None)
     ),
     "a frontend's message": [encode_message(Goodbye())],
     "more inline than agreed upon": [reply_of(None, bytes(1025))],

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shmring.core.messages import Call, CallResult
+from shmring.core.received import decode_values
+from shmring.core.wire import check_count
 from shmring.errors import CapacityError, RemoteError, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class CallsInFlight:
                 needed=len(encoded),
                 capacity=capacity,
             )
+        check_count(f"the arguments of {method}", encoded, session.welcome.max_values)
         await self._free.acquire()  # until the engine has answered, whether or not somebody still waits for it
         try:
             await session.sending.writable()
@@ -58,7 +61,7 @@ class CallsInFlight:
         future = self._results[call_id] = session.loop.create_future()
         session.link.send(Call(call_id, method, encoded))
         try:
-            return msgspec.msgpack.decode(await future)
+            return decode_values(await future, session.welcome.max_values)
         finally:
             del future  # it holds its error, whose traceback holds this frame
 

@@ -42,6 +42,7 @@ def ends() -> Iterator[tuple[WorkerEnd, mmap.mmap, socket.socket]]:
         make_packer(16, 1 << 16),
         MessageEnd,
         max_tensors=16,
+        max_values=1024,
         max_payload_nbytes=1 << 16,
     )
     os.close(fd)
