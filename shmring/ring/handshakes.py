@@ -162,14 +162,12 @@ class Handshakes:
         """
         if sum(frontend.connected for frontend in self._frontends.values()) >= self._config.max_clients:
             return f"the engine has its max_clients ({self._config.max_clients}) frontends"
-        book = self._ring.engine_end.book
-        gone = [each.client_id for each in self._frontends.values() if not each.connected and each.pid == peer.pid]
-        blocks = sum(lease.blocks for client_id in gone for lease in book.clients[client_id].leases.values())
-        if len(gone) < _MAX_GONE and blocks < book.limits.quota_blocks:
+        gone = sum(not frontend.connected and frontend.pid == peer.pid for frontend in self._frontends.values())
+        if gone < _MAX_GONE:
             return ""
         return (
-            f"process {peer.pid} has had {len(gone)} connections that have ended, and {blocks * BLOCK_NBYTES} bytes of their memory "
-            "are kept until it ends, since it may still use them: close clients after their slots and views, or start a new process"
+            f"process {peer.pid} has had {gone} connections that have ended, whose memory is kept until it ends, since it may still "
+            "use it: close clients after their slots and views, or start a new process"
         )
 
     def _make_welcome(self, client_id: int, peer: Peer, hello: Hello, watch: ProcessWatch) -> Frontend:
