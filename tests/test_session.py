@@ -165,7 +165,7 @@ LIES = {
     ),
     "a frontend's message": [encode_message(Goodbye())],
     "more inline than agreed upon": [reply_of(None, bytes(1025))],
-    "a payload that counts more than agreed upon": [reply_of({number: 0 for number in range(8200)})],
+    "a payload that counts more than agreed upon": [reply_of(dict.fromkeys(range(8200), 0))],
     "a payload in no slot": [reply_of(None, lies_at=(0, 100))],
     "a payload beyond its slot": [reply_at(64, 100)],
     "a payload larger than it may be": [reply_at(0, 100_000, 100_000)],

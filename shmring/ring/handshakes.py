@@ -30,8 +30,8 @@ __all__ = ["Handshakes"]
 
 logger = logging.getLogger("shmring.ring")
 
-# Connections of one process that have ended, while something that they were lent may be in use: each costs a pidfd, a line in the
-# books and its leases. A client that reconnects, and one that is closed while views live, leaves one behind; 16 are a fault.
+# Connections of one process that have ended, while something that they were lent may be in use: each costs a pidfd, a line in
+# the books and its leases. A client that is lost, and one that is closed while views live, leaves one behind; 16 are a fault.
 _MAX_GONE = 16
 _ACCEPT_PAUSE_S = 0.1  # before accepting again when that failed: mostly because this process is out of descriptors
 
@@ -157,8 +157,8 @@ class Handshakes:
     def _why_not(self, peer: Peer) -> str:
         """Says why a peer can't be a frontend; nothing if it can.
 
-        A connection that has ended is no frontend any more. What it was lent is kept until its process is dead, so those count for
-        that process alone: nobody else has to wait for it to end.
+        A connection that has ended is no frontend any more. What it was lent is kept until its process is dead, so it counts
+        for that process alone: nobody else has to wait until that ends.
         """
         if sum(frontend.connected for frontend in self._frontends.values()) >= self._config.max_clients:
             return f"the engine has its max_clients ({self._config.max_clients}) frontends"
@@ -166,8 +166,8 @@ class Handshakes:
         if gone < _MAX_GONE:
             return ""
         return (
-            f"process {peer.pid} has had {gone} connections that have ended, whose memory is kept until it ends, since it may still "
-            "use it: close clients after their slots and views, or start a new process"
+            f"process {peer.pid} has had {gone} connections that have ended, whose memory is kept until it ends, since it may "
+            "still use it: close clients after their slots and views, or start a new process"
         )
 
     def _make_welcome(self, client_id: int, peer: Peer, hello: Hello, watch: ProcessWatch) -> Frontend:

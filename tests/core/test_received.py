@@ -199,7 +199,7 @@ def test_the_collector_is_paused_while_much_is_decoded(
 ) -> None:
     content, decoder = sent({"values": [[]] * 20_000}, slab), make_decoder(payload_type)
     collections.clear()
-    payload, _ = decode_content(decoder, content, CLIENT_ID, regions, slab)
+    _payload, _ = decode_content(decoder, content, CLIENT_ID, regions, slab)
     assert len(collections) <= 1, "one looks at what is new, when the collector goes on"
     assert gc.isenabled()
     gc.disable()

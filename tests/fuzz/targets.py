@@ -130,7 +130,9 @@ def _check_content(content: Content, record: bytes) -> None:
         assert not content.payload
         assert content.payload_offset + content.payload_nbytes <= content.slots[-1].nbytes
         with contextlib.suppress(RemoteProtocolError):
-            content.take_payload(record[-content.payload_nbytes :], _MAX_TENSORS, _MAX_VALUES)  # any bytes: what lies in a slot is anybody's
+            content.take_payload(
+                record[-content.payload_nbytes :], _MAX_TENSORS, _MAX_VALUES
+            )  # any bytes: what lies in a slot is anybody's
     else:
         # What msgspec takes for the record's last member is the payload.
         assert bytes(msgspec.msgpack.decode(record, type=list[msgspec.Raw])[-1]) == content.payload

@@ -587,7 +587,7 @@ class Foreign:
         ([[]] * 255, [[]] * 256),
         ("\xe4" * 4083, "\xe4" * 4084),
         (Foreign([0] * 1008), Foreign([0] * 1013)),
-        ({number: "x" for number in range(160)}, {number: "x" for number in range(256)}),
+        (dict.fromkeys(range(160), "x"), dict.fromkeys(range(256), "x")),
     ],
 )
 def test_a_payload_that_counts_more_than_agreed_upon_is_an_error_that_says_so(fits: object, more: object) -> None:
